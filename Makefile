@@ -1,0 +1,59 @@
+# Both commands of a newcomer: `make train` and `make test`. Each first makes `.venv` and installs into it.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: help install train test lint types check clean
+
+# The first interpreter that answers and is a supported version: a name can exist and still not run
+# (version managers leave such stubs), so each is asked rather than looked up.
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
+	"$$name" -c '$(SUPPORTED)' 2>/dev/null && echo "$$name" && break; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed.stamp
+TYPED := build/typed
+
+help:  ## Say what each target does
+	@grep -E '^[a-z]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*  ## (.*)/  make \1\t\2/'
+
+install: $(STAMP)  ## Make .venv and install the project into it, editable, with everything the tests need
+
+$(BIN)/python:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "No Python 3.11, 3.12 or 3.13 was found. Install one, or name it: make install PYTHON=/path/to/python3.11" >&2; \
+		exit 1; fi
+	@"$(PYTHON)" -c '$(SUPPORTED)' || { \
+		echo "PYTHON=$(PYTHON) does not run as Python 3.11, 3.12 or 3.13. Name one that does: make install PYTHON=python3.11" >&2; \
+		exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+
+# The stamp makes a second `make install` cost nothing until a dependency changes.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,recipes]'
+	@touch $@
+
+train: install  ## Train the gpt recipe on two processes with DDP
+	$(BIN)/trainwright fit recipe=gpt strategy=ddp devices=2
+
+test: install lint types check  ## Run the linters, the type checker and the whole test suite
+
+lint: install  ## Check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The type checker cannot follow an editable install whose folders map into one package, so it is given the
+# package as it installs. `build/lib` goes too: setuptools would carry deleted modules over from it.
+types: install  ## Check the types of the installed package
+	@rm -rf build/lib $(TYPED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target $(TYPED) .
+	MYPYPATH=$(TYPED) $(BIN)/mypy -p trainwright | sed -E 's#^$(TYPED)/trainwright/([a-z_]+/)#\1#; s#^$(TYPED)/##'
+
+check: install  ## Run the whole test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+clean:  ## Remove what building and testing leave (not .venv, not runs)
+	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

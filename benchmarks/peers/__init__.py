@@ -1,0 +1,1 @@
+"""What we are measured against: training written by hand in plain torch, and in Lightning."""

@@ -1,0 +1,32 @@
+"""One optimizer step of the gpt recipe's module in Lightning's own Trainer."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import lightning.pytorch as pl
+
+from benchmarks.peers.first_step import FirstStep
+from benchmarks.quiet import PLAIN_TRAINER, silence_lightning
+from trainwright.recipes.gpt import GPTModule
+from trainwright.recipes.text_corpus import TextCorpus
+
+
+def main(devices: int) -> None:
+    """Train one step; with several devices Lightning starts the other ranks itself."""
+    silence_lightning()
+    options: dict[str, Any] = {**PLAIN_TRAINER, "accelerator": "cpu", "devices": devices, "max_steps": 1}
+    trainer = pl.Trainer(
+        strategy="ddp" if devices > 1 else "auto",
+        gradient_clip_val=1.0,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        callbacks=[FirstStep()],
+        **options,
+    )
+    trainer.fit(GPTModule(), datamodule=TextCorpus(batch_size=4))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

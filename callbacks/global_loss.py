@@ -1,0 +1,102 @@
+"""The exact loss of every optimizer step, over the whole global batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
+
+
+class GlobalLoss(Callback):
+    """Log ``loss``, the mean over the global batch of each optimizer step, to every logger, each at its own step.
+
+    A value logged in ``training_step`` is that of one micro-batch on one rank. This one sums the losses of a step's
+    micro-batches (which the Trainer has divided by the accumulation) and averages over the data ranks. Steps are
+    collected and averaged together, one all-reduce of a small vector per ``every_n_steps``; on one process the value
+    is the plain loss, bit for bit. What is collected is also written when validation begins and when training ends; a
+    run that fails loses the values since then.
+
+    With manual optimization the loss is what ``training_step`` returns (or returns under ``"loss"``), added up over
+    the batches of a step. A step for which no rank has a loss is left out.
+
+    Args:
+        every_n_steps: optimizer steps per all-reduce and write; ``None``: the Trainer's ``log_every_n_steps`` (there,
+            0 is off).
+
+    Raises:
+        ValueError: if ``every_n_steps`` is less than 1.
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        require_window(every_n_steps, self)
+        self.every_n_steps = every_n_steps
+        self.latest: float | None = None
+        """The last loss written; ``None`` before the first."""
+        self._steps = StepCounter()
+        self._window = 0
+        self._micro_losses: list[Tensor] = []
+        self._pending: list[tuple[int, list[Tensor]]] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count."""
+        self._steps.start(trainer)
+        self._window = window_steps(self.every_n_steps, trainer)
+        self._micro_losses, self._pending = [], []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the loss; at the end of a window, average and write."""
+        if not self._window:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):
+            self._micro_losses.append(loss.detach())
+        step = self._steps.ended(trainer)
+        if step is None:
+            return
+        self._pending.append((step, self._micro_losses))
+        self._micro_losses = []
+        if (step + 1) % self._window == 0:
+            self._write(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write what was collected, so that logs are complete up to a validation."""
+        self._write(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the rest."""
+        self._write(trainer)
+
+    def _write(self, trainer: Trainer) -> None:
+        if not self._pending:
+            return
+        steps = [step for step, _ in self._pending]
+        for step, value, exists in zip(steps, *self._averaged(trainer), strict=True):
+            if exists:
+                log_metrics(trainer, {"loss": value}, step)
+                self.latest = value
+        self._pending = []
+
+    def _averaged(self, trainer: Trainer) -> tuple[list[float], list[float]]:
+        """Loss of each pending step over all data ranks, and the part of the ranks that have one."""
+        device = trainer.strategy.root_device
+        exists = torch.tensor([float(bool(micro)) for _, micro in self._pending], device=device)
+        losses = _sums([micro for _, micro in self._pending], device)
+        values, existing = trainer.strategy.reduce(torch.cat((losses, exists)), reduce_op="mean").chunk(2)
+        return values.tolist(), existing.tolist()
+
+
+def _sums(parts: list[list[Tensor]], device: torch.device) -> Tensor:
+    """Sum of each part, float32 ``(len(parts),)``; 0 for an empty one."""
+    sizes = [len(part) for part in parts]
+    if not any(sizes):
+        return torch.zeros(len(parts), device=device)
+    values = torch.stack([value for part in parts for value in part]).float()
+    if len(set(sizes)) == 1:  # the common case, in one operation
+        return values.view(len(parts), -1).sum(dim=1)
+    return torch.stack([piece.sum() for piece in values.split(sizes)])

@@ -1,0 +1,114 @@
+"""What a run is, in a few lines at its start, and where its files are, at its end."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+MIB = 2**20
+
+
+class StartSummary(Callback):
+    """Print a table when training starts, and where to look when it has ended; rank 0 prints.
+
+    The table tells the strategy and its layout, what a rank holds of the parameters, and how the global batch is made.
+    Ranks exchange what they hold once, here.
+
+    Args:
+        console: where to print; ``None``: standard output.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the table."""
+        held = parameter_bytes_of_ranks(trainer, pl_module)  # a collective: every rank takes part
+        if not trainer.is_global_zero:
+            return
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_column(style="bold")
+        table.add_column()
+        for name, value in summary_rows(trainer, pl_module, held):
+            table.add_row(name, value)
+        self.console.print(table)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say where the run's files are; nothing when no logger wrote any."""
+        if not trainer.is_global_zero or not trainer.loggers:
+            return
+        directory = os.path.relpath(trainer.default_root_dir)
+        if directory.startswith(".."):
+            directory = os.path.abspath(directory)
+        lines = [f"Run directory: {directory}"]
+        if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+            lines.append(f"Look at it:    tensorboard --logdir {directory}")
+        for line in lines:
+            # Plain and unbroken: it is there to be copied.
+            self.console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def summary_rows(trainer: Trainer, pl_module: LightningModule, held: Tensor) -> list[tuple[str, str]]:
+    """Rows of the table: name and value.
+
+    Args:
+        trainer: as training starts.
+        pl_module: the module.
+        held: bytes of parameters on each rank, ``(world size,)``.
+    """
+    return [
+        ("strategy", _strategy(trainer)),
+        ("precision", str(trainer.precision)),
+        ("parameters", _parameters(pl_module, held)),
+        ("global batch", _global_batch(trainer)),
+    ]
+
+
+def parameter_bytes_of_ranks(trainer: Trainer, pl_module: LightningModule) -> Tensor:
+    """Bytes of parameters that each rank holds, int64 ``(world size,)``; a collective."""
+    held_bytes = getattr(trainer.strategy, "held_bytes", None)
+    own = held_bytes().parameters if held_bytes is not None else _local_bytes(pl_module)
+    mine = torch.tensor([own], dtype=torch.int64, device=trainer.strategy.root_device)
+    return trainer.strategy.all_gather(mine).flatten().cpu()
+
+
+def _local_bytes(pl_module: LightningModule) -> int:
+    local = [getattr(parameter, "_local_tensor", parameter) for parameter in pl_module.parameters()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def _strategy(trainer: Trainer) -> str:
+    name = type(trainer.strategy).__name__
+    layout = getattr(trainer.strategy, "layout", None)
+    shape = f", {layout}" if layout is not None and trainer.world_size > 1 else ""
+    nodes = f" of {trainer.num_nodes} nodes" if trainer.num_nodes > 1 else ""
+    return f"{name} on {_count(trainer.world_size, 'rank')}{nodes} ({trainer.strategy.root_device.type}){shape}"
+
+
+def _parameters(pl_module: LightningModule, held: Tensor) -> str:
+    whole = sum(parameter.numel() for parameter in pl_module.parameters())
+    least, most = float(held.min()) / MIB, float(held.max()) / MIB
+    size = f"{most:,.2f} MiB" if least == most else f"{least:,.2f} to {most:,.2f} MiB"
+    return f"{whole:,}; each rank holds {size}"
+
+
+def _global_batch(trainer: Trainer) -> str:
+    batch = getattr(trainer, "global_batch", None)
+    if batch is None:  # a Trainer that does not fix it: only what it multiplies is known
+        return (
+            f"micro-batch x accumulation {trainer.accumulate_grad_batches} x {_count(trainer.world_size, 'data rank')}"
+        )
+    return (
+        f"{_count(batch.size, 'sample')} a step = micro-batch {batch.micro_batch_size} "
+        f"x accumulation {batch.accumulation} x {_count(batch.data_ranks, 'data rank')}"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

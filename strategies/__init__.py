@@ -1,0 +1,1 @@
+"""How a training step runs on many devices: one file per strategy."""

@@ -1,0 +1,242 @@
+"""What every strategy of this project shares, and what the Trainer and callbacks may read of it."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+
+from trainwright.strategies.blocks import (
+    ActivationCheckpointing,
+    checkpoint_activations,
+    compile_blocks,
+    find_blocks,
+    validate_checkpointing,
+)
+from trainwright.strategies.deferred import Piece, deferred_pieces, is_deferred
+from trainwright.strategies.gradients import local_tensor
+from trainwright.strategies.layout import Layout
+from trainwright.strategies.precision import adapt_precision
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes that one rank holds now, without buffers of collectives.
+
+    Args:
+        parameters: parameters, master copies included.
+        gradients: gradients.
+        optimizer: state of all optimizers.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Sum of the three."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+class LayoutStrategy(Strategy):
+    """Mixin before one of Lightning's strategies.
+
+    Args:
+        blocks: patterns of the names of the repeated blocks, one star per level (``["model.layers.*"]``); ``None``
+            finds them, see :func:`~trainwright.strategies.blocks.find_blocks`.
+        activation_checkpointing: ``"none"`` (off), ``"full"`` (every block) or ``"selective"``.
+        checkpoint_modules: patterns of module names for ``"selective"``.
+        compile: ``False`` is off; ``True`` or a mapping of ``torch.compile`` options compiles block by block.
+        **kwargs: for Lightning's strategy.
+
+    Raises:
+        ValueError: if the options contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        blocks: Sequence[str] | None = None,
+        activation_checkpointing: ActivationCheckpointing = "none",
+        checkpoint_modules: Sequence[str] | None = None,
+        compile: bool | dict[str, Any] = False,
+        **kwargs: Any,
+    ) -> None:
+        problems = validate_checkpointing(activation_checkpointing, checkpoint_modules)
+        if problems:
+            raise ValueError("; ".join(problems))
+        super().__init__(**kwargs)
+        self._block_patterns = blocks
+        self._activation_checkpointing = activation_checkpointing
+        self._checkpoint_modules = checkpoint_modules
+        self._compile = compile
+        self._restores_late: bool | None = None
+        # Weight of this rank's loss in manual optimization; the Trainer sets it where ranks have unequal batches.
+        self.loss_factor = 1.0
+
+    # ---- what others may read -------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """Sizes of the mesh axes of this run, closed."""
+        return Layout(replicate=self.num_data_ranks)
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank among the ranks that read different samples."""
+        return int(getattr(self, "global_rank", 0))
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of ranks that read different samples."""
+        return int(getattr(self, "world_size", 1))
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Whether a forward pass needs all ranks, so that none may leave one out."""
+        return False
+
+    def held_bytes(self) -> HeldBytes:
+        """Bytes that this rank holds now; memory that two tensors share counts once."""
+        assert self.lightning_module is not None
+        parameters = [*self.lightning_module.parameters(), *self._optimized_parameters()]
+        states = [t for o in self.optimizers for s in o.state.values() for t in s.values() if isinstance(t, Tensor)]
+        return HeldBytes(
+            parameters=_storage_bytes(parameters),
+            gradients=_storage_bytes(p.grad for p in parameters if p.grad is not None),
+            optimizer=_storage_bytes(states),
+        )
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and averaged gradient (a DTensor where it is sharded) of each parameter that has one.
+
+        Valid between backward and the next ``zero_grad``.
+        """
+        assert self.lightning_module is not None
+        for name, parameter in self.lightning_module.named_parameters():
+            if parameter.grad is not None:
+                yield name, parameter.grad
+
+    def _optimized_parameters(self) -> Iterable[Tensor]:
+        return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
+
+    # ---- what Lightning calls -------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision plugin; Lightning's own are exchanged for those that know of sharded gradients."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = adapt_precision(plugin)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward of one micro-batch, weighted by ``loss_factor``."""
+        if self.loss_factor != 1:
+            closure_loss = closure_loss * self.loss_factor
+        return super().backward(closure_loss, *args, **kwargs)
+
+    def connect(self, model: LightningModule) -> None:
+        """Take the module of the run that begins."""
+        super().connect(model)
+        self._restores_late = None
+
+    def setup_environment(self) -> None:
+        """Let the processes meet.
+
+        Raises:
+            RuntimeError: if the port at which they are to meet is taken by another program.
+        """
+        try:
+            super().setup_environment()
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            port = os.environ.get("MASTER_PORT", "of this run")
+            raise RuntimeError(
+                f"The ranks cannot meet at port {port}: another program uses it. Free it, or choose another one with "
+                "launch.port=<number> (in a plain script: the environment variable MASTER_PORT)."
+            ) from error
+        atexit.register(_leave_group)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether weights can be loaded only once they have their final place."""
+        # Asked once before and once after setup, which itself changes the answer: the first one counts for both.
+        if self._restores_late is None:
+            self._restores_late = self._must_restore_late()
+        return self._restores_late
+
+    def _must_restore_late(self) -> bool:
+        assert self.lightning_module is not None
+        return is_deferred(self.lightning_module)
+
+    # ---- steps of setup -------------------------------------------------------------------------------------------
+
+    def _find_blocks(self) -> dict[str, nn.Module]:
+        assert self.lightning_module is not None
+        return find_blocks(self.lightning_module, self._block_patterns)
+
+    def _prepare_blocks(self, blocks: dict[str, nn.Module]) -> None:
+        """Checkpoint activations, then compile: the order that lets the compiler see the recomputation."""
+        module = self.lightning_module
+        assert module is not None
+        if getattr(module, "_trainwright_prepared", False):
+            return  # a second fit or a test after fit with the same module
+        checkpoint_activations(module, self._activation_checkpointing, blocks.values(), self._checkpoint_modules)
+        compile_blocks(module, blocks.values(), self._compile)
+        object.__setattr__(module, "_trainwright_prepared", True)
+
+    def _materialise(self) -> None:
+        """Give a deferred model memory on this rank's device and its initial weights."""
+        assert self.lightning_module is not None
+        if is_deferred(self.lightning_module):
+            self._fill(deferred_pieces(self.lightning_module), self._agreed_seed(), {})
+
+    def _fill(self, pieces: Iterable[Piece], seed: int, real: dict[Tensor, Tensor]) -> None:
+        """Exchange the meta tensors of ``pieces`` for real ones; ``real`` remembers them, so that ties are kept."""
+        for piece in pieces:
+            for owner, name, value in piece.values(seed):
+                meta = getattr(owner, name)
+                if meta not in real:
+                    real[meta] = self._real(meta, value)
+                _replace(owner, name, real[meta])
+
+    def _real(self, meta: Tensor, value: Tensor) -> Tensor:
+        tensor = value.to(device=self.root_device, dtype=meta.dtype)
+        return nn.Parameter(tensor, requires_grad=meta.requires_grad) if isinstance(meta, nn.Parameter) else tensor
+
+    def _agreed_seed(self) -> int:
+        return int(self.broadcast(torch.initial_seed()))
+
+
+def _leave_group() -> None:
+    """Leave the process group before the interpreter ends: gloo's threads abort a process that they outlive."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        gc.collect()  # DistributedDataParallel holds on to the group
+        dist.destroy_process_group()
+
+
+def _replace(owner: nn.Module, name: str, tensor: Tensor) -> None:
+    holder = owner._parameters if name in owner._parameters else owner._buffers
+    holder[name] = tensor  # type: ignore[assignment]
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {}
+    for tensor in tensors:
+        storage = local_tensor(tensor).untyped_storage()
+        storages[storage.data_ptr() or id(storage)] = storage.nbytes()
+    return sum(storages.values())

@@ -1,0 +1,157 @@
+"""The repeated blocks of a model, and what is done block by block: checkpointing of activations, compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+ActivationCheckpointing = Literal["none", "full", "selective"]
+
+
+def find_blocks(module: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """Blocks of ``module`` by fully qualified name, in the order of ``named_modules``; none lies inside another.
+
+    Sources in order: ``patterns``; the class names in Hugging Face's ``_no_split_modules``; repeated modules, that is
+    children with parameters of an ``nn.ModuleList``, or of one class in an ``nn.Sequential``, two or more.
+
+    Args:
+        module: the whole model.
+        patterns: shell-style patterns of fully qualified names, such as ``model.layers.*``; ``None`` is off.
+
+    Returns:
+        The blocks; empty if ``patterns`` is ``None`` and nothing is repeated.
+
+    Raises:
+        ValueError: if a pattern matches no module.
+    """
+    if patterns is not None:
+        return _outermost(_matching(module, patterns))
+    return _outermost(_unsplittable(module)) or _outermost(_repeated(module))
+
+
+def _matching(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    names = dict(module.named_modules())
+    names.pop("", None)
+    found: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        # A star stands for one level, as in a path, so that "layers.*" means the layers and not all within them.
+        level = pattern.count(".")
+        matches = {n: m for n, m in names.items() if n.count(".") == level and fnmatchcase(n, pattern)}
+        if not matches:
+            some = ", ".join(list(names)[:12])
+            raise ValueError(
+                f"No module is called {pattern!r}. Give names or patterns of modules of this model, one star per "
+                f"level, for example 'model.layers.*'. It has: {some}{', ...' if len(names) > 12 else ''}."
+            )
+        found.update(matches)
+    return {name: found[name] for name in names if name in found}
+
+
+def _unsplittable(module: nn.Module) -> dict[str, nn.Module]:
+    classes: set[str] = set()
+    for submodule in module.modules():
+        classes.update(getattr(submodule, "_no_split_modules", None) or ())
+    return {name: sub for name, sub in module.named_modules() if name and type(sub).__name__ in classes}
+
+
+def _repeated(module: nn.Module) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for name, container in module.named_modules():
+        prefix = f"{name}." if name else ""
+        children = {
+            prefix + n: child for n, child in container.named_children() if next(child.parameters(), None) is not None
+        }
+        if isinstance(container, nn.ModuleList) and len(children) > 1:
+            found.update(children)
+        elif isinstance(container, nn.Sequential):
+            classes = [type(child) for child in children.values()]
+            found.update({n: child for n, child in children.items() if classes.count(type(child)) > 1})
+    return found
+
+
+def _outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    return {
+        name: module
+        for name, module in found.items()
+        if not any(name.startswith(f"{other}.") for other in found if other != name)
+    }
+
+
+def checkpoint_activations(
+    module: nn.Module,
+    mode: ActivationCheckpointing,
+    blocks: Iterable[nn.Module],
+    patterns: Sequence[str] | None,
+) -> None:
+    """Recompute activations in backward instead of keeping them.
+
+    The ``forward`` of each chosen module is replaced on the instance, so its class and the names of its parameters
+    stay as they are.
+
+    Args:
+        module: the whole model.
+        mode: ``"none"`` is off; ``"full"`` takes every block; ``"selective"`` takes the modules named by ``patterns``.
+        blocks: the blocks of the model.
+        patterns: names for ``"selective"``, one star per level.
+
+    Raises:
+        ValueError: if the mode is unknown, if ``"selective"`` has no patterns or another mode has some, or if there
+            is no block for ``"full"``.
+    """
+    if mode == "none":
+        return
+    chosen = list(_matching(module, patterns).values()) if patterns else list(blocks)
+    if not chosen:
+        raise ValueError(
+            "activation_checkpointing='full' found no repeated blocks in this model. "
+            "Name them: strategy.blocks=['model.layers.*']."
+        )
+    for target in chosen:
+        target.forward = _Recomputed(target.forward)
+
+
+def validate_checkpointing(mode: str, patterns: Sequence[str] | None) -> list[str]:
+    """Problems of the pair ``activation_checkpointing`` and ``checkpoint_modules``; empty when it is possible."""
+    if mode not in ("none", "full", "selective"):
+        return [f"activation_checkpointing={mode!r} (allowed: 'none', 'full', 'selective')"]
+    if mode == "selective" and not patterns:
+        return [
+            "activation_checkpointing='selective' without checkpoint_modules "
+            "(name the modules: checkpoint_modules=['model.layers.*.mlp'])"
+        ]
+    if mode != "selective" and patterns:
+        return [f"checkpoint_modules with activation_checkpointing={mode!r} (allowed: with 'selective' only)"]
+    return []
+
+
+class _Recomputed:
+    """A ``forward`` that keeps its inputs only and runs again in backward."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The non-reentrant form works with keyword arguments, several backwards and sharded parameters.
+        return checkpoint(partial(self.forward, **kwargs), *args, use_reentrant=False)
+
+
+def compile_blocks(module: nn.Module, blocks: Iterable[nn.Module], options: bool | dict[str, Any]) -> None:
+    """Compile each block in place with ``torch.compile``; the whole module when it has no blocks.
+
+    Compiling per block keeps compile time independent of depth and leaves hooks between blocks alone.
+
+    Args:
+        module: the whole model.
+        blocks: the blocks of the model.
+        options: ``False`` is off, ``True`` takes torch's defaults, a mapping is passed to ``torch.compile``.
+    """
+    if options is False:
+        return
+    kwargs = dict(options) if isinstance(options, dict) else {}
+    for block in list(blocks) or [module]:
+        block.compile(**kwargs)

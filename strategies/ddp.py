@@ -1,0 +1,69 @@
+"""Replicas of the whole model, gradients averaged by torch's ``DistributedDataParallel``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.utilities.exceptions import _augment_message
+from torch.nn.parallel import DistributedDataParallel
+
+from trainwright.strategies.base import LayoutStrategy
+from trainwright.strategies.layout import Layout
+
+
+class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
+    """Data parallelism: every rank holds everything and reads other samples.
+
+    Communication of a step: gradients are averaged while backward still runs; 2 x parameters are sent per rank.
+
+    Args:
+        gradient_as_bucket_view: gradients live in the buffers that are sent, so that they are held once, not twice.
+        find_unused_parameters: ask each step which parameters had a part in the loss.
+        **kwargs: see :class:`~trainwright.strategies.base.LayoutStrategy`; others go to Lightning's ``DDPStrategy``
+            and torch's ``DistributedDataParallel``.
+    """
+
+    strategy_name = "ddp"
+
+    def __init__(
+        self, *, gradient_as_bucket_view: bool = True, find_unused_parameters: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(
+            gradient_as_bucket_view=gradient_as_bucket_view, find_unused_parameters=find_unused_parameters, **kwargs
+        )
+
+    @property
+    def layout(self) -> Layout:
+        """All ranks replicate."""
+        return Layout(replicate=self.world_size)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Give the model memory, prepare its blocks, then as in Lightning."""
+        self._materialise()
+        self._prepare_blocks(self._find_blocks())
+        super().setup(trainer)
+
+    def _register_ddp_hooks(self) -> None:
+        # Lightning registers hooks on CUDA only and drops them elsewhere without a word.
+        assert isinstance(self.model, DistributedDataParallel)
+        _register_ddp_comm_hook(
+            model=self.model,
+            ddp_comm_state=self._ddp_comm_state,
+            ddp_comm_hook=self._ddp_comm_hook,
+            ddp_comm_wrapper=self._ddp_comm_wrapper,
+        )
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say what to type when a parameter had no part in the loss."""
+        _augment_message(
+            exception,
+            pattern=".*Expected to have finished reduction in the prior iteration.*",
+            new_message=(
+                "Some parameters of the module had no part in the loss that training_step returned, so DDP still waits "
+                "for their gradients. If that is meant, set strategy.find_unused_parameters=true "
+                "(in Python DDPStrategy(find_unused_parameters=True)); else use them in the loss or freeze them."
+            ),
+        )

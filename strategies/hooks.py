@@ -1,0 +1,68 @@
+"""Calls a hook only where somebody listens.
+
+Lightning looks up, times and names every hook of every callback at every step. Which callbacks override which hook does
+not change while an epoch runs, so it is found out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.hooks import DataHooks
+
+Hook = Callable[..., Any]
+
+
+class HookTable:
+    """Listeners of each hook of a trainer, callbacks first and the module last, as Lightning calls them.
+
+    Args:
+        trainer: callbacks and module are read once, now.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._module = trainer.lightning_module
+        self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
+        self._listeners: dict[str, tuple[list[Hook], Hook | None]] = {}
+
+    def listeners(self, hook: str) -> tuple[list[Hook], Hook | None]:
+        """The callbacks' methods and the module's method for ``hook``; the latter is ``None`` if not overridden."""
+        if hook not in self._listeners:
+            callbacks = [getattr(c, hook) for c in self._callbacks if _overrides(c, hook, Callback)]
+            module = getattr(self._module, hook) if self.module_overrides(hook) else None
+            self._listeners[hook] = (callbacks, module)
+        return self._listeners[hook]
+
+    def module_overrides(self, hook: str) -> bool:
+        """Whether the user's module has a ``hook`` of its own."""
+        return _overrides(self._module, hook, LightningModule)
+
+    def data_overrides(self, hook: str) -> bool:
+        """Whether the user's module or data module has a data ``hook`` of its own."""
+        data = self._trainer.datamodule  # type: ignore[attr-defined]
+        return self.module_overrides(hook) or (data is not None and _overrides(data, hook, DataHooks))
+
+    def call(self, hook: str, *args: Any) -> Any:
+        """Call all listeners of ``hook``; what the module returns is returned."""
+        callbacks, own = self.listeners(hook)
+        if not callbacks and own is None:
+            return None
+        names = self._module.__dict__  # past nn.Module.__setattr__, which is slow
+        before = names["_current_fx_name"]
+        names["_current_fx_name"] = hook
+        output = None
+        for listener in callbacks:
+            listener(self._trainer, self._module, *args)
+        if own is not None:
+            output = own(*args)
+        names["_current_fx_name"] = before
+        return output
+
+
+def _overrides(instance: object, hook: str, base: type) -> bool:
+    if hook in vars(instance):
+        return True  # set on the instance, for example by a mock
+    return getattr(type(instance), hook, None) is not getattr(base, hook, None)

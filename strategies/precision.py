@@ -1,0 +1,143 @@
+"""Lightning's precision plugins, made right for gradients that are split across ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from trainwright.strategies.gradients import clip_gradient_norm, clip_gradient_value, local_tensor
+from trainwright.strategies.hooks import HookTable
+
+
+class AgreedGradScaler(torch.amp.GradScaler):
+    """A ``GradScaler`` whose decision to skip a step is the same on all ranks.
+
+    With sharded gradients a rank sees only its own part, so an overflow elsewhere must be heard of: one all-reduce of
+    a flag per step. Replicated gradients were averaged, carry the overflow themselves and need none.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not any(isinstance(p.grad, DTensor) for p in parameters):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        # Offloaded gradients live on another device than the loss; the flag is kept where the gradients are.
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for parameter in parameters:
+            gradient = local_tensor(parameter.grad)
+            by_device.setdefault(gradient.device, []).append(gradient)
+        flags = {}
+        for device, gradients in by_device.items():
+            flag = found_inf.to(device, copy=True)
+            scale = inv_scale.to(device)
+            for dtype in {g.dtype for g in gradients}:
+                same = [g for g in gradients if g.dtype is dtype]
+                torch._amp_foreach_non_finite_check_and_unscale_(same, flag, scale)
+            flags[device] = flag
+        agreed = torch.stack([flag.to(found_inf.device) for flag in flags.values()]).max()
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        return {device: agreed.to(device).reshape(()) for device in flags}
+
+
+class _GradientRules(Precision):
+    """Clipping that sees all shards of the gradients."""
+
+    error_if_nonfinite = False
+    # Given by a trainer that knows who listens to which hook; without it Lightning's own calls are made.
+    hooks: HookTable | None = None
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """Call ``on_before_backward``."""
+        if self.hooks is None:
+            return super().pre_backward(tensor, module)
+        self.hooks.call("on_before_backward", tensor)
+        return tensor
+
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """Call ``on_after_backward`` and let go of the graph."""
+        if self.hooks is None:
+            return super().post_backward(tensor, module)
+        closure_loss = tensor.detach()
+        self.hooks.call("on_after_backward")
+        return closure_loss
+
+    def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
+        if self.hooks is None:
+            super()._after_closure(model, optimizer)
+            return
+        self.hooks.call("on_before_optimizer_step", optimizer)
+        trainer = model.trainer
+        if trainer.gradient_clip_val is not None or self.hooks.module_overrides("configure_gradient_clipping"):
+            self._clip_gradients(model, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clamp each element to ``[-clip_val, clip_val]``."""
+        clip_gradient_value(self.main_params(optimizer), clip_val)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Scale so that the norm over all shards is at most ``clip_val``."""
+        clip_gradient_norm(self.main_params(optimizer), clip_val, self.error_if_nonfinite)
+
+
+class FullPrecision(_GradientRules):
+    """``precision="32"``: everything in single precision."""
+
+
+class FullDoublePrecision(_GradientRules, DoublePrecision):
+    """``precision="64"``: everything in double precision."""
+
+
+class PureHalfPrecision(_GradientRules, HalfPrecision):
+    """``precision="bf16-true"`` or ``"16-true"``: weights, gradients and optimizer state in half precision."""
+
+
+class AutocastPrecision(_GradientRules, MixedPrecision):
+    """``precision="bf16-mixed"`` or ``"16-mixed"``: single-precision state, autocast in the forward pass.
+
+    ``"16-mixed"`` scales the loss dynamically; works on CPU too.
+    """
+
+    def __init__(self, precision: Any, device: str, scaler: torch.amp.GradScaler | None = None) -> None:
+        if scaler is None and precision == "16-mixed":
+            scaler = AgreedGradScaler(device=device)
+        super().__init__(precision, device, scaler)
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """Scale the loss, then call ``on_before_backward``."""
+        if self.hooks is not None and self.scaler is not None:
+            tensor = self.scaler.scale(tensor)
+        return super().pre_backward(tensor, module)
+
+
+def adapt_precision(plugin: Precision | None) -> Precision | None:
+    """The plugin of this module for one of Lightning's own; any other plugin is returned as it is."""
+    if type(plugin) is Precision:
+        return FullPrecision()
+    if type(plugin) is DoublePrecision:
+        return FullDoublePrecision()
+    if type(plugin) is HalfPrecision:
+        return PureHalfPrecision(plugin.precision)
+    if type(plugin) is MixedPrecision:
+        return AutocastPrecision(plugin.precision, plugin.device, _agreed(plugin.scaler, plugin.device))
+    return plugin
+
+
+def _agreed(scaler: torch.amp.GradScaler | None, device: str) -> torch.amp.GradScaler | None:
+    if scaler is None or type(scaler) is not torch.amp.GradScaler:
+        return scaler
+    return AgreedGradScaler(
+        device=device,
+        init_scale=scaler.get_scale(),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+        enabled=scaler.is_enabled(),
+    )

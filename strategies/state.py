@@ -1,0 +1,102 @@
+"""Sharded tensors to whole ones and back, for checkpoints that any layout can read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from trainwright.strategies.shards import rows_of
+
+
+def whole_tensor(tensor: DTensor) -> Tensor:
+    """The whole of a sharded tensor on the CPU of every rank. A collective: all ranks must call it."""
+    local = tensor._local_tensor
+    mesh = tensor.device_mesh
+    if local.device.type != mesh.device_type:
+        # Offloaded: collectives of this mesh run on its own device.
+        tensor = DTensor.from_local(
+            local.to(mesh.device_type),
+            mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return tensor.full_tensor().detach().cpu()
+
+
+def gather_tree(tree: Any, keep: bool) -> Any:
+    """A copy of nested dicts, lists and tuples with every DTensor whole and on the CPU.
+
+    One tensor at a time is gathered. A collective: all ranks must call it on trees of the same form.
+
+    Args:
+        tree: what to gather.
+        keep: ``False`` drops gathered values (``None`` stands in), for ranks that do not write.
+    """
+    if isinstance(tree, DTensor):
+        whole = whole_tensor(tree)
+        return whole if keep else None
+    if isinstance(tree, dict):
+        # The same class, so that an OrderedDict with its metadata stays one.
+        copy = tree.copy()
+        for key, value in tree.items():
+            copy[key] = gather_tree(value, keep)
+        return copy
+    if isinstance(tree, list):
+        return [gather_tree(value, keep) for value in tree]
+    if isinstance(tree, tuple) and type(tree) is tuple:
+        return tuple(gather_tree(value, keep) for value in tree)
+    return tree
+
+
+def part_like(value: Tensor, like: DTensor) -> DTensor:
+    """The part of the whole ``value`` that this rank holds, split as ``like`` is; no communication.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    if value.shape != like.shape:
+        raise ValueError(f"The saved tensor has shape {tuple(value.shape)}, the parameter {tuple(like.shape)}.")
+    mesh, part = like.device_mesh, value
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            first, last = rows_of(part, mesh.size(axis), mesh.get_local_rank(axis))
+            part = part[first:last]
+    part = part.to(like._local_tensor.device, copy=True)
+    return DTensor.from_local(part, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a whole optimizer ``state_dict`` that belongs to the parameters of ``optimizer`` on this rank."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    by_index = dict(zip(indices, parameters, strict=True))
+    return {**state, "state": {i: _shard_values(values, by_index[i]) for i, values in state["state"].items()}}
+
+
+def _shard_values(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    if not isinstance(parameter, DTensor):
+        return dict(values)
+    return {
+        key: part_like(value, parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value
+        for key, value in values.items()
+    }
+
+
+def shard_weights_on_load(module: nn.Module) -> None:
+    """Let ``module.load_state_dict`` take whole tensors for its sharded parameters."""
+
+    def split(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in module.named_parameters():
+            value = state_dict.get(prefix + name)
+            if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+                state_dict[prefix + name] = part_like(value.to(parameter.dtype), parameter)
+
+    with torch.no_grad():
+        module.register_load_state_dict_pre_hook(split)

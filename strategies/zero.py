@@ -1,0 +1,523 @@
+"""ZeRO: optimizer state, gradients and parameters split across data ranks (arXiv:1910.02054)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import _augment_message
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_group
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from trainwright.strategies.base import LayoutStrategy
+from trainwright.strategies.deferred import deferred_pieces, is_deferred
+from trainwright.strategies.gradients import local_tensor
+from trainwright.strategies.layout import Layout
+from trainwright.strategies.outside import CallsOutside
+from trainwright.strategies.reducer import GradientReducer, ParameterPublisher
+from trainwright.strategies.shards import ParameterShard, optimize_shards
+from trainwright.strategies.state import gather_tree, shard_optimizer_state, shard_weights_on_load
+
+# Buckets that a model is cut into, unless they would be so small (bytes) that sending them costs more than they save.
+_LEAST_BUCKETS = 16
+_SMALL_BUCKET = 2**20
+
+Offload = Literal["none", "optimizer", "parameters"]
+
+
+def validate_zero(stage: int, offload: str) -> list[str]:
+    """Problems of the pair ``stage`` and ``offload``; empty when it is possible."""
+    problems = []
+    if stage not in (1, 2, 3):
+        problems.append(f"stage={stage!r} (allowed: 1, 2, 3)")
+    if offload not in ("none", "optimizer", "parameters"):
+        problems.append(f"offload={offload!r} (allowed: 'none', 'optimizer', 'parameters')")
+    elif offload == "parameters" and stage != 3:
+        problems.append(f"offload='parameters' with stage={stage} (allowed with stage 3; use offload='optimizer')")
+    return problems
+
+
+class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
+    """Data parallelism whose ranks share one copy of the training state instead of holding one each.
+
+    Bytes per rank of a model of P parameters in fp32 with Adam, N = size of the shard axis, and traffic per step in
+    parameters sent:
+
+    ===== ============================= =============== =======
+    stage split                         bytes           traffic
+    ===== ============================= =============== =======
+    1     optimizer state               8P + 8P/N       2P
+    2     and gradients                 4P + 12P/N      2P
+    3     and parameters                16P/N           3P
+    ===== ============================= =============== =======
+
+    Stages 1 and 2 keep the module as it is and let the optimizer step this rank's rows of every parameter; stage 3 is
+    torch's ``fully_shard`` (FSDP2). With accumulation, stage 1 sends once a step; stages 2 and 3 reduce every
+    micro-batch, since holding whole gradients between them is what they are to avoid (see ``no_sync_accumulation``).
+
+    Args:
+        stage: 1, 2 or 3.
+        replicate: size of the axis of copies (hybrid sharding); 1 is off.
+        shard: size of the axis that splits; -1 takes the rest of the world.
+        offload: ``"none"``; ``"optimizer"`` keeps optimizer state and the rows it steps on the CPU; ``"parameters"``
+            (stage 3) keeps parameters and gradients there too.
+        no_sync_accumulation: stages 2 and 3 send once a step and hold whole gradients between micro-batches.
+        find_unused_parameters: stages 1 and 2: parameters may get a gradient on some ranks only (one more collective
+            a step, and no overlap).
+        bucket_mib: stages 1 and 2: largest size in MiB of the buffers in which gradients and parameters travel; a model
+            of less than 16 of them travels in smaller ones (1 MiB at least).
+        **kwargs: see :class:`~trainwright.strategies.base.LayoutStrategy`; ``process_group_backend``, ``timeout``,
+            ``parallel_devices``, ``cluster_environment`` as in Lightning's ``DDPStrategy``.
+
+    Raises:
+        ValueError: if the options contradict each other.
+    """
+
+    strategy_name = "zero"
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] = 3,
+        *,
+        replicate: int = 1,
+        shard: int = -1,
+        offload: Offload = "none",
+        no_sync_accumulation: bool = False,
+        find_unused_parameters: bool = False,
+        bucket_mib: float = 25.0,
+        **kwargs: Any,
+    ) -> None:
+        problems = validate_zero(stage, offload)
+        if problems:
+            raise ValueError("; ".join(problems))
+        super().__init__(**kwargs)
+        self.stage = stage
+        self._open_layout = Layout(replicate=replicate, shard=shard)
+        self._offload = offload
+        self._holds_whole_gradients = stage == 1 or no_sync_accumulation
+        self._find_unused = find_unused_parameters
+        self._bucket_bytes = int(bucket_mib * 2**20)
+        self._mesh: DeviceMesh | None = None
+        self._step: _Step | None = None
+        self._in_training_step = False
+        self._failed = False
+        self._set_aside: dict[Tensor, Tensor | None] = {}
+        self._trainable: set[str] = set()
+        self._shards: dict[nn.Parameter, ParameterShard] = {}
+        self._split_shards: dict[nn.Parameter, ParameterShard] = {}  # those of parameters that are split already
+        self._reducer: GradientReducer | None = None
+        self._publisher: ParameterPublisher | None = None
+
+    # ---- what others may read -------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """``replicate x shard``, closed for this world size."""
+        return self._open_layout.resolve(self.world_size)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Device mesh of this run: axes ``(replicate, shard)``, or ``(shard,)`` if nothing is replicated.
+
+        Raises:
+            RuntimeError: before the processes have met.
+        """
+        if self._mesh is None:
+            raise RuntimeError("The device mesh exists once trainer.fit (or another verb) has set up the processes.")
+        return self._mesh
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Stage 3 gathers parameters in forward."""
+        return self.stage == 3
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and averaged gradient, a DTensor, of each parameter that has one."""
+        assert self.lightning_module is not None
+        for name, parameter in self.lightning_module.named_parameters():
+            shard = self._shards.get(parameter)
+            gradient = parameter.grad if shard is None else shard.optimized.grad
+            if gradient is not None:
+                yield name, gradient
+
+    # ---- setup ----------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Let the processes meet and lay out the mesh."""
+        super().setup_environment()
+        sizes = self.layout.sizes
+        if sizes["replicate"] == 1:
+            sizes = {"shard": sizes["shard"]}
+        self._mesh = init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def setup(self, trainer: Trainer) -> None:
+        """Split the model, then build the optimizers upon what this rank holds."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._failed = False
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.lightning_module)
+        self._release()
+        if self.stage == 3:
+            self._split_parameters(trainer)
+        else:
+            self._replicate_parameters()
+        if fitting:
+            self._choose_shards()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting and self._offload == "none":
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _replicate_parameters(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self._materialise()
+        self._prepare_blocks(self._find_blocks())
+        self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        self._broadcast_from_first(module)
+
+    def _split_parameters(self, trainer: Trainer) -> None:
+        """FSDP2, one block at a time, so that at most one block is ever whole here because of us."""
+        module = self.lightning_module
+        assert module is not None
+        if _earlier_step(module) is not None:
+            self._step = _earlier_step(module)  # a second verb with a module that is split already
+            return
+        if any(isinstance(p, DTensor) for p in module.parameters()):
+            raise ValueError(
+                "The parameters of this module are DTensors already, so ZeRO-3 cannot split them. "
+                "Leave the sharding to the strategy, or build the module anew."
+            )
+        blocks = self._find_blocks()
+        if not blocks:
+            _warn_without_blocks(type(module).__name__)
+        self._prepare_blocks(blocks)
+        self._step = self._fully_shard(module, blocks)
+        for average in _averaged_copies(trainer):
+            # Split alike, it is averaged shard by shard.
+            self._fully_shard(average, {name: average.get_submodule(name) for name in blocks})
+
+    def _fully_shard(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> _Step:
+        pieces = deferred_pieces(module) if is_deferred(module) else []
+        seed = self._agreed_seed() if pieces else 0
+        real: dict[Tensor, Tensor] = {}
+        options = self._fsdp_options(module)
+        for name, block in blocks.items():
+            self._fill([piece for piece in pieces if piece.overlaps(name)], seed, real)
+            pieces = [piece for piece in pieces if not piece.overlaps(name)]
+            self._place(block)
+            fully_shard(block, **options)
+        self._fill(pieces, seed, real)
+        step = _Step(module)
+        self._place(step)
+        fully_shard(step, reshard_after_forward=False, **options)
+        shard_weights_on_load(module)
+        CallsOutside(step, module, blocks.values())
+        object.__setattr__(module, "_trainwright_step", step)
+        return step
+
+    def _fsdp_options(self, module: nn.Module) -> dict[str, Any]:
+        policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self._offload == "parameters" else None
+        # FSDP2 cannot split a scalar: it stays whole on every rank and is averaged by our own reducer.
+        scalars = {p for p in module.parameters() if p.dim() == 0}
+        return {"mesh": self.mesh, "offload_policy": policy or OffloadPolicy(), "ignored_params": scalars}
+
+    def _place(self, module: nn.Module) -> None:
+        """Convert, move and equalise what of ``module`` is not split yet."""
+        with torch.no_grad():
+            self.precision_plugin.convert_module(module)
+            for sub in module.modules():
+                for parameter in sub._parameters.values():
+                    if parameter is not None and not isinstance(parameter, DTensor):
+                        parameter.data = parameter.data.to(self.root_device)
+                for name, buffer in sub._buffers.items():
+                    if buffer is not None:
+                        sub._buffers[name] = buffer.to(self.root_device)
+        self._broadcast_from_first(module)
+
+    def _broadcast_from_first(self, module: nn.Module) -> None:
+        """Ranks may have built the module from different seeds: the weights of rank 0 count."""
+        if self.world_size == 1:
+            return
+        tensors = [t.detach() for t in (*module.parameters(), *module.buffers()) if not isinstance(t, DTensor)]
+        if tensors:
+            dist._broadcast_coalesced(_get_default_group(), tensors, 250 * 2**20, 0)
+
+    def model_to_device(self) -> None:
+        """Move the module to this rank's device."""
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    def _choose_shards(self) -> None:
+        """Decide which parameters the optimizers will see through a :class:`ParameterShard`."""
+        module = self.lightning_module
+        assert module is not None
+        offload = self._offload == "optimizer"
+        self._trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+        chosen = [p for p in module.parameters() if self.stage < 3 or offload or p.dim() == 0]
+        self._shards = {p: ParameterShard(p, self.mesh, offload) for p in chosen}
+        self._split_shards = {p: shard for p, shard in self._shards.items() if isinstance(p, DTensor)}
+        whole = {p: shard for p, shard in self._shards.items() if p not in self._split_shards}
+        if whole:
+            bucket_bytes = self._bucket_bytes_for(whole)
+            self._reducer = GradientReducer(whole.values(), self.mesh, bucket_bytes, self._find_unused)
+            self._publisher = ParameterPublisher(whole, self.mesh, bucket_bytes)
+
+    def _bucket_bytes_for(self, parameters: Iterable[nn.Parameter]) -> int:
+        """At most ``bucket_mib``, and a small part of a small model, which else would travel as one whole copy."""
+        total = sum(p.numel() * p.element_size() for p in parameters)
+        return min(self._bucket_bytes, max(total // _LEAST_BUCKETS, _SMALL_BUCKET))
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Build the user's optimizers and give them this rank's rows."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            optimize_shards(optimizer, self._shards)
+
+    def _release(self) -> None:
+        if self._reducer is not None:
+            self._reducer.detach()
+        self._reducer, self._publisher = None, None
+        self._shards, self._split_shards = {}, {}
+
+    def teardown(self) -> None:
+        """Detach from the module; its weights stay usable."""
+        if self._reducer is not None:
+            self._reducer.detach()
+        if self._step is None:
+            super().teardown()
+            return
+        self._step.reshard()
+        if self.root_device.type != "cpu":
+            # The traceback of a step that failed holds tensors that cannot be moved; its error must not be lost here.
+            with suppress(RuntimeError) if self._failed else _nothing():
+                self._step.cpu()  # through the root, so that FSDP2 takes note of the new memory
+        module, self._lightning_module = self._lightning_module, None
+        try:
+            super().teardown()  # without the module, which it would move past FSDP2
+        finally:
+            self._lightning_module = module
+
+    # ---- the step -------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``training_step``, parameters gathered as it goes (stage 3)."""
+        if self._step is None:
+            return super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        self._in_training_step = True
+        try:
+            with self.precision_plugin.train_step_context():
+                return self._step("training_step", *args, **kwargs)
+        finally:
+            self._in_training_step = False
+            if not self.lightning_module.automatic_optimization:
+                # The optimizer may have stepped since the root's parameters were gathered.
+                self._step.reshard()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``validation_step``."""
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``test_step``."""
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``predict_step``."""
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, *args, **kwargs)
+
+    def _evaluate(self, method: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        with context():
+            if self._step is None:
+                return getattr(self.lightning_module, method)(*args, **kwargs)
+            try:
+                return self._step(method, *args, **kwargs)
+            finally:
+                # No backward follows that would give the root's whole parameters back.
+                self._step.reshard()
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Micro-batches inside do not finish the averaging of gradients."""
+        step, whole = self._step, self._holds_whole_gradients
+        with self._reducer.accumulate(shards_too=whole) if self._reducer is not None else _nothing():
+            if step is None:
+                yield
+                return
+            set_sync = step.set_requires_gradient_sync if whole else step.set_requires_all_reduce
+            set_sync(False)
+            try:
+                yield
+            finally:
+                set_sync(True)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Set aside the gradients of toggled-off optimizers."""
+        if self._steps_within():
+            # FSDP2 took note of requires_grad when it gathered the root, before the optimizer was toggled.
+            self._set_aside = {p: p.grad for p in self._optimized_parameters() if not p.requires_grad}
+            # FSDP2 learns from outputs of a forward that backward has come. The root's forward, the user's step, has
+            # none yet: where no block had a part in the loss either, nothing would be averaged.
+            if closure_loss.requires_grad:
+                assert self._step is not None
+                closure_loss.register_hook(self._step._get_fsdp_state()._pre_backward)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Hand gradients of split parameters to the offloaded optimizer; gather the root anew for manual steps."""
+        for parameter, shard in self._split_shards.items():
+            if parameter.grad is not None:
+                shard.add_gradient(local_tensor(parameter.grad))
+                parameter.grad = None
+        if self._steps_within():
+            for toggled_off, gradient in self._set_aside.items():
+                toggled_off.grad = gradient
+            self._set_aside = {}
+            self._gather_root()
+
+    def _steps_within(self) -> bool:
+        """Whether the user's ``training_step`` itself runs backward and steps, around parameters gathered for it."""
+        module = self.lightning_module
+        return (
+            self._step is not None
+            and self._in_training_step
+            and module is not None
+            and not module.automatic_optimization
+        )
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step this rank's rows, then give every rank the others'."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._publisher is not None:
+            self._publisher.publish(optimizer)
+        for shard in self._split_shards.values():
+            shard.publish()
+        if self._steps_within():
+            self._step.reshard()  # type: ignore[union-attr]
+            self._gather_root()
+        return output
+
+    def _gather_root(self) -> None:
+        """Make the parameters outside of the blocks whole again for the rest of the user's step."""
+        assert self._step is not None
+        self._step.unshard()
+        for name, parameter in self._step.module.named_parameters():
+            if name in self._trainable and not isinstance(parameter, DTensor):
+                # Gathered while another optimizer was toggled, it would stay frozen for its own turn.
+                parameter.requires_grad_(True)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say what to do when a split parameter was used where it is not gathered."""
+        self._failed = True
+        _augment_message(
+            exception,
+            pattern=r".*got mixed torch\.Tensor and DTensor.*",
+            new_message=(
+                "ZeRO-3 keeps the parameters of a block split (as DTensors) except while the forward of that block "
+                "runs, and all others except during a step or a call of the module; here one was used elsewhere. Use "
+                "parameter.full_tensor() there, or take strategy=zero2, which keeps all parameters whole."
+            ),
+        )
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _must_restore_late(self) -> bool:
+        return self.stage == 3 or super()._must_restore_late()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Gather every sharded tensor, one at a time, into the memory of rank 0, which writes one ordinary file."""
+        super().save_checkpoint(gather_tree(checkpoint, keep=self.is_global_zero), filepath, storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give every optimizer the part of the saved state that this rank holds."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(shard_optimizer_state(optimizer, state))
+        if self._publisher is not None and self._offload == "optimizer":
+            self._reload_offloaded()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load whole weights, by name, into what this rank holds of them."""
+        super().load_model_state_dict(checkpoint, strict)
+        self._reload_offloaded()
+
+    def _reload_offloaded(self) -> None:
+        for shard in self._shards.values():
+            if shard.is_offloaded:
+                shard.optimized_part.copy_(shard.local_part)
+
+
+class _Step(nn.Module):
+    """Runs any method of the user's module as a ``forward``, so that FSDP2's root hooks surround it.
+
+    The user's module itself keeps its class; its own ``forward`` may be called within a step as often as it likes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.running = False
+
+    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self.running = True
+        try:
+            return getattr(self.module, method)(*args, **kwargs)
+        finally:
+            self.running = False
+
+    # Added by fully_shard.
+    _get_fsdp_state: Callable[[], Any]
+    reshard: Callable[[], None]
+    unshard: Callable[[], None]
+    set_requires_gradient_sync: Callable[[bool], None]
+    set_requires_all_reduce: Callable[[bool], None]
+
+
+def _earlier_step(module: nn.Module) -> _Step | None:
+    step = module.__dict__.get("_trainwright_step")
+    return step if isinstance(step, FSDPModule) else None  # type: ignore[return-value]
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _averaged_copies(trainer: Trainer) -> Iterator[nn.Module]:
+    """The copies that averaging callbacks made of the whole module before it was split."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            average = callback._average_model
+            if average is not None:
+                yield average.module if isinstance(average, AveragedModel) else average
+
+
+def _warn_without_blocks(name: str) -> None:
+    rank_zero_warn(
+        f"{name} has no repeated blocks that ZeRO-3 could gather one after the other, so all its parameters are "
+        "gathered together: each rank holds the whole model during a step, and only gradients and optimizer state are "
+        "split all the time. Name blocks with strategy.blocks=['model.layers.*'], or use strategy=zero2."
+    )

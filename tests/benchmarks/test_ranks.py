@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+
+
+def rank_sum(offset: int) -> float:
+    value = torch.tensor(float(int(os.environ["RANK"]) + offset))
+    dist.all_reduce(value)
+    return value.item()
+
+
+def fail_on_the_second(_: int) -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("this rank has had enough")
+    dist.barrier()
+
+
+def in_a_process_of_its_own(code: str) -> subprocess.CompletedProcess[str]:
+    """The server that ranks are forked from belongs to the process that started it; the tests have another."""
+    script = f"from benchmarks.ranks import run_ranks\nfrom tests.benchmarks import test_ranks as t\n{code}"
+    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_every_rank_answers():
+    ended = in_a_process_of_its_own("print(run_ranks(t.rank_sum, 2, 10))")
+    assert ended.stdout.strip() == "[21.0, 21.0]", ended.stderr
+
+
+def test_the_error_of_a_rank_is_raised_and_the_others_end():
+    ended = in_a_process_of_its_own("run_ranks(t.fail_on_the_second, 2, 0)")
+    assert ended.returncode == 1
+    assert "Rank 1 of 2 failed" in ended.stderr
+    assert "this rank has had enough" in ended.stderr

@@ -1,0 +1,89 @@
+"""A small module, its data and a quiet Trainer for the tests of callbacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import Logger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+class Regression(LightningModule):
+    """Two blocks and a head; keeps the loss of every micro-batch."""
+
+    sample_unit = "pixels"
+    units_per_sample = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 1)
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        out: Tensor = self.head(x)
+        return out
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = (self(batch[0]) - batch[1]).pow(2).mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", (self(batch[0]) - batch[1]).pow(2).mean(), prog_bar=True, batch_size=len(batch[0]))
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out: Tensor = self(batch[0])
+        return out
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def loader(samples: int = 24, batch_size: int = 4) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 4, generator=generator)
+    return DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=batch_size)
+
+
+class Written(Logger):
+    """Keeps what is logged: one ``(step, metrics)`` per call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "written"
+
+    @property
+    def version(self) -> str:
+        return "0"
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, metrics))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def column(self, name: str) -> dict[int | None, float]:
+        """Values of a metric by step."""
+        return {step: metrics[name] for step, metrics in self.rows if name in metrics}

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.callbacks.modules import QUIET, Regression, Written, loader
+from trainwright import Trainer
+from trainwright.callbacks.global_loss import GlobalLoss
+
+QUIET = {name: value for name, value in QUIET.items() if name != "logger"}
+
+
+def losses_of_one_process(steps: int, batch_size: int) -> list[float]:
+    module = Regression()
+    Trainer(max_steps=steps, devices=1, logger=False, **QUIET).fit(module, loader(batch_size=batch_size))
+    return module.losses
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 3, None, 100])
+def test_one_process_logs_the_plain_loss_bit_for_bit_at_its_own_step(every_n_steps: int | None) -> None:
+    module, written, watched = Regression(), Written(), GlobalLoss(every_n_steps)
+    LightningTrainer(max_steps=10, devices=1, logger=written, log_every_n_steps=4, callbacks=[watched], **QUIET).fit(
+        module, loader()
+    )
+    assert written.column("loss") == dict(enumerate(module.losses))
+    assert watched.latest == module.losses[-1]
+
+
+def test_accumulated_micro_batches_are_one_step() -> None:
+    module, written = Regression(), Written()
+    LightningTrainer(
+        max_steps=4, devices=1, logger=written, accumulate_grad_batches=3, callbacks=[GlobalLoss(2)], **QUIET
+    ).fit(module, loader(24, 4))
+    wanted = torch.tensor(module.losses).view(4, 3).mean(dim=1)
+    assert list(written.column("loss")) == [0, 1, 2, 3]
+    torch.testing.assert_close(torch.tensor(list(written.column("loss").values())), wanted)
+
+
+def test_micro_batches_of_unequal_number_are_summed_by_step() -> None:
+    """Seven batches an epoch in threes: the last step of each epoch has one."""
+    module, written = Regression(), Written()
+    LightningTrainer(
+        max_epochs=2, devices=1, logger=written, accumulate_grad_batches=3, callbacks=[GlobalLoss(100)], **QUIET
+    ).fit(module, loader(28, 4))
+    losses = torch.tensor(module.losses).view(2, 7)
+    wanted = torch.cat((losses[:, :6].reshape(2, 2, 3).sum(dim=2), losses[:, 6:]), dim=1) / 3
+    assert list(written.column("loss").values()) == pytest.approx(wanted.flatten().tolist())
+
+
+def test_resumed_run_goes_on_at_its_own_step(tmp_path: Path) -> None:
+    first, second, written = Regression(), Regression(), Written()
+    trainer = LightningTrainer(max_steps=5, devices=1, logger=written, callbacks=[GlobalLoss(3)], **QUIET)
+    trainer.fit(first, loader())
+    trainer.save_checkpoint(tmp_path / "five.ckpt")
+    LightningTrainer(max_steps=9, devices=1, logger=written, callbacks=[GlobalLoss(3)], **QUIET).fit(
+        second, loader(), ckpt_path=tmp_path / "five.ckpt"
+    )
+    assert written.column("loss") == dict(enumerate([*first.losses, *second.losses]))
+
+
+def test_off_when_the_trainer_logs_nothing() -> None:
+    written, watched = Written(), GlobalLoss()
+    LightningTrainer(max_steps=4, devices=1, logger=written, log_every_n_steps=0, callbacks=[watched], **QUIET).fit(
+        Regression(), loader()
+    )
+    assert written.rows == []
+    assert watched.latest is None
+
+
+def test_complete_when_validation_begins() -> None:
+    written = Written()
+
+    class Look(GlobalLoss):
+        def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(len(written.column("loss")))
+
+    seen: list[int] = []
+    LightningTrainer(max_epochs=2, devices=1, logger=written, callbacks=[Look(100)], **QUIET).fit(
+        Regression(), loader(24, 4), loader()
+    )
+    assert seen == [6, 12]
+
+
+class Manual(LightningModule):
+    """Two optimizers by hand; returns a loss on even batches."""
+
+    automatic_optimization = False
+
+    def __init__(self, returns_loss: bool) -> None:
+        super().__init__()
+        self.inner, self.returns_loss = Regression(), returns_loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.inner.training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss if self.returns_loss else None
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.inner.blocks, self.inner.head)]
+
+
+def test_manual_optimization_with_two_optimizers() -> None:
+    module, written = Manual(returns_loss=True), Written()
+    LightningTrainer(max_epochs=1, devices=1, logger=written, callbacks=[GlobalLoss(2)], **QUIET).fit(module, loader())
+    assert written.column("loss") == dict(enumerate(module.inner.losses))
+
+
+def test_steps_without_a_loss_are_left_out() -> None:
+    module, written, watched = Manual(returns_loss=False), Written(), GlobalLoss(2)
+    LightningTrainer(max_epochs=1, devices=1, logger=written, callbacks=[watched], **QUIET).fit(module, loader())
+    assert written.column("loss") == {}
+    assert watched.latest is None
+
+
+def test_impossible_window() -> None:
+    with pytest.raises(ValueError, match=r"GlobalLoss\(every_n_steps=0\) \(allowed: 1 or more"):
+        GlobalLoss(0)
+
+
+def ranks_log(strategy: str, samples: int) -> tuple[dict[Any, float], int]:
+    """What rank 0 logs, and how many all-reduces of this callback a rank took part in."""
+    written, reduces = Written(), 0
+    trainer = Trainer(
+        strategy=strategy,
+        devices=dist.get_world_size(),
+        max_steps=6,
+        global_batch_size=12,
+        logger=written,
+        callbacks=[GlobalLoss(4)],
+        **QUIET,
+    )
+    reduce = trainer.strategy.reduce
+
+    def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal reduces
+        reduces += getattr(tensor, "ndim", 0)  # the Trainer's own agreements are about single numbers
+        return reduce(tensor, *args, **kwargs)
+
+    trainer.strategy.reduce = counted  # type: ignore[method-assign]
+    trainer.fit(Regression(), loader(samples, batch_size=2))
+    return written.column("loss"), reduces
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("samples", [36, 31])
+def test_ranks_log_the_loss_of_the_global_batch(ranks: Callable[..., list[Any]], strategy: str, samples: int) -> None:
+    """Also where the last batch of an epoch is dealt unevenly."""
+    module = Regression()
+    Trainer(max_steps=6, devices=1, logger=False, **QUIET).fit(module, loader(samples, batch_size=12))
+    for losses, reduces in ranks(ranks_log, 2, strategy, samples):
+        assert list(losses) == list(range(6))
+        assert list(losses.values()) == pytest.approx(module.losses, rel=1e-5)
+        assert reduces == 2  # one per four steps, one at the end
+
+
+def test_every_logger_gets_every_step(tmp_path: Path) -> None:
+    module = Regression()
+    loggers = [
+        TensorBoardLogger(tmp_path, name="", version="", sub_dir="tb"),
+        CSVLogger(tmp_path, name="", version=""),
+    ]
+    LightningTrainer(max_steps=7, devices=1, logger=loggers, callbacks=[GlobalLoss(3)], **QUIET).fit(module, loader())
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    written = events.Scalars("loss")
+    assert [event.step for event in written] == list(range(7))
+    assert [event.value for event in written] == pytest.approx(module.losses, rel=1e-6)
+    header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    column = header.split(",").index("loss")
+    assert [float(row.split(",")[column]) for row in rows if row.split(",")[column]] == module.losses

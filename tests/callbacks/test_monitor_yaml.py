@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import pytest
+from hydra.utils import instantiate
+from lightning.pytorch import Callback
+
+from trainwright import compose
+from trainwright.callbacks.global_loss import GlobalLoss
+from trainwright.callbacks.progress_bar import ProgressBar
+from trainwright.callbacks.start_summary import StartSummary
+from trainwright.callbacks.throughput import Throughput
+
+
+@pytest.mark.parametrize("recipe", ["gpt", "digits", "linear_regression"])
+def test_default_is_four_callbacks_for_every_recipe(recipe: str) -> None:
+    made = [instantiate(node) for node in compose(recipe=recipe).monitor.values()]
+    assert all(isinstance(callback, Callback) for callback in made)
+    assert {type(callback) for callback in made} == {StartSummary, GlobalLoss, Throughput, ProgressBar}
+
+
+@pytest.mark.parametrize("recipe", ["gpt", "digits", "linear_regression"])
+def test_none_is_none_for_every_recipe(recipe: str) -> None:
+    assert dict(compose(recipe=recipe, overrides=["monitor=none"]).monitor) == {}

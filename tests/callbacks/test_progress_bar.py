@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch import Trainer as LightningTrainer
+from rich.console import Console
+
+from tests.callbacks.modules import QUIET, Regression, loader
+from trainwright import Trainer
+from trainwright.callbacks.global_loss import GlobalLoss
+from trainwright.callbacks.progress_bar import ProgressBar, State, TrainingTimer, _clock, _short, total_steps
+from trainwright.callbacks.throughput import Throughput
+
+QUIET = {name: value for name, value in QUIET.items() if name != "enable_progress_bar"}
+
+
+def plain() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=200)
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, force_interactive=True, width=200)
+
+
+def text_of(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def fit(console: Console, *callbacks: Any, **kwargs: Any) -> str:
+    bar = ProgressBar(refresh_seconds=1e-6, line_seconds=1e-6, console=console)
+    kwargs = {"max_steps": 6, "devices": 1, **kwargs}
+    LightningTrainer(callbacks=[*callbacks, bar], **kwargs, **QUIET).fit(Regression(), loader(), loader(8, 4))
+    return text_of(console)
+
+
+def test_lines_where_there_is_no_terminal() -> None:
+    lines = fit(plain(), GlobalLoss(1), Throughput(1)).splitlines()
+    training = [line for line in lines if line.startswith("training")]
+    assert re.fullmatch(r"training step 1/6  loss \d+\.\d{4}", training[0])
+    assert re.fullmatch(r"training step 5/6  loss \d+\.\d{4}  speed [\d.]+k? pixels/s  left 0:00", training[4]), (
+        training[4]
+    )
+    assert re.fullmatch(r"validation batch 2/2  val_loss [\d.]+", lines[-2])
+    assert re.match(r"training step 6/6  loss .* val_loss [\d.]+$", lines[-1])
+    assert "\x1b" not in "".join(lines)
+
+
+def test_without_other_callbacks_it_shows_its_own_loss_and_steps() -> None:
+    module = Regression()
+    console = plain()
+    bar = ProgressBar(line_seconds=1e-6, console=console)
+    LightningTrainer(callbacks=[bar], max_steps=4, devices=1, accumulate_grad_batches=2, **QUIET).fit(module, loader())
+    lines = text_of(console).splitlines()
+    assert f"training step 4/4  loss {module.losses[7]:.4f}" in lines[-2]
+    assert "steps/s" in lines[-2]
+
+
+def test_bar_in_a_terminal_is_one_and_leaves_one_line() -> None:
+    shown = fit(terminal(), GlobalLoss(1), Throughput(1))
+    assert "━" in shown
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1  # the cursor is hidden once and given back
+    finished = [line for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).splitlines() if "step 6/6" in line]
+    assert finished[-1].rstrip().startswith("training step 6/6")
+
+
+def test_terminal_is_given_back_after_an_error() -> None:
+    class Fails(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("no")
+
+    console = terminal()
+    with pytest.raises(RuntimeError, match="no"):
+        LightningTrainer(callbacks=[ProgressBar(console=console)], max_steps=2, devices=1, **QUIET).fit(
+            Fails(), loader()
+        )
+    assert "\x1b[?25h" in text_of(console)
+
+
+@pytest.mark.parametrize("make", [plain, terminal])
+def test_validation_test_and_prediction(make: Callable[[], Console]) -> None:
+    console = make()
+    trainer = LightningTrainer(
+        callbacks=[ProgressBar(refresh_seconds=1e-6, line_seconds=1e-6, console=console)], devices=1, **QUIET
+    )
+    trainer.validate(Regression(), loader(8, 4), verbose=False)
+    trainer.test(Regression(), loader(12, 4), verbose=False)
+    trainer.predict(Regression(), loader(16, 4))
+    for line in ("validation batch 2/2  val_loss", "test batch 3/3  val_loss", "prediction batch 4/4"):
+        assert line in text_of(console)
+
+
+def test_trial_validation_before_training() -> None:
+    console = plain()
+    trainer = LightningTrainer(
+        callbacks=[ProgressBar(console=console)], max_steps=1, devices=1, **{**QUIET, "num_sanity_val_steps": 1}
+    )
+    trainer.fit(Regression(), loader(), loader())
+    assert text_of(console).splitlines()[0] == "sanity check batch 1/1"
+
+
+def test_modules_print_through_it() -> None:
+    class Talks(Regression):
+        def on_train_epoch_end(self) -> None:
+            self.print("[bold]half", "way")
+
+    console = terminal()
+    LightningTrainer(callbacks=[ProgressBar(console=console)], max_epochs=1, devices=1, **QUIET).fit(Talks(), loader())
+    assert "[bold]half way" in text_of(console)
+
+
+def test_off_and_on_again() -> None:
+    console = plain()
+    bar = ProgressBar(line_seconds=1e-6, console=console)
+    bar.disable()
+    assert not bar.is_enabled
+    trainer = LightningTrainer(callbacks=[bar], max_steps=1, devices=1, **QUIET)
+    trainer.fit(Regression(), loader(), loader())
+    assert text_of(console) == ""
+    bar.enable()
+    trainer.validate(Regression(), loader(), verbose=False)
+    assert "validation batch 6/6" in text_of(console)
+
+
+def test_lightning_adds_no_second_bar() -> None:
+    trainer = LightningTrainer(callbacks=[bar := ProgressBar(console=plain())], devices=1, **QUIET)
+    assert trainer.progress_bar_callback is bar
+
+
+def of_ranks() -> str:
+    bar = ProgressBar(line_seconds=1e-6, console=plain())
+    Trainer(strategy="ddp", devices=dist.get_world_size(), max_steps=3, callbacks=[bar], **QUIET).fit(
+        Regression(), loader(), loader()
+    )
+    return text_of(bar.console)
+
+
+def test_rank_0_alone_shows(ranks: Callable[..., list[Any]]) -> None:
+    first, second = ranks(of_ranks, 2)
+    assert "training step 3/3" in first
+    assert second == ""
+
+
+def test_a_step_between_refreshes_costs_microseconds() -> None:
+    """The hook alone; generous, for a machine that does other things too."""
+    bar = ProgressBar(line_seconds=1000, console=plain())
+    trainer = LightningTrainer(callbacks=[bar], max_steps=1, devices=1, **QUIET)
+    bar.setup(trainer, Regression(), "fit")
+    bar._open()
+    bar._next = time.monotonic() + 1000
+    calls, best = 10_000, float("inf")
+    for _ in range(3):
+        begin = time.perf_counter()
+        for i in range(calls):
+            bar.on_train_batch_end(trainer, trainer.lightning_module, None, None, i)
+        best = min(best, (time.perf_counter() - begin) / calls)
+    assert best < 5e-6
+
+
+def test_total_is_what_comes_first() -> None:
+    def total(**kwargs: Any) -> float:
+        trainer = LightningTrainer(devices=1, callbacks=[ProgressBar(console=plain())], **kwargs, **QUIET)
+        trainer.fit(Regression(), loader(24, 4))
+        return total_steps(trainer)
+
+    assert total(max_steps=3, max_epochs=9) == 3
+    assert total(max_steps=100, max_epochs=2) == 12
+    assert total(max_epochs=2, accumulate_grad_batches=4) == 4
+
+
+def test_timer_leaves_out_first_step_and_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    timer = TrainingTimer()
+    timer.start(10)
+    now = 150.0  # slow first step
+    assert timer.steps_per_second(11) is None
+    now = 152.0
+    assert timer.steps_per_second(15) == 2.0
+    timer.pause()
+    now = 200.0
+    assert timer.steps_per_second(15) == 2.0
+    timer.resume()
+    now = 202.0
+    assert timer.steps_per_second(19) == 2.0
+
+
+def test_unknown_total() -> None:
+    console = terminal()
+    bar = ProgressBar(console=console)
+    bar._open()
+    bar._show(State("training", 3, float("inf"), "step"))
+    bar._close()
+    assert "3" in text_of(console)
+    assert "inf" not in text_of(console)
+
+
+def test_impossible_times() -> None:
+    with pytest.raises(ValueError, match=r"ProgressBar\(line_seconds=0\) \(allowed: more than 0 seconds\)"):
+        ProgressBar(line_seconds=0)
+
+
+def test_numbers_for_people() -> None:
+    assert [_short(v) for v in (0.5, 12.34, 4567.0, 1.2e6, 3e9)] == ["0.5", "12.3", "4.57k", "1.2M", "3G"]
+    assert [_clock(v) for v in (-1, 9.6, 75, 3725)] == ["0:00", "0:10", "1:15", "1:02:05"]

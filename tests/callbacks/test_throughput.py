@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer as LightningTrainer
+
+from tests.callbacks.modules import QUIET, Regression, Written, loader
+from trainwright import Trainer
+from trainwright.callbacks.throughput import Throughput, num_samples
+
+QUIET = {name: value for name, value in QUIET.items() if name != "logger"}
+STEP = 0.02  # seconds
+
+
+class Slow(Regression):
+    """Steps and validation batches of known length."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(STEP)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(5 * STEP)
+
+
+def test_rates_of_windows() -> None:
+    written, watched = Written(), Throughput(every_n_steps=4)
+    LightningTrainer(max_steps=12, devices=1, logger=written, callbacks=[watched], **QUIET).fit(
+        Slow(), loader(96, batch_size=8)
+    )
+    assert list(written.column("step_seconds")) == [3, 7, 11]
+    for seconds in written.column("step_seconds").values():
+        assert STEP <= seconds < 2 * STEP
+    for step, rate in written.column("samples_per_second").items():
+        assert rate == pytest.approx(8 / written.column("step_seconds")[step])
+        assert written.column("pixels_per_second")[step] == pytest.approx(4 * rate)
+    assert watched.rate == (written.column("pixels_per_second")[11], "pixels")
+
+
+def test_validation_does_not_count() -> None:
+    written = Written()
+    LightningTrainer(
+        max_steps=8, devices=1, logger=written, callbacks=[Throughput(4)], val_check_interval=2, **QUIET
+    ).fit(Slow(), loader(32, batch_size=4), loader(8, batch_size=4))
+    assert max(written.column("step_seconds").values()) < 3 * STEP
+
+
+def test_accumulated_micro_batches_all_count() -> None:
+    written = Written()
+    LightningTrainer(
+        max_steps=4, devices=1, logger=written, callbacks=[Throughput(2)], accumulate_grad_batches=3, **QUIET
+    ).fit(Slow(), loader(48, batch_size=4))
+    rates, seconds = written.column("samples_per_second"), written.column("step_seconds")
+    assert rates[3] * seconds[3] == pytest.approx(12)
+    assert seconds[3] >= 3 * STEP
+
+
+def test_arguments_go_before_the_modules_attributes() -> None:
+    written, watched = Written(), Throughput(2, unit="values", units_per_sample=5)
+    LightningTrainer(max_steps=4, devices=1, logger=written, callbacks=[watched], **QUIET).fit(Regression(), loader())
+    assert "values_per_second" in watched.latest
+    assert "pixels_per_second" not in watched.latest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [({"every_n_steps": 0}, "every_n_steps=0"), ({"units_per_sample": 0}, "units_per_sample=0")]
+)
+def test_impossible_arguments(arguments: dict[str, int], said: str) -> None:
+    with pytest.raises(ValueError, match="allowed: 1 or more") as error:
+        Throughput(**arguments)  # type: ignore[arg-type]
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        (torch.zeros(3, 5), 3),
+        (torch.tensor(1.0), 1),
+        ([torch.zeros(4), torch.zeros(4)], 4),
+        ({"name": "x", "inputs": {"ids": torch.zeros(6, 2)}}, 6),
+        (("a", "b"), 0),
+        (None, 0),
+    ],
+)
+def test_samples_of_a_batch(batch: Any, samples: int) -> None:
+    assert num_samples(batch) == samples
+
+
+def of_ranks() -> dict[str, float]:
+    watched = Throughput(every_n_steps=3)
+    Trainer(strategy="ddp", devices=dist.get_world_size(), max_steps=4, logger=False, callbacks=[watched], **QUIET).fit(
+        Slow(), loader(32, batch_size=4)
+    )
+    return watched.latest
+
+
+def test_samples_of_all_ranks_count(ranks: Callable[..., list[Any]]) -> None:
+    for latest in ranks(of_ranks, 2):
+        assert latest["samples_per_second"] * latest["step_seconds"] == pytest.approx(8)

@@ -1,0 +1,113 @@
+"""What every test gets: an end, an empty working folder, and somebody who checks what it left behind."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports torch or numpy: a thread pool in the parent would make forking unsafe, and one thread per rank
+# makes sums the same from run to run.
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[name] = "1"
+
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import RankPool, end_left_processes, end_marked_processes
+
+# Every process a test starts, and every one that starts, inherits this variable: so one that was left can be found even
+# when its parent is gone.
+MARK = "TRAINWRIGHT_TEST_SESSION"
+os.environ[MARK] = uuid.uuid4().hex
+
+# Written by Lightning's seed_everything, which passes the seed on to workers so; by importing torch or scikit-learn; by
+# pytest.
+EXPECTED_VARIABLES = {
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "PYTEST_CURRENT_TEST",
+    "KMP_DUPLICATE_LIB_OK",  # by importing scikit-learn
+    "KMP_INIT_AT_FORK",
+}
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the server of the ranks before any test runs, so before any test starts a thread."""
+    if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
+        RankPool.warm()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """The ranks of this session."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def ranks(pool: RankPool) -> Callable[..., list[Any]]:
+    """``ranks(function, world_size, *args)``: results of the function on that many ranks; see :mod:`tests.pool`."""
+    return pool.run
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test works in an empty folder of its own, so nothing it writes by default lands in the repository."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _no_environment_left() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(before)
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert not changed - EXPECTED_VARIABLES, f"The test changed environment variables: {changed - EXPECTED_VARIABLES}"
+
+
+@pytest.fixture(autouse=True)
+def _no_group_left() -> Iterator[None]:
+    yield
+    # A test that did not import torch made no process group, and must not pay for the import.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("The test left a process group in the test process; run the case on the pool (fixture `ranks`).")
+
+
+@pytest.fixture(autouse=True)
+def _no_process_left() -> Iterator[None]:
+    yield
+    known = frozenset(
+        pid
+        for pid in (
+            multiprocessing.forkserver._forkserver._forkserver_pid,  # type: ignore[attr-defined]
+            multiprocessing.resource_tracker._resource_tracker._pid,  # type: ignore[attr-defined]
+        )
+        if pid is not None
+    )
+    end_left_processes(os.getpid(), known)
+    end_marked_processes(f"{MARK}={os.environ[MARK]}", known)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    left = [t for t in threading.enumerate() if t not in before and not t.daemon and t.is_alive()]
+    for thread in left:
+        thread.join(2.0)
+    left = [t for t in left if t.is_alive()]
+    assert not left, f"The test left threads running: {left}"

@@ -1,0 +1,238 @@
+"""Parity: one process in a bare PyTorch loop against ``trainwright.Trainer`` under a strategy.
+
+Both give a :class:`Record`: the loss of every optimizer step, the gradients that the last step saw, and all parameters
+after it, by name. A record holds whole tensors on the CPU, so records of any two layouts compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, default_collate
+
+from tests.parity.modules import Tokens, make_module
+
+TOLERANCE = 1e-5
+CLIPPING: dict[str, dict[str, Any]] = {
+    "off": {},
+    "norm": {"gradient_clip_val": 0.2, "gradient_clip_algorithm": "norm"},
+    "value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "norm-1": {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "norm"},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, the same for the reference and every strategy.
+
+    Args:
+        module: name in :data:`tests.parity.modules.MODULES`.
+        clipping: name in :data:`CLIPPING`.
+        accumulation: micro-batches of one optimizer step on each data rank.
+        global_batch_size: samples per optimizer step.
+        steps: optimizer steps.
+        samples: samples of the data set; one epoch may end with a smaller step.
+    """
+
+    module: str = "decoder-sgd"
+    clipping: str = "off"
+    accumulation: int = 1
+    global_batch_size: int = 12
+    steps: int = 4
+    samples: int = 48
+
+
+@dataclass
+class Record:
+    """What a run computed."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of the whole tensor on the CPU; a collective for a DTensor."""
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh.device_type
+        tensor = tensor.to(mesh).full_tensor() if tensor.device.type != mesh else tensor.full_tensor()
+    return tensor.detach().cpu().clone()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The reference
+
+
+def bare_loop(case: Case) -> Record:
+    """Train in a loop that knows neither Lightning's Trainer nor ranks: one batch per optimizer step."""
+    module, data, record = make_module(case.module), Tokens(case.samples), Record()
+    optimizer: Any = module.configure_optimizers()
+    for step in range(case.steps):
+        batches_per_epoch = -(-case.samples // case.global_batch_size)
+        first = step % batches_per_epoch * case.global_batch_size
+        last = min(first + case.global_batch_size, case.samples)
+        optimizer.zero_grad()
+        loss = module.training_step(default_collate([data[i] for i in range(first, last)]), step)
+        loss.backward()
+        record.losses.append(loss.item())
+        record.gradients = named_gradients(module.named_parameters())
+        _clip(module, case)
+        optimizer.step()
+    record.parameters = {name: whole(p) for name, p in module.named_parameters()}
+    return record
+
+
+def named_gradients(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Whole gradients by the name of their parameter."""
+    return {name: whole(p.grad) for name, p in parameters if p.grad is not None}
+
+
+def _clip(module: pl.LightningModule, case: Case) -> None:
+    limit = CLIPPING[case.clipping].get("gradient_clip_val")
+    if case.clipping.startswith("norm"):
+        torch.nn.utils.clip_grad_norm_(module.parameters(), limit)
+    elif case.clipping == "value":
+        torch.nn.utils.clip_grad_value_(module.parameters(), limit)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Under a strategy
+
+
+class Recorder(pl.Callback):
+    """Fills a :class:`Record`, by what a callback may read."""
+
+    def __init__(self) -> None:
+        self.record = Record()
+        self._parts: list[Tensor] = []
+        self._steps = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._steps = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._parts.append(outputs["loss"].detach().float())
+        if trainer.global_step > self._steps:
+            self._steps = trainer.global_step
+            loss = torch.stack(self._parts).sum()
+            if dist.is_initialized():
+                dist.all_reduce(loss)
+                loss /= dist.get_world_size()
+            self.record.losses.append(loss.item())
+            self._parts.clear()
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.record.gradients = {n: whole(g) for n, g in trainer.strategy.named_gradients()}
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.record.parameters = {n: whole(p) for n, p in pl_module.named_parameters()}
+
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+def make_loader(samples: int, batch_size: int, **options: Any) -> DataLoader:
+    """A loader over :class:`Tokens`."""
+    return DataLoader(Tokens(samples), batch_size=batch_size, **options)
+
+
+def world_size() -> int:
+    """Number of ranks of the default process group, 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def make_trainer(strategy: str, options: dict[str, Any] | None = None, **trainer_options: Any) -> Any:
+    """A ``trainwright.Trainer`` on the ranks of the default process group that writes nothing."""
+    from trainwright.strategies.registry import make_strategy
+    from trainwright.trainer.trainer import Trainer
+
+    built = make_strategy(strategy, **(options or {}))
+    return Trainer(strategy=built, devices=world_size(), **{**QUIET, **trainer_options})
+
+
+def train(case: Case, strategy: str, options: dict[str, Any], **trainer_options: Any) -> Record:
+    """Train ``case`` with ``trainwright.Trainer`` on the ranks of the default process group."""
+    recorder = Recorder()
+    trainer = make_trainer(
+        strategy,
+        options,
+        global_batch_size=case.global_batch_size,
+        max_steps=case.steps,
+        max_epochs=-1,
+        callbacks=[recorder],
+        **CLIPPING[case.clipping],
+        **trainer_options,
+    )
+    micro_batch_size = case.global_batch_size // (world_size() * case.accumulation)
+    trainer.fit(make_module(case.module), make_loader(case.samples, micro_batch_size))
+    return recorder.record
+
+
+def train_with_lightning(case: Case, strategy: str, options: dict[str, Any]) -> Record:
+    """As :func:`train`, by Lightning's own Trainer, which knows nothing of global batches: the loader deals samples."""
+    from trainwright.strategies.registry import make_strategy
+
+    recorder = Recorder()
+    trainer = pl.Trainer(
+        strategy=make_strategy(strategy, **options),
+        devices=world_size(),
+        accumulate_grad_batches=case.accumulation,
+        use_distributed_sampler=False,
+        max_steps=case.steps,
+        max_epochs=-1,
+        callbacks=[recorder],
+        **CLIPPING[case.clipping],
+        **QUIET,
+    )
+    micro_batch_size = case.global_batch_size // (world_size() * case.accumulation)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    starts = range(rank * micro_batch_size, case.samples, world_size() * micro_batch_size)
+    batches = [list(range(start, start + micro_batch_size)) for start in starts]
+    trainer.fit(make_module(case.module), DataLoader(Tokens(case.samples), batch_sampler=batches))
+    return recorder.record
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Comparing
+
+
+def differences(record: Record, reference: Record, tolerance: float = TOLERANCE) -> list[str]:
+    """What differs by more than ``tolerance``: of the loss, or of the norm of a gradient or parameter."""
+    found = []
+    if len(record.losses) != len(reference.losses):
+        found.append(f"{len(record.losses)} losses instead of {len(reference.losses)}")
+    for step, (ours, theirs) in enumerate(zip(record.losses, reference.losses, strict=False)):
+        if not abs(ours - theirs) <= tolerance * abs(theirs):
+            found.append(f"loss of step {step}: {ours!r} instead of {theirs!r}")
+    for kind in ("gradients", "parameters"):
+        found += _tensor_differences(kind, getattr(record, kind), getattr(reference, kind), tolerance)
+    return found
+
+
+def _tensor_differences(kind: str, ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> list[str]:
+    if ours.keys() != theirs.keys():
+        return [f"{kind}: missing {sorted(theirs.keys() - ours.keys())}, extra {sorted(ours.keys() - theirs.keys())}"]
+    found = []
+    for name, expected in theirs.items():
+        distance, norm = (ours[name] - expected).norm().item(), expected.norm().item()
+        if not distance <= tolerance * norm:
+            found.append(f"{kind} {name}: off by {distance:.3e} of norm {norm:.3e} (relative {distance / norm:.1e})")
+    return found

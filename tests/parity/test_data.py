@@ -1,0 +1,308 @@
+"""Which rank reads which sample: the order depends on seed and epoch alone, and each sample counts once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+from torchmetrics import SumMetric
+
+from tests.parity.harness import make_trainer
+from trainwright.strategies.registry import strategy_names
+
+WORLD_SIZES = (1, 2, 4)
+SEVERAL = [name for name in strategy_names() if name != "single"]
+# (samples, micro-batch, accumulation) on one rank; the global batch is 12 throughout.
+GLOBAL_BATCH = 12
+
+
+class Numbers(Dataset):
+    """``samples`` times ``{"index": (), "x": (2,)}``."""
+
+    def __init__(self, samples: int) -> None:
+        self.x = torch.arange(2.0 * samples).view(samples, 2) / samples
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"index": torch.tensor(index), "x": self.x[index]}
+
+
+class Reader(pl.LightningModule):
+    """Learns nothing in particular and writes down what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(2, 1)
+        self.counted = SumMetric()
+        self.read: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
+        self.logged: dict[str, float] = {}
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.read[self.current_epoch, self.trainer.global_step].append(batch["index"].tolist())
+        return self.line(batch["x"]).square().mean()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        values = batch["index"].float()
+        size = len(values)
+        self.log("mean", values.mean(), batch_size=size)
+        self.log("mean_synced", values.mean(), batch_size=size, sync_dist=True)
+        self.log("sum", values.sum(), reduce_fx="sum")
+        self.log("largest", values.max(), reduce_fx="max")
+        self.log("smallest", values.min() - 100, reduce_fx="min")
+        self.counted.update(torch.ones(size))
+        self.log("counted", self.counted)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return batch["index"]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def loader_of(samples: int, batch_size: int, **options: Any) -> DataLoader:
+    return DataLoader(Numbers(samples), batch_size=batch_size, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+def read_in_training(
+    strategy: str, samples: int, accumulation: int, epochs: int = 2, data_seed: int | None = 5, **options: Any
+) -> dict[tuple[int, int], list[list[int]]]:
+    """(epoch, optimizer step) -> the micro-batches that this rank read for it."""
+    module = Reader()
+    ranks = dist.get_world_size()
+    loader = loader_of(samples, GLOBAL_BATCH // (ranks * accumulation), **options)
+    trainer = make_trainer(strategy, global_batch_size=GLOBAL_BATCH, data_seed=data_seed, max_epochs=epochs)
+    trainer.fit(module, loader)
+    return dict(module.read)
+
+
+def in_order(by_rank: list[dict[tuple[int, int], list[list[int]]]]) -> dict[tuple[int, int], list[int]]:
+    """(epoch, optimizer step) -> samples of all ranks, wave by wave."""
+    return {
+        step: [index for wave in zip(*(read[step] for read in by_rank), strict=True) for part in wave for index in part]
+        for step in by_rank[0]
+    }
+
+
+def steps_of(ranks: Any, strategy: str, world_size: int, *args: Any, **kwargs: Any) -> dict[tuple[int, int], list[int]]:
+    return in_order(ranks(read_in_training, world_size, strategy, *args, **kwargs))
+
+
+@pytest.mark.parametrize("strategy", SEVERAL)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_order_is_the_same_for_every_layout(ranks, strategy, shuffle):
+    orders = [
+        steps_of(ranks, strategy, world_size, 48, accumulation, shuffle=shuffle)
+        for world_size in WORLD_SIZES
+        for accumulation in (1, 3)
+    ]
+    assert all(order == orders[0] for order in orders)
+    assert list(orders[0]) == [(epoch, 4 * epoch + step) for epoch in range(2) for step in range(4)]
+    for epoch in range(2):
+        read = [index for step in range(4) for index in orders[0][epoch, 4 * epoch + step]]
+        assert sorted(read) == list(range(48)), "every sample once"
+        assert (read == list(range(48))) is not shuffle
+
+
+def test_epochs_are_shuffled_differently_and_seeds_too(ranks):
+    first = steps_of(ranks, "ddp", 2, 48, 1, shuffle=True)
+    again = steps_of(ranks, "ddp", 2, 48, 1, shuffle=True)
+    other = steps_of(ranks, "ddp", 2, 48, 1, shuffle=True, data_seed=6)
+    assert first == again
+    assert first != other
+    assert [first[0, step] for step in range(4)] != [first[1, 4 + step] for step in range(4)]
+
+
+@pytest.mark.parametrize("samples", [37, 43, 47])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_uneven_data_is_read_to_the_end(ranks, samples, world_size):
+    """Every sample is read; only in the last wave may a rank without a sample of its own repeat another's."""
+    by_rank = ranks(read_in_training, world_size, "ddp", samples, 3, epochs=1)
+    steps = in_order(by_rank)
+    read = [index for indices in steps.values() for index in indices]
+    assert set(read) == set(range(samples))
+    assert len(steps) == -(-samples // GLOBAL_BATCH)
+    repeated = len(read) - samples
+    assert 0 <= repeated < world_size
+    assert len({tuple(len(waves) for waves in parts.values()) for parts in by_rank}) == 1, "as many waves on every rank"
+    assert len(set(read[: samples - samples % GLOBAL_BATCH])) == samples - samples % GLOBAL_BATCH
+
+
+def mean_logged_in_training(strategy: str, samples: int, batch_size: int) -> float:
+    class Logging(Reader):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            self.log("mean", batch["index"].float().mean(), on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    trainer = make_trainer(strategy, max_epochs=1)
+    trainer.fit(Logging(), loader_of(samples, batch_size))
+    return trainer.callback_metrics["mean"].item()
+
+
+@pytest.mark.parametrize("strategy", SEVERAL)
+def test_what_training_logs_of_an_epoch_counts_every_sample_once(ranks, strategy):
+    # 25 samples in waves of 8: three ranks of four have none of the last.
+    assert ranks(mean_logged_in_training, 4, strategy, 25, 2) == pytest.approx([12.0] * 4)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_drop_last_leaves_out_the_same_samples(ranks, world_size):
+    steps = steps_of(ranks, "ddp", world_size, 43, 1, epochs=1, drop_last=True)
+    assert [index for indices in steps.values() for index in indices] == list(range(36))
+
+
+def test_worker_processes_do_not_change_the_order(ranks):
+    assert steps_of(ranks, "ddp", 2, 36, 1, num_workers=1, shuffle=True) == steps_of(
+        ranks, "ddp", 2, 36, 1, shuffle=True
+    )
+
+
+def read_with_sampler(kind: str) -> dict[tuple[int, int], list[list[int]]]:
+    module, data = Reader(), Numbers(24)
+    ranks = dist.get_world_size()
+    if kind == "weighted":
+        weights = torch.arange(24.0)
+        loader = DataLoader(data, batch_size=12 // ranks, sampler=WeightedRandomSampler(weights, num_samples=24))
+    else:
+        loader = DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 12 // ranks, drop_last=False))
+    make_trainer("ddp", global_batch_size=12, data_seed=5, max_epochs=1).fit(module, loader)
+    return dict(module.read)
+
+
+@pytest.mark.parametrize("kind", ["weighted", "batches"])
+def test_a_sampler_of_the_users_own_is_dealt(ranks, kind):
+    orders = [in_order(ranks(read_with_sampler, world_size, kind)) for world_size in WORLD_SIZES]
+    assert orders[0] == orders[1] == orders[2]
+    if kind == "batches":
+        assert [index for indices in orders[0].values() for index in indices] == list(range(24))
+
+
+class UnevenStream(IterableDataset):
+    """Gives rank r of N ``3 + r`` batches of two; no rank knows how many the others have."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for i in range(2 * (3 + self.rank)):
+            yield {"index": torch.tensor(100 * self.rank + i), "x": torch.full((2,), float(i))}
+
+
+def read_stream(strategy: str) -> dict[str, Any]:
+    module = Reader()
+    stream = DataLoader(UnevenStream(dist.get_rank()), batch_size=2)
+    trainer = make_trainer(strategy, max_epochs=1)
+    trainer.fit(module, stream, val_dataloaders=DataLoader(UnevenStream(dist.get_rank()), batch_size=2))
+    found = {"steps": trainer.global_step, "counted": trainer.callback_metrics["counted"].item()}
+    predicted = trainer.predict(module, DataLoader(UnevenStream(dist.get_rank()), batch_size=2))
+    return {**found, "predicted": sorted(torch.cat(predicted).tolist())}
+
+
+@pytest.mark.parametrize("strategy", SEVERAL)
+def test_a_rank_that_runs_out_does_not_hang_the_others(ranks, strategy):
+    results = ranks(read_stream, 2, strategy, timeout=60)
+    assert [r["steps"] for r in results] == [3, 3]
+    assert [r["counted"] for r in results] == [6 + 8, 6 + 8]
+    everything = [*range(6), *range(100, 108)]
+    assert [r["predicted"] for r in results] == [everything, everything]
+
+
+def fit_few_samples() -> str:
+    with pytest.raises(ValueError, match="fewer than") as error:
+        make_trainer("ddp", max_epochs=1).fit(Reader(), loader_of(3, 1))
+    return str(error.value)
+
+
+def test_fewer_samples_than_ranks_is_refused(ranks):
+    message = ranks(fit_few_samples, 4)[0]
+    assert "3 sample(s), fewer than the 4 data ranks" in message
+    assert "devices=3" in message
+
+
+def refuse_global_batch() -> str:
+    with pytest.raises(ValueError, match="global_batch_size=10") as error:
+        make_trainer("ddp", global_batch_size=10, max_epochs=1).fit(Reader(), loader_of(48, 4))
+    return str(error.value)
+
+
+def test_an_impossible_global_batch_names_the_nearest(ranks):
+    message = ranks(refuse_global_batch, 2)[0]
+    assert "Nearest possible: global_batch_size=8 or 16" in message
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation and prediction
+
+
+def evaluate(strategy: str, samples: int, batch_size: int) -> dict[str, dict[str, float]]:
+    module = Reader()
+    trainer = make_trainer(strategy, max_epochs=1)
+    found = {
+        "validate": trainer.validate(module, loader_of(samples, batch_size), verbose=False)[0],
+        "test": trainer.test(module, loader_of(samples, batch_size), verbose=False)[0],
+    }
+    trainer = make_trainer(strategy, max_epochs=1)
+    trainer.fit(module, loader_of(24, 2), loader_of(samples, batch_size))
+    found["fit"] = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    return found
+
+
+@pytest.mark.parametrize(("samples", "batch_size"), [(12, 3), (23, 3), (5, 2), (2, 4), (1, 1)])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_evaluation_counts_every_sample_once(ranks, samples, batch_size, world_size):
+    mean = (samples - 1) / 2
+    expected = {
+        "mean": mean,
+        "mean_synced": mean,
+        "sum": sum(range(samples)),
+        "largest": samples - 1,
+        "smallest": -100,
+        "counted": samples,
+    }
+    for strategy in ("ddp", "zero3"):
+        for rank, stages in enumerate(ranks(evaluate, world_size, strategy, samples, batch_size)):
+            for stage, values in stages.items():
+                assert values == pytest.approx(expected, rel=1e-6), f"{strategy}, rank {rank}, {stage}"
+
+
+def predict(strategy: str, samples: int, batch_size: int) -> list[int]:
+    trainer = make_trainer(strategy)
+    return torch.cat(trainer.predict(Reader(), loader_of(samples, batch_size))).tolist()
+
+
+@pytest.mark.parametrize(("samples", "batch_size"), [(12, 3), (23, 3), (5, 2), (2, 4), (1, 1)])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_predict_returns_every_sample_once_in_order(ranks, samples, batch_size, world_size):
+    for strategy in ("ddp", "zero3"):
+        assert ranks(predict, world_size, strategy, samples, batch_size) == [list(range(samples))] * world_size
+
+
+def predict_twice(strategy: str) -> list[list[int]]:
+    trainer = make_trainer(strategy)
+    loaders = [loader_of(7, 2), loader_of(4, 2)]
+    return [torch.cat(batches).tolist() for batches in trainer.predict(Reader(), loaders)]
+
+
+def test_predict_keeps_loaders_apart(ranks):
+    assert ranks(predict_twice, 2, "ddp") == [[list(range(7)), list(range(4))]] * 2

@@ -1,0 +1,169 @@
+"""Every precision under every strategy: ends well, keeps to its dtypes, agrees over ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parity.harness import Case, Recorder, bare_loop, make_loader, make_trainer, whole, world_size
+from tests.parity.modules import LanguageModel, make_module
+from trainwright.strategies.gradients import local_tensor
+from trainwright.strategies.registry import strategy_names
+
+PRECISIONS = ("32", "bf16-mixed", "bf16-true", "16-mixed")
+GLOBAL_BATCH = 16
+STEPS = 20
+STRATEGIES = [name for name in strategy_names() if name != "single"]
+# How far a loss may be from that of one process in fp32: the mantissa of bf16 has 8 bits, that of fp16 has 11.
+TOLERANCES = {"32": 1e-5, "bf16-mixed": 0.02, "bf16-true": 0.05, "16-mixed": 0.005}
+
+
+class Dtypes(pl.Callback):
+    """What a block computes in."""
+
+    def __init__(self) -> None:
+        self.activations: set[str] = set()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: LanguageModel) -> None:
+        pl_module.decoder.blocks[0].attention.register_forward_hook(self._look)
+
+    def _look(self, module: Any, args: Any, output: Tensor) -> None:
+        self.activations.add(str(output.dtype).removeprefix("torch."))
+
+
+def train_in(strategy: str, precision: str, accumulation: int) -> dict[str, Any]:
+    module, recorder, dtypes = make_module("decoder-sgd"), Recorder(), Dtypes()
+    trainer = make_trainer(
+        strategy,
+        precision=precision,
+        global_batch_size=GLOBAL_BATCH,
+        max_steps=STEPS,
+        max_epochs=-1,
+        gradient_clip_val=1.0,
+        callbacks=[recorder, dtypes],
+    )
+    trainer.fit(module, make_loader(48, GLOBAL_BATCH // (world_size() * accumulation)))
+    state = [t for s in trainer.optimizers[0].state.values() for t in s.values() if isinstance(t, Tensor)]
+    return {
+        "losses": recorder.record.losses,
+        "steps": trainer.global_step,
+        "parameters": {name: value.float() for name, value in recorder.record.parameters.items()},
+        "held": {str(local_tensor(p).dtype).removeprefix("torch.") for p in module.parameters()},
+        "state": {str(t.dtype).removeprefix("torch.") for t in state},
+        "activations": dtypes.activations,
+    }
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("ranks_used", [2, 4])
+def test_every_precision_under_every_strategy(ranks, strategy, precision, ranks_used):
+    results = ranks(train_in, ranks_used, strategy, precision, 2, timeout=120)
+    reference = bare_loop(Case("decoder-sgd", global_batch_size=GLOBAL_BATCH, steps=STEPS, clipping="norm-1"))
+    stored = "bfloat16" if precision == "bf16-true" else "float32"
+    computed = {"32": "float32", "16-mixed": "float16"}.get(precision, "bfloat16")
+    for found in results:
+        assert found["steps"] == STEPS
+        assert found["held"] == {stored}
+        assert found["state"] == {stored}
+        assert found["activations"] == {computed}
+        assert found["losses"] == results[0]["losses"]
+        for name, value in found["parameters"].items():
+            assert torch.equal(value, results[0]["parameters"][name]), f"{name} drifts apart"
+        assert found["losses"] == pytest.approx(reference.losses, rel=TOLERANCES[precision])
+        assert found["losses"][-1] < found["losses"][0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_eight_ranks(ranks, strategy):
+    for precision in PRECISIONS:
+        for found in ranks(train_in, 8, strategy, precision, 1, timeout=240):
+            assert found["steps"] == STEPS
+            assert all(math.isfinite(loss) for loss in found["losses"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Skipped steps
+
+
+class Exploding(LanguageModel):
+    """The gradient of one sample in the third step is infinite: on the one rank that reads it."""
+
+    factor = 1e36  # large enough to overflow once the loss is scaled
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if (batch["index"] == 2 * GLOBAL_BATCH + 3).any():
+            loss = loss + self.factor * self.decoder.head.weight.square().sum()
+        return loss
+
+
+class Scales(pl.Callback):
+    def __init__(self) -> None:
+        self.scales: list[float] = []
+        self.weights: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: LanguageModel, *args: Any) -> None:
+        if trainer.fit_loop._should_accumulate():
+            return
+        self.scales.append(trainer.precision_plugin.scaler.get_scale())
+        self.weights.append(whole(pl_module.decoder.norm.weight))
+
+
+def explode(strategy: str, accumulation: int, clip: float | None) -> tuple[list[float], list[bool], bool]:
+    torch.manual_seed(11)
+    module, scales = Exploding(), Scales()
+    trainer = make_trainer(
+        strategy,
+        precision="16-mixed",
+        global_batch_size=GLOBAL_BATCH,
+        max_steps=6,
+        max_epochs=-1,
+        gradient_clip_val=clip,
+        callbacks=[scales],
+    )
+    trainer.fit(module, make_loader(96, GLOBAL_BATCH // (world_size() * accumulation)))
+    stepped = [not torch.equal(a, b) for a, b in zip(scales.weights, scales.weights[1:], strict=False)]
+    return scales.scales, stepped, all(bool(torch.isfinite(whole(p)).all()) for p in module.parameters())
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_all_ranks_skip_the_same_steps(ranks, accumulation, clip):
+    scales, stepped, finite = expected = ranks(explode, 1, "single", 1, clip)[0]
+    assert finite
+    assert stepped == [True, False, True, True, True], "the third step of six is skipped"
+    assert scales[1] > scales[2] == scales[1] / 2
+    for strategy in STRATEGIES:
+        for ranks_used in (2, 4):
+            assert ranks(explode, ranks_used, strategy, accumulation, clip) == [expected] * ranks_used, strategy
+
+
+def clip_nonfinite(strategy: str) -> str:
+    torch.manual_seed(11)
+    trainer = make_trainer(
+        strategy,
+        global_batch_size=GLOBAL_BATCH,
+        max_steps=6,
+        max_epochs=-1,
+        gradient_clip_val=0.5,
+        error_if_nonfinite=True,
+    )
+    module = Exploding()
+    module.factor = 1e38
+    with pytest.raises(RuntimeError, match="norm of the gradients is") as error:
+        trainer.fit(module, make_loader(96, GLOBAL_BATCH // world_size()))
+    return f"{trainer.global_step} {error.value}"
+
+
+@pytest.mark.parametrize("strategy", strategy_names())
+def test_error_if_nonfinite_stops_all_ranks_at_the_same_step(ranks, strategy):
+    messages = ranks(clip_nonfinite, 1 if strategy == "single" else 2, strategy)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("2 The norm of the gradients is ")
+    assert "error_if_nonfinite=False" in messages[0]

@@ -1,0 +1,135 @@
+"""A run that was interrupted goes on as if it had not been: bit-equal under its layout, equal under any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.parity.harness import Record, Recorder, differences, make_loader, make_trainer, whole, world_size
+from tests.parity.modules import LanguageModel
+from trainwright.strategies.registry import strategy_names
+
+GLOBAL_BATCH = 12
+SAMPLES = 48  # four steps an epoch
+STEPS = 10
+LAYOUTS = [("single", 1), *((name, n) for name in strategy_names() if name != "single" for n in (2, 4))]
+# Written under -> read under. Every strategy writes for and reads from one process, and a ring joins the others.
+MOVES = [
+    *((("single", 1), (name, 2)) for name in strategy_names() if name != "single"),
+    *(((name, 2), ("single", 1)) for name in strategy_names() if name != "single"),
+    (("ddp", 2), ("zero3", 4)),
+    (("zero3", 4), ("zero1", 2)),
+    (("zero1", 2), ("zero2", 4)),
+    (("zero2", 4), ("ddp", 4)),
+    (("zero3", 2), ("zero3", 4)),
+    (("zero1", 4), ("zero1", 2)),
+]
+
+
+class Scheduled(LanguageModel):
+    """AdamW, whose state matters, and a rate that depends on the step."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="adamw")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=STEPS + 1)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def run(
+    strategy: str,
+    steps: int,
+    accumulation: int,
+    save_to: str | None = None,
+    resume_from: str | None = None,
+    **options: Any,
+) -> tuple[Record, dict[str, Any]]:
+    """Train to ``steps`` optimizer steps in all; returns what was computed and the whole optimizer state."""
+    torch.manual_seed(11)
+    module, recorder = Scheduled(), Recorder()
+    callbacks: list[Any] = [recorder]
+    if save_to is not None:
+        callbacks.append(ModelCheckpoint(save_to, "{step}", every_n_train_steps=1, save_top_k=-1))
+    trainer = make_trainer(
+        strategy,
+        global_batch_size=GLOBAL_BATCH,
+        data_seed=3,
+        max_steps=steps,
+        max_epochs=-1,
+        callbacks=callbacks,
+        enable_checkpointing=save_to is not None,
+        **options,
+    )
+    loader = make_loader(SAMPLES, GLOBAL_BATCH // (world_size() * accumulation), shuffle=True)
+    trainer.fit(module, loader, ckpt_path=resume_from)
+    return recorder.record, optimizer_state(trainer)
+
+
+def optimizer_state(trainer: Any) -> dict[str, Any]:
+    optimizer = trainer.optimizers[0]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    names = [name for name, _ in trainer.lightning_module.named_parameters()]
+    return {
+        f"{name} {key}": whole(value)
+        for name, parameter in zip(names, parameters, strict=True)
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def checkpoint_at(folder: Path, step: int) -> str:
+    return str(folder / f"step={step}.ckpt")
+
+
+# Within the first epoch, at its end, within the second.
+@pytest.mark.parametrize("step", [2, 4, 7])
+@pytest.mark.parametrize(("strategy", "ranks_used"), LAYOUTS)
+def test_resumed_under_its_layout_is_bit_equal(ranks, tmp_path, strategy, ranks_used, step):
+    whole_run = ranks(run, ranks_used, strategy, STEPS, 1)
+    ranks(run, ranks_used, strategy, step, 1, save_to=str(tmp_path))
+    resumed = ranks(run, ranks_used, strategy, STEPS, 1, resume_from=checkpoint_at(tmp_path, step))
+    for (expected, expected_state), (found, found_state) in zip(whole_run, resumed, strict=True):
+        if strategy == "ddp" and ranks_used > 2:
+            # torch's DDP orders its buckets anew after the first step, here the first of the resumed run: the ring adds
+            # up some elements in another order there, which three or more summands show.
+            later = Record(expected.losses[step:], expected.gradients, expected.parameters)
+            assert differences(found, later) == []
+            continue
+        assert found.losses == expected.losses[step:]
+        for kind in ("gradients", "parameters"):
+            theirs, ours = getattr(expected, kind), getattr(found, kind)
+            assert [name for name in theirs if not torch.equal(theirs[name], ours[name])] == [], kind
+        assert found_state.keys() == expected_state.keys()
+        assert [name for name in expected_state if not torch.equal(expected_state[name], found_state[name])] == []
+
+
+@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize(("written", "read"), MOVES, ids=lambda layout: f"{layout[0]}-{layout[1]}")
+def test_resumed_under_another_layout(ranks, tmp_path, written, read, step):
+    """The accumulation changes too, so that what one micro-batch is differs between writer and reader."""
+    expected, expected_state = ranks(run, 1, "single", STEPS, 1)[0]
+    ranks(run, written[1], written[0], step, 3, save_to=str(tmp_path))
+    for found, found_state in ranks(run, read[1], read[0], STEPS, 1, resume_from=checkpoint_at(tmp_path, step)):
+        later = Record(expected.losses[step:], expected.gradients, expected.parameters)
+        assert differences(found, later) == []
+        assert found_state.keys() == expected_state.keys()
+
+
+@pytest.mark.parametrize(("strategy", "ranks_used"), LAYOUTS)
+def test_a_checkpoint_is_an_ordinary_file(ranks, tmp_path, strategy, ranks_used):
+    """Whole tensors under the module's own names, readable without this project and without executing code."""
+    ranks(run, ranks_used, strategy, 2, 1, save_to=str(tmp_path))
+    saved = torch.load(checkpoint_at(tmp_path, 2), weights_only=True)
+    module = Scheduled()
+    assert list(saved["state_dict"]) == list(module.state_dict())
+    assert {type(value) for value in saved["state_dict"].values()} == {torch.Tensor}
+    module.load_state_dict(saved["state_dict"])
+    [optimizer], _ = module.configure_optimizers()
+    optimizer.load_state_dict(saved["optimizer_states"][0])
+    assert all(torch.is_tensor(v) and v.shape in (p.shape, ()) for p, s in optimizer.state.items() for v in s.values())
+    assert saved["global_step"] == 2

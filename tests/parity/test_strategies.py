@@ -1,0 +1,156 @@
+"""Every registered strategy computes what one process computes.
+
+A new strategy joins by being registered in :mod:`trainwright.strategies.registry`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.harness import Case, Record, bare_loop, differences, train, train_with_lightning
+from tests.parity.modules import MODULES
+from trainwright.strategies.registry import strategy_names
+
+WORLD_SIZES = (1, 2, 4)
+ACCUMULATIONS = (1, 3)
+CLIPPINGS = ("off", "norm", "value")
+# Strategies that are not made for every number of ranks.
+ONLY = {"single": (1,)}
+
+PAIRS = [(name, n) for name in strategy_names() for n in WORLD_SIZES if n in ONLY.get(name, WORLD_SIZES)]
+
+# Options that change how a strategy works and must not change what it computes.
+VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "single-checkpointing": ("single", 1, {"activation_checkpointing": "full"}),
+    "ddp-checkpointing": ("ddp", 2, {"activation_checkpointing": "full"}),
+    "ddp-compile": ("ddp", 2, {"compile": {"backend": "aot_eager"}}),
+    "ddp-small-buckets": ("ddp", 2, {"bucket_cap_mb": 1e-3}),
+    "ddp-find-unused": ("ddp", 2, {"find_unused_parameters": True}),
+    "zero1-hybrid": ("zero1", 4, {"replicate": 2, "shard": 2}),
+    "zero2-hybrid": ("zero2", 4, {"replicate": 2, "shard": 2}),
+    "zero3-hybrid": ("zero3", 4, {"replicate": 2, "shard": 2}),
+    "zero1-replicate": ("zero1", 2, {"replicate": -1, "shard": 1}),
+    "zero3-replicate": ("zero3", 2, {"replicate": -1, "shard": 1}),
+    "zero1-small-buckets": ("zero1", 4, {"bucket_mib": 1e-3}),
+    "zero2-small-buckets": ("zero2", 4, {"bucket_mib": 1e-3}),
+    "zero1-find-unused": ("zero1", 2, {"find_unused_parameters": True}),
+    "zero2-no-sync": ("zero2", 2, {"no_sync_accumulation": True}),
+    "zero3-no-sync": ("zero3", 2, {"no_sync_accumulation": True}),
+    "zero1-offload": ("zero1", 2, {"offload": "optimizer"}),
+    "zero2-offload": ("zero2", 2, {"offload": "optimizer"}),
+    "zero3-offload": ("zero3", 2, {"offload": "optimizer"}),
+    "zero3-offload-parameters": ("zero3", 2, {"offload": "parameters"}),
+    "zero3-named-blocks": ("zero3", 2, {"blocks": ["decoder.blocks.*.attention", "decoder.blocks.*.mlp"]}),
+    "zero3-checkpointing": ("zero3", 2, {"activation_checkpointing": "full"}),
+    "zero1-selective": (
+        "zero1",
+        2,
+        {"activation_checkpointing": "selective", "checkpoint_modules": ["decoder.blocks.*.mlp"]},
+    ),
+    "zero1-compile": ("zero1", 2, {"compile": {"backend": "aot_eager"}}),
+    "zero3-compile": ("zero3", 2, {"compile": {"backend": "aot_eager"}}),
+}
+
+reference = cache(bare_loop)
+
+
+def run_cases(cases: list[Case], strategy: str, options: dict[str, Any]) -> list[Record]:
+    """On every rank: the records of all cases, one after the other."""
+    return [train(case, strategy, options) for case in cases]
+
+
+def run_cases_with_lightning(cases: list[Case], strategy: str, options: dict[str, Any]) -> list[Record]:
+    """As :func:`run_cases`, by Lightning's own Trainer."""
+    return [train_with_lightning(case, strategy, options) for case in cases]
+
+
+def assert_parity(
+    ranks: Any,
+    cases: list[Case],
+    strategy: str,
+    world_size: int,
+    options: dict[str, Any],
+    run: Any = run_cases,
+    cancelled: tuple[str, ...] = (),
+) -> None:
+    results = ranks(run, world_size, cases, strategy, options, timeout=240)
+    found = [
+        f"rank {rank}, {case}: {difference}"
+        for rank, records in enumerate(results)
+        for case, record in zip(cases, records, strict=True)
+        for difference in differences(record, reference(_one_pass(case)))
+        if not difference.startswith(cancelled)
+    ]
+    for rank, records in enumerate(results):
+        for case, record, first in zip(cases, records, results[0], strict=True):
+            found += [
+                f"rank {rank}, {case}: {what} differs in bits from rank 0" for what in bit_differences(record, first)
+            ]
+    assert not found, "\n".join(found)
+
+
+def bit_differences(record: Record, other: Record) -> list[str]:
+    """What is not the same to the last bit: ranks that drift apart hold different models."""
+    found = [] if record.losses == other.losses else ["losses"]
+    for kind in ("gradients", "parameters"):
+        ours, theirs = getattr(record, kind), getattr(other, kind)
+        found += [f"{kind} {name}" for name in theirs if not torch.equal(ours[name], theirs[name])]
+    return found
+
+
+def _one_pass(case: Case) -> Case:
+    """The reference reads a step's samples at once, whatever the accumulation."""
+    return Case(case.module, case.clipping, 1, case.global_batch_size, case.steps, case.samples)
+
+
+@pytest.mark.parametrize("module", list(MODULES))
+@pytest.mark.parametrize(("strategy", "world_size"), PAIRS)
+def test_parity_with_one_process(ranks, strategy, world_size, module):
+    cases = [Case(module, clipping, accumulation) for clipping in CLIPPINGS for accumulation in ACCUMULATIONS]
+    assert_parity(ranks, cases, strategy, world_size, {})
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [pair for pair in PAIRS if pair[1] > 1])
+def test_twenty_steps(ranks, strategy, world_size):
+    # By then the gradient of the scalar is a sum of terms a thousand times as large: float32 itself is off by 1e-5.
+    cases = [Case("decoder-sgd", steps=20), Case("decoder-adamw", steps=20)]
+    assert_parity(ranks, cases, strategy, world_size, {}, cancelled=("gradients decoder.temperature:",))
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), PAIRS)
+def test_parity_on_uneven_data(ranks, strategy, world_size):
+    """The last step of an epoch has fewer samples than the others; with 37, fewer than ranks."""
+    cases = [Case("decoder-sgd", accumulation=a, samples=s, steps=9) for a in ACCUMULATIONS for s in (37, 43, 30)]
+    assert_parity(ranks, cases, strategy, world_size, {})
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_options_do_not_change_what_is_computed(ranks, variant):
+    strategy, world_size, options = VARIANTS[variant]
+    cases = [Case("decoder-sgd", "norm", accumulation) for accumulation in ACCUMULATIONS]
+    assert_parity(ranks, cases, strategy, world_size, options)
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), PAIRS)
+def test_a_strategy_works_in_lightnings_own_trainer(ranks, strategy, world_size):
+    cases = [Case("tied-sgd", clipping, accumulation) for clipping in CLIPPINGS for accumulation in ACCUMULATIONS]
+    assert_parity(ranks, cases, strategy, world_size, {}, run=run_cases_with_lightning)
+
+
+def test_the_comparison_notices():
+    """A framework that compares nothing would pass as well."""
+    case = Case("decoder-sgd")
+    record = bare_loop(case)
+    assert differences(record, reference(case)) == []
+    record.losses[1] *= 1 + 1e-4
+    record.gradients["decoder.head.weight"] *= 0.5
+    record.parameters["decoder.norm.weight"][3] += 1e-3
+    del record.losses[-1]
+    found = differences(record, reference(case))
+    assert len(found) == 4, found
+    record.parameters.pop("decoder.temperature")
+    assert any("missing ['decoder.temperature']" in text for text in differences(record, reference(case)))

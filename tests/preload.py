@@ -1,0 +1,20 @@
+"""What the server of the rank pool imports before it forks ranks, so that no rank pays for it again."""
+
+import gc
+import importlib
+from contextlib import suppress
+
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
+import torch.nn.parallel
+import torch.optim.swa_utils  # noqa: F401
+
+for name in ("trainwright.trainer.trainer", "trainwright.strategies.ddp", "trainwright.strategies.zero"):
+    # A module that does not import is reported by the test that needs it; the server must live on.
+    with suppress(Exception):
+        importlib.import_module(name)
+
+# What is imported stays for good: a rank that collects garbage need not walk it, nor copy its pages.
+gc.collect()
+gc.freeze()

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch import seed_everything
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.optim import SGD
+
+from tests.callbacks.modules import Regression, loader
+from trainwright import Trainer
+from trainwright.recipes.gpt import GPTModule, Prefix
+from trainwright.recipes.gpt_model import GPTConfig
+from trainwright.recipes.sample_text import SampleText, generate
+from trainwright.recipes.text_corpus import TextCorpus
+
+SMALL = GPTConfig(layers=2, dim=32, heads=2, seq_len=16)
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+def write_text(folder: Path) -> Path:
+    file = folder / "text.txt"
+    file.write_text("".join(f"{i}: the quick brown fox jumps over the lazy dog\n" for i in range(400)))
+    return file
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path)
+
+
+def test_loss_falls_and_bits_per_byte_are_those_of_the_loss(text: Path) -> None:
+    seed_everything(0)
+    module, data = GPTModule(SMALL, warmup_steps=2), TextCorpus(text, seq_len=16, batch_size=16)
+    trainer = LightningTrainer(max_steps=100, devices=1, **QUIET)
+    before = trainer.validate(module, data, verbose=False)[0]
+    trainer.fit(module, data)
+    after = trainer.validate(module, data, verbose=False)[0]
+    assert before["val_bpb"] == pytest.approx(8, abs=0.5)  # it knows nothing: one of 256 bytes
+    assert after["val_bpb"] < 3
+    assert after["val_bpb"] == pytest.approx(after["val_loss"] / math.log(2), rel=1e-6)
+
+
+def test_prediction_is_bits_per_byte_of_each_window_in_order(text: Path) -> None:
+    module, data = GPTModule(SMALL), TextCorpus(text, seq_len=16, batch_size=7)
+    trainer = LightningTrainer(devices=1, **QUIET)
+    predicted = torch.cat(trainer.predict(module, data))
+    assert data.test is not None
+    assert predicted.shape == (len(data.test),)
+    ids = data.test[3].long()
+    loss = torch.nn.functional.cross_entropy(module.eval()(ids[None, :-1])[0], ids[1:])
+    assert predicted[3].item() == pytest.approx(loss.item() / math.log(2), rel=1e-5)
+    assert trainer.test(module, data, verbose=False)[0]["test_bpb"] == pytest.approx(predicted.mean().item(), rel=1e-5)
+
+
+def test_weight_decay_is_for_matrices(text: Path) -> None:
+    module = GPTModule(SMALL, partial(SGD, lr=1.0, weight_decay=0.5), warmup_steps=3, schedule_steps=10)
+    module.trainer = LightningTrainer(devices=1, **QUIET)
+    configured = module.configure_optimizers()
+    matrices, vectors = configured["optimizer"].param_groups
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.5, 0.0)
+    assert {p.ndim for p in matrices["params"]} == {2}
+    assert {p.ndim for p in vectors["params"]} == {1}
+    assert len(matrices["params"]) + len(vectors["params"]) == len(list(module.parameters()))
+    assert configured["lr_scheduler"]["scheduler"].get_last_lr() == [0.25, 0.25]
+
+
+def test_schedule_ends_with_the_run(text: Path) -> None:
+    module, data = GPTModule(SMALL, warmup_steps=1, final_lr_factor=0.25), TextCorpus(text, seq_len=16)
+    trainer = LightningTrainer(max_steps=5, devices=1, **QUIET)
+    trainer.fit(module, data)
+    assert trainer.lr_scheduler_configs[0].scheduler.get_last_lr()[0] == pytest.approx(0.25 * 4e-3)
+
+
+def deferred_fit(strategy: str, folder: str, meta: bool) -> list[float]:
+    """Bits per byte of every test window after training; ranks other than 0 return them too."""
+    seed_everything(0)
+    data = TextCorpus(Path(folder) / "text.txt", seq_len=16, batch_size=8)
+    trainer = Trainer(strategy=strategy, devices=dist.get_world_size(), max_steps=6, global_batch_size=16, **QUIET)
+    module = GPTModule(SMALL, meta=meta)
+    trainer.fit(module, data)
+    return [round(value, 4) for value in torch.cat(trainer.predict(module, data)).tolist()]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_deferred_build_trains(text: Path, ranks: Callable[..., list[Any]], strategy: str) -> None:
+    both = ranks(deferred_fit, 2, strategy, str(text.parent), True)
+    ordinary = ranks(deferred_fit, 2, strategy, str(text.parent), False)
+    assert 0 < sum(both[0]) / len(both[0]) < 8
+    assert sum(both[0]) / len(both[0]) == pytest.approx(sum(ordinary[0]) / len(ordinary[0]), rel=0.1)
+
+
+# ---- the sample
+
+
+def test_sample_continues_the_prompt_and_repeats(text: Path) -> None:
+    torch.manual_seed(0)
+    module = GPTModule(SMALL)
+    state = torch.random.get_rng_state()
+    sample = generate(module.predict_step, "the quick brown fox", 30, window=16, temperature=0.8, seed=1)
+    assert sample.startswith("the quick brown fox")
+    assert sample == generate(module.predict_step, "the quick brown fox", 30, window=16, temperature=0.8, seed=1)
+    assert sample != generate(module.predict_step, "the quick brown fox", 30, window=16, temperature=0.8, seed=2)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert module.training
+
+
+def test_padding_behind_the_text_changes_nothing() -> None:
+    """Most likely bytes from padded windows are those that growing, unpadded inputs give."""
+    torch.manual_seed(0)
+    module = GPTModule(GPTConfig(layers=2, dim=32, heads=2, seq_len=16, init_std=0.5)).eval()
+    ids = list(b"ab")
+    for _ in range(10):
+        ids.append(int(module(torch.tensor([ids]))[0, -1].argmax()))
+    asked: list[Prefix] = []
+
+    def next_logits(prefix: Prefix, batch_idx: int) -> torch.Tensor:
+        asked.append(prefix)
+        return module.predict_step(prefix, batch_idx)
+
+    with torch.no_grad():
+        generate(next_logits, "ab", 11, window=16, temperature=1e-4, seed=0)
+    assert asked[-1].ids_BT[0].tolist() == [*ids, 0, 0, 0, 0]
+
+
+def test_what_a_terminal_would_obey_is_not_printed() -> None:
+    wanted = b"a\x1b[2J\xff\n\tb"
+
+    def next_logits(prefix: Prefix, _: int) -> torch.Tensor:
+        position = int((prefix.ids_BT[0] != 0).sum()) - 1
+        logits = torch.zeros(1, 16, 256)
+        logits[0, position, wanted[position]] = 100.0
+        return logits
+
+    assert generate(next_logits, ">", len(wanted), 16, 1.0, seed=0) == ">a\ufffd[2J\ufffd\n\tb"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [({"length": -1}, "length=-1"), ({"temperature": 0}, "temperature=0"), ({"prompt": ""}, "prompt=''")],
+)
+def test_impossible_sample(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match="Impossible sample") as error:
+        SampleText(**arguments)
+    assert said in str(error.value)
+
+
+def test_sample_is_printed_and_written(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = TensorBoardLogger(tmp_path / "run", name="", version="")
+    trainer = LightningTrainer(
+        max_steps=2,
+        devices=1,
+        default_root_dir=tmp_path / "run",
+        callbacks=[SampleText(length=20, prompt="the ")],
+        **{**QUIET, "logger": logger},
+    )
+    trainer.fit(GPTModule(SMALL), TextCorpus(text, seq_len=16, batch_size=8))
+    sample = (tmp_path / "run" / "sample.txt").read_text().rstrip("\n")
+    assert sample.startswith("the ")
+    assert f"Sample after 2 steps:\n{sample}" in capsys.readouterr().out
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    assert b"    the " in events.Tensors("sample/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_a_module_that_cannot_write_is_refused() -> None:
+    trainer = LightningTrainer(devices=1, max_steps=1, callbacks=[SampleText()], **QUIET)
+    with pytest.raises(TypeError, match="not with a Regression. Leave the callback out: callbacks.sample=null"):
+        trainer.fit(Regression(), loader())
+
+
+def sampled_fit(strategy: str, precision: str, folder: str) -> str:
+    seed_everything(0)
+    trainer = Trainer(
+        strategy=strategy,
+        precision=precision,
+        devices=dist.get_world_size(),
+        max_steps=4,
+        global_batch_size=16,
+        default_root_dir=folder,
+        callbacks=[SampleText(length=24, prompt="the ")],
+        **QUIET,
+    )
+    trainer.fit(GPTModule(SMALL), TextCorpus(Path(folder) / "text.txt", seq_len=16, batch_size=4))
+    return Path(folder, "sample.txt").read_text() if trainer.is_global_zero else ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [("ddp", "32"), ("zero1", "16-mixed"), ("zero2", "bf16-true"), ("zero3", "32"), ("zero3", "bf16-mixed")],
+)
+def test_sharded_model_writes_too(text: Path, ranks: Callable[..., list[Any]], strategy: str, precision: str) -> None:
+    first, second = ranks(sampled_fit, 2, strategy, precision, str(text.parent))
+    assert first.startswith("the ")
+    assert len(first.encode()) >= 24
+    assert second == ""

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from trainwright.recipes.gpt_model import GPT, GPTConfig, rotary_angles, rotate
+
+SIZES = Path(__file__).parents[2] / "conf" / "size"
+SMALL = GPTConfig(layers=2, dim=32, heads=4, seq_len=16)
+
+
+def config_of(size: str) -> GPTConfig:
+    return GPTConfig(**OmegaConf.load(SIZES / f"{size}.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters"),
+    [("nano", 0.885e6), ("125m", 125e6), ("350m", 350e6), ("1b", 1e9), ("3b", 3e9), ("7b", 7e9)],
+)
+def test_sizes_have_the_parameters_they_are_called_after(size: str, parameters: float) -> None:
+    with torch.device("meta"):
+        model = GPT(config_of(size))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.05)
+
+
+def test_nano_is_the_default() -> None:
+    assert config_of("nano") == GPTConfig()
+
+
+def test_every_size_is_tested() -> None:
+    assert {path.stem for path in SIZES.glob("*.yaml")} == {"nano", "125m", "350m", "1b", "3b", "7b"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"layers": 0}, "layers=0 (allowed: 1 or more)"),
+        ({"dim": 100, "heads": 3}, "dim=100 with heads=3 (allowed: dim a multiple of 2 x heads)"),
+        ({"dim": 12, "heads": 4}, "dim=12 with heads=4"),
+        ({"heads": 4, "kv_heads": 3}, "kv_heads=3 with heads=4 (allowed: a divisor of heads)"),
+    ],
+)
+def test_impossible_sizes(sizes: dict[str, int], said: str) -> None:
+    with pytest.raises(ValueError, match="Impossible GPT sizes") as error:
+        GPTConfig(**sizes)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("tied_head", [True, False])
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_position_sees_only_what_is_before(tied_head: bool, kv_heads: int | None) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, dim=32, heads=4, kv_heads=kv_heads, tied_head=tied_head, init_std=0.2))
+    tokens = torch.randint(256, (2, 16))
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert before.shape == (2, 16, 256)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert (before[:, 9:] - after[:, 9:]).abs().amax(dim=(0, 2)).min() > 1e-5
+
+
+def test_rotated_products_depend_on_distance_alone() -> None:
+    cos, sin = rotary_angles(32, 8, 10_000.0, torch.device("cpu"))
+    query, key = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 1, 32, 8)
+    products = (rotate(query, cos, sin) @ rotate(key, cos, sin).mT)[0, 0]
+    for distance in (0, 3, 17):
+        along = products.diagonal(-distance)
+        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-4, atol=1e-5)
+    assert abs(products[5, 0] - products[0, 5]) > 1e-3  # it knows before from after
+
+
+def test_angles_stay_exact_in_half_precision() -> None:
+    exact = rotary_angles(2048, 64, 10_000.0, torch.device("cpu"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cos, sin = rotary_angles(2048, 64, 10_000.0, torch.device("cpu"))
+    assert torch.equal(cos, exact[0])
+    assert torch.equal(sin, exact[1])
+    x = torch.randn(1, 1, 2048, 64, dtype=torch.bfloat16)
+    assert rotate(x, cos, sin).dtype == torch.bfloat16
+
+
+def test_tied_head_is_the_embedding() -> None:
+    tied, untied = GPT(SMALL), GPT(GPTConfig(layers=2, dim=32, heads=4, tied_head=False))
+    assert tied.head is None
+    assert set(dict(untied.named_parameters())) - set(dict(tied.named_parameters())) == {"head.weight"}
+    assert len(list(tied.parameters())) == len({p.data_ptr() for p in tied.parameters()})
+
+
+def test_residual_projections_begin_smaller() -> None:
+    model = GPT(GPTConfig(layers=8, dim=256, heads=4, init_std=0.02))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            wanted = 0.02 / 4 if name.endswith(("out.weight", "down.weight")) else 0.02
+            assert parameter.std().item() == pytest.approx(wanted, rel=0.05), name
+
+
+def test_every_owner_of_parameters_can_fill_itself() -> None:
+    """What a deferred build needs: built without memory, filled piece by piece, equal to an ordinary build."""
+    torch.manual_seed(3)
+    ordinary = GPT(SMALL)
+    with torch.device("meta"):
+        deferred = GPT(SMALL)
+    assert not list(deferred.buffers())
+    deferred.to_empty(device="cpu")
+    torch.manual_seed(3)
+    for module in deferred.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            reset = module.reset_parameters
+            assert callable(reset)
+            reset()
+    torch.testing.assert_close(deferred.state_dict(), ordinary.state_dict(), rtol=0, atol=0)
+
+
+def test_blocks_are_repeated_modules_of_one_list() -> None:
+    model = GPT(SMALL)
+    assert isinstance(model.blocks, nn.ModuleList)
+    assert len({type(block) for block in model.blocks}) == 1
+
+
+def test_agrees_with_a_reference_in_plain_arithmetic() -> None:
+    """One block with one head, written out without SDPA, nn.RMSNorm or broadcasting over heads."""
+    torch.manual_seed(0)
+    config = GPTConfig(layers=1, dim=8, heads=1, seq_len=5, init_std=0.5)
+    model = GPT(config).double()
+    tokens = torch.randint(256, (5,))
+    block = model.blocks[0]
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x / (x.pow(2).mean(dim=-1, keepdim=True) + config.norm_eps).sqrt() * weight
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for position, row in enumerate(x):
+            pairs = torch.complex(row[:4], row[4:])
+            angles = position * 10_000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+            pairs = pairs * torch.polar(torch.ones_like(angles), angles)
+            rows.append(torch.cat((pairs.real, pairs.imag)))
+        return torch.stack(rows)
+
+    x = model.embedding.weight[tokens]
+    normed = norm(x, block.attention_norm.weight)
+    attention = block.attention
+    query, key = turned(normed @ attention.query.weight.T), turned(normed @ attention.key.weight.T)
+    scores = query @ key.T / 8**0.5
+    scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
+    x = x + scores.softmax(dim=-1) @ (normed @ attention.value.weight.T) @ attention.out.weight.T
+    normed = norm(x, block.feed_forward_norm.weight)
+    gate = normed @ block.feed_forward.gate.weight.T
+    up = normed @ block.feed_forward.up.weight.T
+    x = x + (gate * gate.sigmoid() * up) @ block.feed_forward.down.weight.T
+    wanted = norm(x, model.norm.weight) @ model.embedding.weight.T
+    torch.testing.assert_close(model(tokens[None])[0], wanted, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import sklearn.datasets  # noqa: F401 - its first import sets variables of the environment, which no test may
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, seed_everything
+from torch.optim import SGD
+
+from trainwright import Trainer, compose
+from trainwright.recipes.bundled_data import diabetes
+from trainwright.recipes.linear_regression import DiabetesData, LinearRegression
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class SamplesOfSteps(Callback):
+    """The samples that this rank reads in each step, as the inputs' first column."""
+
+    def __init__(self) -> None:
+        self.read: list[list[float]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.read.append([tuple(row) for row in batch[0].tolist()])
+
+
+def fit(strategy: str, micro_batch_size: int, steps: int) -> dict[str, Any]:
+    """Fit as the recipe's yaml says."""
+    config = compose(recipe="linear_regression")
+    seed_everything(0)
+    module = LinearRegression(optimizer=partial(SGD, lr=config.optimizer.lr, momentum=config.optimizer.momentum))
+    data, samples = DiabetesData(micro_batch_size), SamplesOfSteps()
+    trainer = Trainer(
+        strategy=strategy,
+        devices=dist.get_world_size(),
+        max_steps=steps,
+        global_batch_size=config.global_batch_size,
+        callbacks=[samples],
+        **QUIET,
+    )
+    trainer.fit(module, data)
+    return {
+        "first_step": samples.read[0],
+        "steps": trainer.global_step,
+        "test": {name: float(value) for name, value in trainer.test(module, data, verbose=False)[0].items()},
+    }
+
+
+def test_ten_workers_on_disjoint_tenths_reach_the_closed_form(ranks: Callable[..., list[Any]]) -> None:
+    results = ranks(fit, 10, "ddp", 45, 200)
+    tenths = [set(result["first_step"]) for result in results]
+    assert sorted(map(len, tenths)) == [44] * 8 + [45] * 2
+    assert len(set.union(*tenths)) == 442
+    for result in results:
+        assert result["steps"] == 200
+        assert result["test"]["distance_to_closed_form"] < 1e-4
+        assert result["test"]["test_mse"] == pytest.approx(best_mse(), rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_sharded_coefficients_are_read_too(ranks: Callable[..., list[Any]], strategy: str) -> None:
+    for result in ranks(fit, 2, strategy, 225, 200):
+        assert result["test"]["distance_to_closed_form"] < 1e-4
+
+
+def test_yaml_has_the_fastest_rate_and_momentum() -> None:
+    """Polyak's formula for the extreme eigenvalues of the curvature; the intercept's is 1."""
+    inputs, _ = diabetes()
+    eigenvalues = torch.linalg.eigvalsh(inputs.T @ inputs / len(inputs))
+    smallest, largest = math.sqrt(eigenvalues[0]), math.sqrt(eigenvalues[-1])
+    optimizer = compose(recipe="linear_regression").optimizer
+    assert optimizer.lr == pytest.approx(4 / (largest + smallest) ** 2, rel=1e-3)
+    assert optimizer.momentum == pytest.approx(((largest - smallest) / (largest + smallest)) ** 2, rel=1e-3)
+
+
+def test_closed_form_has_no_gradient_left() -> None:
+    inputs, targets = diabetes()
+    coefficients, intercept = DiabetesData().closed_form()
+    residuals = inputs @ coefficients + intercept - targets[:, 0]
+    assert (inputs.T @ residuals).abs().max() < 1e-9
+    assert abs(residuals.sum()) < 1e-9
+
+
+def test_without_a_closed_form_there_is_no_distance(capsys: pytest.CaptureFixture[str]) -> None:
+    data = DiabetesData(442)
+    data.setup("fit")
+    trainer = Trainer(devices=1, max_steps=2, **QUIET)
+    module = LinearRegression()
+    trainer.fit(module, data.train_dataloader())
+    assert module.distance_to_closed_form() is None
+    assert "closed-form" not in capsys.readouterr().out
+
+
+def best_mse() -> float:
+    inputs, targets = diabetes()
+    coefficients, intercept = DiabetesData().closed_form()
+    return float((inputs @ coefficients + intercept - targets[:, 0]).pow(2).mean())

@@ -1,0 +1,115 @@
+"""Blocks of a model: found, named, checkpointed, compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright.strategies.blocks import checkpoint_activations, compile_blocks, find_blocks, validate_checkpointing
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        self.calls += 1
+        return x + scale * self.mlp(x)
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return x.square().mean()
+
+
+class Unsplittable(nn.Module):
+    _no_split_modules = ("Block",)  # as a Hugging Face model names them
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = Block()
+        self.head = nn.Linear(4, 1)
+
+
+def test_children_of_a_list_are_blocks_and_nothing_within_them():
+    assert list(find_blocks(Model())) == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_equal_children_of_a_sequence_are_blocks():
+    stack = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.LayerNorm(4))
+    assert list(find_blocks(stack)) == ["0", "2"]
+
+
+def test_hugging_face_names_go_before_structure():
+    assert list(find_blocks(Unsplittable())) == ["only"]
+
+
+def test_one_of_a_kind_is_no_block():
+    assert find_blocks(nn.Sequential(nn.Linear(4, 4), nn.ReLU())) == {}
+    assert find_blocks(nn.ModuleList([nn.Linear(4, 4)])) == {}
+
+
+def test_a_star_stands_for_one_level():
+    assert list(find_blocks(Model(), ["layers.*"])) == ["layers.0", "layers.1", "layers.2"]
+    assert list(find_blocks(Model(), ["layers.1", "first"])) == ["first", "layers.1"]
+
+
+def test_an_unknown_name_is_refused_with_names_that_exist():
+    with pytest.raises(ValueError, match=r"No module is called 'blocks\.\*'.*It has: first, layers"):
+        find_blocks(Model(), ["blocks.*"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "patterns", "told"),
+    [
+        ("some", None, "allowed: 'none', 'full', 'selective'"),
+        ("selective", None, "name the modules"),
+        ("full", ["layers.*"], "with 'selective' only"),
+    ],
+)
+def test_contradictory_checkpointing_is_refused(mode, patterns, told):
+    assert told in validate_checkpointing(mode, patterns)[0]
+
+
+@pytest.mark.parametrize(("mode", "patterns"), [("full", None), ("selective", ["layers.0"])])
+def test_checkpointing_recomputes_and_changes_nothing(mode, patterns):
+    torch.manual_seed(0)
+    plain = Model()
+    checked = Model()
+    checked.load_state_dict(plain.state_dict())
+    checkpoint_activations(checked, mode, find_blocks(checked).values(), patterns)
+    x = torch.randn(5, 4)
+    plain(x).backward()
+    checked(x).backward()
+    for (name, want), (same_name, got) in zip(plain.named_parameters(), checked.named_parameters(), strict=True):
+        assert name == same_name
+        assert torch.equal(want.grad, got.grad)
+    recomputed = [layer.calls for layer in checked.layers]
+    assert recomputed == ([2, 2, 2] if mode == "full" else [2, 1, 1])
+    assert type(checked.layers[0]) is Block
+
+
+def test_full_checkpointing_needs_blocks():
+    with pytest.raises(ValueError, match=r"strategy\.blocks"):
+        checkpoint_activations(nn.Linear(2, 2), "full", [], None)
+
+
+def test_blocks_are_compiled_in_place():
+    model = Model()
+    names = [name for name, _ in model.named_parameters()]
+    compile_blocks(model, find_blocks(model).values(), {"backend": "eager"})
+    assert [layer._compiled_call_impl is not None for layer in model.layers] == [True] * 3
+    assert [name for name, _ in model.named_parameters()] == names
+    compile_blocks(untouched := Model(), find_blocks(untouched).values(), False)
+    assert untouched.layers[0]._compiled_call_impl is None

@@ -1,0 +1,284 @@
+"""Promises about the package as a whole: where code stands, who imports whom, and that what texts name exists."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDER_OF = PROJECT["tool"]["setuptools"]["package-dir"]
+
+# Folders that stand in the repository and are not installed.
+NOT_INSTALLED = {"tests", "benchmarks", "docs", "build"}
+# Package -> packages of this project that it may import; a sub-package belongs to its second name.
+ALLOWED = {
+    "strategies": {"strategies"},
+    "callbacks": {"callbacks"},
+    "trainer": {"trainer", "strategies", "callbacks", "conf"},
+    "face": {"face", "trainer", "strategies", "callbacks"},
+    "recipes": {"recipes", "face"},
+    "conf": {"conf"},
+}
+# Modules that the command line or a launching parent imports: torch takes 1.4 s, Lightning 3.9 s.
+LIGHT = {
+    "trainwright": {"torch", "lightning"},
+    "trainwright.strategies.registry": {"torch", "lightning"},
+    "trainwright.strategies.layout": {"torch", "lightning"},
+    "trainwright.trainer.batch": {"torch", "lightning"},
+    "trainwright.trainer.config": {"torch", "lightning"},
+    "trainwright.trainer.compose": {"torch", "lightning"},
+    "trainwright.trainer.cli": {"torch", "lightning"},
+}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its import name."""
+    found = {}
+    for package, folder in FOLDER_OF.items():
+        for file in sorted((ROOT / folder).glob("*.py")):
+            found[package if file.stem == "__init__" else f"{package}.{file.stem}"] = file
+    return found
+
+
+def layer_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in ALLOWED else "face"
+
+
+@cache
+def imports(module: str, at_load_only: bool = False) -> frozenset[str]:
+    """Modules of this project that ``module`` imports; ``at_load_only`` leaves out those inside functions."""
+    found: set[str] = set()
+    _Imports(found, at_load_only).visit(ast.parse(modules()[module].read_text()))
+    return frozenset(found)
+
+
+class _Imports(ast.NodeVisitor):
+    def __init__(self, found: set[str], at_load_only: bool) -> None:
+        self.found = found
+        self.at_load_only = at_load_only
+
+    def visit_If(self, node: ast.If) -> None:
+        if "TYPE_CHECKING" not in ast.unparse(node.test):
+            self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        if not self.at_load_only:
+            self.generic_visit(node)
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.found.update(alias.name for alias in node.names if alias.name.split(".")[0] == "trainwright")
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if node.level == 0 and node.module and node.module.split(".")[0] == "trainwright":
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            submodules = names & modules().keys()
+            self.found.update(submodules if len(submodules) == len(names) else submodules | {node.module})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders and arrows
+
+
+def test_every_folder_with_code_is_installed():
+    with_code = {
+        str(file.parent.relative_to(ROOT))
+        for file in ROOT.glob("*/**/*.py")
+        if file.relative_to(ROOT).parts[0] not in NOT_INSTALLED and not file.relative_to(ROOT).parts[0].startswith(".")
+    }
+    assert with_code == set(FOLDER_OF.values())
+
+
+def test_packages_and_folders_agree():
+    assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == sorted(FOLDER_OF)
+    for package, folder in FOLDER_OF.items():
+        assert package.removeprefix("trainwright").replace(".", "/").strip("/") in ("", folder)
+        assert (ROOT / folder / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_imports_go_one_way(module):
+    wrong = {name for name in imports(module) if layer_of(name) not in ALLOWED[layer_of(module)]}
+    assert not wrong, f"{module} may import {sorted(ALLOWED[layer_of(module)])}, but imports {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("module", sorted(m for m in modules() if layer_of(m) == "recipes"))
+def test_recipes_use_the_face_alone(module):
+    wrong = {name for name in imports(module) if layer_of(name) == "face" and name != "trainwright"}
+    assert not wrong, f"{module} must import what it uses from `trainwright`, not from {sorted(wrong)}"
+
+
+def test_no_import_circles():
+    done: set[str] = set()
+
+    def walk(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, "circle: " + " -> ".join([*path[path.index(module) :], module])
+        if module in done or module not in modules():
+            return
+        for name in imports(module, at_load_only=True):
+            walk(name, (*path, module))
+        done.add(module)
+
+    for module in modules():
+        walk(module, ())
+
+
+def test_arrows_are_seen(tmp_path):
+    """The checks above must see each form of import."""
+    found: set[str] = set()
+    source = (
+        "import trainwright.trainer.batch\nfrom trainwright.strategies import layout\ndef f():\n    import trainwright"
+    )
+    _Imports(found, at_load_only=False).visit(ast.parse(source))
+    assert found == {"trainwright.trainer.batch", "trainwright.strategies.layout", "trainwright"}
+
+
+@pytest.mark.parametrize("module", sorted(LIGHT))
+def test_light_modules_stay_light(module):
+    command = f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    loaded = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout.split()
+    assert not LIGHT[module] & set(loaded)
+
+
+def test_the_face_gives_what_it_promises():
+    import trainwright
+
+    assert {name for name in trainwright.__all__ if not hasattr(trainwright, name)} == set()
+    assert set(trainwright.__all__) <= set(dir(trainwright))
+    with pytest.raises(AttributeError, match="no attribute 'Trainor'.*Trainer"):
+        trainwright.Trainor  # noqa: B018
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration and texts
+
+
+def targets(node: object) -> set[str]:
+    """Every ``_target_`` below ``node`` that is a literal."""
+    if isinstance(node, dict):
+        own = {node["_target_"]} if isinstance(node.get("_target_"), str) and "$" not in node["_target_"] else set()
+        return own.union(*(targets(value) for value in node.values()))
+    return set().union(*(targets(value) for value in node)) if isinstance(node, list) else set()
+
+
+@pytest.mark.parametrize("file", [str(f.relative_to(ROOT)) for f in sorted((ROOT / "conf").glob("**/*.yaml"))])
+def test_every_target_of_a_yaml_exists(file):
+    for target in targets(yaml.safe_load((ROOT / file).read_text())):
+        assert resolve(target) is not None
+
+
+def resolve(target: str) -> object:
+    parts = target.split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:split]))
+        except ModuleNotFoundError as missing:
+            if missing.name is None or not target.startswith(missing.name):
+                raise
+            continue
+        for name in parts[split:]:
+            found = getattr(found, name)
+        return found
+    raise AssertionError(f"{target} cannot be imported")
+
+
+def pinned() -> dict[str, Version]:
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    return {canonical(name): Version(version) for name, _, version in (line.partition("==") for line in lines if line)}
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_constraints_are_exact_and_allowed():
+    project = PROJECT["project"]
+    extras = [text for group in project["optional-dependencies"].values() for text in group]
+    requirements = [
+        Requirement(text) for text in [*project["dependencies"], *extras, *PROJECT["build-system"]["requires"]]
+    ]
+    pins = pinned()
+    assert not [str(r) for r in requirements if canonical(r.name) not in pins]
+    assert not [str(r) for r in requirements if pins[canonical(r.name)] not in r.specifier]
+
+
+def test_constraints_hold_everything_that_is_installed():
+    from importlib.metadata import distributions
+
+    installed = {canonical(d.metadata["Name"]): Version(d.version) for d in distributions()}
+    seen = {"trainwright"}
+    queue = ["trainwright"]
+    while queue:
+        for requirement in dependencies_of(queue.pop()):
+            if requirement not in seen and requirement in installed:
+                seen.add(requirement)
+                queue.append(requirement)
+    pins = pinned()
+    assert not sorted(name for name in seen - {"trainwright"} if name not in pins)
+
+
+def dependencies_of(name: str) -> set[str]:
+    from importlib.metadata import requires
+
+    extras = ("dev", "recipes") if name == "trainwright" else ("",)
+    requirements = [Requirement(text) for text in requires(name) or ()]
+    return {
+        canonical(r.name) for r in requirements for e in extras if r.marker is None or r.marker.evaluate({"extra": e})
+    }
+
+
+def texts() -> list[Path]:
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
+
+
+@pytest.mark.parametrize("file", [str(f.relative_to(ROOT)) for f in texts()])
+def test_links_of_a_text_lead_somewhere(file):
+    for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", (ROOT / file).read_text()):
+        assert ((ROOT / file).parent / link).exists(), f"{file} links to {link}, which is not there"
+
+
+@pytest.mark.parametrize("file", [str(f.relative_to(ROOT)) for f in texts()])
+def test_modules_a_text_runs_exist(file):
+    text = (ROOT / file).read_text()
+    for module in re.findall(r"python3? -m ((?:benchmarks|tests|trainwright)[\w.|]*)", text):
+        head, _, last = module.rpartition(".")
+        for name in (f"{head}.{choice}" for choice in last.split("|")) if head else [module]:
+            assert importlib.util.find_spec(name) is not None, f"{file} runs {name}, which is not there"
+
+
+@pytest.mark.parametrize("file", [str(f.relative_to(ROOT)) for f in texts()])
+def test_names_a_text_imports_exist(file):
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(), flags=re.DOTALL):
+        for module, names in re.findall(r"^from (trainwright[\w.]*) import ([\w, ]+)$", code, flags=re.MULTILINE):
+            found = importlib.import_module(module)
+            assert all(hasattr(found, name.strip()) for name in names.split(",")), (
+                f"{file}: from {module} import {names}"
+            )
+
+
+def test_the_readme_begins_with_both_commands():
+    first_code = re.search(r"```(?:bash|sh|console)\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert first_code is not None
+    assert "make train" in first_code[1]
+    assert "make test" in first_code[1]
+
+
+def test_continuous_integration_runs_the_test_command():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert script.read_text().rstrip().endswith("make test")

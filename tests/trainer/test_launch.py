@@ -1,0 +1,340 @@
+"""Starting ranks, and every way in which they can end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.trainer.project import command, environment, run_command, write_project
+from trainwright.trainer.launch import external
+from trainwright.trainer.launch.failure import FailureRecorder, first_failure
+from trainwright.trainer.launch.launcher import Launcher, detect_launcher
+from trainwright.trainer.launch.scratch import remove_abandoned
+from trainwright.trainer.problems import ConfigError
+
+WORDS = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv")
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> Path:
+    return write_project(tmp_path)
+
+
+# ---- which rank is to blame ------------------------------------------------------------------------------------------
+
+
+def _fail(folder: Path, rank: int, error: Exception) -> None:
+    try:
+        raise error
+    except Exception as raised:
+        FailureRecorder(folder, rank).record(raised)
+
+
+def test_the_earliest_failure_is_the_cause(tmp_path: Path) -> None:
+    _fail(tmp_path, 1, ValueError("boom"))
+    _fail(tmp_path, 0, RuntimeError("Connection closed by peer"))
+    error = first_failure(tmp_path, {0: 1, 1: 1}, tmp_path)
+    assert error.rank == 1
+    assert str(error).startswith("rank 1 of 2 failed with ValueError: boom; the others were ended")
+    assert "Traceback (most recent call last)" in str(error)
+
+
+def test_a_killed_rank_is_the_cause_of_lost_connections(tmp_path: Path) -> None:
+    _fail(tmp_path, 0, RuntimeError("[gloo] Connection closed by peer"))
+    error = first_failure(tmp_path, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGTERM}, tmp_path)
+    assert "rank 1 of 3 was ended by SIGKILL" in str(error)
+    assert "memory" in str(error)
+
+
+def test_a_crash_that_follows_from_an_error_is_not_the_cause(tmp_path: Path) -> None:
+    _fail(tmp_path, 0, ValueError("boom"))
+    assert first_failure(tmp_path, {0: 1, 1: -signal.SIGABRT}, tmp_path).rank == 0
+
+
+def test_the_log_of_the_failing_rank_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank_1.log").write_text("".join(f"line {number}\n" for number in range(100)))
+    _fail(tmp_path, 1, ValueError("boom"))
+    text = str(first_failure(tmp_path, {0: -15, 1: 1}, tmp_path))
+    assert "line 99" in text
+    assert "line 79" not in text
+
+
+def test_only_the_first_error_of_a_rank_is_kept_and_no_interruption(tmp_path: Path) -> None:
+    recorder = FailureRecorder(tmp_path, 0)
+    recorder.record(KeyboardInterrupt())
+    recorder.record(SystemExit(1))
+    assert list(tmp_path.iterdir()) == []
+    recorder.record(ValueError("first"))
+    recorder.record(ValueError("second"))
+    assert json.loads((tmp_path / "0.json").read_text())["message"] == "first"
+
+
+# ---- what is left behind ---------------------------------------------------------------------------------------------
+
+
+def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
+        "from trainwright.trainer.launch.scratch import scratch\n"
+        "print(scratch(), flush=True); os.kill(os.getpid(), 9) if sys.argv[2] == 'kill' else input()\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, tmp_path, "kill"], stdout=subprocess.PIPE, text=True)
+    folder = Path(killed.stdout.strip())
+    assert folder.is_dir()
+    alive = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path, "wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert alive.stdout is not None
+    other = Path(alive.stdout.readline().strip())
+    assert not folder.exists()  # the start of the second has removed what the first left
+    remove_abandoned(tmp_path)
+    assert other.is_dir()
+    alive.communicate("\n", timeout=10)
+    assert not other.exists()
+
+
+# ---- a rank that does not listen -------------------------------------------------------------------------------------
+
+STUBBORN = """
+import os, signal, sys, threading, time
+from trainwright.trainer.launch.watch import ShutdownWatch
+read, write = os.pipe()
+signal.signal(signal.SIGTERM, lambda *_: None)
+ShutdownWatch(0.3, read).start()
+print("ready", flush=True)
+if sys.argv[1] == "launcher":
+    os.close(write)
+while True:
+    time.sleep(10)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("signal", 128 + signal.SIGTERM), ("launcher", 128 + signal.SIGKILL)])
+def test_a_process_that_does_not_listen_is_ended(how: str, code: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", STUBBORN, how], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    if how == "signal":
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=5) == code
+
+
+# ---- rendezvous and launchers ----------------------------------------------------------------------------------------
+
+
+def test_the_store_listens_on_the_loopback_interface_alone() -> None:
+    from trainwright.trainer.launch.rendezvous import LoopbackRendezvous
+
+    rendezvous = LoopbackRendezvous("test")
+    info = rendezvous.next_rendezvous().bootstrap_store_info
+    assert info is not None
+    port = f"{info.master_port:04X}"
+    listening = [
+        line.split()[1]
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(table).read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and line.split()[1].endswith(f":{port}")
+    ]
+    assert listening == [f"0100007F:{port}"]
+    again = rendezvous.next_rendezvous().bootstrap_store_info
+    assert again is not None
+    assert rendezvous.shutdown()
+
+
+def test_launchers_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(environment().keys() ^ os.environ.keys()):
+        monkeypatch.delenv(name, raising=False)
+    assert detect_launcher() is None
+    with monkeypatch.context() as torchrun:
+        for name, value in {"RANK": 3, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
+            torchrun.setenv(name, str(value))
+        torchrun.setenv("MASTER_ADDR", "here")
+        torchrun.setenv("MASTER_PORT", "1")
+        assert detect_launcher() == Launcher("torchrun", 3, 4, 2)
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    assert detect_launcher() == Launcher("SLURM", 5, 8, 4)
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    assert detect_launcher() is None
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_rank_0_decides_for_all(refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    monkeypatch.setattr(external, "_connect", lambda launcher: store)
+
+    def decide() -> Any:
+        if refused:
+            raise ConfigError(["no"])
+        return OmegaConf.create({"run_dir": "runs/a b", "max_steps": 3})
+
+    answers: list[Any] = []
+    other = threading.Thread(target=lambda: answers.append(external.agree(Launcher("torchrun", 1, 2, 2), decide)))
+    other.start()
+    if refused:
+        with pytest.raises(ConfigError):
+            external.agree(Launcher("torchrun", 0, 2, 2), decide)
+    else:
+        assert external.agree(Launcher("torchrun", 0, 2, 2), decide) == {"run_dir": "runs/a b", "max_steps": 3}
+    other.join(10)
+    assert answers == ([None] if refused else [{"run_dir": "runs/a b", "max_steps": 3}])
+
+
+# ---- real ranks ------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_and_the_ways_they_fail(conf: Path) -> None:
+    # One launching process and one fork server for all of them; the script has no `if __name__ == "__main__"`.
+    script = Path("runs.py")
+    script.write_text(
+        "import trainwright, threading\n"
+        "def go(name, *more, verb='fit'):\n"
+        f"    cfg = trainwright.compose('mine', [*{WORDS[1:]!r}, 'run_dir=' + name, *more], config_dir={str(conf)!r})\n"
+        "    try:\n"
+        "        print('END', name, trainwright.run(cfg, verb).metrics, flush=True)\n"
+        "    except RuntimeError as error:\n"
+        "        print('END', name, type(error).__name__, error, flush=True)\n"
+        "go('good')\n"
+        "go('raise', 'module.fail_rank=1')\n"
+        "go('kill', 'module.fail_rank=1', 'module.how=kill')\n"
+        "go('exit', 'module.fail_rank=0', 'module.how=exit')\n"
+        "go('predict', 'ckpt_path=good/checkpoints/last.ckpt', verb='predict')\n"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment(), timeout=150)
+    assert done.returncode == 0, done.stderr
+    ends = {part.split()[0]: part for part in done.stdout.split("END ")[1:]}
+    assert ends["good"].startswith("good {'loss': ")
+    assert "RankError rank 1 of 2 failed with ValueError: boom in rank 1; the others were ended" in ends["raise"]
+    assert 'raise ValueError(f"boom in rank {self.global_rank}")' in ends["raise"]
+    assert "rank 1 is about to fail" in ends["raise"]  # from its log
+    assert "RankError rank 1 of 2 was ended by SIGKILL" in ends["kill"]
+    assert "RankError rank 0 of 2 ended with exit code 7" in ends["exit"]
+    assert "predict {}" in ends["predict"]
+    before_the_first_failure = done.stdout.split("END raise")[0]
+    assert "first step of rank 0" in before_the_first_failure
+    assert "first step of rank 1" not in before_the_first_failure
+    assert "first step of rank 1" in Path("good/logs/rank_1.log").read_text()
+    assert OmegaConf.load("good/config.yaml").devices == 2  # type: ignore[union-attr]
+    assert time.monotonic() - started < 100
+    assert "resource_tracker" not in done.stderr
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files, with a path as short as that of an ordinary one."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def _start(conf: Path) -> subprocess.Popen[str]:
+    """Two ranks in the middle of training, in a process group of their own."""
+    words = ("fit", "--config-dir", str(conf), *WORDS, "module.sleep=0.1", "max_steps=100000", "max_epochs=100000")
+    process = subprocess.Popen(
+        command(*words),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "first step of rank 0" in line:
+            return process
+    raise AssertionError(f"ended with {process.wait()}")
+
+
+def _session(process: subprocess.Popen[str]) -> list[str]:
+    """Command lines of the living processes of its session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == process.pid and fields[0] != "Z":
+                found.append((stat.parent / "cmdline").read_text().replace("\0", " "))
+        except (OSError, IndexError):
+            continue  # it has just ended
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "to_group", "exit_code"),
+    [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9)],
+    ids=["ctrl-c", "sigterm", "sigkill"],
+)
+def test_everything_ends_with_the_launching_process(
+    conf: Path, temporary: Path, number: signal.Signals, to_group: bool, exit_code: int
+) -> None:
+    process = _start(conf)
+    assert len(_session(process)) >= 4  # the launching process, the fork server, two ranks
+    started = time.monotonic()
+    (os.killpg if to_group else os.kill)(process.pid, number)
+    assert process.wait(timeout=20) == exit_code
+    while _session(process) and time.monotonic() - started < 20:
+        time.sleep(0.05)
+    assert _session(process) == []
+    assert time.monotonic() - started < 15
+    assert process.stdout is not None
+    output = process.stdout.read()
+    process.stdout.close()
+    assert "Traceback" not in output
+    if number != signal.SIGKILL:
+        assert f"ended by {number.name}" in output
+        # torch keeps a cache of its own there.
+        assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")] == []
+
+
+def test_torchrun_starts_the_ranks_and_rank_0_decides(conf: Path, tmp_path: Path) -> None:
+    words = ("fit", "--config-dir", str(conf), *WORDS)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *command(*words)[1:]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # torchrun leaves a folder for logs in the temporary folder.
+        env=environment() | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout
+    [run_dir] = Path("runs/mine").iterdir()
+    assert {path.name for path in (run_dir / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
+    assert (run_dir / "checkpoints/last.ckpt").exists()
+
+
+def test_the_fork_server_has_one_thread_when_it_forks() -> None:
+    code = "import trainwright.trainer.worker, os; print(len(os.listdir('/proc/self/task')))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**environment(), "OPENBLAS_NUM_THREADS": "1"}
+    )
+    assert done.stdout.strip() == "1", done.stderr
+
+
+def test_the_launching_process_imports_no_lightning(conf: Path) -> None:
+    done = run_command("fit", "--config-dir", str(conf), *WORDS, "--print-config", cwd=conf.parent)
+    assert done.returncode == 0
+    code = (
+        "import sys\n"
+        "import trainwright.trainer.command, trainwright.trainer.launch.local, trainwright.trainer.sweep\n"
+        "assert not {name for name in sys.modules if re.match('lightning|torchmetrics', name)}\n"
+    )
+    subprocess.run([sys.executable, "-c", "import re\n" + code], check=True)
+    light = "import sys, trainwright.trainer.cli; assert not {'torch', 'hydra', 'numpy'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", light], check=True)

@@ -1,0 +1,131 @@
+"""Arithmetic of the global batch: accumulation, and which rank reads which samples. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """What makes up one optimizer step.
+
+    Args:
+        micro_batch_size: samples that one data rank reads at a time.
+        accumulation: micro-batches that one data rank accumulates.
+        data_ranks: ranks that read different samples.
+    """
+
+    micro_batch_size: int
+    accumulation: int
+    data_ranks: int
+
+    @property
+    def size(self) -> int:
+        """Samples per optimizer step."""
+        return self.micro_batch_size * self.accumulation * self.data_ranks
+
+    def __str__(self) -> str:
+        return (
+            f"{self.micro_batch_size} samples x {self.accumulation} accumulated x {self.data_ranks} data rank(s) "
+            f"= {self.size} samples a step"
+        )
+
+
+def solve_accumulation(global_batch_size: int, micro_batch_size: int, data_ranks: int) -> int:
+    """Micro-batches that each data rank accumulates for one optimizer step.
+
+    Args:
+        global_batch_size: samples per optimizer step.
+        micro_batch_size: samples that one data rank reads at a time.
+        data_ranks: ranks that read different samples.
+
+    Raises:
+        ValueError: if there is no whole number of them; the message names the nearest possible sizes.
+    """
+    wave = micro_batch_size * data_ranks
+    accumulation, rest = divmod(global_batch_size, wave)
+    if accumulation >= 1 and rest == 0:
+        return accumulation
+    nearest = [str(n * wave) for n in (accumulation, accumulation + 1) if n >= 1]
+    message = (
+        f"global_batch_size={global_batch_size} cannot be made of micro-batches of {micro_batch_size} samples on "
+        f"{data_ranks} data rank(s), which read {wave} samples at a time. "
+        f"Nearest possible: global_batch_size={' or '.join(nearest)}."
+    )
+    per_rank, uneven = divmod(global_batch_size, data_ranks)
+    if not uneven and per_rank:
+        fitting = [m for m in range(1, per_rank + 1) if per_rank % m == 0]
+        near = sorted(sorted(fitting, key=lambda m: abs(m - micro_batch_size))[:4])
+        message += f" Or keep it and set micro_batch_size={' or '.join(map(str, near))}."
+    raise ValueError(message)
+
+
+@dataclass(frozen=True)
+class Waves:
+    """How the samples of an epoch are dealt to data ranks.
+
+    A *wave* is what all data ranks read at the same time: ``micro_batch_size x data_ranks`` samples that follow each
+    other in the order of the epoch, of which rank r reads the r-th part. So the samples of a global batch do not
+    depend on the layout. Samples that do not fill the last wave are dealt evenly; a rank may get none of them.
+
+    Args:
+        samples: samples of the epoch.
+        micro_batch_size: samples per rank and wave.
+        data_ranks: number of ranks.
+        group: waves of one optimizer step; 0 outside of training.
+    """
+
+    samples: int
+    micro_batch_size: int
+    data_ranks: int
+    group: int = 0
+
+    @property
+    def wave_size(self) -> int:
+        """Samples of a full wave."""
+        return self.micro_batch_size * self.data_ranks
+
+    def __len__(self) -> int:
+        return math.ceil(self.samples / self.wave_size)
+
+    @cached_property
+    def regular(self) -> int:
+        """Number of waves, from the first on, that are full and lie where their index says."""
+        return max(len(self) - 2, 0) if self._evens_out else self.samples // self.wave_size
+
+    def bounds(self, wave: int) -> tuple[int, int]:
+        """Samples ``[first, last)`` of the epoch's order that make up ``wave``."""
+        return self._cut(wave), self._cut(wave + 1)
+
+    def share(self, wave: int, rank: int) -> tuple[int, int]:
+        """Samples ``[first, last)`` of the epoch's order that ``rank`` reads in ``wave``; may be empty."""
+        if wave < self.regular:
+            start = wave * self.wave_size + rank * self.micro_batch_size
+            return start, start + self.micro_batch_size
+        first, last = self.bounds(wave)
+        each, extra = divmod(last - first, self.data_ranks)
+        start = first + rank * each + min(rank, extra)
+        return start, start + each + (rank < extra)
+
+    def group_size(self, wave: int) -> int:
+        """Samples of the optimizer step to which ``wave`` belongs."""
+        per_group = self.group * self.wave_size
+        first = wave // self.group * per_group
+        return min(first + per_group, self.samples) - first
+
+    def _cut(self, wave: int) -> int:
+        """Where ``wave`` begins."""
+        if wave == len(self) - 1 and self._evens_out:
+            before = self.wave_size * (wave - 1)
+            return before + (self.samples - before + 1) // 2
+        return min(wave * self.wave_size, self.samples)
+
+    @property
+    def _evens_out(self) -> bool:
+        """Whether the last two waves share their samples, so that no rank goes without one."""
+        last = len(self) - 1
+        too_few = 0 < self.samples - last * self.wave_size < self.data_ranks
+        same_step = self.group == 0 or (last - 1) // self.group == last // self.group
+        return too_few and last >= 1 and self.micro_batch_size > 1 and same_step

@@ -1,0 +1,68 @@
+"""The command `trainwright`: what happens before anything is imported.
+
+    trainwright <verb> [Hydra overrides] [options]
+
+Importing is most of what starting costs, so this module imports next to nothing: it installs the signal handlers,
+starts the fork server, which imports torch and Lightning on another core, and only then imports the rest of the
+command (`trainwright.trainer.command`).
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+from trainwright.trainer.launch.forkserver import start_forkserver, stop_forkserver
+from trainwright.trainer.launch.interrupt import Interrupted
+from trainwright.trainer.launch.launcher import detect_launcher
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: the words after `trainwright`; None = those of this process.
+
+    Returns:
+        The exit code: 0 all went well, 1 a rank or job failed, 2 the command or configuration was refused and nothing
+        was started, 130 and 143 ended by Ctrl-C and SIGTERM.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        _make_cwd_importable()
+        if _wants_several_processes(words) and detect_launcher() is None:
+            start_forkserver()
+        from trainwright.trainer.command import run_command
+
+        return run_command(words)
+    except Interrupted as interrupted:
+        print(f"trainwright: ended by {interrupted.number.name}", file=sys.stderr)
+        return interrupted.exit_code
+    except KeyboardInterrupt:
+        print("trainwright: ended by SIGINT", file=sys.stderr)
+        return Interrupted(signal.SIGINT).exit_code
+    finally:
+        stop_forkserver()
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _wants_several_processes(words: Sequence[str]) -> bool:
+    """A guess from the words alone: the fork server can start before anything is composed. A wrong one costs time."""
+    if any(word in words for word in ("-h", "--help", "--version", "--print-config", "--cfg")):
+        return False
+    several = any(word.startswith("devices=") and word != "devices=1" for word in words)
+    return several or "-m" in words or "--multirun" in words
+
+
+def _make_cwd_importable() -> None:
+    """`_target_: my_model.MyModule` finds my_model.py beside the user, as `python my_script.py` would."""
+    cwd = os.getcwd()
+    if cwd not in sys.path:
+        sys.path.insert(0, cwd)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise Interrupted(number)

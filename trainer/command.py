@@ -1,0 +1,179 @@
+"""What the command `trainwright` does, once its parts are imported."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.trainer.compose import compose_checked
+from trainwright.trainer.launch.external import agree
+from trainwright.trainer.launch.failure import RankError
+from trainwright.trainer.launch.launcher import Launcher, detect_launcher
+from trainwright.trainer.problems import ConfigError, did_you_mean
+from trainwright.trainer.run import RunResult, launch, plan, prepare
+from trainwright.trainer.validate import VERBS
+
+OK, FAILED, REFUSED = 0, 1, 2
+
+
+def run_command(words: Sequence[str]) -> int:
+    """Run the command and report its errors.
+
+    Args:
+        words: what was typed after `trainwright`.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        Interrupted: if this process was told to end.
+    """
+    try:
+        return _run(_parse(words))
+    except ConfigError as error:
+        print(f"trainwright: {error}", file=sys.stderr)
+        return REFUSED
+    except RankError as error:
+        print(f"trainwright: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.version:
+        print(version("trainwright"))
+        return OK
+    if arguments.help or arguments.verb is None:
+        return _show_help(arguments)
+    if arguments.print_config:
+        return _print_config(arguments)
+    launcher = detect_launcher()
+    if arguments.multirun:
+        return _sweep(arguments, launcher)
+    return _run_once(arguments, launcher)
+
+
+def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
+    verb, overrides, config_dir = arguments.verb, arguments.overrides, arguments.config_dir
+    if launcher is None:
+        cfg = _composed(verb, overrides, config_dir, None)
+    else:
+        agreed = agree(launcher, lambda: _composed(verb, overrides, config_dir, launcher))
+        if agreed is None:
+            return REFUSED  # rank 0 says why
+        cfg = agreed
+    if cfg.ckpt_path is not None and _speaks(launcher):
+        print(f"going on from {_relative(cfg.ckpt_path)}", flush=True)
+    try:
+        result = launch(cfg, verb, launcher)
+    except (RankError, ConfigError, SystemExit):
+        raise
+    except Exception:
+        # The run was in this process: its traceback is the message.
+        traceback.print_exc()
+        return FAILED
+    if _speaks(launcher) and verb != "fit":  # after fit, the callbacks of the group monitor say it
+        _say_where(result, verb)
+    return OK
+
+
+def _composed(verb: str, overrides: Sequence[str], config_dir: str | None, launcher: Launcher | None) -> DictConfig:
+    """Compose, check everything, make the run directory; all problems are raised together."""
+    composition = compose_checked(overrides, config_dir)
+    problems = list(composition.problems)
+    if composition.cfg is not None and composition.problems and composition.guessed:
+        problems += plan(composition.cfg, verb, launcher)[1]
+    if problems or composition.cfg is None:
+        raise ConfigError(problems)
+    return prepare(composition.cfg, verb, launcher)
+
+
+def _sweep(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
+    if launcher is not None:
+        raise ConfigError(
+            [
+                f"--multirun under {launcher.name}: each job needs its own ranks; type trainwright {arguments.verb} -m "
+                f"without {launcher.name}, or start one job after the other with it"
+            ]
+        )
+    from trainwright.trainer.sweep import run_sweep
+
+    return run_sweep(arguments.verb, arguments.overrides, arguments.config_dir)
+
+
+def _print_config(arguments: argparse.Namespace) -> int:
+    composition = compose_checked(arguments.overrides, arguments.config_dir)
+    if composition.problems or composition.cfg is None:
+        raise ConfigError(composition.problems)
+    cfg, problems = plan(composition.cfg, arguments.verb)
+    if problems:
+        raise ConfigError(problems)
+    print(OmegaConf.to_yaml(cfg, resolve=True), end="")
+    return OK
+
+
+def _show_help(arguments: argparse.Namespace) -> int:
+    from trainwright.trainer.help import help_of_verb, overview
+
+    asked = arguments.help
+    print(overview() if arguments.verb is None else help_of_verb(arguments.verb, arguments.config_dir), end="")
+    return OK if asked else REFUSED
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors in the form of all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([f"{message}; `trainwright --help` shows how the command is typed"])
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog="trainwright", add_help=False, allow_abbrev=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("--print-config", "--cfg", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    arguments, rest = parser.parse_known_intermixed_args(list(words))
+    plain = [*arguments.words, *(word for word in rest if not word.startswith("-"))]
+    problems = [
+        f"{word}: there is no such option; "
+        + did_you_mean(word, ["--help", "--version", "--multirun", "--print-config", "--config-dir"], "options")
+        for word in rest
+        if word.startswith("-")
+    ]
+    arguments.verb = plain.pop(0) if plain and "=" not in plain[0] else None
+    arguments.overrides = plain
+    if arguments.verb is not None and arguments.verb not in VERBS:
+        problems.append(f"{arguments.verb}: there is no such verb; {did_you_mean(arguments.verb, VERBS, 'verbs')}")
+    elif arguments.verb is None and plain:
+        problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")
+    if problems:
+        raise ConfigError(problems)
+    return arguments
+
+
+def _speaks(launcher: Launcher | None) -> bool:
+    return launcher is None or launcher.rank == 0
+
+
+def _say_where(result: RunResult, verb: str) -> None:
+    run_dir = _relative(result.run_dir)
+    lines = [f"run directory: {run_dir}"]
+    if verb == "predict":
+        lines.append(f"predictions:   torch.load('{run_dir}/predictions.pt')")
+    elif any(result.run_dir.glob("events.out.tfevents.*")):
+        lines.append(f"look at it:    tensorboard --logdir {run_dir}")
+    print("\n".join(lines), flush=True)
+
+
+def _relative(path: Path | str) -> str:
+    """As a person would type it from here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

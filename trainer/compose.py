@@ -1,0 +1,447 @@
+"""From a recipe and overrides to one typed configuration.
+
+Hydra composes; this module asks it in one way only (`compose`), turns its errors into sentences that say what was
+given, what is allowed and what to type, and refuses what Hydra would let through: keys added with `+` to a typed part,
+typed keys deleted with `~`, and a user's file that would be shadowed by one of ours.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from trainwright.trainer.config import RunConfig, register_schema
+from trainwright.trainer.problems import ConfigError, did_you_mean, nearest
+
+_CONF = "pkg://trainwright.conf"
+_PLAIN_KEYS = tuple(item.name for item in fields(RunConfig))
+# Groups whose choice is only used where a recipe refers to it.
+_REFERRED = {
+    "optimizer": "`optimizer: ${optimizer}` under module",
+    "micro_batch_size": "`batch_size: ${micro_batch_size}` under data",
+}
+# What the checks of a whole configuration hang on; without knowing what was meant, they would report nonsense.
+_DECISIVE = frozenset(
+    (
+        "recipe",
+        "strategy",
+        "devices",
+        "nodes",
+        "global_batch_size",
+        "micro_batch_size",
+        "accumulation",
+        "module",
+        "data",
+    )
+)
+
+
+@dataclass
+class Composition:
+    """What came of composing.
+
+    Attributes:
+        cfg: the configuration; None when it could not be composed at all.
+        problems: what is wrong, one text each; empty when all is well.
+        guessed: whether `cfg` holds what was probably meant in place of what was typed, so that further checks of
+            `cfg` still make sense.
+    """
+
+    cfg: DictConfig | None = None
+    problems: list[str] = field(default_factory=list)
+    guessed: bool = True
+
+
+def compose(
+    recipe: str | None = None, overrides: Sequence[str] = (), config_dir: str | Path | None = None
+) -> DictConfig:
+    """Compose the configuration of one run.
+
+    Args:
+        recipe: name of the recipe; None when `overrides` has `recipe=...`.
+        overrides: Hydra overrides, as on the command line: `["strategy=ddp", "devices=2"]`.
+        config_dir: folder with your own groups and recipes; None = only those of the package.
+
+    Returns:
+        A DictConfig typed by `trainwright.trainer.config.RunConfig`, interpolations not yet resolved.
+
+    Raises:
+        ConfigError: naming every unknown group, choice and key and every value of the wrong type.
+    """
+    given = [*([f"recipe={recipe}"] if recipe is not None else []), *overrides]
+    result = compose_checked(given, config_dir)
+    if result.problems or result.cfg is None:
+        raise ConfigError(result.problems)
+    return result.cfg
+
+
+def compose_checked(overrides: Sequence[str], config_dir: str | Path | None = None) -> Composition:
+    """Compose as `compose` does, but hand back the problems instead of raising them."""
+    problems = _problems_of_config_dir(config_dir)
+    if problems:
+        return Composition(problems=problems)
+    return _Composer(config_loader(config_dir)).compose(overrides)
+
+
+def config_loader(config_dir: str | Path | None = None) -> ConfigLoaderImpl:
+    """A Hydra loader that searches the package, then `config_dir`.
+
+    The loader is built directly: Hydra's own entry points keep one global instance, which a program that uses Hydra
+    itself would have to share with us.
+    """
+    register_schema()
+    Plugins.instance()  # registers the kinds of places that configurations are read from
+    path = ConfigSearchPathImpl()
+    path.append("hydra", "pkg://hydra.conf")
+    path.append("trainwright", _CONF)
+    if config_dir is not None:
+        path.append("--config-dir", f"file://{Path(config_dir).expanduser().resolve()}")
+    path.append("schema", "structured://")
+    return ConfigLoaderImpl(path)
+
+
+def group_names(loader: ConfigLoaderImpl) -> list[str]:
+    """All groups, nested ones as `group/subgroup`."""
+    found: list[str] = []
+
+    def walk(parent: str) -> None:
+        for name in loader.list_groups(parent):
+            group = f"{parent}/{name}" if parent else name
+            if group != "hydra":
+                found.append(group)
+                walk(group)
+
+    walk("")
+    return sorted(set(found))
+
+
+def choices_of(loader: ConfigLoaderImpl, group: str) -> list[str]:
+    """The choices of a group; names with a leading underscore are types to build on, not choices."""
+    return [name for name in loader.get_group_options(group) if not name.startswith("_")]
+
+
+@dataclass
+class _Fault:
+    """An override that did not fit, rendered once the rest is composed and the valid names are known."""
+
+    text: str
+    key: str
+    kind: str
+    detail: str = ""
+
+
+class _Composer:
+    """Composes, and learns what is wrong by leaving out one faulty override after the other."""
+
+    def __init__(self, loader: ConfigLoaderImpl) -> None:
+        self.loader = loader
+        self.groups = group_names(loader)
+        self.parser = OverridesParser.create(config_loader=loader)
+        self.result = Composition()
+
+    def compose(self, overrides: Sequence[str]) -> Composition:
+        good = self._examine(overrides)
+        if not self._has_recipe(overrides):
+            recipes = ", ".join(choices_of(self.loader, "recipe"))
+            self._add(f"no recipe was given; type recipe=<name>, recipes: {recipes}")
+            self.result.guessed = False
+            return self.result
+        self._load_without_faults(good)
+        if self.result.cfg is not None:
+            self.result.problems += list(_extra_keys(self.result.cfg))
+            self.result.problems += _choices_without_effect(overrides, self.result.cfg)
+        return self.result
+
+    def _add(self, problem: str) -> None:
+        self.result.problems.append(problem)
+
+    @staticmethod
+    def _has_recipe(overrides: Sequence[str]) -> bool:
+        return any(re.match(r"\+{0,2}recipe=.", text) for text in overrides)
+
+    def _examine(self, overrides: Sequence[str]) -> list[str]:
+        """Check names before composing; returns the overrides to compose with, guesses in place of misspelt ones."""
+        good: list[str] = []
+        for text in overrides:
+            kept = self._examine_one(text)
+            if kept is not None:
+                good.append(kept)
+        return good
+
+    def _examine_one(self, text: str) -> str | None:
+        try:
+            override = self.parser.parse_override(text)
+        except HydraException as error:
+            self._add(f"{text}: this is not key=value ({_first_line(error)}); type for example max_steps=100")
+            self.result.guessed = False
+            return None
+        if override.is_sweep_override():
+            self._add(f"{text}: several values are several runs; add -m (--multirun), or write one; a list is [1,2]")
+            self.result.guessed = False
+            return None
+        key = override.get_key_element().lstrip("+~").split("@")[0]
+        head = re.split(r"[./]", key)[0]
+        if head == "hydra":
+            self._add(f"{text}: settings of Hydra have no effect here; the directory of the run is set by run_dir=...")
+            return None
+        if override.type == OverrideType.DEL:
+            return self._examine_deletion(override, key, text)
+        if key in self.groups and not (key in _PLAIN_KEYS and isinstance(override.value(), dict)):
+            return self._examine_choice(override, key, text)
+        if head not in _PLAIN_KEYS and head not in self.groups:
+            return self._unknown(text, key, head)
+        return text
+
+    def _give_up_on(self, head: str) -> None:
+        """Leave an override out. The rest is then worth checking only where much else does not hang on it."""
+        if head in _DECISIVE:
+            self.result.guessed = False
+
+    def _examine_deletion(self, override: Override, key: str, text: str) -> str | None:
+        free = {"module", "data", "callbacks", "checkpoint", "monitor", "logger", "optimizer"}
+        if key.split(".")[0] in free or key in self.groups:
+            return text
+        self._add(f"{text}: {key} is a key of every run and cannot be removed; type {key}=null if it shall be off")
+        return None
+
+    def _examine_choice(self, override: Override, group: str, text: str) -> str | None:
+        value = override.value()
+        choices = choices_of(self.loader, group)
+        if value is None:
+            there = f"{_plural(group)}: {', '.join(choices)}"
+            self._add(f"{text}: a group needs a choice, or is left out with ~{group}; {there}")
+            self._give_up_on(group)
+            return None
+        values = value if isinstance(value, list) else [value]
+        names = [str(name) for name in values]
+        unknown = [name for name in names if name not in choices]
+        if not unknown:
+            # Hydra takes only strings for a choice, and `precision=32` is a number to its parser.
+            is_number = not isinstance(value, (str, list))
+            return f"{text.split('=', 1)[0]}={_quoted(names[0])}" if is_number else text
+        for name in unknown:
+            self._add(f"{group}={name}: unknown choice; {did_you_mean(name, choices, _plural(group))}")
+        guess = nearest(unknown[0], choices)
+        if guess is None or len(values) > 1:
+            self._give_up_on(group)
+            return f"{group}={_quoted(choices[0])}" if group == "recipe" and choices else None
+        return f"{group}={_quoted(guess)}"
+
+    def _unknown(self, text: str, key: str, head: str) -> str | None:
+        allowed = sorted({*_PLAIN_KEYS, *self.groups})
+        self._add(
+            f"{text}: there is no key or group {head!r}; {did_you_mean(head, allowed, 'keys and groups')} "
+            "(arguments of your own classes go under module. and data.)"
+        )
+        guess = nearest(head, allowed)
+        if guess is None:
+            return None
+        repaired = guess + key[len(head) :] + "=" + text.split("=", 1)[1]
+        problems_before = len(self.result.problems)
+        kept = self._examine_one(repaired)
+        del self.result.problems[problems_before:]  # what is wrong with a guess is no news to the user
+        return kept
+
+    def _load_without_faults(self, overrides: list[str]) -> None:
+        faults: list[_Fault] = []
+        remaining = list(overrides)
+        while True:
+            try:
+                cfg = self.loader.load_configuration("config", remaining, RunMode.RUN, from_shell=False)
+                break
+            except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+                fault, culprit = _fault_of(error, remaining)
+                faults.append(fault)
+                if culprit is None:
+                    self._render(faults, None)
+                    self.result.guessed = False
+                    return
+                remaining.remove(culprit)
+                self._give_up_on(re.split(r"[.@/]", _key_of(culprit))[0])
+        with open_dict(cfg):
+            cfg.pop("hydra", None)
+        self.result.cfg = cfg
+        self._render(faults, cfg)
+
+    def _render(self, faults: list[_Fault], cfg: DictConfig | None) -> None:
+        for fault in faults:
+            self._add(_render_fault(fault, cfg, self.groups))
+
+
+def _fault_of(error: Exception, overrides: Sequence[str]) -> tuple[_Fault, str | None]:
+    """What Hydra complained of, and the override at fault (None when it is in a file)."""
+    message = str(error)
+    unknown = re.search(r"Could not override '([^']+)'", message)
+    wrong = re.search(r"Error merging override (.+)", message)
+    in_file = re.search(r"In '([^']+)': \w+ raised while composing config:\s*(.*)", message, re.DOTALL)
+    if unknown:
+        culprit = next((text for text in overrides if _key_of(text) == unknown[1]), None)
+        kind = "absent group" if "No match in the defaults list" in message else "unknown key"
+        return _Fault(culprit or unknown[1], unknown[1], kind), culprit
+    if wrong:
+        culprit = next((text for text in overrides if text == wrong[1].strip()), None)
+        key = _key_of(culprit or wrong[1])
+        return _Fault(culprit or wrong[1], key, "wrong value", _first_line(error.__cause__ or error)), culprit
+    if in_file:
+        return _Fault(in_file[1], in_file[1], "file", in_file[2]), None
+    return _Fault("", "", "other", message), None
+
+
+def _render_fault(fault: _Fault, cfg: DictConfig | None, groups: Sequence[str]) -> str:
+    match fault.kind:
+        case "unknown key":
+            return _render_unknown_key(fault, cfg)
+        case "absent group":
+            used = f"the recipe {cfg.get('name', '?')!r}" if cfg is not None else "the recipe"
+            return f"{fault.text}: {used} has no group {fault.key!r}; leave it out, or choose a recipe that has it"
+        case "wrong value":
+            given = fault.text.split("=", 1)[1]
+            return f"{fault.text}: {given!r} is not {_expected(fault.key)}; type for example {_example(fault.key)}"
+        case "file":
+            return _render_file_fault(fault)
+    return f"the configuration cannot be composed: {_without_search_path(fault.detail)}"
+
+
+def _render_unknown_key(fault: _Fault, cfg: DictConfig | None) -> str:
+    parent, _, last = fault.key.rpartition(".")
+    node = OmegaConf.select(cfg, parent) if cfg is not None and parent else None
+    if not isinstance(node, DictConfig):
+        return f"{fault.text}: there is no key {fault.key!r}; `--print-config` shows all there are"
+    names = [str(name) for name in node if name != "_target_"]
+    text = f"{fault.text}: {parent} has no key {last!r}; {did_you_mean(last, names, f'keys of {parent}')}"
+    if OmegaConf.get_type(node) is dict:
+        text += f" (to add it: +{fault.text.lstrip('+')})"
+    return text
+
+
+def _render_file_fault(fault: _Fault) -> str:
+    unknown = re.search(r"Key '([^']+)' (?:not in '(\w+)'|is not in struct)", fault.detail)
+    if not unknown:
+        return f"in {fault.text}.yaml: {_without_search_path(fault.detail)}"
+    full_key = re.search(r"full_key: (\S+)", fault.detail)
+    parent = full_key[1].rpartition(".")[0] if full_key else ""
+    schema = _schema_at(parent)
+    names = [item.name for item in fields(schema)] if is_dataclass(schema) else []
+    where = f"keys of {parent}" if parent else "keys"
+    return f"in {fault.text}.yaml: there is no key {unknown[1]!r}; {did_you_mean(unknown[1], names, where)}"
+
+
+def _extra_keys(node: DictConfig, path: str = "") -> Iterator[str]:
+    """Keys that `+` put into a typed part, where nothing would read them."""
+    schema = OmegaConf.get_type(node)
+    allowed = [item.name for item in fields(schema)] if is_dataclass(schema) else None
+    for key in list(node):
+        full = f"{path}.{key}" if path else str(key)
+        if allowed is not None and key not in allowed:
+            where = f"keys of {path}" if path else "keys"
+            names = [name for name in allowed if name != "_target_"]
+            yield f"+{full}: there is no key {str(key)!r}; {did_you_mean(str(key), names, where)}"
+            continue
+        if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key):
+            continue
+        child = node[key]
+        if isinstance(child, DictConfig):
+            yield from _extra_keys(child, full)
+
+
+def _choices_without_effect(overrides: Sequence[str], cfg: DictConfig) -> list[str]:
+    """Overrides that the recipe never reads; dropping them without a word would mislead."""
+    readers = OmegaConf.to_container(
+        OmegaConf.create({key: cfg.get(key) for key in ("module", "data", "callbacks") if key in cfg}), resolve=False
+    )
+    problems = []
+    for name in _REFERRED:
+        given = next((text for text in overrides if re.split(r"[.=]", text.lstrip("+~"))[0] == name), None)
+        if given is not None and f"${{{name}" not in str(readers):
+            problems.append(
+                f"{given}: has no effect, the recipe {cfg.get('name', '?')!r} does not use {name}; leave it out, or "
+                f"write {_REFERRED[name]} in the recipe"
+            )
+    return problems
+
+
+def _problems_of_config_dir(config_dir: str | Path | None) -> list[str]:
+    if config_dir is None:
+        return []
+    folder = Path(config_dir).expanduser()
+    if not folder.is_dir():
+        return [f"--config-dir {config_dir}: there is no such folder; it holds your files as <group>/<choice>.yaml"]
+    ours = Path(__file__).resolve().parent.parent / "conf"
+    ours = ours if ours.is_dir() else _conf_folder()
+    if folder.resolve() == ours.resolve():
+        return []
+    return [
+        f"--config-dir {config_dir}: {path.relative_to(folder)} has the name of a file of trainwright and would be "
+        "ignored; give it another name"
+        for path in sorted(folder.rglob("*.yaml"))
+        if (ours / path.relative_to(folder)).is_file()
+    ]
+
+
+def _conf_folder() -> Path:
+    import trainwright.conf
+
+    return Path(next(iter(trainwright.conf.__path__)))
+
+
+def _schema_at(path: str) -> Any:
+    """The declared type at a dotted path of RunConfig; None in free-form parts."""
+    schema: Any = RunConfig
+    for part in filter(None, path.split(".")):
+        if not is_dataclass(schema):
+            return None
+        schema = get_type_hints(schema).get(part)
+    return schema
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null (off)"}
+_EXAMPLES = {int: "2", float: "0.5", bool: "true", str: "auto"}
+
+
+def _expected(path: str) -> str:
+    """What a key takes, in words: "a whole number or null (off)"."""
+    declared = _schema_at(path)
+    options = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+    return " or ".join(_WORDS.get(option, f"a {getattr(option, '__name__', option)}") for option in options)
+
+
+def _example(path: str) -> str:
+    declared = _schema_at(path)
+    options = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+    return f"{path}={next((_EXAMPLES[option] for option in options if option in _EXAMPLES), 'null')}"
+
+
+def _key_of(override: str) -> str:
+    return override.lstrip("+~").split("=", 1)[0]
+
+
+def _quoted(name: str) -> str:
+    return "'" + name.replace("'", r"\'") + "'"
+
+
+def _plural(group: str) -> str:
+    last = group.rsplit("/", 1)[-1]
+    return {"strategy": "strategies", "accumulation": "choices", "launch": "choices", "precision": "precisions"}.get(
+        last, f"{last}s"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _without_search_path(message: str) -> str:
+    return message.split("Config search path:")[0].strip()

@@ -1,0 +1,226 @@
+"""The typed configuration of a run: every key, its type, its unit and the value that means "off".
+
+These dataclasses are the schema that Hydra composes onto: a key that is not here is refused, and so is a value of the
+wrong type. The comment lines above a field are what `trainwright fit --help` prints for it. Free-form parts, where a
+recipe or a user's own class decides which keys exist, are `module`, `data`, `optimizer` and the mappings of callbacks
+and loggers.
+
+Neither torch nor Lightning is imported here: the launching process reads this module and must start fast.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+SCHEMA_NAME = "_schema"
+
+PRECISIONS = ("32", "bf16-mixed", "bf16-true", "16-mixed")
+ACCELERATORS = ("auto", "cpu", "gpu")
+
+
+@dataclass
+class _BlockConfig:
+    """What every strategy can do with the repeated blocks of a model."""
+
+    # Names (patterns with *) of the repeated blocks, like model.layers.*; null = found in the model.
+    blocks: list[str] | None = None
+    # Recompute activations in the backward pass to save memory: none, full (every block) or selective (the modules
+    # that checkpoint_modules names).
+    activation_checkpointing: str = "none"
+    # Names (patterns with *) of the modules to recompute with activation_checkpointing=selective; null = none.
+    checkpoint_modules: list[str] | None = None
+    # Compile each block with torch.compile; false = off.
+    compile: bool = False
+
+
+@dataclass
+class SingleConfig(_BlockConfig):
+    """`strategy=single`: one process, one device."""
+
+    _target_: str = "trainwright.strategies.single.SingleDeviceStrategy"
+
+
+@dataclass
+class DDPConfig(_BlockConfig):
+    """`strategy=ddp`: every rank holds the whole model, gradients are averaged."""
+
+    _target_: str = "trainwright.strategies.ddp.DDPStrategy"
+    # Look for parameters that a step left out (costs a pass over the graph); false = off, such a parameter is an error.
+    find_unused_parameters: bool = False
+
+
+@dataclass
+class ZeroConfig(_BlockConfig):
+    """`strategy=zero1|zero2|zero3`: training state sharded over the ranks, on a replicate x shard layout."""
+
+    _target_: str = "trainwright.strategies.zero.ZeroStrategy"
+    # What is sharded: 1 = optimizer state, 2 = and gradients, 3 = and parameters.
+    stage: int = MISSING
+    # Number of copies of the sharded state (ranks); -1 = the rest, 1 = no copies.
+    replicate: int = 1
+    # Number of ranks that share one copy; -1 = the rest, 1 = nothing is sharded.
+    shard: int = -1
+    # What lives in host memory between steps: none, optimizer (its state) or parameters (stage 3 only).
+    offload: str = "none"
+    # Keep whole gradients while accumulating, so that only the last micro-batch communicates (faster, more memory);
+    # false = off.
+    no_sync_accumulation: bool = False
+    # Accept parameters that a step leaves out; false = off, such a parameter is an error.
+    find_unused_parameters: bool = False
+    # Largest bucket of gradients that is sent at once (stages 1 and 2), in MiB; small models take smaller ones.
+    bucket_mib: float = 25.0
+
+
+@dataclass
+class AccumulationConfig:
+    """`accumulation=auto|fixed`: micro-batches per optimizer step."""
+
+    # Micro-batches per optimizer step; null = follows from global_batch_size (1 when that is null too).
+    steps: int | None = None
+
+
+@dataclass
+class FixedAccumulationConfig(AccumulationConfig):
+    """`accumulation=fixed`: the number is asked for."""
+
+    # Micro-batches per optimizer step; 1 = no accumulation.
+    steps: int | None = MISSING
+
+
+@dataclass
+class LaunchConfig:
+    """`launch=local|torchrun`: who starts the ranks."""
+
+    # local = this command starts them, torchrun = torchrun or srun does.
+    kind: str = "local"
+    # TCP port of the rendezvous on 127.0.0.1 (launch=local); null = a free one.
+    port: int | None = None
+    # Seconds that a rank has to end by itself after Ctrl-C, SIGTERM or the failure of another rank; then it is killed.
+    grace_seconds: float = 5.0
+    # CPU threads of each rank; null = OMP_NUM_THREADS when set, else cores divided by the ranks of this machine.
+    threads: int | None = None
+
+
+@dataclass
+class TrainerConfig:
+    """`trainer=default|debug|overfit`: everything else that the Trainer takes."""
+
+    # Largest norm (or absolute value, see gradient_clip_algorithm) of the gradients; null = no clipping.
+    gradient_clip_val: float | None = None
+    # How to clip: norm or value; null = norm.
+    gradient_clip_algorithm: str | None = None
+    # Stop with an error when the norm of the gradients is infinite or NaN; false = off.
+    error_if_nonfinite: bool = False
+    # Validate after this many training batches (whole number) or this share of an epoch (0.0 to 1.0).
+    val_check_interval: int | float | None = None
+    # Validate every so many epochs; null = count batches across epochs (with a whole val_check_interval).
+    check_val_every_n_epoch: int | None = 1
+    # Validation batches before training starts, to find errors early; 0 = off, -1 = all.
+    num_sanity_val_steps: int | None = 0
+    # Batches (whole number) or share of them (0.0 to 1.0) used per epoch; null = all.
+    limit_train_batches: int | float | None = None
+    # The same for validation.
+    limit_val_batches: int | float | None = None
+    # The same for test.
+    limit_test_batches: int | float | None = None
+    # The same for predict.
+    limit_predict_batches: int | float | None = None
+    # Train and validate on this many batches (or share of them) over and over; 0.0 = off.
+    overfit_batches: int | float = 0.0
+    # Run this many batches of everything once, without logging or checkpoints; false = off, true = 1.
+    fast_dev_run: bool | int = False
+    # Fewest epochs to train; null = no minimum.
+    min_epochs: int | None = None
+    # Fewest optimizer steps to train; null = no minimum.
+    min_steps: int | None = None
+    # Longest training time as DD:HH:MM:SS; null = no limit.
+    max_time: str | None = None
+    # Optimizer steps between two logged rows.
+    log_every_n_steps: int = 10
+    # Only deterministic algorithms: true, false, or warn (where there is one).
+    deterministic: bool | str | None = None
+    # Let cuDNN time its algorithms and take the fastest; null = Lightning decides.
+    benchmark: bool | None = None
+    # Find the operation that made a NaN (slow); false = off.
+    detect_anomaly: bool = False
+    # Lightning profiler: simple, advanced, pytorch; null = off.
+    profiler: str | None = None
+    # Print Lightning's table of layers at the start.
+    enable_model_summary: bool = False
+    # Make the data loaders again every so many epochs; 0 = never.
+    reload_dataloaders_every_n_epochs: int = 0
+    # Cut the samples over the data ranks; false = the data module does it itself.
+    use_distributed_sampler: bool = True
+    # Wrap evaluation in torch.inference_mode; false = torch.no_grad.
+    inference_mode: bool = True
+    # BatchNorm statistics over all ranks; false = each rank its own.
+    sync_batchnorm: bool = False
+    # Seed of the order of the training samples; null = the seed of the run.
+    data_seed: int | None = None
+
+
+@dataclass
+class RunConfig:
+    """One run, whole. A recipe fills `name`, `module` and `data`; groups fill the rest; plain keys are set by hand."""
+
+    # Name of the run: its directories lie under runs/<name>/. The recipe sets it.
+    name: str = MISSING
+    # Processes per machine, one per GPU or CPU share; auto = all GPUs, or 1 on a machine without one.
+    devices: int | str = 1
+    # Number of machines.
+    nodes: int = 1
+    # auto (GPUs when there are any), cpu or gpu.
+    accelerator: str = "auto"
+    # Seed of everything random: initial weights, order of samples, dropout.
+    seed: int = 0
+    # Optimizer steps to train; null = no limit.
+    max_steps: int | None = None
+    # Passes over the training data; null = no limit.
+    max_epochs: int | None = None
+    # Samples per optimizer step over all ranks; accumulation follows from it. null = what micro-batch, accumulation and
+    # ranks make together.
+    global_batch_size: int | None = None
+    # Samples that one rank processes at once; null = the data module decides.
+    micro_batch_size: int | None = None
+    # Directory of the run; null = runs/<name>/<date>_<time>.
+    run_dir: str | None = None
+    # Checkpoint to go on from: a path, or last (the newest of this recipe, or of run_dir); null = start afresh.
+    ckpt_path: str | None = None
+    # Numeric precision, set by the group: 32, bf16-mixed, bf16-true, 16-mixed.
+    precision: str = "32"
+    # The LightningModule: _target_ and its arguments. Set by the recipe.
+    module: dict[str, Any] = field(default_factory=dict)
+    # The LightningDataModule: _target_ and its arguments; {} = the module brings its own data loaders.
+    data: dict[str, Any] = field(default_factory=dict)
+    # Functions that look at the configuration before a process starts, as package.module:function. Set by the recipe.
+    checks: list[str] = field(default_factory=list)
+    # Lightning callbacks of the recipe: name -> _target_ and arguments; {} = none.
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    # Set by the groups of the same name.
+    strategy: Any = MISSING
+    accumulation: Any = MISSING
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    monitor: dict[str, Any] = field(default_factory=dict)
+    logger: dict[str, Any] = field(default_factory=dict)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    optimizer: Any = MISSING
+
+
+def register_schema() -> None:
+    """Make the dataclasses known to Hydra; doing it twice changes nothing.
+
+    Names begin with an underscore because they are types to build on, not choices to make: `strategy=_zero` is not
+    offered anywhere.
+    """
+    store = ConfigStore.instance()
+    store.store(name=SCHEMA_NAME, node=RunConfig)
+    store.store(group="strategy", name="_single", node=SingleConfig)
+    store.store(group="strategy", name="_ddp", node=DDPConfig)
+    store.store(group="strategy", name="_zero", node=ZeroConfig)
+    store.store(group="accumulation", name="_auto", node=AccumulationConfig)
+    store.store(group="accumulation", name="_fixed", node=FixedAccumulationConfig)
+    store.store(group="launch", name="_launch", node=LaunchConfig)
+    store.store(group="trainer", name="_trainer", node=TrainerConfig)

@@ -1,0 +1,111 @@
+"""Evaluation that counts each sample once, and prediction in the order of the samples, on any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torchmetrics import Metric
+
+from trainwright.trainer.data_order import ordered_sampler
+from trainwright.trainer.even import EvenLoader
+from trainwright.trainer.results import LeanResults
+
+
+class ExactEvaluationLoop(_EvaluationLoop):
+    """Lightning's evaluation loop; batches that only keep this rank in step with others count for nothing."""
+
+    _results: LeanResults
+
+    def __init__(
+        self, trainer: Trainer, trainer_fn: TrainerFn, stage: RunningStage, verbose: bool, inference_mode: bool
+    ) -> None:
+        super().__init__(trainer, trainer_fn, stage, verbose=verbose, inference_mode=inference_mode)
+        self._results = LeanResults(training=False)
+
+    def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        if dataloader_iter is None and _is_padding(self._combined_loader, batch_idx, dataloader_idx):
+            with _counting_for_nothing(self.trainer.lightning_module), self._results.padding():
+                self._take_part(batch, batch_idx, dataloader_idx)
+        else:
+            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+
+    def _take_part(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        """Run the step for its collectives only: no hook of a callback hears of it."""
+        trainer = self.trainer
+        several = self._is_sequential and self.num_dataloaders > 1
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
+        kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if several else None)
+        self.batch_progress.increment_ready()
+        trainer._logger_connector.on_batch_start(batch, dataloader_idx if several else None)
+        self.batch_progress.increment_started()
+        hook = "test_step" if trainer.testing else "validation_step"
+        call._call_strategy_hook(trainer, hook, *self._build_step_args_from_hook_kwargs(kwargs, hook))
+        self.batch_progress.increment_processed()
+        trainer._logger_connector.on_batch_end()
+        self.batch_progress.increment_completed()
+
+
+class OrderedPredictionLoop(_PredictionLoop):
+    """Lightning's prediction loop; every rank returns the predictions of all ranks, in the order of the samples."""
+
+    def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        if dataloader_iter is None and _is_padding(self._combined_loader, batch_idx, dataloader_idx):
+            kept = self._predictions[dataloader_idx]
+            if len(kept) > batch_idx:
+                kept.pop()
+
+    def _on_predict_epoch_end(self) -> Any:
+        predictions = super()._on_predict_epoch_end()
+        strategy = self.trainer.strategy
+        ranks = getattr(strategy, "num_data_ranks", 1)
+        if predictions is None or ranks == 1:
+            return predictions
+        several = self.num_dataloaders > 1
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, predictions if several else [predictions])
+        merged = [self._merge(batches, index) for index, batches in enumerate(zip(*gathered, strict=True))]
+        return merged if several else merged[0]
+
+    def _merge(self, by_rank: tuple[list[Any], ...], dataloader_idx: int) -> list[Any]:
+        assert self._combined_loader is not None
+        if ordered_sampler(self._combined_loader.flattened[dataloader_idx]) is None:
+            # Not dealt by us: there is no order between ranks but their own.
+            return [batch for batches in by_rank for batch in batches]
+        waves = max(map(len, by_rank))
+        return [batches[wave] for wave in range(waves) for batches in by_rank if wave < len(batches)]
+
+
+def _is_padding(combined_loader: Any, batch_idx: int, dataloader_idx: int) -> bool:
+    loader = combined_loader.flattened[dataloader_idx]
+    if isinstance(loader, EvenLoader):
+        return loader.is_padding(batch_idx)
+    sampler = ordered_sampler(loader)
+    return sampler is not None and sampler.is_padding(batch_idx)
+
+
+@contextmanager
+def _counting_for_nothing(module: LightningModule) -> Iterator[None]:
+    """Put the state of every ``torchmetrics.Metric`` of ``module`` back afterwards."""
+    metrics = [m for m in module.modules() if isinstance(m, Metric)]
+    kept = [
+        ({name: copy.deepcopy(getattr(m, name)) for name in m._defaults}, m._update_count, m._computed) for m in metrics
+    ]
+    try:
+        yield
+    finally:
+        for metric, (states, count, computed) in zip(metrics, kept, strict=True):
+            for name, value in states.items():
+                setattr(metric, name, value)
+            metric._update_count, metric._computed = count, computed

@@ -1,0 +1,175 @@
+"""What `trainwright --help` and `trainwright <verb> --help` say."""
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.default_element import GroupDefault
+from omegaconf import MISSING
+
+from trainwright.trainer.compose import choices_of, config_loader, group_names
+from trainwright.trainer.config import RunConfig
+
+_WIDTH = 100
+_VERBS = {
+    "fit": "train a module",
+    "validate": "measure a module on its validation data",
+    "test": "measure a module on its test data",
+    "predict": "write a module's predictions to predictions.pt in the run directory",
+}
+_TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
+# Plain, but set by the recipe and by a group.
+_NOT_BY_HAND = ("name", "precision")
+_GROUP_ORDER = ("recipe", "size", "strategy", "precision", "accumulation", "optimizer", "trainer", "checkpoint")
+
+
+def overview() -> str:
+    """The text of `trainwright --help`."""
+    verbs = "\n".join(f"  {verb:<10}{text}" for verb, text in _VERBS.items())
+    return f"""trainwright: train one LightningModule on any layout of devices, chosen by configuration alone.
+
+usage: trainwright <verb> [key=value ...] [options]
+
+verbs:
+{verbs}
+
+examples:
+  trainwright fit recipe=digits
+  trainwright fit recipe=gpt strategy=zero3 devices=2 precision=bf16-mixed
+  trainwright fit recipe=gpt ckpt_path=last
+
+`trainwright fit --help` lists every recipe, group and key. Options: --version, --help.
+"""
+
+
+def help_of_verb(verb: str, config_dir: str | Path | None = None) -> str:
+    """The text of `trainwright <verb> --help`.
+
+    Args:
+        verb: fit, validate, test or predict.
+        config_dir: a folder whose groups and recipes are listed too.
+    """
+    loader = config_loader(config_dir)
+    groups = group_names(loader)
+    ordered = [name for name in _GROUP_ORDER if name in groups] + [name for name in groups if name not in _GROUP_ORDER]
+    parts = [
+        f"trainwright {verb}: {_VERBS[verb]}.",
+        f"usage: trainwright {verb} recipe=<name> [key=value ...] [options]",
+        _options(),
+        "groups (type group=choice; the default has a *):",
+        *(_group(loader, name) for name in ordered),
+        "keys (type key=value):",
+        *_plain_keys(),
+        "the keys of a group are set as group.key=value (strategy.shard=2, trainer.gradient_clip_val=1.0); arguments\n"
+        "of the recipe's classes as module.key=value and data.key=value. --print-config shows them all.",
+        _examples(verb),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def field_comments(schema: type) -> dict[str, str]:
+    """The comment above each field of a configuration dataclass, by field name; inherited fields included."""
+    found: dict[str, str] = {}
+    for cls in reversed(schema.__mro__[:-1]):
+        comment: list[str] = []
+        for line in inspect.getsource(cls).splitlines():
+            stripped = line.strip()
+            match = re.match(r"(\w+): ", stripped)
+            if stripped.startswith("#"):
+                comment.append(stripped.lstrip("# "))
+            elif match and comment:
+                found[match[1]] = " ".join(comment)
+            if not stripped.startswith("#"):
+                comment = []
+    return found
+
+
+def description_of(loader: ConfigLoaderImpl, group: str, choice: str) -> str:
+    """The first comment line of a choice's yaml; empty when it has none."""
+    for source in loader.get_sources():
+        if source.scheme() == "structured" or not source.is_config(f"{group}/{choice}"):
+            continue
+        for line in _read(source, f"{group}/{choice}.yaml"):
+            if line.startswith("#") and "@package" not in line:
+                return line.lstrip("# ").strip()
+    return ""
+
+
+def _read(source: Any, name: str) -> Iterator[str]:
+    if source.scheme() == "file":
+        yield from (Path(source.path) / name).read_text(encoding="utf-8").splitlines()
+    elif source.scheme() == "pkg":
+        from importlib.resources import files
+
+        yield from files(source.path.split("://")[-1]).joinpath(name).read_text(encoding="utf-8").splitlines()
+
+
+def _options() -> str:
+    return """options:
+  -m, --multirun      run every combination of the given values, one after the other: strategy=ddp,zero3
+  --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes and groups
+  --print-config      print the resolved configuration and end
+  --help, --version"""
+
+
+def _group(loader: ConfigLoaderImpl, name: str) -> str:
+    choices = choices_of(loader, name)
+    default = _default_choice(loader, name)
+    width = max((len(choice) for choice in choices), default=0) + 3
+    lines = [f"  {name}"]
+    for choice in choices:
+        mark = "*" if choice == default else " "
+        text = textwrap.wrap(description_of(loader, name, choice), _WIDTH - width - 4) or [""]
+        lines.append(f"  {mark} {choice:<{width}}{text[0]}".rstrip())
+        lines += [" " * (width + 4) + more for more in text[1:]]
+    return "\n".join(lines)
+
+
+def _default_choice(loader: ConfigLoaderImpl, group: str) -> str | None:
+    primary = loader.repository.load_config("config")
+    assert primary is not None
+    items = primary.defaults_list or []
+    return next((str(item.value) for item in items if isinstance(item, GroupDefault) and item.group == group), None)
+
+
+def _plain_keys() -> Iterator[str]:
+    comments = field_comments(RunConfig)
+    hints = get_type_hints(RunConfig)
+    lines = []
+    for item in fields(RunConfig):
+        options = get_args(hints[item.name]) or (hints[item.name],)
+        if item.name in _NOT_BY_HAND or not all(option in _TYPE_NAMES for option in options):
+            continue
+        kind = " or ".join(_TYPE_NAMES[option] for option in options)
+        lines.append(f"  {item.name} ({kind}{_default(item)})")
+        lines += textwrap.wrap(comments[item.name], _WIDTH, initial_indent="      ", subsequent_indent="      ")
+    yield "\n".join(lines)
+
+
+def _default(item: "Field[Any]") -> str:
+    if item.default is NO_DEFAULT or item.default == MISSING:
+        return ""
+    return f", default {'null' if item.default is None else item.default}"
+
+
+def _examples(verb: str) -> str:
+    if verb == "fit":
+        return """examples:
+  trainwright fit recipe=digits
+  trainwright fit recipe=gpt strategy=ddp devices=2 max_steps=200
+  trainwright fit recipe=gpt strategy=zero3 devices=2 precision=bf16-mixed global_batch_size=64
+  trainwright fit recipe=gpt ckpt_path=last max_steps=2000
+  trainwright fit -m recipe=digits strategy=ddp,zero3 devices=2
+  trainwright fit --config-dir my_conf recipe=mine
+  torchrun --nproc-per-node=2 -m trainwright fit recipe=gpt strategy=ddp devices=2"""
+    return f"""examples:
+  trainwright {verb} recipe=digits ckpt_path=last
+  trainwright {verb} recipe=digits ckpt_path=runs/digits/2026-01-31_14-05-09/checkpoints/last.ckpt
+  trainwright {verb} recipe=gpt strategy=ddp devices=2 ckpt_path=last
+  trainwright {verb} --config-dir my_conf recipe=mine ckpt_path=last"""

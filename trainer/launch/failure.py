@@ -1,0 +1,149 @@
+"""Which rank failed first, and how: written by the ranks, read by the launching process."""
+
+import json
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+# Words of an error that a rank raises because another one has gone.
+_CONSEQUENCE = re.compile(
+    r"connection (closed|reset|refused|was)|socket|broken pipe|timed? ?out|gloo|nccl|store|aborted|peer", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One exception of one rank.
+
+    Attributes:
+        rank: global rank.
+        kind: name of the exception's class.
+        message: its text.
+        traceback: the whole traceback, as Python prints it.
+        time_ns: when it was raised, in nanoseconds since 1970.
+    """
+
+    rank: int
+    kind: str
+    message: str
+    traceback: str
+    time_ns: int
+
+
+class FailureRecorder:
+    """Writes the first exception of this rank to a file of its own.
+
+    It is called when the exception appears, before anything is torn down: tearing down makes the other ranks fail too,
+    and the earliest record tells the cause from the consequences.
+
+    Args:
+        folder: where the records of all ranks lie.
+        rank: global rank.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._written = False
+
+    def record(self, error: BaseException) -> None:
+        """Write `error` down, unless an earlier one was, or it is an interruption and no failure."""
+        if self._written or isinstance(error, (KeyboardInterrupt, SystemExit)):
+            return
+        self._written = True
+        text = "".join(traceback.format_exception(error))
+        failure = Failure(self._rank, type(error).__name__, str(error), text, time.time_ns())
+        partial = self._folder / f"{self._rank}.partial"
+        partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        os.replace(partial, self._folder / f"{self._rank}.json")
+
+
+class RankError(RuntimeError):
+    """A rank failed, and the others were ended.
+
+    Args:
+        failure: what the rank raised; None when it ended without a word (killed, crashed, exited).
+        rank: global rank.
+        exit_code: of its process; negative = minus the number of the signal that ended it.
+        run_dir: where its log is.
+    """
+
+    def __init__(
+        self, failure: Failure | None, rank: int, world_size: int, exit_code: int | None, run_dir: Path
+    ) -> None:
+        self.failure = failure
+        self.rank = rank
+        self.exit_code = exit_code
+        log = log_file(run_dir, rank)
+        if failure is not None:
+            text = (
+                f"rank {rank} of {world_size} failed with {failure.kind}: {failure.message}; the others were ended\n\n"
+                f"{failure.traceback.rstrip()}"
+            )
+        else:
+            text = f"rank {rank} of {world_size} {_how_it_ended(exit_code)}; the others were ended"
+        tail = _tail(log)
+        if tail:
+            text += f"\n\nlast lines of {log}:\n{tail}"
+        super().__init__(text)
+
+
+def first_failure(folder: Path, exit_codes: Mapping[int, int | None], run_dir: Path) -> RankError:
+    """The error that the others follow from.
+
+    Args:
+        folder: where the ranks wrote their records.
+        exit_codes: of every rank; None where it is not known.
+        run_dir: the run directory.
+    """
+    failures = sorted(
+        (Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")),
+        key=lambda failure: failure.time_ns,
+    )
+    # A killed process leaves no record; what the others then say of lost connections is its consequence.
+    told = {failure.rank for failure in failures}
+    silent = [rank for rank, code in exit_codes.items() if rank not in told and _died_by_itself(code)]
+    cause = failures[0] if failures else None
+    if silent and (cause is None or _CONSEQUENCE.search(cause.message)):
+        return RankError(None, silent[0], len(exit_codes), exit_codes[silent[0]], run_dir)
+    rank = cause.rank if cause else next((rank for rank, code in exit_codes.items() if code), 0)
+    return RankError(cause, rank, len(exit_codes), exit_codes.get(rank), run_dir)
+
+
+def log_file(run_dir: Path, rank: int) -> Path:
+    """The log of one rank."""
+    return run_dir / "logs" / f"rank_{rank}.log"
+
+
+def _died_by_itself(exit_code: int | None) -> bool:
+    """Whether a process ended badly without having been told to (SIGTERM is what the others are sent)."""
+    told = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
+    return exit_code is not None and exit_code not in (0, 1, *told)
+
+
+def _how_it_ended(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "ended without a word"
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    reason = {
+        "SIGKILL": " (from outside, or by the kernel when memory ran out: see `dmesg`)",
+        "SIGSEGV": " (a crash in compiled code)",
+        "SIGABRT": " (a crash in compiled code)",
+        "SIGBUS": " (often: shared memory is full; use fewer data loader workers)",
+    }
+    return f"was ended by {name}{reason.get(name, '')}"
+
+
+def _tail(path: Path, lines: int = 20) -> str:
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 16384))
+        return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-lines:])

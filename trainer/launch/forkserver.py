@@ -1,0 +1,95 @@
+"""A process that has imported everything heavy and is forked once per rank.
+
+Importing torch and Lightning takes seconds. A fork server does it once for all ranks, while the launching process
+composes the configuration on another core; then a rank starts in a few hundredths of a second. The server starts no
+threads and computes nothing, so forking it is safe; the launching process itself is never forked.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from multiprocessing import forkserver, util
+from types import ModuleType
+from typing import Any
+
+from trainwright.trainer.launch.scratch import scratch
+
+_PRELOAD = ("trainwright.trainer.worker",)
+# Process id of the server that this module has started; None when there is none, or it is another library's.
+_started: int | None = None
+
+
+def start_forkserver() -> None:
+    """Start the server unless one runs already; returns at once, the imports go on in the background."""
+    global _started
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        return
+    # Sockets and semaphores of multiprocessing then lie in our folder, which is removed after kill -9 as well.
+    previous, tempfile.tempdir = tempfile.tempdir, str(scratch())
+    try:
+        util.get_temp_dir()
+    finally:
+        tempfile.tempdir = previous
+    multiprocessing.set_forkserver_preload(list(_PRELOAD))
+    with _single_threaded_blas(), _ignoring_interrupt(), hidden_main():
+        forkserver.ensure_running()
+    _started = server._forkserver_pid
+
+
+def stop_forkserver() -> None:
+    """End the server that `start_forkserver` has started, if any, in the middle of its imports too."""
+    global _started
+    server: Any = forkserver._forkserver
+    if _started is None or server._forkserver_pid != _started:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(_started, signal.SIGKILL)
+    server._stop()
+    _started = None
+
+
+@contextlib.contextmanager
+def hidden_main() -> Iterator[None]:
+    """Keep multiprocessing from importing the caller's script again in every new process.
+
+    A rank needs nothing of it, and a script without `if __name__ == "__main__"` would launch itself anew.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _ignoring_interrupt() -> Iterator[None]:
+    """Let the new process start with Ctrl-C ignored: during its imports it would print a traceback and die."""
+    try:
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except ValueError:  # not in the main thread, where nothing can be changed
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@contextlib.contextmanager
+def _single_threaded_blas() -> Iterator[None]:
+    """NumPy's BLAS starts its threads on import, and a process with threads must not be forked."""
+    name = "OPENBLAS_NUM_THREADS"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]

@@ -1,0 +1,402 @@
+"""The training loop: Lightning's behaviour without its cost per step.
+
+One epoch, with every hook in its place (callbacks before the module):
+
+    on_train_epoch_start
+    for each micro-batch:
+        on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer
+        on_train_batch_start                      # -1 ends the epoch
+        if a new optimizer step begins after forward: on_before_zero_grad, optimizer_zero_grad
+        training_step                             # before zero_grad, as in Lightning
+        on_before_backward, backward, on_after_backward
+        if the optimizer steps (optimizer_step surrounds all of the above):
+            on_before_optimizer_step, configure_gradient_clipping, the step itself
+        lr_scheduler_step
+        on_train_batch_end
+        if due: the validation loop
+    on_train_epoch_end
+
+Unlike Lightning's loop this one runs no collective of its own at every step: Lightning broadcasts a SIGTERM flag, which
+ties asynchronous workers together and hangs ranks of unequal length. Here ranks agree on the signal every so often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainwright.strategies.hooks import HookTable
+from trainwright.trainer.data_order import OrderedSampler, ordered_sampler
+from trainwright.trainer.results import LeanResults, RepeatedLog
+
+# Micro-batches between two agreements of the ranks on whether a SIGTERM has come in.
+_SIGNAL_CHECK_EVERY = 64
+
+
+class LossScale:
+    """Divides the loss of a micro-batch so that gradients are means over the samples of the whole optimizer step."""
+
+    def __init__(self, sampler: OrderedSampler | None, accumulation: int, whole_step: bool) -> None:
+        self._sampler = sampler
+        self._accumulation = accumulation
+        self._whole_step = whole_step
+        self._regular = float("inf") if sampler is None else sampler.regular_waves
+
+    def divisor(self, batch_idx: int) -> float:
+        """Divisor for the ``batch_idx``-th micro-batch of the epoch: the accumulation, unless samples are missing."""
+        if self._sampler is None or batch_idx < self._regular:
+            return self._accumulation
+        return self._sampler.loss_divisor(batch_idx, self._accumulation, self._whole_step)
+
+
+class LeanOptimization(_AutomaticOptimization):
+    """Forward, zero_grad, backward, optimizer step; Lightning's, with an exact divisor of the loss."""
+
+    loss_scale: LossScale | None = None
+    hooks: HookTable
+
+    def run_lean(self, optimizer: Optimizer, batch_idx: int, args: tuple[Any, ...], stepping: bool) -> dict[str, Any]:
+        """As :meth:`run`, without looking up hooks that nobody has overridden."""
+        closure = _LeanClosure(self, optimizer, batch_idx, args)
+        strategy = self.trainer.strategy
+        if stepping or strategy.handles_gradient_accumulation:
+            self._step_lean(batch_idx, closure, stepping)
+        else:
+            with _block_parallel_sync_behavior(strategy, block=True):
+                closure()
+        result = closure.result
+        return {} if result is None or result.loss is None else {"loss": result.loss, **result.extra}
+
+    def _step_lean(self, batch_idx: int, closure: Callable[[], Tensor | None], stepping: bool) -> None:
+        trainer, progress = self.trainer, self.optim_progress.optimizer.step
+        module = trainer.lightning_module
+        if stepping:
+            progress.increment_ready()
+        names = module.__dict__
+        before, names["_current_fx_name"] = names["_current_fx_name"], "optimizer_step"
+        module.optimizer_step(trainer.current_epoch, batch_idx, trainer.strategy._lightning_optimizers[0], closure)
+        names["_current_fx_name"] = before
+        if stepping:
+            progress.increment_completed()
+
+    def _training_step(self, kwargs: Any) -> ClosureResult:
+        # Lightning's way (with a profiler, or dataloader_iter); the scale of the loss is ours all the same.
+        result = super()._training_step(kwargs)
+        if self.loss_scale is not None and result.closure_loss is not None:
+            factor = self.trainer.accumulate_grad_batches / self.loss_scale.divisor(self.trainer.fit_loop.batch_idx)
+            if factor != 1:
+                result.closure_loss = result.closure_loss * factor
+                result._clone_loss()
+        return result
+
+
+class _LeanClosure:
+    """Forward, zero_grad and backward of one micro-batch."""
+
+    def __init__(self, loop: LeanOptimization, optimizer: Optimizer, batch_idx: int, args: tuple[Any, ...]) -> None:
+        self._loop = loop
+        self._optimizer = optimizer
+        self._batch_idx = batch_idx
+        self._args = args
+        self.result: ClosureResult | None = None
+
+    def __call__(self) -> Tensor | None:
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self()
+        loop, trainer = self._loop, self._loop.trainer
+        module, strategy = trainer.lightning_module, trainer.strategy
+        names = module.__dict__
+        before, names["_current_fx_name"] = names["_current_fx_name"], "training_step"
+        output = strategy.training_step(*self._args)
+        names["_current_fx_name"] = before
+        if output is None:
+            _refuse_none(trainer)
+        assert loop.loss_scale is not None
+        self.result = result = _scaled(output, loop.loss_scale.divisor(self._batch_idx))
+        if loop._skip_backward:
+            return result.loss
+        if self._batch_idx % trainer.accumulate_grad_batches == 0:
+            self._zero_grad(module)
+        if result.closure_loss is not None:
+            names["_current_fx_name"] = "backward"
+            strategy.backward(result.closure_loss, self._optimizer)
+            names["_current_fx_name"] = before
+        return result.loss
+
+    def _zero_grad(self, module: LightningModule) -> None:
+        progress, trainer = self._loop.optim_progress.optimizer.zero_grad, self._loop.trainer
+        progress.increment_ready()
+        self._loop.hooks.call("on_before_zero_grad", self._optimizer)
+        progress.increment_started()
+        names = module.__dict__
+        before, names["_current_fx_name"] = names["_current_fx_name"], "optimizer_zero_grad"
+        module.optimizer_zero_grad(trainer.current_epoch, self._batch_idx, self._optimizer)
+        names["_current_fx_name"] = before
+        progress.increment_completed()
+
+
+def _scaled(output: Any, divisor: float) -> ClosureResult:
+    if divisor == 1 and isinstance(output, Tensor):
+        return ClosureResult(output)  # no operation for what changes nothing
+    return ClosureResult.from_training_step_output(output, divisor)  # type: ignore[arg-type]
+
+
+def _refuse_none(trainer: Trainer) -> None:
+    if trainer.world_size > 1:
+        raise RuntimeError(
+            "training_step returned None on one of several ranks, which would leave the others waiting for its "
+            "gradients. Return a loss that counts for nothing instead, for example 0 * sum(p.sum() for p in "
+            "self.parameters())."
+        )
+    rank_zero_warn("`training_step` returned `None`: no optimizer step is made for this batch.")
+
+
+class LeanEpochLoop(_TrainingEpochLoop):
+    """One epoch of training; same hooks, results and progress as Lightning's."""
+
+    trainer: Any  # Lightning's connectors give a Trainer most of its attributes, out of sight of type checkers
+    automatic_optimization: LeanOptimization
+    _results: LeanResults
+
+    def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
+        super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
+        self.automatic_optimization = LeanOptimization(trainer)
+        self._results = LeanResults(training=True)
+        self._lean = False
+        self._validates = True
+        self._step_takes_index = True
+        self._moves_batch = True
+        self._since_signal_check = 0
+        self._saved_wave: int | None = None
+        self._wave: int | None = None
+
+    # ---- once an epoch --------------------------------------------------------------------------------------------
+
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        """Find out, once, what the steps of this epoch need."""
+        sampler = self._only_sampler()
+        self._skip_what_was_read(data_fetcher, sampler)
+        super().on_run_start(data_fetcher)
+        trainer = self.trainer
+        module = trainer.lightning_module
+        passes_through = isinstance(trainer.profiler, PassThroughProfiler)
+        self._lean = passes_through and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
+        # Also when a scheduler waits for a monitored value: both come after the batch has ended.
+        self._validates = self._should_check_val_epoch() or any(
+            config.reduce_on_plateau for config in trainer.strategy.lr_scheduler_configs
+        )
+        self.hooks = self.automatic_optimization.hooks = HookTable(trainer)
+        if hasattr(trainer.precision_plugin, "hooks"):
+            trainer.precision_plugin.hooks = self.hooks if passes_through else None
+        self.automatic_optimization.loss_scale = LossScale(
+            sampler,
+            trainer.accumulate_grad_batches,
+            # In manual optimization the user decides what a step is; then each wave stands for itself.
+            whole_step=trainer.global_batch_size is not None and module.automatic_optimization,
+        )
+        self._step_takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        self._moves_batch = type(trainer.precision_plugin).convert_input is not FabricPrecision.convert_input or any(
+            self.hooks.data_overrides(hook)
+            for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+        )
+        if self._lean:
+            data_fetcher._start_profiler = data_fetcher._stop_profiler = _nothing
+
+    def run(self, data_fetcher: _DataFetcher) -> None:
+        """Train for one epoch."""
+        module = self.trainer.lightning_module
+        log_again = RepeatedLog(module, self.trainer, self._results)
+        with log_again.installed():
+            super().run(data_fetcher)
+
+    def _only_sampler(self) -> OrderedSampler | None:
+        loaders = self.trainer.fit_loop._combined_loader.flattened
+        return ordered_sampler(loaders[0]) if len(loaders) == 1 else None
+
+    def _skip_what_was_read(self, data_fetcher: _DataFetcher, sampler: OrderedSampler | None) -> None:
+        """Resuming in mid-epoch: begin after the samples that were read before."""
+        read = self.batch_progress.current.ready
+        if self.restarting and 0 < read < self.trainer.num_training_batches and hasattr(sampler, "load_state_dict"):
+            sampler.load_state_dict({"samples": read * sampler.waves.wave_size})  # type: ignore[union-attr]
+            iter(data_fetcher)
+
+    # ---- once a micro-batch ---------------------------------------------------------------------------------------
+
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        """Train on one micro-batch.
+
+        Raises:
+            StopIteration: if the data or the user (``on_train_batch_start`` returned -1) ended the epoch.
+        """
+        if self.restarting or not self._lean:
+            super().advance(data_fetcher)
+            return
+        trainer, hooks, progress = self.trainer, self.hooks, self.batch_progress
+        self.val_loop.restarting = False
+        batch, _, _ = next(data_fetcher)
+        batch_idx = progress.current.ready
+        progress.is_last_batch = data_fetcher.done
+        batch = self._to_device(batch)
+        progress.increment_ready()
+        connector = trainer._logger_connector
+        connector.on_batch_start(batch)
+        if batch is None:
+            self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+            outputs: Any = None
+        else:
+            response = hooks.call("on_train_batch_start", batch, batch_idx)
+            trainer.strategy.on_train_batch_start(batch, batch_idx)
+            if response == -1:
+                self._end_epoch()
+                raise StopIteration
+            progress.increment_started()
+            if self._is_padding(batch_idx):
+                # It only keeps this rank in step with others and weighs nothing, also in what the user logs of it.
+                with self._results.padding():
+                    outputs = self._optimize(batch, batch_idx)
+            else:
+                outputs = self._optimize(batch, batch_idx)
+        progress.increment_processed()
+        if trainer.strategy.lr_scheduler_configs:
+            self._step_schedulers()
+        hooks.call("on_train_batch_end", outputs, batch, batch_idx)
+        self._record(connector)
+        progress.increment_completed()
+        if self._results:
+            connector.update_train_step_metrics()
+
+    def _is_padding(self, batch_idx: int) -> bool:
+        scale = self.automatic_optimization.loss_scale
+        return scale is not None and scale.divisor(batch_idx) == float("inf")
+
+    def _optimize(self, batch: Any, batch_idx: int) -> Any:
+        args = (batch, batch_idx) if self._step_takes_index else (batch,)
+        trainer = self.trainer
+        if trainer.lightning_module.automatic_optimization:
+            optimizer, stepping = trainer.strategy._optimizers[0], not self._should_accumulate()
+            return self.automatic_optimization.run_lean(optimizer, batch_idx, args, stepping)
+        # The user calls backward; the strategy weighs the loss of a rank that has fewer samples than others.
+        strategy, scale = trainer.strategy, self.automatic_optimization.loss_scale
+        assert scale is not None
+        strategy.loss_factor = trainer.accumulate_grad_batches / scale.divisor(batch_idx)
+        return self.manual_optimization.run(dict(enumerate(args)))  # type: ignore[arg-type]
+
+    def _end_epoch(self) -> None:
+        self.batch_progress.increment_by(0, is_last_batch=True)
+        self.batch_progress.increment_processed()
+        self._step_schedulers()
+
+    def _step_schedulers(self) -> None:
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+    def _record(self, connector: Any) -> None:
+        if self._results:
+            connector.on_batch_end()
+        else:
+            self._results.batch = self._results.batch_size = None
+
+    def _to_device(self, batch: Any) -> Any:
+        trainer = self.trainer
+        if not self._moves_batch and _is_there(batch, trainer.strategy.root_device):
+            return batch
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    # ---- signals --------------------------------------------------------------------------------------------------
+
+    def _broadcast_sigterm_tensor(self) -> None:
+        """Lightning's collective at every step; see the module's docstring."""
+
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        """Validate if it is time, and stop together if any rank was told to."""
+        signals = self.trainer._signal_connector
+        if self._lean and not self._validates:
+            self._end_lean_batch()
+            received = signals.received_sigterm
+        else:
+            # Lightning would raise on this rank alone and leave the others waiting in their next collective.
+            received, signals.received_sigterm = signals.received_sigterm, False
+            try:
+                super().on_advance_end(data_fetcher)
+            finally:
+                received = signals.received_sigterm = signals.received_sigterm or received
+        if self.trainer.world_size > 1:
+            self._agree_on_signal()
+        elif received and not self._is_training_done:
+            raise SIGTERMException
+
+    def _end_lean_batch(self) -> None:
+        self._skip_next_val = False
+        if not self._should_accumulate():
+            self._batches_that_stepped += 1
+        self._save_loggers_on_train_batch_end()
+
+    def _agree_on_signal(self) -> None:
+        self._since_signal_check += 1
+        if self._since_signal_check < _SIGNAL_CHECK_EVERY:
+            return
+        self._since_signal_check = 0
+        if self.trainer.strategy.reduce_boolean_decision(self.trainer.received_sigterm, all=False):
+            raise SIGTERMException
+
+    # ---- progress that survives another layout ----------------------------------------------------------------------
+
+    def set_wave(self, samples: int) -> None:
+        """Tell how many samples all data ranks together read per micro-batch."""
+        self._wave = samples
+        self._rescale()
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """Lightning's state and the number of samples per micro-batch of all ranks."""
+        return {**super().on_save_checkpoint(), "wave_size": self._wave}
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """Take up the state; the counts of micro-batches are converted once this run's layout is known."""
+        super().on_load_checkpoint(state_dict)
+        self._saved_wave = state_dict.get("wave_size")
+
+    def _rescale(self) -> None:
+        if self._saved_wave is None or self._wave is None:
+            return
+        saved, self._saved_wave = self._saved_wave, None
+        for tracker in (self.batch_progress.current, self.batch_progress.total):
+            behind = {name: tracker.ready - getattr(tracker, name) for name in ("started", "processed", "completed")}
+            tracker.ready = tracker.ready * saved // self._wave
+            for name, gap in behind.items():
+                setattr(tracker, name, tracker.ready - gap)
+
+    def reset(self) -> None:
+        """Begin an epoch, or go on with one."""
+        self._rescale()
+        super().reset()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _is_there(batch: Any, device: torch.device) -> bool:
+    """Whether ``batch`` is a tensor, or a plain list, tuple or dict of tensors, on ``device`` already."""
+    if isinstance(batch, Tensor):
+        return batch.device == device
+    kind = type(batch)
+    items = batch.values() if kind is dict else batch if kind in (list, tuple) else ()
+    return bool(items) and all(isinstance(item, Tensor) and item.device == device for item in items)

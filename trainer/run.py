@@ -1,0 +1,154 @@
+"""From a composed configuration to a finished run."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.trainer.launch.external import agree
+from trainwright.trainer.launch.interrupt import Interrupted
+from trainwright.trainer.launch.launcher import Launcher, detect_launcher
+from trainwright.trainer.launch.watch import ShutdownWatch
+from trainwright.trainer.problems import ConfigError
+from trainwright.trainer.run_directory import LAST, default_run_dir, write_config
+from trainwright.trainer.validate import Surroundings, find_last_checkpoint, resolve_devices, validate
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What is left of a run.
+
+    Attributes:
+        run_dir: where everything it wrote is.
+        metrics: the last value of every metric that was logged, by name.
+    """
+
+    run_dir: Path
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def run(cfg: DictConfig, verb: str = "fit") -> RunResult:
+    """Check a configuration, make its run directory and run it, on as many processes as it asks for.
+
+    With one device everything happens in this process, so that a debugger works. With several, this process starts and
+    watches the ranks. Under torchrun or SLURM this process is one rank, and what rank 0 was given counts for all.
+
+    Args:
+        cfg: as `trainwright.compose` returns it; not changed.
+        verb: fit, validate, test or predict.
+
+    Raises:
+        ConfigError: with everything that is wrong with the configuration; no process was started.
+        RankError: if a rank failed; all others have ended.
+        Interrupted: if this process was told to end by a signal; all ranks have ended.
+    """
+    launcher = detect_launcher()
+    if launcher is not None:
+        agreed = agree(launcher, lambda: prepare(cfg, verb, launcher))
+        if agreed is None:
+            raise ConfigError(["rank 0 has refused the configuration; its message says why"])
+        return launch(agreed, verb, launcher)
+    return launch(prepare(cfg, verb), verb)
+
+
+def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None) -> DictConfig:
+    """Check a configuration, decide and make the run directory, write config.yaml there.
+
+    Returns:
+        The resolved configuration: without interpolations, `run_dir`, `devices` and `ckpt_path` final.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    planned, problems = plan(cfg, verb, launcher)
+    if problems:
+        raise ConfigError(problems)
+    resolved = OmegaConf.create(OmegaConf.to_container(planned, resolve=True))
+    assert isinstance(resolved, DictConfig)
+    try:
+        write_config(resolved)
+    except OSError as error:
+        raise ConfigError([f"run_dir={resolved.run_dir}: {error.strerror}; type another run_dir=..."]) from error
+    return resolved
+
+
+def plan(cfg: DictConfig, verb: str, launcher: Launcher | None = None) -> tuple[DictConfig, list[str]]:
+    """Decide what the user left open, and find everything that is wrong; nothing is written.
+
+    Returns:
+        A copy of the configuration with run_dir, ckpt_path and devices decided, and the problems.
+    """
+    cfg = cfg.copy()
+    OmegaConf.set_readonly(cfg, False)
+    problems: list[str] = []
+    if cfg.ckpt_path == LAST:
+        found, problems = find_last_checkpoint(cfg)
+        cfg.ckpt_path = None if found is None else str(found)
+    elif cfg.ckpt_path is not None:
+        cfg.ckpt_path = str(cfg.ckpt_path) if "://" in cfg.ckpt_path else str(Path(cfg.ckpt_path).expanduser())
+    run_dir = cfg.run_dir or default_run_dir("unnamed" if OmegaConf.is_missing(cfg, "name") else cfg.name)
+    cfg.run_dir = str(Path(run_dir).expanduser())
+    problems += validate(cfg, Surroundings(verb, None if launcher is None else launcher.world_size))
+    if not problems:
+        if launcher is not None:
+            cfg.devices = launcher.local_world_size
+            cfg.nodes = launcher.world_size // launcher.local_world_size
+        else:
+            cfg.devices = resolve_devices(cfg)
+    return cfg, problems
+
+
+def launch(cfg: DictConfig, verb: str, launcher: Launcher | None = None, *, own_processes: bool = False) -> RunResult:
+    """Run a prepared configuration.
+
+    Args:
+        cfg: as `prepare` returns it.
+        verb: fit, validate, test or predict.
+        launcher: what has started this process as a rank; None when it is to start ranks itself.
+        own_processes: start a process even for a single rank (a sweep does: one job leaves nothing to the next).
+    """
+    if launcher is None and (cfg.devices > 1 or own_processes):
+        from trainwright.trainer.launch.local import launch_local
+
+        metrics = launch_local(cfg, verb)
+    else:
+        metrics = _run_here(cfg, verb)
+    return RunResult(Path(cfg.run_dir), metrics)
+
+
+def _run_here(cfg: DictConfig, verb: str) -> dict[str, float]:
+    """Run in this process, and turn its ways of being interrupted into one."""
+    from trainwright.trainer.worker import run_verb
+
+    seen: list[BaseException] = []
+    stop = _watch(cfg.launch.grace_seconds)
+    try:
+        return run_verb(cfg, verb, on_exception=seen.append)
+    except KeyboardInterrupt:
+        raise Interrupted(signal.SIGINT) from None
+    except SystemExit:
+        # Lightning answers Ctrl-C with exit code 1; a shell expects 130.
+        if any(isinstance(error, KeyboardInterrupt) for error in seen):
+            raise Interrupted(signal.SIGINT) from None
+        raise
+    finally:
+        stop()
+
+
+def _watch(grace_seconds: float) -> Callable[[], None]:
+    """Watch this process for signals; returns how to stop that."""
+    if threading.current_thread() is not threading.main_thread() or os.name != "posix":
+        return lambda: None
+    previous = signal.getsignal(signal.SIGINT)
+    watch = ShutdownWatch(grace_seconds)
+    watch.start()
+
+    def stop() -> None:
+        watch.stop()
+        signal.signal(signal.SIGINT, previous)  # Lightning ignores SIGINT from the first Ctrl-C on
+
+    return stop

@@ -1,0 +1,100 @@
+"""The run directory: decided once by the launching process, and where a run is found again.
+
+runs/<name>/<date>_<time>/
+    config.yaml        the resolved configuration
+    metrics.csv        everything logged, one row per logged step
+    events.out.*       the same for TensorBoard
+    checkpoints/       written by the checkpoint group
+    logs/rank_<n>.log  what rank n had to say (rank 0 also speaks to the terminal)
+    predictions.pt     written by `predict`
+"""
+
+import os
+from datetime import datetime
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+RUNS = Path("runs")
+CONFIG_FILE = "config.yaml"
+CHECKPOINTS = "checkpoints"
+LAST = "last"
+
+
+def default_run_dir(name: str, now: datetime | None = None) -> Path:
+    """`runs/<name>/<date>_<time>`, with a number behind it when that second already has a run."""
+    return _free(RUNS / name / timestamp(now))
+
+
+def timestamp(now: datetime | None = None) -> str:
+    """Local time as a directory name that sorts: 2026-01-31_14-05-09."""
+    return (now or datetime.now()).strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def holds_run(run_dir: Path) -> bool:
+    """Whether a run was started in this directory before."""
+    return (run_dir / CONFIG_FILE).is_file()
+
+
+def write_config(cfg: DictConfig) -> Path:
+    """Make the run directory and write the resolved configuration there, whole or not at all.
+
+    A run that goes on in its own directory keeps what was there: the old config.yaml and metrics.csv are renamed to
+    config.1.yaml, metrics.1.csv and so on, since the loggers would overwrite them.
+
+    Returns:
+        The path of the written file.
+    """
+    run_dir = Path(cfg.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for name in (CONFIG_FILE, "metrics.csv"):
+        _keep(run_dir / name)
+    path = run_dir / CONFIG_FILE
+    partial = path.with_suffix(".yaml.partial")
+    partial.write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def read_config(run_dir: Path | str) -> DictConfig:
+    """The configuration of a run, as its launching process wrote it."""
+    cfg = OmegaConf.load(Path(run_dir) / CONFIG_FILE)
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint of a run that was written last; None when there is none.
+
+    `last.ckpt` is followed to the checkpoint it stands for, so that the name says which step it is.
+    """
+    folder = run_dir / CHECKPOINTS
+    found = [path for path in folder.glob("*.ckpt") if path.exists()] if folder.is_dir() else []
+    if not found:
+        return None
+    newest = max(found, key=lambda path: path.stat().st_mtime_ns)
+    return folder / newest.resolve().name if newest.is_symlink() else newest
+
+
+def newest_run_with_checkpoint(name: str) -> Path | None:
+    """The newest directory under runs/<name>/ that has a checkpoint; None when there is none."""
+    folder = RUNS / name
+    runs = sorted((path for path in folder.iterdir() if path.is_dir()), reverse=True) if folder.is_dir() else []
+    return next((path for path in runs if newest_checkpoint(path) is not None), None)
+
+
+def _free(path: Path) -> Path:
+    candidate, number = path, 1
+    while candidate.exists():
+        candidate = path.with_name(f"{path.name}-{number}")
+        number += 1
+    return candidate
+
+
+def _keep(path: Path) -> None:
+    number = 1
+    while path.exists():
+        kept = path.with_name(f"{path.stem}.{number}{path.suffix}")
+        if not kept.exists():
+            path.rename(kept)
+        number += 1

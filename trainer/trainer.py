@@ -1,0 +1,297 @@
+"""``trainwright.Trainer``: Lightning's Trainer on any layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn, has_iterable_dataset, sized_len
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.trainer.connectors.accelerator_connector import _select_auto_accelerator
+from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch.utils.data import DataLoader
+
+from trainwright.strategies.precision import AutocastPrecision
+from trainwright.strategies.registry import make_strategy, strategy_names, strategy_target
+from trainwright.trainer.batch import GlobalBatch, solve_accumulation
+from trainwright.trainer.data_order import (
+    DealtBatchSampler,
+    EpochOrder,
+    RankBatchSampler,
+    can_order,
+    has_plain_batches,
+    replace_batches,
+    seed_of_run,
+)
+from trainwright.trainer.evaluation import ExactEvaluationLoop, OrderedPredictionLoop
+from trainwright.trainer.even import EvenLoader
+from trainwright.trainer.loop import LeanEpochLoop
+from trainwright.trainer.signals import FlagOnSignal
+
+
+class Trainer(LightningTrainer):
+    """Trains a ``LightningModule`` on any layout of devices.
+
+    Args:
+        strategy: a name (``"auto"``, ``"single"``, ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``), one of
+            Lightning's own names, or a strategy object. ``"auto"`` is one device, or DDP on several.
+        global_batch_size: samples per optimizer step, the same under every layout; the number of accumulated
+            micro-batches follows from it, the loader's batch size and the number of data ranks. ``None`` (off) keeps
+            Lightning's meaning: the loader's batch size per rank, times ``accumulate_grad_batches``.
+        data_seed: seed of the order of samples, which depends on it and the epoch alone. ``None`` takes the seed of
+            ``seed_everything``, or 0.
+        error_if_nonfinite: stop with an error when ``gradient_clip_val`` meets a norm that is NaN or infinite; off by
+            default, as in Lightning.
+        **kwargs: everything that ``lightning.pytorch.Trainer`` takes, with the same meaning.
+
+    Raises:
+        ValueError: if an argument is impossible, alone or with another.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: str | Strategy = "auto",
+        global_batch_size: int | None = None,
+        data_seed: int | None = None,
+        error_if_nonfinite: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        _check_batch_options(global_batch_size, kwargs)
+        kwargs.update(_fp16_on_cpu(kwargs))
+        super().__init__(strategy=_resolve(strategy, kwargs), **kwargs)
+        self.global_batch_size = global_batch_size
+        self.global_batch: GlobalBatch | None = None
+        self._data_seed = data_seed
+        self._agreement_group: dist.ProcessGroup | None = None
+        _set_error_if_nonfinite(self, error_if_nonfinite)
+        self._use_own_loops(inference_mode=kwargs.get("inference_mode", True))
+        self._use_own_connectors()
+
+    def _use_own_loops(self, inference_mode: bool) -> None:
+        # Parameters gathered under inference_mode could not be trained with afterwards.
+        inference_mode = inference_mode and not getattr(self.strategy, "forward_is_collective", False)
+        old = self.fit_loop.epoch_loop
+        self.fit_loop.epoch_loop = LeanEpochLoop(self, old.min_steps, old.max_steps)
+
+        def evaluation(fn: TrainerFn, stage: RunningStage, verbose: bool, inference: bool) -> ExactEvaluationLoop:
+            return ExactEvaluationLoop(self, fn, stage, verbose=verbose, inference_mode=inference)
+
+        validating, testing = RunningStage.VALIDATING, RunningStage.TESTING
+        self.fit_loop.epoch_loop.val_loop = evaluation(TrainerFn.FITTING, validating, False, False)
+        self.validate_loop = evaluation(TrainerFn.VALIDATING, validating, self.validate_loop.verbose, inference_mode)
+        self.test_loop = evaluation(TrainerFn.TESTING, testing, self.test_loop.verbose, inference_mode)
+        self.predict_loop = OrderedPredictionLoop(self, inference_mode=inference_mode)
+
+    def _use_own_connectors(self) -> None:
+        data, signals = OrderedDataConnector(self), FlagOnSignal(self)
+        data.__dict__.update(self._data_connector.__dict__)
+        signals.__dict__.update(self._signal_connector.__dict__)
+        self._data_connector, self._signal_connector = data, signals
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the order of samples."""
+        return seed_of_run() if self._data_seed is None else self._data_seed
+
+    def settle_global_batch(self, micro_batch_size: int, data_ranks: int) -> int:
+        """Fix the accumulation once the loader's batch size is known.
+
+        Returns:
+            Micro-batches per optimizer step.
+
+        Raises:
+            ValueError: if ``global_batch_size`` cannot be made of such micro-batches.
+        """
+        if self.global_batch_size is not None:
+            self.accumulate_grad_batches = solve_accumulation(self.global_batch_size, micro_batch_size, data_ranks)
+            self._refuse_manual_accumulation(micro_batch_size * data_ranks)
+        self.global_batch = GlobalBatch(micro_batch_size, self.accumulate_grad_batches, data_ranks)
+        return self.accumulate_grad_batches
+
+    def _refuse_manual_accumulation(self, wave_size: int) -> None:
+        if self.accumulate_grad_batches > 1 and not self.lightning_module.automatic_optimization:
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} needs {self.accumulate_grad_batches} accumulated "
+                "micro-batches, but the module optimizes manually and steps when it likes. "
+                f"Set global_batch_size={wave_size}, or leave it out and accumulate in training_step."
+            )
+
+    def agreement_group(self) -> dist.ProcessGroup:
+        """A gloo group of all ranks for agreements that must not wait for the collectives of training."""
+        if self._agreement_group is None:
+            self._agreement_group = dist.new_group(backend="gloo")
+        return self._agreement_group
+
+    def _teardown(self) -> None:
+        super()._teardown()
+        self._agreement_group = None
+
+
+class OrderedDataConnector(_DataConnector):
+    """Deals samples to ranks in an order that does not depend on the layout, in place of Lightning's sampler."""
+
+    trainer: Trainer
+
+    def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        strategy = self.trainer.strategy
+        ranks, rank = getattr(strategy, "num_data_ranks", None), getattr(strategy, "data_rank", 0)
+        training = mode == RunningStage.TRAINING
+        if ranks is None or not self.trainer._accelerator_connector.use_distributed_sampler:
+            loader = super()._prepare_dataloader(dataloader, shuffle, mode)
+            if training and isinstance(loader, DataLoader) and loader.batch_size:
+                self.trainer.settle_global_batch(loader.batch_size, ranks or self.trainer.world_size)
+            return self._even(loader, ranks, training)
+        if not can_order(dataloader):
+            loader = super()._prepare_dataloader(dataloader, shuffle, mode)
+            self._settle_other(loader, ranks, training)
+            return self._even(loader, ranks, training)
+        assert isinstance(dataloader, DataLoader)
+        _check_enough_samples(dataloader, ranks, mode)
+        return self._deal(dataloader, rank, ranks, mode)
+
+    def _deal(self, loader: DataLoader[Any], rank: int, ranks: int, mode: RunningStage) -> DataLoader[Any]:
+        trainer, training = self.trainer, mode == RunningStage.TRAINING
+        seed = trainer.data_seed
+        if not has_plain_batches(loader):
+            self._settle_other(loader, ranks, training)
+            return replace_batches(loader, DealtBatchSampler(loader.batch_sampler, seed, rank, ranks), mode)
+        micro = loader.batch_sampler.batch_size  # type: ignore[union-attr]
+        group = trainer.settle_global_batch(micro, ranks) if training else 0
+        if training:
+            trainer.fit_loop.epoch_loop.set_wave(micro * ranks)  # type: ignore[attr-defined]
+        drop_last = loader.drop_last and mode != RunningStage.PREDICTING
+        order = EpochOrder(loader.sampler, seed)
+        if trainer.global_batch_size is None:
+            group = min(group, 1)
+        sampler = RankBatchSampler(order, micro, rank, ranks, group, drop_last)
+        sampler.consumed = lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        dealt = replace_batches(loader, sampler, mode)
+        if training:
+            # By these Lightning knows that the loader can go on in mid-epoch.
+            dealt.state_dict, dealt.load_state_dict = sampler.state_dict, sampler.load_state_dict
+        return dealt
+
+    def _settle_other(self, loader: object, ranks: int, training: bool) -> None:
+        """Global batch of a loader whose batches we do not cut."""
+        if not training:
+            return
+        batch_size = getattr(loader, "batch_size", None) or getattr(
+            getattr(loader, "batch_sampler", None), "batch_size", None
+        )
+        if batch_size is not None:
+            self.trainer.settle_global_batch(int(batch_size), ranks)
+        elif self.trainer.global_batch_size is not None:
+            raise ValueError(
+                f"global_batch_size={self.trainer.global_batch_size} needs a training loader with a batch size, but "
+                f"{type(loader).__name__} has none that can be read (batch_size). "
+                "Give the DataLoader a batch_size, or leave global_batch_size out and set accumulate_grad_batches."
+            )
+
+    def _even(self, loader: object, ranks: int | None, training: bool) -> object:
+        """Keep ranks in step over loaders that may have unequal lengths."""
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        if ranks is None or not several:
+            return loader
+        is_unknown = sized_len(loader) is None
+        lengths = torch.tensor([-1.0 if is_unknown else float(sized_len(loader) or 0)])
+        smallest = lengths.clone()
+        group = self.trainer.agreement_group()
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(lengths, op=dist.ReduceOp.MAX, group=group)
+        if smallest.item() == lengths.item() and not is_unknown and not has_iterable_dataset(loader):
+            return loader
+        _auto_add_worker_init_fn(loader, self.trainer.global_rank)
+        return EvenLoader(loader, group, pad=not training)
+
+
+def _check_enough_samples(loader: DataLoader[Any], ranks: int, mode: RunningStage) -> None:
+    samples = sized_len(loader.dataset)
+    if mode == RunningStage.TRAINING and samples is not None and samples < ranks:
+        raise ValueError(
+            f"The training data set has {samples} sample(s), fewer than the {ranks} data ranks, so some rank would "
+            f"have nothing to learn from. Use at most devices={max(samples, 1)}, or a larger data set."
+        )
+
+
+def _check_batch_options(global_batch_size: int | None, kwargs: dict[str, Any]) -> None:
+    if global_batch_size is None:
+        return
+    problems = []
+    if not isinstance(global_batch_size, int) or global_batch_size < 1:
+        problems.append(f"global_batch_size={global_batch_size!r} (allowed: a whole number of samples, 1 or more)")
+    if kwargs.get("accumulate_grad_batches", 1) != 1:
+        problems.append(
+            f"accumulate_grad_batches={kwargs['accumulate_grad_batches']} together with global_batch_size="
+            f"{global_batch_size} (give one of them: the accumulation follows from the global batch)"
+        )
+    callbacks = kwargs.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+        problems.append("GradientAccumulationScheduler together with global_batch_size (give one of them)")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _resolve(strategy: str | Strategy, kwargs: dict[str, Any]) -> str | Strategy:
+    if not isinstance(strategy, str):
+        return strategy
+    if strategy == "auto":
+        count = _device_count(kwargs)
+        if count is None:
+            return strategy
+        return make_strategy("single" if count == 1 else "ddp")  # type: ignore[no-any-return]
+    if strategy in strategy_names():
+        return make_strategy(strategy)  # type: ignore[no-any-return]
+    if strategy not in StrategyRegistry.available_strategies():
+        strategy_target(strategy)  # raises, naming what there is
+    return strategy
+
+
+def _accelerator_name(kwargs: dict[str, Any]) -> str | None:
+    accelerator = kwargs.get("accelerator", "auto")
+    if accelerator == "auto":
+        return _select_auto_accelerator()
+    return accelerator if isinstance(accelerator, str) else None
+
+
+def _device_count(kwargs: dict[str, Any]) -> int | None:
+    """Number of devices of the run; ``None`` where Lightning is to choose (accelerators that we know nothing of)."""
+    name = _accelerator_name(kwargs)
+    name = "cuda" if name == "gpu" and torch.cuda.is_available() else name
+    if name not in ("cpu", "cuda"):
+        return None
+    accelerator = AcceleratorRegistry[name]["accelerator"]
+    devices = kwargs.get("devices", "auto")
+    devices = accelerator.auto_device_count() if devices == "auto" else devices
+    if devices in ([], 0, "0"):
+        return None  # Lightning's own error
+    parsed = accelerator.parse_devices(devices)
+    return len(accelerator.get_parallel_devices(parsed)) * int(kwargs.get("num_nodes", 1))
+
+
+def _fp16_on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Lightning turns fp16 on CPU into bf16; torch can do it, so what was asked for is what is done."""
+    if str(kwargs.get("precision")) not in ("16-mixed", "16") or _accelerator_name(kwargs) != "cpu":
+        return {}
+    plugins = kwargs.get("plugins") or []
+    plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
+    return {"precision": None, "plugins": [*plugins, AutocastPrecision("16-mixed", "cpu")]}
+
+
+def _set_error_if_nonfinite(trainer: Trainer, error_if_nonfinite: bool) -> None:
+    if not error_if_nonfinite:
+        return
+    plugin = trainer.precision_plugin
+    if not hasattr(plugin, "error_if_nonfinite"):
+        raise ValueError(
+            f"error_if_nonfinite=True is not supported with {type(plugin).__name__} and "
+            f"{type(trainer.strategy).__name__}. Use one of the strategies {', '.join(strategy_names())} "
+            "with precision 32, bf16-mixed, bf16-true or 16-mixed."
+        )
+    plugin.error_if_nonfinite = True

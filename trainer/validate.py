@@ -1,0 +1,388 @@
+"""Everything that can be known to be wrong before a process starts, found in one pass.
+
+Each check is a function from the configuration to a list of problems, each with what was given, what is allowed and
+what to type instead. `validate` runs them all and hands back all that they found.
+"""
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from trainwright.strategies.layout import Layout
+from trainwright.trainer.batch import solve_accumulation
+from trainwright.trainer.config import ACCELERATORS, PRECISIONS
+from trainwright.trainer.machine import num_gpus, port_is_taken
+from trainwright.trainer.problems import did_you_mean
+from trainwright.trainer.run_directory import LAST, holds_run, newest_checkpoint, newest_run_with_checkpoint
+from trainwright.trainer.targets import problem_of_target, targets_in
+
+VERBS = ("fit", "validate", "test", "predict")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a configuration is held against.
+
+    Attributes:
+        verb: fit, validate, test or predict.
+        world_size: number of ranks that torchrun or SLURM has started; None when this command starts them.
+    """
+
+    verb: str = "fit"
+    world_size: int | None = None
+
+
+def validate(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    """All problems of a composed configuration whose run directory is decided; empty when it can run.
+
+    Args:
+        cfg: as `compose` returns it, with `run_dir` set.
+        surroundings: the verb and the launcher.
+    """
+    problems = _missing_values(cfg)
+    cfg = _without_missing(cfg)
+    try:
+        plain = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        return [*problems, f"the configuration refers to what is not there: {str(error).splitlines()[0]}"]
+    resolved = OmegaConf.create(plain)
+    assert isinstance(resolved, DictConfig)
+    for check in _CHECKS:
+        problems += check(resolved, surroundings)
+    problems += _targets(plain)
+    return problems + _checks_of_recipe(resolved, surroundings, in_order=not problems)
+
+
+def resolve_devices(cfg: DictConfig) -> int:
+    """Ranks on this machine: `devices`, where auto is all GPUs, or one rank on the CPU."""
+    if cfg.devices == "auto":
+        return max(1, num_gpus()) if cfg.accelerator != "cpu" else 1
+    return int(cfg.devices)
+
+
+def layout_of(strategy: Any) -> Layout | None:
+    """The layout that a strategy's configuration asks for; None for a class whose layout only it knows."""
+    if "shard" in strategy or "replicate" in strategy:
+        return Layout(replicate=strategy.get("replicate", 1), shard=strategy.get("shard", 1))
+    target = str(strategy.get("_target_", ""))
+    if target.endswith("SingleDeviceStrategy"):
+        return Layout()
+    return Layout(replicate=-1) if target.endswith("DDPStrategy") else None
+
+
+def num_data_ranks(cfg: DictConfig, world_size: int) -> int:
+    """Ranks that read different samples, for a configuration that `validate` found possible."""
+    layout = layout_of(cfg.strategy)
+    return layout.resolve(world_size).data_ranks if layout is not None else world_size
+
+
+def world_size_of(cfg: DictConfig, surroundings: Surroundings) -> int:
+    """Number of ranks of the run."""
+    return surroundings.world_size or resolve_devices(cfg) * cfg.nodes
+
+
+def _missing_values(cfg: DictConfig) -> list[str]:
+    missing = sorted(_missing_keys(OmegaConf.to_container(cfg, resolve=False)))
+    if "name" in missing:
+        return ["name has no value; the recipe sets it, for example name: mine (its runs then lie under runs/mine/)"]
+    return [f"{key} has no value, but {cfg.name} needs one; type {key}=..." for key in missing]
+
+
+def _missing_keys(node: Any, path: str = "") -> Iterator[str]:
+    """Dotted keys whose own value is missing. (OmegaConf.missing_keys fails where another refers to nothing.)"""
+    if node == MISSING:
+        yield path
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in children:
+        here = f"[{key}]" if isinstance(node, list) else f".{key}" if path else str(key)
+        yield from _missing_keys(value, path + here)
+
+
+def _without_missing(cfg: DictConfig) -> DictConfig:
+    """A copy with null in the place of missing values, so that the rest can be checked."""
+    cfg = cfg.copy()
+    with open_dict(cfg):
+        for key in list(_missing_keys(OmegaConf.to_container(cfg, resolve=False))):
+            OmegaConf.update(cfg, key, "unnamed" if key == "name" else None)
+    return cfg
+
+
+def _whole_numbers(cfg: DictConfig, _: Surroundings) -> list[str]:
+    smallest = {"nodes": 1, "max_steps": 0, "max_epochs": 0, "global_batch_size": 1, "micro_batch_size": 1, "seed": 0}
+    problems = [
+        f"{key}={cfg[key]}: must be a whole number of at least {least}"
+        + (", or null for no limit" if "max_" in key else "")
+        for key, least in smallest.items()
+        if cfg[key] is not None and cfg[key] < least
+    ]
+    if cfg.nodes >= 1 and not _has_world_size(cfg):
+        problems.append(f"devices={cfg.devices}: must be a whole number of at least 1, or auto; type devices=1")
+    if cfg.accumulation.steps is not None and cfg.accumulation.steps < 1:
+        problems.append(f"accumulation.steps={cfg.accumulation.steps}: must be at least 1; 1 is no accumulation")
+    if not str(cfg.name).strip() or any(sign in str(cfg.name) for sign in "/\\\0"):
+        problems.append(f"name={cfg.name!r}: becomes the name of a directory; type letters, digits, - and _")
+    return problems
+
+
+def _known_words(cfg: DictConfig, _: Surroundings) -> list[str]:
+    words: list[tuple[str, Any, tuple[str | int, ...], str]] = [
+        ("accelerator", cfg.accelerator, ACCELERATORS, "accelerators"),
+        ("precision", cfg.precision, PRECISIONS, "precisions"),
+        ("launch.kind", cfg.launch.kind, ("local", "torchrun"), "kinds"),
+    ]
+    for key, allowed in (
+        ("activation_checkpointing", ("none", "full", "selective")),
+        ("offload", ("none", "optimizer", "parameters")),
+        ("stage", (1, 2, 3)),
+    ):
+        if key in cfg.strategy:
+            words.append((f"strategy.{key}", cfg.strategy[key], allowed, "choices"))
+    algorithm = cfg.trainer.gradient_clip_algorithm
+    if algorithm is not None:
+        words.append(("trainer.gradient_clip_algorithm", algorithm, ("norm", "value"), "algorithms"))
+    return [
+        f"{key}={given}: unknown; {did_you_mean(str(given), [str(word) for word in allowed], kind)}"
+        for key, given, allowed, kind in words
+        if given not in allowed
+    ]
+
+
+def _devices_there(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    if surroundings.world_size is not None or cfg.accelerator not in ("auto", "gpu"):
+        return []
+    gpus = num_gpus()
+    if gpus == 0:
+        if cfg.accelerator == "auto":
+            return []
+        return ["accelerator=gpu: torch finds no GPU on this machine; type accelerator=cpu"]
+    if cfg.devices == "auto" or not isinstance(cfg.devices, int) or cfg.devices <= gpus:
+        return []
+    counted = "one GPU" if gpus == 1 else f"{gpus} GPUs"
+    return [f"devices={cfg.devices} on a machine with {counted}; type devices={gpus}, or accelerator=cpu"]
+
+
+def _launcher(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    started = surroundings.world_size
+    if started is None:
+        return _own_launch(cfg)
+    if cfg.devices == "auto" or not isinstance(cfg.devices, int) or started == cfg.devices * cfg.nodes:
+        return []
+    return [
+        f"devices={cfg.devices} nodes={cfg.nodes} make {cfg.devices * cfg.nodes} rank(s), but the launcher has started "
+        f"{started}; give both the same numbers, or type devices=auto to take what the launcher starts"
+    ]
+
+
+def _own_launch(cfg: DictConfig) -> list[str]:
+    problems = []
+    if cfg.launch.kind == "torchrun":
+        problems.append(
+            "launch=torchrun: no launcher has started this process; type torchrun --nproc-per-node="
+            f"{cfg.devices} -m trainwright ... (or srun), or launch=local"
+        )
+    elif cfg.nodes > 1:
+        problems.append(
+            f"nodes={cfg.nodes}: this command starts the ranks of one machine; on several, type on each of them "
+            f"torchrun --nnodes={cfg.nodes} --nproc-per-node={cfg.devices} -m trainwright ... (or use srun)"
+        )
+    port = cfg.launch.port
+    if port is not None and not 1 <= port <= 65535:
+        problems.append(f"launch.port={port}: must be 1 to 65535; leave it out to have a free one picked")
+    elif port is not None and port_is_taken(port):
+        problems.append(
+            f"launch.port={port} is taken by another process on 127.0.0.1; leave launch.port out to have a free one "
+            "picked"
+        )
+    return problems
+
+
+def _has_world_size(cfg: DictConfig) -> bool:
+    """Whether devices and nodes are possible numbers, so that a layout can be held against their product."""
+    return cfg.nodes >= 1 and (cfg.devices == "auto" or (isinstance(cfg.devices, int) and cfg.devices >= 1))
+
+
+def _layout(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    if not _has_world_size(cfg):
+        return []  # refused as numbers
+    world_size = world_size_of(cfg, surroundings)
+    if str(cfg.strategy.get("_target_", "")).endswith("SingleDeviceStrategy"):
+        if world_size == 1:
+            return []
+        return [
+            f"strategy=single trains on one device, but devices={cfg.devices} nodes={cfg.nodes} make {world_size}; "
+            "type devices=1, or strategy=ddp (or zero1, zero2, zero3)"
+        ]
+    try:
+        layout = layout_of(cfg.strategy)
+        if layout is not None:
+            layout.resolve(world_size)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _batch(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    if cfg.global_batch_size is None:
+        return []
+    if cfg.accumulation.steps is not None:
+        return [
+            f"global_batch_size={cfg.global_batch_size} and accumulation.steps={cfg.accumulation.steps}: each decides "
+            "the other; leave one out (accumulation=auto, or global_batch_size=null)"
+        ]
+    if cfg.micro_batch_size is None or min(cfg.micro_batch_size, cfg.global_batch_size) < 1:
+        return []
+    if not _has_world_size(cfg) or _layout(cfg, surroundings):
+        return []  # without a layout there is no number of data ranks to divide by
+    ranks = num_data_ranks(cfg, world_size_of(cfg, surroundings))
+    try:
+        solve_accumulation(cfg.global_batch_size, cfg.micro_batch_size, ranks)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _strategy_options(cfg: DictConfig, _: Surroundings) -> list[str]:
+    strategy, problems = cfg.strategy, []
+    if "_target_" not in strategy:
+        problems.append("strategy: names no class; a yaml of the group strategy needs _target_: package.module.Class")
+    if strategy.get("offload") == "parameters" and strategy.get("stage") != 3:
+        problems.append(
+            f"strategy.offload=parameters with stage {strategy.get('stage')}: only stage 3 shards parameters; type "
+            "strategy=zero3, or strategy.offload=optimizer"
+        )
+    mode, modules = strategy.get("activation_checkpointing", "none"), strategy.get("checkpoint_modules")
+    if mode == "selective" and not modules:
+        problems.append(
+            "strategy.activation_checkpointing=selective: which modules? Type "
+            "'strategy.checkpoint_modules=[model.layers.*.mlp]', or activation_checkpointing=full for all blocks"
+        )
+    if mode in ("none", "full") and modules:
+        problems.append(
+            f"strategy.checkpoint_modules with activation_checkpointing={mode}: is read with selective only; type "
+            "strategy.activation_checkpointing=selective, or leave strategy.checkpoint_modules out"
+        )
+    return problems
+
+
+def _ends(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    limited = cfg.max_steps is not None or cfg.max_epochs is not None or cfg.trainer.max_time is not None
+    if surroundings.verb != "fit" or limited or cfg.trainer.fast_dev_run:
+        return []
+    return ["max_steps and max_epochs are both null, so the run would never end; type max_steps=1000 or max_epochs=10"]
+
+
+def _run_dir(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    run_dir = Path(cfg.run_dir)
+    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        return [f"run_dir={run_dir}: {existing} is a file; type another run_dir=..."]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"run_dir={run_dir}: {existing} is not writable for this user; type another run_dir=..."]
+    if surroundings.verb == "fit" and holds_run(run_dir) and not _continues(cfg, run_dir):
+        return [f"run_dir={run_dir}: holds a run already; type ckpt_path=last to go on from it, or another run_dir=..."]
+    return []
+
+
+def _continues(cfg: DictConfig, run_dir: Path) -> bool:
+    return cfg.ckpt_path is not None and Path(cfg.ckpt_path).absolute().is_relative_to(run_dir.absolute())
+
+
+def _checkpoint_there(cfg: DictConfig, _: Surroundings) -> list[str]:
+    if cfg.ckpt_path is None or Path(cfg.ckpt_path).exists():
+        return []
+    if "://" in str(cfg.ckpt_path):
+        return [f"ckpt_path={cfg.ckpt_path}: only local paths are read; fetch the file, then type its path"]
+    run = newest_run_with_checkpoint(cfg.name)
+    newest = newest_checkpoint(run) if run is not None else None
+    advice = f"the newest of {cfg.name}: ckpt_path={newest}" if newest else f"{cfg.name} has none under runs/ yet"
+    return [f"ckpt_path={cfg.ckpt_path}: there is no such file or folder; {advice}"]
+
+
+def find_last_checkpoint(cfg: DictConfig) -> tuple[Path | None, list[str]]:
+    """What `ckpt_path=last` stands for: the newest checkpoint of `run_dir` if that is given, else of this recipe.
+
+    Returns:
+        The path, or None with the problem to report.
+    """
+    if cfg.run_dir is not None:
+        run_dir = Path(cfg.run_dir)
+        found = newest_checkpoint(run_dir)
+        if found is None:
+            return None, [
+                f"ckpt_path={LAST}: there is no checkpoint in {run_dir}/checkpoints; leave it out to start afresh"
+            ]
+        return found, []
+    run = newest_run_with_checkpoint(cfg.name)
+    if run is None:
+        return None, [
+            f"ckpt_path={LAST}: no run of {cfg.name} under runs/{cfg.name}/ has a checkpoint; leave ckpt_path out to "
+            "start afresh, or type ckpt_path=<path>"
+        ]
+    return newest_checkpoint(run), []
+
+
+def _module_given(cfg: DictConfig, _: Surroundings) -> list[str]:
+    if "_target_" in cfg.module:
+        return []
+    return ["module: names no class; the recipe sets it: module: {_target_: package.module.YourLightningModule}"]
+
+
+def _callbacks_named(cfg: DictConfig, _: Surroundings) -> list[str]:
+    return [
+        f"{group}.{name}: names no class; write _target_: package.module.Class, or {group}.{name}=null to leave it out"
+        for group in ("callbacks", "checkpoint", "monitor", "logger")
+        for name, value in cfg[group].items()
+        if value is not None and not (isinstance(value, DictConfig) and "_target_" in value)
+    ]
+
+
+def _targets(plain: Any) -> Iterator[str]:
+    for key, target in targets_in(plain):
+        problem = problem_of_target(key, target)
+        if problem is not None:
+            yield problem
+
+
+def _checks_of_recipe(cfg: DictConfig, surroundings: Surroundings, in_order: bool) -> list[str]:
+    """Run the functions under `checks`, even when something else is wrong, so that all is said at once."""
+    try:
+        ranks = num_data_ranks(cfg, world_size_of(cfg, surroundings)) if _has_world_size(cfg) else 1
+    except ValueError:
+        ranks = 1  # the layout has been refused; what does not depend on it is still worth saying
+    problems: list[str] = []
+    for path in cfg.checks:
+        module, _, name = str(path).partition(":")
+        try:
+            function = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            problems.append(f"checks: {path} cannot be found ({error}); write package.module:function")
+            continue
+        try:
+            problems += function(cfg, ranks)
+        except Exception:
+            if in_order:
+                raise
+            # It met a value that has been refused already.
+    return problems
+
+
+_CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
+    _module_given,
+    _callbacks_named,
+    _whole_numbers,
+    _known_words,
+    _devices_there,
+    _launcher,
+    _layout,
+    _batch,
+    _strategy_options,
+    _ends,
+    _run_dir,
+    _checkpoint_there,
+)

@@ -1,0 +1,183 @@
+"""One rank of a run: build what the configuration names, run the verb.
+
+This is the only module of the command line that imports torch and Lightning at its top; the fork server imports it once
+for all ranks.
+"""
+
+import logging
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, seed_everything
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger  # noqa: F401 - imported once for all ranks
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.trainer.launch.failure import log_file
+from trainwright.trainer.trainer import Trainer
+
+PREDICTIONS = "predictions.pt"
+_LIBRARIES = re.compile(r"[/\\](lightning|torch|tensorboard)[/\\]")
+
+# A run that goes on from another one's checkpoint has its own directory, and one that goes on in place finds it filled.
+_OF_RESUMING = re.compile(r"The dirpath has changed from|Checkpoint directory .* exists and is not empty")
+
+
+def run_verb(
+    cfg: DictConfig, verb: str, on_exception: Callable[[BaseException], None] | None = None
+) -> dict[str, float]:
+    """Build module, data, strategy, callbacks and loggers from a resolved configuration and run the verb.
+
+    Args:
+        cfg: the resolved configuration of the run directory.
+        verb: fit, validate, test or predict.
+        on_exception: told of an exception as soon as it appears, before anything is torn down.
+
+    Returns:
+        The metrics of the end, by name.
+    """
+    if cfg.launch.threads or "OMP_NUM_THREADS" in os.environ:
+        # torch has read the variable when the fork server imported it, before it was decided for this run.
+        torch.set_num_threads(int(cfg.launch.threads or os.environ["OMP_NUM_THREADS"]))
+    _log_to_file(Path(cfg.run_dir))
+    seed_everything(cfg.seed, workers=True, verbose=False)
+    module = instantiate(cfg.module, _convert_="all")
+    data = instantiate(cfg.data, _convert_="all") if cfg.data else None
+    trainer = build_trainer(cfg, on_exception)
+    _VERBS[verb](trainer, module, data, cfg)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def build_trainer(cfg: DictConfig, on_exception: Callable[[BaseException], None] | None = None) -> Trainer:
+    """The Trainer of a resolved configuration, with its strategy, callbacks and loggers."""
+    callbacks = [built for group in (cfg.monitor, cfg.checkpoint, cfg.callbacks) for built in _build_all(group)]
+    options: Any = OmegaConf.to_container(cfg.trainer)
+    has_end = cfg.max_steps is not None or cfg.max_epochs is not None
+    return Trainer(
+        strategy=instantiate(cfg.strategy, _convert_="all"),
+        devices=cfg.devices,
+        num_nodes=cfg.nodes,
+        accelerator=cfg.accelerator,
+        precision=cfg.precision,
+        callbacks=callbacks if on_exception is None else [*callbacks, _ExceptionHook(on_exception)],
+        logger=_loggers(cfg),
+        max_steps=-1 if cfg.max_steps is None else cfg.max_steps,
+        # With neither limit Lightning would take 1000 epochs.
+        max_epochs=cfg.max_epochs if has_end else -1,
+        global_batch_size=cfg.global_batch_size,
+        accumulate_grad_batches=cfg.accumulation.steps or 1,
+        default_root_dir=cfg.run_dir,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
+        **options,
+    )
+
+
+class _ExceptionHook(Callback):
+    """Passes an exception on as soon as the Trainer sees it."""
+
+    def __init__(self, on_exception: Callable[[BaseException], None]) -> None:
+        self._on_exception = on_exception
+
+    def on_exception(self, trainer: LightningTrainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._on_exception(exception)
+
+
+def _build_all(group: Mapping[str, Any]) -> list[Any]:
+    return [instantiate(value, _convert_="all") for value in group.values() if value is not None]
+
+
+def _loggers(cfg: DictConfig) -> list[Logger]:
+    """The loggers of the configuration; metrics.csv is always among them."""
+    loggers: list[Logger] = _build_all(cfg.logger)
+    if not any(isinstance(logger, CSVLogger) for logger in loggers):
+        loggers.append(CSVLogger(save_dir=cfg.run_dir, name="", version="", flush_logs_every_n_steps=50))
+    return loggers
+
+
+def _fit(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, cfg: DictConfig) -> None:
+    trainer.fit(module, datamodule=data, ckpt_path=cfg.ckpt_path)
+
+
+def _validate(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, cfg: DictConfig) -> None:
+    trainer.validate(module, datamodule=data, ckpt_path=cfg.ckpt_path)
+
+
+def _test(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, cfg: DictConfig) -> None:
+    trainer.test(module, datamodule=data, ckpt_path=cfg.ckpt_path)
+
+
+def _predict(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, cfg: DictConfig) -> None:
+    predictions = trainer.predict(module, datamodule=data, ckpt_path=cfg.ckpt_path)
+    if trainer.is_global_zero:
+        path = Path(cfg.run_dir) / PREDICTIONS
+        partial = path.with_suffix(".pt.partial")
+        torch.save(predictions, partial)
+        os.replace(partial, path)
+
+
+_VERBS: dict[str, Callable[[Trainer, LightningModule, LightningDataModule | None, DictConfig], None]] = {
+    "fit": _fit,
+    "validate": _validate,
+    "test": _test,
+    "predict": _predict,
+}
+
+
+def _log_to_file(run_dir: Path) -> None:
+    """Everything that is logged goes to this rank's file; the terminal of rank 0 shows warnings and errors alone."""
+    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    path = log_file(run_dir, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    to_file = logging.FileHandler(path)
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("lightning.pytorch", "lightning.fabric", "trainwright"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        for handler in list(logger.handlers):
+            if isinstance(handler, logging.FileHandler):  # of an earlier run in this process
+                logger.removeHandler(handler)
+                handler.close()
+            else:
+                handler.setLevel(logging.WARNING)
+        logger.addHandler(to_file)
+    _warnings_to(to_file, terminal=rank == 0)
+
+
+def _warnings_to(to_file: logging.FileHandler, terminal: bool) -> None:
+    """Send warnings to the file, and to the terminal those that a user can do something about."""
+    # Lightning warns of a run directory that is not empty; it never is, config.yaml is in it.
+    warnings.filterwarnings("ignore", message="Experiment logs directory .* exists and is not empty")
+    show = getattr(warnings.showwarning, "of_python", warnings.showwarning)
+
+    def show_and_log(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        text = warnings.formatwarning(message, category, filename, lineno, line).strip()
+        to_file.handle(logging.LogRecord("warnings", logging.WARNING, filename, lineno, text, None, None))
+        if terminal and not _is_advice(text, category, filename):
+            show(message, category, filename, lineno, file, line)
+
+    show_and_log.of_python = show  # type: ignore[attr-defined]
+    warnings.showwarning = show_and_log
+
+
+def _is_advice(text: str, category: type[Warning], filename: str) -> bool:
+    """Hints that may not apply, what resuming does anyway, and deprecations between Lightning and torch."""
+    if not _LIBRARIES.search(filename):
+        return False
+    deprecation = issubclass(category, (DeprecationWarning, FutureWarning, PendingDeprecationWarning))
+    return deprecation or issubclass(category, PossibleUserWarning) or _OF_RESUMING.search(text) is not None

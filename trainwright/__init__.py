@@ -1,0 +1,56 @@
+"""Train one unmodified LightningModule on any layout of machines, chosen by configuration alone.
+
+The names of the face are loaded on first use: `import trainwright` and `trainwright --help` cost neither torch nor
+Lightning.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainwright.strategies.ddp import DDPStrategy
+    from trainwright.strategies.layout import Layout
+    from trainwright.strategies.single import SingleDeviceStrategy
+    from trainwright.strategies.zero import ZeroStrategy
+    from trainwright.trainer.compose import compose
+    from trainwright.trainer.run import run
+    from trainwright.trainer.trainer import Trainer
+
+    __version__: str
+
+_LOCATIONS = {
+    "Trainer": "trainwright.trainer.trainer",
+    "SingleDeviceStrategy": "trainwright.strategies.single",
+    "DDPStrategy": "trainwright.strategies.ddp",
+    "ZeroStrategy": "trainwright.strategies.zero",
+    "Layout": "trainwright.strategies.layout",
+    "compose": "trainwright.trainer.compose",
+    "run": "trainwright.trainer.run",
+}
+
+__all__ = [
+    "DDPStrategy",
+    "Layout",
+    "SingleDeviceStrategy",
+    "Trainer",
+    "ZeroStrategy",
+    "__version__",
+    "compose",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("trainwright")
+    if name not in _LOCATIONS:
+        raise AttributeError(f"module 'trainwright' has no attribute {name!r}; it has {', '.join(sorted(_LOCATIONS))}")
+    value = getattr(importlib.import_module(_LOCATIONS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,8 @@
+"""`python -m trainwright`, the same as the command `trainwright`."""
+
+import sys
+
+from trainwright.trainer.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
