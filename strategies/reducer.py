@@ -141,7 +141,8 @@ class GradientReducer:
         row = packed.new_empty(bucket.numel)
         flat = packed.view(-1)  # gloo compares dim 0 of both sides
         work = _reduce_scatter(row, flat, op=dist.ReduceOp.AVG, group=self._shard_group, async_op=True)
-        self._launched.append((bucket, row, used, (work, packed)))
+        # gloo's threads use the very objects they were given: none may be freed here before they are done.
+        self._launched.append((bucket, row, used, (work, packed, flat)))
 
     def _land(self) -> None:
         bucket, row, used, pending = self._launched.popleft()
@@ -207,7 +208,7 @@ class ParameterPublisher:
         if id(optimizer) not in self._buckets:
             held = [self._by_optimized.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
             self._buckets[id(optimizer)] = make_buckets([s for s in held if s is not None], self._bucket_bytes)
-        flying: deque[tuple[ShardBucket, Tensor, Any]] = deque()
+        flying: deque[tuple[ShardBucket, Tensor, Any]] = deque()  # the last holds what gloo's threads still use
         for bucket in self._buckets[id(optimizer)]:
             while len(flying) >= _IN_FLIGHT:
                 self._land(*flying.popleft())
@@ -218,12 +219,13 @@ class ParameterPublisher:
                 bucket.unpack_whole(own[None])
                 continue
             whole = own.new_empty(bucket.count, bucket.numel)
-            work = _all_gather(whole.view(-1), own, group=self._group, async_op=True)
-            flying.append((bucket, whole, work))
+            flat = whole.view(-1)
+            work = _all_gather(flat, own, group=self._group, async_op=True)
+            flying.append((bucket, whole, (work, flat, own)))
         while flying:
             self._land(*flying.popleft())
 
     @staticmethod
-    def _land(bucket: ShardBucket, whole: Tensor, work: Any) -> None:
-        work.wait()
+    def _land(bucket: ShardBucket, whole: Tensor, pending: Any) -> None:
+        pending[0].wait()
         bucket.unpack_whole(whole)

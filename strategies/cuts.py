@@ -1,0 +1,60 @@
+"""Parameters of which a rank holds a part along an axis other than the data axes, and the way back to the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one parameter is split over the ranks of a process group.
+
+    The part is contiguous rows of tensor dimension ``dim``. A packed parameter (queries, keys and values in one matrix)
+    consists of sections along ``dim`` that are each split by themselves, so that a rank holds its part of every section.
+
+    Args:
+        group: ranks that hold one part each, in order.
+        dim: tensor dimension that is split.
+        sections: lengths of the sections along ``dim``; ``None``: one section. Each must divide by the group's size.
+
+    Raises:
+        ValueError: from :meth:`part`, if the tensor cannot be split evenly.
+    """
+
+    group: dist.ProcessGroup
+    dim: int = 0
+    sections: tuple[int, ...] | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of parts."""
+        return dist.get_world_size(self.group)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of ``whole``, in memory of its own."""
+        rank = dist.get_rank(self.group)
+        return torch.cat([piece.chunk(self.size, self.dim)[rank] for piece in self._sections(whole)], self.dim).clone()
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The whole tensor, from every rank's part. A collective of the group."""
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part, group=self.group)
+        if self.sections is None:
+            return torch.cat(parts, self.dim)
+        lengths = [length // self.size for length in self.sections]
+        split = [p.split(lengths, self.dim) for p in parts]
+        return torch.cat([pieces[section] for section in range(len(lengths)) for pieces in split], self.dim)
+
+    def _sections(self, whole: Tensor) -> tuple[Tensor, ...]:
+        lengths = self.sections or (whole.shape[self.dim],)
+        if any(length % self.size for length in lengths) or sum(lengths) != whole.shape[self.dim]:
+            raise ValueError(
+                f"A tensor of shape {tuple(whole.shape)} cannot be split into {self.size} equal parts along dim "
+                f"{self.dim}" + (f" in sections of {lengths}" if self.sections else "") + "."
+            )
+        return whole.split(lengths, self.dim)
