@@ -117,9 +117,10 @@ class Embedding(nn.Embedding):
 def rotary_angles(length: int, head_dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of RoPE (Su et al., https://arxiv.org/abs/2104.09864), float32 ``(length, head_dim / 2)``.
 
-    Computed anew in each block instead of kept in a buffer: DDP would broadcast a buffer before every forward, half
-    precision would round it (at position 2,000 bfloat16 knows an angle to a whole turn only), and a model built on the
-    meta device would have to fill it. It is less than a thousandth of a block's work.
+    Computed once per forward of the model instead of kept in a buffer: DDP would broadcast a buffer before every
+    forward, half precision would round it (at position 2,000 bfloat16 knows an angle to a whole turn only), and a model
+    built on the meta device would have to fill it. The blocks receive the angles rather than count positions
+    themselves, so a block that is given some positions of the sequence turns them as it would within the whole.
     """
     with torch.autocast(device.type, enabled=False):
         pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
@@ -143,19 +144,17 @@ class Attention(nn.Module):
         self.heads = config.heads
         self.kv_heads = config.key_value_heads
         self.head_dim = config.head_dim
-        self.rope_base = config.rope_base
         kv_dim = self.kv_heads * self.head_dim
         self.query = Linear(config.dim, config.dim, config.init_std)
         self.key = Linear(config.dim, kv_dim, config.init_std)
         self.value = Linear(config.dim, kv_dim, config.init_std)
         self.out = Linear(config.dim, config.dim, config.residual_std)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:  # noqa: N803
-        """``(B, T, D)`` to ``(B, T, D)``; position t sees positions 0 to t."""
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # noqa: N803
+        """``(B, T, D)`` to ``(B, T, D)``; position t sees positions 0 to t. Angles are those of RoPE, ``(T, H / 2)``."""
         q_BNTH = self._split_heads(self.query(x_BTD), self.heads)  # noqa: N806
         k_BKTH = self._split_heads(self.key(x_BTD), self.kv_heads)  # noqa: N806
         v_BKTH = self._split_heads(self.value(x_BTD), self.kv_heads)  # noqa: N806
-        cos, sin = rotary_angles(x_BTD.size(1), self.head_dim, self.rope_base, x_BTD.device)
         y_BNTH = F.scaled_dot_product_attention(  # noqa: N806
             rotate(q_BNTH, cos, sin),
             rotate(k_BKTH, cos, sin),
@@ -196,9 +195,9 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = SwiGLU(config)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:  # noqa: N803
-        """``(B, T, D)`` to ``(B, T, D)``."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))  # noqa: N806
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # noqa: N803
+        """``(B, T, D)`` to ``(B, T, D)``. Angles are those of RoPE, ``(T, H / 2)``."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin)  # noqa: N806
         out: Tensor = x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
         return out
 
@@ -221,8 +220,9 @@ class GPT(nn.Module):
     def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
         """Integer ids ``(B, T)`` to logits ``(B, T, V)``; those at position t are of token t + 1."""
         x_BTD: Tensor = self.embedding(tokens_BT)  # noqa: N806
+        angles = rotary_angles(tokens_BT.size(1), self.config.head_dim, self.config.rope_base, tokens_BT.device)
         for block in self.blocks:
-            x_BTD = block(x_BTD)  # noqa: N806
+            x_BTD = block(x_BTD, *angles)  # noqa: N806
         x_BTD = self.norm(x_BTD)  # noqa: N806
         logits_BTV: Tensor = (  # noqa: N806
             F.linear(x_BTD, self.embedding.weight) if self.head is None else self.head(x_BTD)
