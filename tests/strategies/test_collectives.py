@@ -1,0 +1,145 @@
+"""Collectives with a backward: values, gradients and gradients of gradients against the same maps on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainwright.strategies import collectives
+
+WORLD = 4
+SHAPE = (4, 8, 3)
+
+
+def inputs(shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
+    """What every rank puts in."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(WORLD)]
+
+
+def weights(shape: tuple[int, ...]) -> list[Tensor]:
+    """What every rank's output is multiplied with to make its loss."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(WORLD)]
+
+
+def output_and_gradients(name: str, args: tuple[object, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    x = inputs()[rank].requires_grad_()
+    y = getattr(collectives, name)(x, *args, group)
+    w = weights(tuple(y.shape))[rank].requires_grad_()
+    (gradient,) = torch.autograd.grad((y * w).sum(), x, create_graph=True)
+    # The gradient is linear in w, so its derivative is the transpose of the backward: the forward's kind of map.
+    (second,) = torch.autograd.grad((gradient * inputs()[rank]).sum(), w)
+    return y.detach(), gradient.detach(), second
+
+
+def chunks(x: Tensor, dim: int) -> tuple[Tensor, ...]:
+    return x.chunk(WORLD, dim)
+
+
+def expected(
+    name: str, dim: int
+) -> tuple[Callable[[int, list[Tensor]], Tensor], Callable[[int, list[Tensor]], Tensor]]:
+    """Forward and backward of a rank from what all ranks hold."""
+    own = lambda rank, xs: xs[rank]  # noqa: E731
+    total = lambda rank, xs: sum(xs)  # noqa: E731
+    joined = lambda rank, xs: torch.cat(xs, dim)  # noqa: E731
+    sliced = lambda rank, xs: chunks(xs[rank], dim)[rank]  # noqa: E731
+    sum_sliced = lambda rank, xs: chunks(sum(xs), dim)[rank]  # noqa: E731
+
+    def padded(rank: int, xs: list[Tensor]) -> Tensor:
+        return torch.cat([x if i == rank else torch.zeros_like(x) for i, x in enumerate(xs)], dim)
+
+    return {
+        "copy_to": (own, total),
+        "reduce_from": (total, own),
+        "gather": (joined, sum_sliced),
+        "gather_same": (joined, sliced),
+        "scatter": (sliced, joined),
+        "scatter_padded": (sliced, padded),
+        "reduce_scatter": (sum_sliced, joined),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [
+        ("copy_to", [None]),
+        ("reduce_from", [None]),
+        ("gather", [0, 1, -1]),
+        ("gather_same", [1]),
+        ("scatter", [0, 1]),
+        ("scatter_padded", [1]),
+        ("reduce_scatter", [0, 1]),
+    ],
+)
+def test_forward_and_backward(ranks, name, dims):
+    for dim in dims:
+        forward, backward = expected(name, dim or 0)
+        results = ranks(output_and_gradients, WORLD, name, () if dim is None else (dim,))
+        ws = weights(tuple(results[0][0].shape))
+        for rank, (y, gradient, second) in enumerate(results):
+            torch.testing.assert_close(y, forward(rank, inputs()))
+            torch.testing.assert_close(gradient, backward(rank, ws))
+            assert second.shape == y.shape
+            if name != "scatter_padded":
+                torch.testing.assert_close(second, y)
+
+
+def rows_sent_and_back(counts: list[list[int]]) -> tuple[Tensor, Tensor]:
+    rank = dist.get_rank()
+    send, receive = counts[rank], [row[rank] for row in counts]
+    x = torch.full((sum(send), 2), float(rank), requires_grad=True)
+    y = collectives.all_to_all(x, dist.group.WORLD, send, receive)
+    (y * (rank + 1)).sum().backward()
+    return y.detach()[:, 0], x.grad[:, 0]
+
+
+def test_rows_go_where_they_belong_and_their_gradients_come_back(ranks):
+    counts = [[1, 0, 2], [0, 0, 3], [4, 1, 0]]  # [from][to]
+    for rank, (y, gradient) in enumerate(ranks(rows_sent_and_back, 3, counts)):
+        assert y.tolist() == [float(source) for source in range(3) for _ in range(counts[source][rank])]
+        assert gradient.tolist() == [float(to + 1) for to in range(3) for _ in range(counts[rank][to])]
+
+
+def exchanged() -> tuple[Tensor, Tensor]:
+    rank = dist.get_rank()
+    whole = torch.arange(4.0 * 6 * 2).view(4, 6, 2)
+    x = whole.chunk(2, 0)[rank].clone().requires_grad_()  # split along 0; exchanged: split along 1
+    y = collectives.exchange(x, 1, 0, dist.group.WORLD)
+    (y * whole.chunk(2, 1)[rank]).sum().backward()
+    return y.detach(), x.grad
+
+
+def test_exchange_changes_the_split_dim(ranks):
+    whole = torch.arange(4.0 * 6 * 2).view(4, 6, 2)
+    for rank, (y, gradient) in enumerate(ranks(exchanged, 2)):
+        assert torch.equal(y, whole.chunk(2, 1)[rank])
+        assert torch.equal(gradient, whole.chunk(2, 0)[rank])
+
+
+def refusals() -> list[str]:
+    texts = []
+    group = dist.group.WORLD
+    for call in (
+        lambda: collectives.scatter(torch.zeros(2, 5), 1, group),
+        lambda: collectives.all_to_all(torch.zeros(4), group, [1, 1], [2, 2]),
+        lambda: collectives.all_to_all(torch.zeros(4), group, [2, 2]),
+    ):
+        with pytest.raises(ValueError) as raised:  # noqa: PT011
+            call()
+        texts.append(str(raised.value))
+    return texts
+
+
+def test_what_does_not_divide_is_refused(ranks):
+    slices, counts, half = ranks(refusals, 2)[0]
+    assert "(2, 5)" in slices
+    assert "multiple of 2" in slices
+    assert "send=[1, 1]" in counts
+    assert "give both" in half
