@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trainwright.strategies.blocks import (
     ActivationCheckpointing,
@@ -27,6 +28,7 @@ from trainwright.strategies.deferred import Piece, deferred_pieces, is_deferred
 from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.precision import adapt_precision
+from trainwright.strategies.state import whole_tensor
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,9 @@ class LayoutStrategy(Strategy):
         self._restores_late: bool | None = None
         # Weight of this rank's loss in manual optimization; the Trainer sets it where ranks have unequal batches.
         self.loss_factor = 1.0
+        # What the loss of this micro-batch is divided by; the Trainer sets it where `backward_in_step`, else it divides
+        # the loss itself. None: the number of accumulated micro-batches.
+        self.loss_divisor: float | None = None
 
     # ---- what others may read -------------------------------------------------------------------------------------
 
@@ -101,6 +106,16 @@ class LayoutStrategy(Strategy):
     def num_data_ranks(self) -> int:
         """Number of ranks that read different samples."""
         return int(getattr(self, "world_size", 1))
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that read different samples, this one among them; ``None``: all ranks."""
+        return None
+
+    @property
+    def backward_in_step(self) -> bool:
+        """Whether ``training_step`` runs backward too, so that gradients must be zeroed before it."""
+        return False
 
     @property
     def forward_is_collective(self) -> bool:
@@ -127,6 +142,28 @@ class LayoutStrategy(Strategy):
         for name, parameter in self.lightning_module.named_parameters():
             if parameter.grad is not None:
                 yield name, parameter.grad
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole value on the CPU of every parameter of the unmodified module.
+
+        A collective: all ranks iterate to the end. What other ranks than the first get is unspecified.
+        """
+        assert self.lightning_module is not None
+        for name, parameter in self.lightning_module.named_parameters():
+            yield name, self._whole(name, parameter)
+
+    def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole averaged gradient on the CPU of every parameter that has one.
+
+        A collective, as :meth:`whole_parameters`. Valid between backward and the next ``zero_grad``.
+        """
+        for name, gradient in self.named_gradients():
+            yield name, self._whole(name, gradient)
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of what this rank holds a part of, under the name of a parameter; on the CPU."""
+        tensor = tensor.detach()
+        return whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor.cpu()
 
     def _optimized_parameters(self) -> Iterable[Tensor]:
         return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
@@ -211,10 +248,11 @@ class LayoutStrategy(Strategy):
             for owner, name, value in piece.values(seed):
                 meta = getattr(owner, name)
                 if meta not in real:
-                    real[meta] = self._real(meta, value)
+                    real[meta] = self._real(owner, name, meta, value)
                 _replace(owner, name, real[meta])
 
-    def _real(self, meta: Tensor, value: Tensor) -> Tensor:
+    def _real(self, owner: nn.Module, name: str, meta: Tensor, value: Tensor) -> Tensor:
+        """What this rank holds of the tensor ``name`` of ``owner``, whose whole initial value is ``value``."""
         tensor = value.to(device=self.root_device, dtype=meta.dtype)
         return nn.Parameter(tensor, requires_grad=meta.requires_grad) if isinstance(meta, nn.Parameter) else tensor
 

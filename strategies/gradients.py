@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 
@@ -17,7 +17,22 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+@dataclass(frozen=True)
+class GradientScope:
+    """Over which ranks, besides those of its own mesh, the gradients of a run are spread.
+
+    Args:
+        groups_of: process groups over which one gradient is split.
+        counts: ``False`` for a copy that another rank of ``group`` counts.
+        group: ranks that hold other parameters; ``None``: every rank sees them all.
+    """
+
+    groups_of: Callable[[Tensor], tuple[dist.ProcessGroup, ...]]
+    counts: Callable[[Tensor], bool]
+    group: dist.ProcessGroup | None
+
+
+def gradient_norm(parameters: Iterable[Tensor], scope: GradientScope | None = None) -> Tensor:
     """L2 norm of all gradients taken as one vector, equal on every rank.
 
     Plain gradients are taken as already averaged, hence the same on every rank. Sharded ones cost one all-reduce of a
@@ -25,33 +40,48 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
 
     Args:
         parameters: those without a gradient are passed over.
+        scope: where else gradients are; ``None``: on the meshes of the DTensors among them only.
 
     Returns:
         A scalar tensor; zero when there is no gradient.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not any(isinstance(g, DTensor) for g in gradients):
-        return torch.nn.utils.get_total_norm(gradients)
-    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        if isinstance(gradient, DTensor):
-            axes = tuple(i for i, placement in enumerate(gradient.placements) if isinstance(placement, Shard))
-            groups[gradient.device_mesh, axes].append(gradient._local_tensor)
-        else:
-            groups[None, ()].append(gradient)
-    squares = [_sum_of_squares(tensors, mesh, axes) for (mesh, axes), tensors in groups.items()]
-    return torch.stack(squares).sum().sqrt()
+    with_gradient = [p for p in parameters if p.grad is not None]
+    if scope is None and not any(isinstance(p.grad, DTensor) for p in with_gradient):
+        return torch.nn.utils.get_total_norm([p.grad for p in with_gradient])  # type: ignore[misc]
+    groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for parameter in with_gradient:
+        if scope is None or scope.counts(parameter):
+            groups[_split_over(parameter, scope)].append(local_tensor(parameter.grad))  # type: ignore[arg-type]
+    squares = [_sum_of_squares(tensors, over) for over, tensors in groups.items()]
+    total = torch.stack(squares).sum() if squares else torch.zeros(())
+    if scope is not None and scope.group is not None:
+        dist.all_reduce(total, group=scope.group)
+    return total.sqrt()
 
 
-def _sum_of_squares(tensors: list[Tensor], mesh: DeviceMesh | None, axes: tuple[int, ...]) -> Tensor:
+def _split_over(parameter: Tensor, scope: GradientScope | None) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups over whose ranks the gradient of ``parameter`` is split."""
+    gradient, groups = parameter.grad, scope.groups_of(parameter) if scope is not None else ()
+    if isinstance(gradient, DTensor):
+        mesh = gradient.device_mesh
+        axes = (i for i, placement in enumerate(gradient.placements) if isinstance(placement, Shard))
+        groups = (*groups, *(mesh.get_group(axis) for axis in axes))
+    return groups
+
+
+def _sum_of_squares(tensors: list[Tensor], groups: tuple[dist.ProcessGroup, ...]) -> Tensor:
     total = torch.stack(torch._foreach_norm(tensors, 2.0)).float().square().sum()
-    for axis in axes:
-        assert mesh is not None
-        dist.all_reduce(total, group=mesh.get_group(axis))
+    for group in groups:
+        dist.all_reduce(total, group=group)
     return total
 
 
-def clip_gradient_norm(parameters: Iterable[Tensor], max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+def clip_gradient_norm(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    error_if_nonfinite: bool = False,
+    scope: GradientScope | None = None,
+) -> Tensor:
     """Scale all gradients in place so that their joint L2 norm is at most ``max_norm``.
 
     The result is that of ``torch.nn.utils.clip_grad_norm_`` on one process.
@@ -60,6 +90,7 @@ def clip_gradient_norm(parameters: Iterable[Tensor], max_norm: float, error_if_n
         parameters: those without a gradient are passed over.
         max_norm: the largest norm allowed.
         error_if_nonfinite: raise instead of spreading NaN or infinity over all gradients.
+        scope: as in :func:`gradient_norm`.
 
     Returns:
         The norm before clipping.
@@ -68,7 +99,7 @@ def clip_gradient_norm(parameters: Iterable[Tensor], max_norm: float, error_if_n
         RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is set (on every rank).
     """
     parameters = [p for p in parameters if p.grad is not None]
-    norm = gradient_norm(parameters)
+    norm = gradient_norm(parameters, scope)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"The norm of the gradients is {norm.item()}, so they cannot be clipped to {max_norm}. "

@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+# Ranks that a picture shows before it only counts the rest.
+_SHOWN_RANKS = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the mesh axes, outermost first; their product is the world size.
+    """Sizes of the mesh axes, outermost first; without ``expert`` their product is the world size.
 
+    Neighbouring ranks differ along the last axes, so ``tensor``, which communicates most, stays within one machine.
     ``-1`` on one axis means "the rest of the world". A layout with ``-1`` is *open*; :meth:`resolve` closes it.
 
     Args:
+        pipeline: ranks that hold different stages of the model (1 is off).
         replicate: ranks that hold copies of the same state (1 is off).
         shard: ranks that split one copy of the state among them (1 is off).
+        context: ranks that split the sequence of the same samples (1 is off).
+        tensor: ranks that split each weight of a layer (1 is off).
+        expert: ranks that hold different experts (1 is off). It makes no ranks of its own: it divides
+            ``shard x context``, and ``-1`` takes all of that.
 
     Raises:
-        ValueError: if a size is neither -1 nor at least 1, or if more than one axis is -1.
+        ValueError: if a size is neither -1 nor at least 1, or if more than one axis is -1; the message lists all.
     """
 
+    pipeline: int = 1
     replicate: int = 1
     shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         problems = [
             f"{axis}={size!r} (allowed: -1 for the rest, or 1, 2, 3, ...)"
-            for axis, size in self.sizes.items()
+            for axis, size in self._all_sizes.items()
             if not isinstance(size, int) or isinstance(size, bool) or (size != -1 and size < 1)
         ]
         open_axes = [axis for axis, size in self.sizes.items() if size == -1]
@@ -36,14 +50,18 @@ class Layout:
             raise ValueError("Impossible layout: " + "; ".join(problems) + ".")
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Size of every mesh axis by name, outermost first."""
+    def _all_sizes(self) -> dict[str, int]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of every mesh axis that makes ranks, by name, outermost first."""
+        return {axis: size for axis, size in self._all_sizes.items() if axis != "expert"}
 
     @property
     def is_open(self) -> bool:
         """Whether one axis still is ``-1``."""
-        return -1 in self.sizes.values()
+        return -1 in self._all_sizes.values()
 
     @property
     def world_size(self) -> int:
@@ -61,25 +79,113 @@ class Layout:
         """Number of ranks that read different samples: ``replicate x shard``."""
         return self.replicate * self.shard
 
+    @property
+    def state_ranks(self) -> int:
+        """Number of ranks over which ZeRO splits one copy of the state: ``shard x context``."""
+        return self.shard * self.context
+
     def resolve(self, world_size: int) -> Layout:
         """Close the layout for ``world_size`` ranks.
 
         Raises:
-            ValueError: if the axes cannot make up exactly ``world_size`` ranks.
+            ValueError: if the axes cannot make up exactly ``world_size`` ranks, or ``expert`` does not divide
+                ``shard x context``; the message lists both.
         """
         fixed = math.prod(size for size in self.sizes.values() if size != -1)
-        if self.is_open and world_size % fixed == 0:
-            return Layout(**{axis: world_size // fixed if size == -1 else size for axis, size in self.sizes.items()})
-        if not self.is_open and fixed == world_size:
-            return self
-        axes = " x ".join(f"{axis}={size}" for axis, size in self.sizes.items())
-        divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
-        raise ValueError(
+        is_open = -1 in self.sizes.values()
+        if world_size % fixed or (not is_open and fixed != world_size):
+            raise ValueError(self._does_not_fit(world_size))
+        rest = world_size // fixed
+        closed = replace(self, **{axis: rest for axis, size in self.sizes.items() if size == -1})
+        if closed.expert == -1:
+            return replace(closed, expert=closed.state_ranks)
+        if closed.state_ranks % closed.expert:
+            raise ValueError(
+                f"expert={closed.expert} does not divide shard x context = {closed.shard} x {closed.context} (allowed: "
+                f"{_divisors(closed.state_ranks)}, or -1 for all of it), because experts are spread over ranks that "
+                "the other weights are sharded over. For example strategy.shard=-1 strategy.expert=-1."
+            )
+        return closed
+
+    def _does_not_fit(self, world_size: int) -> str:
+        used = {axis: size for axis, size in self.sizes.items() if size != 1 or axis in ("replicate", "shard")}
+        axes = " x ".join(f"{axis}={size}" for axis, size in used.items())
+        return (
             f"The layout {axes} does not make up the {world_size} rank(s) of this run (devices x nodes). "
-            f"Each axis must divide {world_size} ({divisors}), and one may be -1 for the rest: "
+            f"Each axis must divide {world_size} ({_divisors(world_size)}), and one may be -1 for the rest: "
             f"for example strategy.shard=-1 strategy.replicate=1."
         )
 
+    # ---- who is where ---------------------------------------------------------------------------------------------
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Index of ``rank`` along every axis of a closed layout; along ``expert``, which experts it holds."""
+        found, rest = {}, rank
+        for axis, size in reversed(self.sizes.items()):
+            rest, found[axis] = divmod(rest, size)
+        ordered = {axis: found[axis] for axis in self.sizes}
+        ordered["expert"] = (ordered["shard"] * self.context + ordered["context"]) % self.expert
+        return ordered
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Ranks that differ along ``axes`` only, group by group; within one, in the order of the axes of the layout.
+
+        Args:
+            axes: names of axes. ``expert`` means the ranks that hold different experts of one set, ``expert_shard``
+                those of the same ``shard x context`` that hold the same experts.
+        """
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.coordinates(rank)
+            index = place["shard"] * self.context + place["context"]
+            outer = index // self.expert
+            if "expert" in axes:
+                place = {**place, "shard": outer, "context": 0, "expert": 0}
+            elif "expert_shard" in axes:
+                place = {**place, "shard": 0, "context": 0}
+            else:
+                place.pop("expert")
+            key = tuple(0 if axis in axes else value for axis, value in place.items())
+            groups.setdefault(key, []).append(rank)
+        return list(groups.values())
+
+    # ---- printing -------------------------------------------------------------------------------------------------
+
     def __str__(self) -> str:
-        used = [f"{axis} {size}" for axis, size in self.sizes.items() if size != 1]
+        used = [f"{axis} {size}" for axis, size in self._all_sizes.items() if size != 1]
         return " x ".join(used) if used else "one rank"
+
+    def picture(self) -> str:
+        """A table of a closed layout: one line per rank with its place, its samples and what it holds."""
+        axes = [axis for axis, size in self._all_sizes.items() if size > 1]
+        header = ["rank", *axes, "samples", "holds"]
+        shown = range(min(self.world_size, _SHOWN_RANKS))
+        rows = [header, *([str(cell) for cell in self._row(rank, axes)] for rank in shown)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if self.world_size > _SHOWN_RANKS:
+            lines.append(f"... and {self.world_size - _SHOWN_RANKS} more ranks")
+        return "\n".join([str(self), *lines])
+
+    def _row(self, rank: int, axes: list[str]) -> list[object]:
+        place = self.coordinates(rank)
+        data_rank = place["replicate"] * self.shard + place["shard"]
+        return [rank, *(place[axis] for axis in axes), f"{data_rank} of {self.data_ranks}", ", ".join(self._held(place))]
+
+    def _held(self, place: dict[str, int]) -> Iterator[str]:
+        split = [f"stage {place['pipeline']} of {self.pipeline}"] if self.pipeline > 1 else []
+        if self.tensor > 1:
+            split.append(f"tensor part {place['tensor']} of {self.tensor}")
+        if self.expert > 1:
+            split.append(f"experts {place['expert']} of {self.expert}")
+        if self.state_ranks > 1:
+            split.append(f"shard {place['shard'] * self.context + place['context']} of {self.state_ranks}")
+        if self.replicate > 1:
+            split.append(f"copy {place['replicate']} of {self.replicate}")
+        if self.context > 1:
+            split.append(f"sequence part {place['context']} of {self.context}")
+        yield from split or ["everything"]
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

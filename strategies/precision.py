@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainwright.strategies.gradients import clip_gradient_norm, clip_gradient_value, local_tensor
+from trainwright.strategies.gradients import GradientScope, clip_gradient_norm, clip_gradient_value, local_tensor
 from trainwright.strategies.hooks import HookTable
 
 
@@ -23,11 +23,14 @@ class AgreedGradScaler(torch.amp.GradScaler):
     a flag per step. Replicated gradients were averaged, carry the overflow themselves and need none.
     """
 
+    # Set by a strategy under which ranks hold parts that are not DTensors.
+    always_agrees = False
+
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not any(isinstance(p.grad, DTensor) for p in parameters):
+        if not self.always_agrees and not any(isinstance(p.grad, DTensor) for p in parameters):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # Offloaded gradients live on another device than the loss; the flag is kept where the gradients are.
         by_device: dict[torch.device, list[Tensor]] = {}
@@ -51,6 +54,8 @@ class _GradientRules(Precision):
     """Clipping that sees all shards of the gradients."""
 
     error_if_nonfinite = False
+    # Given by a strategy whose gradients are spread over more than the meshes of their DTensors.
+    scope: GradientScope | None = None
     # Given by a trainer that knows who listens to which hook; without it Lightning's own calls are made.
     hooks: HookTable | None = None
 
@@ -84,7 +89,7 @@ class _GradientRules(Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Scale so that the norm over all shards is at most ``clip_val``."""
-        clip_gradient_norm(self.main_params(optimizer), clip_val, self.error_if_nonfinite)
+        clip_gradient_norm(self.main_params(optimizer), clip_val, self.error_if_nonfinite, self.scope)
 
 
 class FullPrecision(_GradientRules):

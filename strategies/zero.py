@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
 import torch
@@ -119,8 +119,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._trainable: set[str] = set()
         self._shards: dict[nn.Parameter, ParameterShard] = {}
         self._split_shards: dict[nn.Parameter, ParameterShard] = {}  # those of parameters that are split already
-        self._reducer: GradientReducer | None = None
-        self._publisher: ParameterPublisher | None = None
+        self._reducers: list[GradientReducer] = []  # one per mesh
+        self._publishers: list[ParameterPublisher] = []
 
     # ---- what others may read -------------------------------------------------------------------------------------
 
@@ -159,10 +159,18 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     def setup_environment(self) -> None:
         """Let the processes meet and lay out the mesh."""
         super().setup_environment()
-        sizes = self.layout.sizes
-        if sizes["replicate"] == 1:
-            sizes = {"shard": sizes["shard"]}
-        self._mesh = init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self._mesh = self._make_mesh()
+
+    def _make_mesh(self) -> DeviceMesh:
+        layout = self.layout
+        sizes = {"replicate": layout.replicate, "shard": layout.shard}
+        if layout.replicate == 1:
+            sizes.pop("replicate")
+        return init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
+        """The mesh of the ranks that train ``parameter`` on different samples."""
+        return self.mesh
 
     def setup(self, trainer: Trainer) -> None:
         """Split the model, then build the optimizers upon what this rank holds."""
@@ -174,6 +182,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.lightning_module)
         self._release()
+        self._cut_module()
         if self.stage == 3:
             self._split_parameters(trainer)
         else:
@@ -184,6 +193,9 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self.setup_precision_plugin()
         if fitting and self._offload == "none":
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _cut_module(self) -> None:
+        """Give away what other ranks hold along axes other than replicate and shard: nothing, in plain ZeRO."""
 
     def _replicate_parameters(self) -> None:
         module = self.lightning_module
@@ -224,6 +236,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             self._fill([piece for piece in pieces if piece.overlaps(name)], seed, real)
             pieces = [piece for piece in pieces if not piece.overlaps(name)]
             self._place(block)
+            self._shard_within(block, options)
             fully_shard(block, **options)
         self._fill(pieces, seed, real)
         step = _Step(module)
@@ -233,6 +246,9 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         CallsOutside(step, module, blocks.values())
         object.__setattr__(module, "_trainwright_step", step)
         return step
+
+    def _shard_within(self, block: nn.Module, options: Mapping[str, Any]) -> None:
+        """Split by itself what within ``block`` is split over other ranks than the rest: nothing, in plain ZeRO."""
 
     def _fsdp_options(self, module: nn.Module) -> dict[str, Any]:
         policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self._offload == "parameters" else None
@@ -273,13 +289,14 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         offload = self._offload == "optimizer"
         self._trainable = {name for name, p in module.named_parameters() if p.requires_grad}
         chosen = [p for p in module.parameters() if self.stage < 3 or offload or p.dim() == 0]
-        self._shards = {p: ParameterShard(p, self.mesh, offload) for p in chosen}
+        self._shards = {p: ParameterShard(p, self._mesh_of(p), offload) for p in chosen}
         self._split_shards = {p: shard for p, shard in self._shards.items() if isinstance(p, DTensor)}
         whole = {p: shard for p, shard in self._shards.items() if p not in self._split_shards}
-        if whole:
-            bucket_bytes = self._bucket_bytes_for(whole)
-            self._reducer = GradientReducer(whole.values(), self.mesh, bucket_bytes, self._find_unused)
-            self._publisher = ParameterPublisher(whole, self.mesh, bucket_bytes)
+        for mesh in dict.fromkeys(shard.mesh for shard in whole.values()):
+            shards = {p: shard for p, shard in whole.items() if shard.mesh == mesh}
+            bucket_bytes = self._bucket_bytes_for(shards)
+            self._reducers.append(GradientReducer(shards.values(), mesh, bucket_bytes, self._find_unused))
+            self._publishers.append(ParameterPublisher(shards, mesh, bucket_bytes))
 
     def _bucket_bytes_for(self, parameters: Iterable[nn.Parameter]) -> int:
         """At most ``bucket_mib``, and a small part of a small model, which else would travel as one whole copy."""
@@ -293,15 +310,15 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             optimize_shards(optimizer, self._shards)
 
     def _release(self) -> None:
-        if self._reducer is not None:
-            self._reducer.detach()
-        self._reducer, self._publisher = None, None
+        for reducer in self._reducers:
+            reducer.detach()
+        self._reducers, self._publishers = [], []
         self._shards, self._split_shards = {}, {}
 
     def teardown(self) -> None:
         """Detach from the module; its weights stay usable."""
-        if self._reducer is not None:
-            self._reducer.detach()
+        for reducer in self._reducers:
+            reducer.detach()
         if self._step is None:
             super().teardown()
             return
@@ -359,7 +376,9 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Micro-batches inside do not finish the averaging of gradients."""
         step, whole = self._step, self._holds_whole_gradients
-        with self._reducer.accumulate(shards_too=whole) if self._reducer is not None else _nothing():
+        with ExitStack() as stack:
+            for reducer in self._reducers:
+                stack.enter_context(reducer.accumulate(shards_too=whole))
             if step is None:
                 yield
                 return
@@ -412,8 +431,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     ) -> Any:
         """Step this rank's rows, then give every rank the others'."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._publisher is not None:
-            self._publisher.publish(optimizer)
+        for publisher in self._publishers:
+            publisher.publish(optimizer)
         for shard in self._split_shards.values():
             shard.publish()
         if self._steps_within():
@@ -456,7 +475,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         """Give every optimizer the part of the saved state that this rank holds."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(shard_optimizer_state(optimizer, state))
-        if self._publisher is not None and self._offload == "optimizer":
+        if self._publishers and self._offload == "optimizer":
             self._reload_offloaded()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
