@@ -151,7 +151,7 @@ class Attention(nn.Module):
         self.out = Linear(config.dim, config.dim, config.residual_std)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # noqa: N803
-        """``(B, T, D)`` to ``(B, T, D)``; position t sees positions 0 to t. Angles are those of RoPE, ``(T, H / 2)``."""
+        """``(B, T, D)`` to ``(B, T, D)``; position t sees positions 0 to t. RoPE's angles are ``(T, H / 2)``."""
         q_BNTH = self._split_heads(self.query(x_BTD), self.heads)  # noqa: N806
         k_BKTH = self._split_heads(self.key(x_BTD), self.kv_heads)  # noqa: N806
         v_BKTH = self._split_heads(self.value(x_BTD), self.kv_heads)  # noqa: N806
@@ -196,7 +196,7 @@ class Block(nn.Module):
         self.feed_forward = SwiGLU(config)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # noqa: N803
-        """``(B, T, D)`` to ``(B, T, D)``. Angles are those of RoPE, ``(T, H / 2)``."""
+        """``(B, T, D)`` to ``(B, T, D)``. RoPE's angles are ``(T, H / 2)``."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos, sin)  # noqa: N806
         out: Tensor = x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
         return out
