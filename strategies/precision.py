@@ -45,9 +45,9 @@ class AgreedGradScaler(torch.amp.GradScaler):
                 same = [g for g in gradients if g.dtype is dtype]
                 torch._amp_foreach_non_finite_check_and_unscale_(same, flag, scale)
             flags[device] = flag
-        agreed = torch.stack([flag.to(found_inf.device) for flag in flags.values()]).max()
+        agreed = torch.stack([found_inf, *(flag.to(found_inf.device) for flag in flags.values())]).max()
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        return {device: agreed.to(device).reshape(()) for device in flags}
+        return {device: agreed.to(device).reshape(()) for device in flags or (found_inf.device,)}
 
 
 class _GradientRules(Precision):
