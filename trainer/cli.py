@@ -7,6 +7,7 @@ starts the fork server, which imports torch and Lightning on another core, and o
 command (`trainwright.trainer.command`).
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from typing import NoReturn
 from trainwright.trainer.launch.forkserver import start_forkserver, stop_forkserver
 from trainwright.trainer.launch.interrupt import Interrupted
 from trainwright.trainer.launch.launcher import detect_launcher
+from trainwright.trainer.launch.output import ranks_speak_to_stderr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,15 +28,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `trainwright`; None = those of this process.
 
     Returns:
-        The exit code: 0 all went well, 1 a rank or job failed, 2 the command or configuration was refused and nothing
-        was started, 130 and 143 ended by Ctrl-C and SIGTERM.
+        The exit code: 0 all went well, 1 a rank or job failed or `verify` found a difference, 2 the command or
+        configuration was refused and nothing was started, 130 and 143 ended by Ctrl-C and SIGTERM.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         _make_cwd_importable()
         if _wants_several_processes(words) and detect_launcher() is None:
-            start_forkserver()
+            # What the ranks of `verify` print must not mix with its report.
+            with ranks_speak_to_stderr() if "verify" in words[:1] else contextlib.nullcontext():
+                start_forkserver()
         from trainwright.trainer.command import run_command
 
         return run_command(words)
@@ -54,7 +58,7 @@ def _wants_several_processes(words: Sequence[str]) -> bool:
     if any(word in words for word in ("-h", "--help", "--version", "--print-config", "--cfg")):
         return False
     several = any(word.startswith("devices=") and word != "devices=1" for word in words)
-    return several or "-m" in words or "--multirun" in words
+    return several or "-m" in words or "--multirun" in words or "verify" in words[:1]
 
 
 def _make_cwd_importable() -> None:

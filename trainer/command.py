@@ -1,6 +1,7 @@
 """What the command `trainwright` does, once its parts are imported."""
 
 import argparse
+import json
 import os
 import sys
 import traceback
@@ -20,6 +21,8 @@ from trainwright.trainer.run import RunResult, launch, plan, prepare
 from trainwright.trainer.validate import VERBS
 
 OK, FAILED, REFUSED = 0, 1, 2
+VERIFY = "verify"
+_ALL_VERBS = (*VERBS, VERIFY)
 
 
 def run_command(words: Sequence[str]) -> int:
@@ -52,6 +55,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return _show_help(arguments)
     if arguments.print_config:
         return _print_config(arguments)
+    if arguments.verb == VERIFY:
+        return _verify(arguments)
     launcher = detect_launcher()
     if arguments.multirun:
         return _sweep(arguments, launcher)
@@ -82,6 +87,31 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
     return OK
 
 
+def _verify(arguments: argparse.Namespace) -> int:
+    """Compare a layout with one process; standard output holds the report alone."""
+    from trainwright.trainer.launch.output import ranks_speak_to_stderr
+    from trainwright.trainer.verify import problems_of, verify
+    from trainwright.trainer.verify_options import take_options
+
+    options, overrides, problems = take_options(arguments.overrides)
+    if arguments.multirun:
+        problems.append("--multirun with verify: it compares one layout; start one after the other")
+    composition = compose_checked(overrides, arguments.config_dir)
+    problems += composition.problems
+    if problems or composition.cfg is None:
+        if composition.cfg is not None and composition.guessed:
+            problems += [*problems_of(composition.cfg, options), *plan(composition.cfg, "fit")[1]]
+        raise ConfigError(problems)
+
+    def say(text: str) -> None:
+        print(f"verify: {text}", file=sys.stderr, flush=True)
+
+    with ranks_speak_to_stderr():
+        report = verify(composition.cfg, options, on_progress=say)
+    print(json.dumps(report.to_dict(), allow_nan=False) if arguments.json else report.to_text().rstrip(), flush=True)
+    return OK if report.passed else FAILED
+
+
 def _composed(verb: str, overrides: Sequence[str], config_dir: str | None, launcher: Launcher | None) -> DictConfig:
     """Compose, check everything, make the run directory; all problems are raised together."""
     composition = compose_checked(overrides, config_dir)
@@ -107,10 +137,15 @@ def _sweep(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
 
 
 def _print_config(arguments: argparse.Namespace) -> int:
-    composition = compose_checked(arguments.overrides, arguments.config_dir)
-    if composition.problems or composition.cfg is None:
-        raise ConfigError(composition.problems)
-    cfg, problems = plan(composition.cfg, arguments.verb)
+    verb, overrides, problems = arguments.verb, arguments.overrides, []
+    if verb == VERIFY:
+        from trainwright.trainer.verify_options import take_options
+
+        verb, (_, overrides, problems) = "fit", take_options(overrides)
+    composition = compose_checked(overrides, arguments.config_dir)
+    if problems or composition.problems or composition.cfg is None:
+        raise ConfigError([*problems, *composition.problems])
+    cfg, problems = plan(composition.cfg, verb)
     if problems:
         raise ConfigError(problems)
     print(OmegaConf.to_yaml(cfg, resolve=True), end="")
@@ -140,20 +175,25 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("--print-config", "--cfg", action="store_true")
     parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--json", action="store_true")
     arguments, rest = parser.parse_known_intermixed_args(list(words))
     plain = [*arguments.words, *(word for word in rest if not word.startswith("-"))]
     problems = [
         f"{word}: there is no such option; "
-        + did_you_mean(word, ["--help", "--version", "--multirun", "--print-config", "--config-dir"], "options")
+        + did_you_mean(
+            word, ["--help", "--version", "--multirun", "--print-config", "--config-dir", "--json"], "options"
+        )
         for word in rest
         if word.startswith("-")
     ]
     arguments.verb = plain.pop(0) if plain and "=" not in plain[0] else None
     arguments.overrides = plain
-    if arguments.verb is not None and arguments.verb not in VERBS:
-        problems.append(f"{arguments.verb}: there is no such verb; {did_you_mean(arguments.verb, VERBS, 'verbs')}")
+    if arguments.verb is not None and arguments.verb not in _ALL_VERBS:
+        problems.append(f"{arguments.verb}: there is no such verb; {did_you_mean(arguments.verb, _ALL_VERBS, 'verbs')}")
     elif arguments.verb is None and plain:
         problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")
+    if arguments.json and arguments.verb != VERIFY and not arguments.help:
+        problems.append("--json: only verify writes its report as JSON; leave it out")
     if problems:
         raise ConfigError(problems)
     return arguments

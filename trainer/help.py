@@ -15,6 +15,7 @@ from omegaconf import MISSING
 
 from trainwright.trainer.compose import choices_of, config_loader, group_names
 from trainwright.trainer.config import RunConfig
+from trainwright.trainer.verify_options import VerifyOptions
 
 _WIDTH = 100
 _VERBS = {
@@ -22,6 +23,7 @@ _VERBS = {
     "validate": "measure a module on its validation data",
     "test": "measure a module on its test data",
     "predict": "write a module's predictions to predictions.pt in the run directory",
+    "verify": "check that a layout trains as one process does: a few steps of both, compared",
 }
 _TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
 # Plain, but set by the recipe and by a group.
@@ -52,7 +54,7 @@ def help_of_verb(verb: str, config_dir: str | Path | None = None) -> str:
     """The text of `trainwright <verb> --help`.
 
     Args:
-        verb: fit, validate, test or predict.
+        verb: fit, validate, test, predict or verify.
         config_dir: a folder whose groups and recipes are listed too.
     """
     loader = config_loader(config_dir)
@@ -61,11 +63,12 @@ def help_of_verb(verb: str, config_dir: str | Path | None = None) -> str:
     parts = [
         f"trainwright {verb}: {_VERBS[verb]}.",
         f"usage: trainwright {verb} recipe=<name> [key=value ...] [options]",
-        _options(),
+        _options(verb),
         "groups (type group=choice; the default has a *):",
         *(_group(loader, name) for name in ordered),
         "keys (type key=value):",
-        *_plain_keys(),
+        *_keys_of(RunConfig),
+        *(("keys of verify alone:", *_keys_of(VerifyOptions, "verify.")) if verb == "verify" else ()),
         "the keys of a group are set as group.key=value (strategy.shard=2, trainer.gradient_clip_val=1.0); arguments\n"
         "of the recipe's classes as module.key=value and data.key=value. --print-config shows them all.",
         _examples(verb),
@@ -110,7 +113,13 @@ def _read(source: Any, name: str) -> Iterator[str]:
         yield from files(source.path.split("://")[-1]).joinpath(name).read_text(encoding="utf-8").splitlines()
 
 
-def _options() -> str:
+def _options(verb: str) -> str:
+    if verb == "verify":
+        return """options:
+  --json              print the report as one JSON document, and nothing else, on standard output
+  --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes and groups
+  --print-config      print the resolved configuration of the layout and end
+  --help, --version"""
     return """options:
   -m, --multirun      run every combination of the given values, one after the other: strategy=ddp,zero3
   --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes and groups
@@ -138,16 +147,16 @@ def _default_choice(loader: ConfigLoaderImpl, group: str) -> str | None:
     return next((str(item.value) for item in items if isinstance(item, GroupDefault) and item.group == group), None)
 
 
-def _plain_keys() -> Iterator[str]:
-    comments = field_comments(RunConfig)
-    hints = get_type_hints(RunConfig)
+def _keys_of(schema: type, prefix: str = "") -> Iterator[str]:
+    comments = field_comments(schema)
+    hints = get_type_hints(schema)
     lines = []
-    for item in fields(RunConfig):
+    for item in fields(schema):
         options = get_args(hints[item.name]) or (hints[item.name],)
         if item.name in _NOT_BY_HAND or not all(option in _TYPE_NAMES for option in options):
             continue
         kind = " or ".join(_TYPE_NAMES[option] for option in options)
-        lines.append(f"  {item.name} ({kind}{_default(item)})")
+        lines.append(f"  {prefix}{item.name} ({kind}{_default(item)})")
         lines += textwrap.wrap(comments[item.name], _WIDTH, initial_indent="      ", subsequent_indent="      ")
     yield "\n".join(lines)
 
@@ -168,6 +177,11 @@ def _examples(verb: str) -> str:
   trainwright fit -m recipe=digits strategy=ddp,zero3 devices=2
   trainwright fit --config-dir my_conf recipe=mine
   torchrun --nproc-per-node=2 -m trainwright fit recipe=gpt strategy=ddp devices=2"""
+    if verb == "verify":
+        return """examples:
+  trainwright verify recipe=gpt strategy=zero3 devices=4
+  trainwright verify recipe=digits strategy=ddp devices=2 verify.steps=8 --json
+  trainwright verify --config-dir my_conf recipe=mine strategy=zero2 devices=2"""
     return f"""examples:
   trainwright {verb} recipe=digits ckpt_path=last
   trainwright {verb} recipe=digits ckpt_path=runs/digits/2026-01-31_14-05-09/checkpoints/last.ckpt

@@ -1,0 +1,310 @@
+"""Compares what two runs have recorded (`trainwright.trainer.verify_record`).
+
+**Loss.** `|a - b| <= tolerance * |b|`, b of the one-process run.
+
+**Gradients and parameters.** `|a - b| <= tolerance * max(|b|, FLOOR * largest)` in L2 norms of one whole tensor;
+`largest` is the largest `|b|` of that step. Without the floor a gradient that is zero but for rounding (the bias of an
+attention's keys) would fail on its rounding error. A missing gradient is zero.
+
+**Not judged**, but reported: a parameter whose gradient was at some step nothing but rounding, that is, not more than
+`tolerance * FLOOR * largest` and not the same in both runs. Adam divides the gradient by its own size and makes a whole
+step of it, in any direction.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainwright.trainer.verify_report import LossDifference, Start, TensorDifference
+
+FLOOR = 1e-2
+_CHUNK = 2**20  # elements that are compared at a time
+
+
+class Record:
+    """What one run has recorded.
+
+    Args:
+        folder: as `trainwright.trainer.verify_record.Recorder` wrote it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        self.ranks: list[dict[str, Any]] = [
+            json.loads((folder / f"rank_{rank}.json").read_text(encoding="utf-8"))
+            for rank in range(len(list(folder.glob("rank_*.json"))))
+        ]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that were recorded."""
+        return int(self.run["steps"])
+
+    @property
+    def wave_size(self) -> int | None:
+        """Samples that all ranks read at a time."""
+        micro = self.run["micro_batch_size"]
+        return None if micro is None else int(micro) * int(self.run["data_ranks"])
+
+    def losses(self) -> list[float | None]:
+        """The loss of every step, the mean over the data ranks; None where no rank has one."""
+        columns = zip(*(rank["losses"] for rank in self.ranks), strict=True)
+        found = [[value for value in column if value is not None] for column in columns]
+        return [sum(values) / len(values) if values else None for values in found]
+
+    def tensors(self, kind: str, number: int) -> dict[str, "np.ndarray[Any, Any]"]:
+        """Gradients or parameters by name, mapped from disk."""
+        path = self.folder / f"{kind}_{number}"
+        index = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        return {name: _mapped(path.with_suffix(".bin"), **where) for name, where in index.items()}
+
+
+def _mapped(path: Path, offset: int, dtype: str, shape: list[int]) -> "np.ndarray[Any, Any]":
+    if 0 in shape:
+        return np.zeros(shape, dtype)
+    return np.memmap(path, dtype, "r", offset, tuple(shape) or (1,))
+
+
+def compare_losses(
+    layout: Sequence[float | None], reference: Sequence[float | None], tolerance: float
+) -> list[LossDifference]:
+    """One per step that both have."""
+    found = []
+    for step, (ours, theirs) in enumerate(zip(layout, reference, strict=False), 1):
+        if ours is None or theirs is None:
+            difference = 0.0 if ours is theirs else float("inf")
+        else:
+            difference = _relative(abs(ours - theirs), abs(theirs))
+        found.append(LossDifference(step, theirs, ours, difference, bool(difference <= tolerance)))
+    return found
+
+
+def compare_tensors(
+    step: int,
+    layout: Mapping[str, "np.ndarray[Any, Any]"],
+    reference: Mapping[str, "np.ndarray[Any, Any]"],
+    tolerance: float,
+) -> list[TensorDifference]:
+    """One per name of either, in the order of the reference; what is missing is zero."""
+    names = [*reference, *(name for name in layout if name not in reference)]
+    measured = {name: _measure(layout.get(name), reference.get(name)) for name in names}
+    largest = max((norm for _, norm, _ in measured.values()), default=0.0)
+    found = []
+    for name, (distance, norm, factor) in measured.items():
+        difference = _relative(distance, max(norm, FLOOR * largest))
+        passed = bool(difference <= tolerance)
+        found.append(
+            TensorDifference(step, name, distance, norm, difference, passed, factor=None if passed else factor)
+        )
+    return found
+
+
+def _measure(
+    ours: "np.ndarray[Any, Any] | None", theirs: "np.ndarray[Any, Any] | None"
+) -> tuple[float, float, float | None]:
+    """Distance, norm of the reference, and the factor between them if nothing but the scale differs."""
+    present = ours if theirs is None else theirs
+    assert present is not None
+    if ours is not None and theirs is not None and ours.shape != theirs.shape:
+        return float("inf"), float(np.linalg.norm(theirs.ravel())), None
+    squared_distance = squared_ours = squared_theirs = product = 0.0
+    for start in range(0, present.size, _CHUNK):
+        a, b = (_chunk(tensor, start, present) for tensor in (ours, theirs))
+        squared_distance += float(np.sum((a - b) ** 2))
+        squared_ours += float(np.sum(a * a))
+        squared_theirs += float(np.sum(b * b))
+        product += float(np.sum(a * b))
+    factor = None
+    if squared_ours > 0 and squared_theirs > 0:
+        rest = 1 - product**2 / (squared_ours * squared_theirs)
+        factor = product / squared_theirs if abs(rest) < 1e-6 else None
+    return squared_distance**0.5, squared_theirs**0.5, factor
+
+
+def _chunk(tensor: "np.ndarray[Any, Any] | None", start: int, like: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    stop = min(start + _CHUNK, like.size)
+    if tensor is None:
+        return np.zeros(stop - start)
+    return tensor.reshape(-1)[start:stop].astype(np.float64)
+
+
+def _relative(distance: float, norm: float) -> float:
+    if distance == 0:
+        return 0.0
+    return distance / norm if norm > 0 else float("inf") if distance == distance else distance
+
+
+def leave_out_rounding(
+    parameters: Iterable[TensorDifference], gradients: Iterable[TensorDifference], tolerance: float
+) -> list[TensorDifference]:
+    """Parameters after steps that were rounding alone are not judged.
+
+    Args:
+        parameters: of all steps.
+        gradients: of all steps; those of step k come before the parameters of step k.
+        tolerance: of the comparison.
+    """
+    first: dict[str, int] = {}
+    largest: dict[int, float] = {}
+    gradients = list(gradients)
+    for one in gradients:
+        largest[one.step] = max(largest.get(one.step, 0.0), one.norm)
+    for one in gradients:
+        if one.passed and one.distance > 0 and one.norm <= tolerance * FLOOR * largest[one.step]:
+            first.setdefault(one.name, one.step)
+    return [
+        TensorDifference(one.step, one.name, one.distance, one.norm, one.difference, True, judged=False)
+        if one.name in first and one.step >= first[one.name]
+        else one
+        for one in parameters
+    ]
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SampleProblem:
+    """What is wrong with the samples of one step, counted from 1."""
+
+    step: int
+    text: str
+
+
+def compare_samples(layout: Record, reference: Record) -> list[SampleProblem]:
+    """Whether the data ranks together read, in every step, each sample of the one-process run once."""
+    data_ranks = int(layout.run["data_ranks"])
+    found: list[SampleProblem] = []
+    for step, of_one in enumerate(reference.ranks[0]["samples"], 1):
+        by_rank = [rank["samples"][step - 1] if step <= len(rank["samples"]) else [] for rank in layout.ranks]
+        found += [SampleProblem(step, f"step {step}: {text}") for text in _unequal_sharers(layout, by_rank)]
+        first_of = [_first(layout, data_rank) for data_rank in range(data_ranks)]
+        read = [_flat(by_rank[rank]) if rank is not None else [] for rank in first_of]
+        text = _compare_step(read, of_one)
+        if text:
+            found.append(SampleProblem(step, f"step {step}: {text}"))
+    return found
+
+
+def _first(layout: Record, data_rank: int) -> int | None:
+    return next((rank for rank, each in enumerate(layout.ranks) if each["data_rank"] == data_rank), None)
+
+
+def _unequal_sharers(layout: Record, by_rank: Sequence[list[list[str]]]) -> Iterator[str]:
+    """Ranks that should read the same samples (they split the model or the sequence) and do not."""
+    for rank, each in enumerate(layout.ranks):
+        first = _first(layout, each["data_rank"])
+        if first is not None and _flat(by_rank[first]) != _flat(by_rank[rank]):
+            yield f"samples differ: rank {rank} must read those of rank {first} and reads others"
+
+
+def _compare_step(read: Sequence[list[str]], of_one: list[list[str]]) -> str | None:
+    expected, given = Counter(_flat(of_one)), Counter(sample for each in read for sample in each)
+    if given == expected:
+        return None
+    twice, missing, total = given - expected, expected - given, sum(expected.values())
+    # A data rank reads every R-th micro-batch of the one-process run.
+    due = [Counter(_flat(of_one[rank :: len(read)])) for rank in range(len(read))]
+    wrong = [rank for rank, each in enumerate(read) if Counter(each) != due[rank]]
+    again = sum(count for sample, count in twice.items() if sample in expected)
+    foreign = sum(twice.values()) - again
+    parts = [f"{again} read more than once"] if again else []
+    parts += [f"{foreign} read that are not of this step"] if foreign else []
+    parts += [f"{sum(missing.values())} of {total} not read"] if missing else []
+    ranks = ", ".join(map(str, wrong)) or "unknown"
+    return f"samples differ: data rank(s) {ranks} read samples of others or other samples ({', '.join(parts)})"
+
+
+def _flat(micro_batches: Iterable[list[str]]) -> list[str]:
+    return [sample for each in micro_batches for sample in each]
+
+
+# ---- where it starts -------------------------------------------------------------------------------------------------
+
+
+def find_start(
+    problems: Sequence[str],
+    samples: Sequence[SampleProblem],
+    losses: Sequence[LossDifference],
+    gradients: Sequence[TensorDifference],
+    parameters: Sequence[TensorDifference],
+    execution: Sequence[str],
+) -> Start | None:
+    """The first thing that differs: what the runs did, then, by step, samples, loss, gradients, parameters."""
+    if problems:
+        return Start(0, "run", None, None, f"before the numbers: {problems[0]}")
+    initial = [one for one in parameters if one.step == 0]
+    start = _tensor_start("parameters", 0, initial, execution)
+    if start is not None:
+        return start
+    for loss in losses:
+        step = loss.step
+        of_step = [one for one in gradients if one.step == step]
+        for problem in samples:
+            if problem.step == step:
+                return Start(step, "samples", None, None, f"at {problem.text}")
+        if not loss.passed:
+            return _loss_start(loss, of_step, execution)
+        start = _tensor_start("gradients", step, of_step, execution) or _tensor_start(
+            "parameters", step, [one for one in parameters if one.step == step], execution
+        )
+        if start is not None:
+            return start
+    # Several optimizers make more steps than there are losses.
+    rest = [*((one, "gradients") for one in gradients), *((one, "parameters") for one in parameters)]
+    late = sorted((one.step, kind) for one, kind in rest if not one.passed)
+    if not late:
+        return None
+    step, kind = late[0]
+    pool = gradients if kind == "gradients" else parameters
+    return _tensor_start(kind, step, [one for one in pool if one.step == step], execution)
+
+
+def _loss_start(loss: LossDifference, gradients: Sequence[TensorDifference], execution: Sequence[str]) -> Start:
+    text = f"at step {loss.step}, in the loss ({loss.difference:.1e}), with equal samples and parameters: in forward"
+    failed = [one for one in gradients if not one.passed]
+    if not failed:
+        return Start(loss.step, "loss", None, None, text)
+    worst = max(failed, key=lambda one: one.difference if one.difference == one.difference else float("inf"))
+    first = _in_order(failed, execution)[0]
+    module, parameter = module_of(first.name), first.name
+    text += (
+        f"; gradients differ from module {module or '(the whole)'} on, most in {worst.name} ({worst.difference:.1e})"
+    )
+    return Start(loss.step, "loss", module, parameter, text)
+
+
+def _tensor_start(
+    kind: str, step: int, differences: Sequence[TensorDifference], execution: Sequence[str]
+) -> Start | None:
+    failed = [one for one in differences if not one.passed]
+    if not failed:
+        return None
+    first = _in_order(failed, execution)[0]
+    module = module_of(first.name)
+    when = "before the first step" if step == 0 else f"at step {step}"
+    noun = {"gradients": "the gradient", "parameters": "the parameter"}[kind]
+    text = f"{when}, in module {module or '(the whole)'}: {noun} {first.name} differs by {first.difference:.1e}"
+    if first.factor is not None:
+        text += f", it is {first.factor:.4g} times that of one process"
+    others = len(failed) - 1
+    if others:
+        text += f"; so do {others} more of {len(differences)}"
+    return Start(step, kind, module, first.name, text)
+
+
+def module_of(parameter: str) -> str:
+    """Name of the module that holds a parameter; empty for the outermost."""
+    return parameter.rpartition(".")[0]
+
+
+def _in_order(differences: Sequence[TensorDifference], execution: Sequence[str]) -> list[TensorDifference]:
+    """By the first execution of their modules; those that were not seen to run come last, as registered."""
+    place = {name: number for number, name in enumerate(execution)}
+    return sorted(differences, key=lambda one: place.get(module_of(one.name), len(place)))
