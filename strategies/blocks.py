@@ -17,7 +17,8 @@ def find_blocks(module: nn.Module, patterns: Sequence[str] | None = None) -> dic
     """Blocks of ``module`` by fully qualified name, in the order of ``named_modules``; none lies inside another.
 
     Sources in order: ``patterns``; the class names in Hugging Face's ``_no_split_modules``; repeated modules, that is
-    children with parameters of an ``nn.ModuleList``, or of one class in an ``nn.Sequential``, two or more.
+    children with parameters of an ``nn.ModuleList``, or of one class in an ``nn.Sequential``, or all of one class that
+    has children of its own in an ``nn.ModuleDict`` (whose other uses are heads, or parts of all kinds); two or more.
 
     Args:
         module: the whole model.
@@ -71,7 +72,13 @@ def _repeated(module: nn.Module) -> dict[str, nn.Module]:
         elif isinstance(container, nn.Sequential):
             classes = [type(child) for child in children.values()]
             found.update({n: child for n, child in children.items() if classes.count(type(child)) > 1})
+        elif isinstance(container, nn.ModuleDict) and len(children) > 1 and _are_alike(children.values()):
+            found.update(children)
     return found
+
+
+def _are_alike(children: Iterable[nn.Module]) -> bool:
+    return len({type(child) for child in children}) == 1 and all(next(c.children(), None) is not None for c in children)
 
 
 def _outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
