@@ -163,18 +163,23 @@ def _compare(layout_cfg: DictConfig, folder: Path, options: VerifyOptions) -> Ve
     tolerance, steps = options.bound, min(layout.steps, reference.steps)
     problems = _unlike(layout, reference)
 
-    def differences(kind: str, first: int) -> list[Any]:
-        return [
-            one
-            for step in range(first, steps + 1)
-            for one in compare.compare_tensors(
-                step, layout.tensors(kind, step), reference.tensors(kind, step), tolerance
-            )
-        ]
-
     losses = compare.compare_losses(layout.losses(), reference.losses(), tolerance)
-    gradients = differences("gradients", 1)
-    parameters = compare.leave_out_rounding(differences("parameters", 0), gradients, tolerance)
+    rounding = compare.Rounding()
+
+    def pair(kind: str, step: int) -> tuple[Any, Any]:
+        return layout.tensors(kind, step), reference.tensors(kind, step)
+
+    gradients, parameters = [], compare.compare_tensors(0, *pair("parameters", 0), tolerance)
+    for step in range(1, steps + 1):
+        names = reference.stepped(step)
+        of_step = tuple(
+            {name: tensor for name, tensor in each.items() if names is None or name in names}
+            for each in pair("gradients", step)
+        )
+        gradients += compare.compare_tensors(step, *of_step, tolerance)
+        rounding.see(*of_step)
+        if layout.has("parameters", step) and reference.has("parameters", step):
+            parameters += compare.compare_tensors(step, *pair("parameters", step), tolerance, rounding)
     samples = compare.compare_samples(layout, reference)
     start = compare.find_start(problems, samples, losses, gradients, parameters, reference.run["execution"])
     return VerifyReport(

@@ -4,11 +4,12 @@
 
 **Gradients and parameters.** `|a - b| <= tolerance * max(|b|, FLOOR * largest)` in L2 norms of one whole tensor;
 `largest` is the largest `|b|` of that step. Without the floor a gradient that is zero but for rounding (the bias of an
-attention's keys) would fail on its rounding error. A missing gradient is zero.
+attention's keys) would fail on its rounding error. A missing gradient is zero. With several optimizers the gradients of
+a step are those of the parameters that it steps.
 
-**Not judged**, but reported: a parameter whose gradient was at some step nothing but rounding, that is, not more than
-`tolerance * FLOOR * largest` and not the same in both runs. Adam divides the gradient by its own size and makes a whole
-step of it, in any direction.
+**Elements left out** of parameters, and counted: those whose gradient was at some step before rounding alone, that is,
+not the same in both runs and in both not more than `ROUNDING` times the largest element of all gradients of that step.
+Adam divides a gradient by its own size and makes a whole step of it, in any direction.
 """
 
 import json
@@ -23,6 +24,7 @@ import numpy as np
 from trainwright.trainer.verify_report import LossDifference, Start, TensorDifference
 
 FLOOR = 1e-2
+ROUNDING = 1e-6
 _CHUNK = 2**20  # elements that are compared at a time
 
 
@@ -58,7 +60,16 @@ class Record:
         found = [[value for value in column if value is not None] for column in columns]
         return [sum(values) / len(values) if values else None for values in found]
 
-    def tensors(self, kind: str, number: int) -> dict[str, "np.ndarray[Any, Any]"]:
+    def has(self, kind: str, number: int) -> bool:
+        """Whether these tensors were recorded: several optimizers may step in one batch, before its end."""
+        return (self.folder / f"{kind}_{number}.json").exists()
+
+    def stepped(self, step: int) -> list[str] | None:
+        """Names of the parameters that the optimizer of this step holds; None = all, there is only one."""
+        names: list[str] | None = self.run["stepped"].get(str(step))
+        return names
+
+    def tensors(self, kind: str, number: int) -> "Tensors":
         """Gradients or parameters by name, mapped from disk."""
         path = self.folder / f"{kind}_{number}"
         index = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
@@ -85,28 +96,64 @@ def compare_losses(
     return found
 
 
+Tensors = Mapping[str, "np.ndarray[Any, Any]"]
+
+
+class Rounding:
+    """Which elements had a gradient that was rounding alone, in the steps so far."""
+
+    def __init__(self) -> None:
+        self._masks: dict[str, np.ndarray[Any, Any]] = {}
+
+    def see(self, layout: Tensors, reference: Tensors) -> None:
+        """Take in the gradients of the next step."""
+        limit = ROUNDING * max((_largest(tensor) for tensor in reference.values()), default=0.0)
+        for name, theirs in reference.items():
+            ours = layout.get(name)
+            if ours is None or ours.shape != theirs.shape:
+                continue
+            for start, a, b in _chunks(ours, theirs):
+                mask = (a != b) & (np.maximum(np.abs(a), np.abs(b)) <= limit)
+                if mask.any():
+                    self.left_out(name, theirs.size)[start : start + mask.size] |= mask
+
+    def left_out(self, name: str, size: int) -> "np.ndarray[Any, Any]":
+        """Flat mask of a parameter's elements."""
+        return self._masks.setdefault(name, np.zeros(size, bool))
+
+    def mask(self, name: str) -> "np.ndarray[Any, Any] | None":
+        """As `left_out`; None when there is none."""
+        return self._masks.get(name)
+
+
 def compare_tensors(
-    step: int,
-    layout: Mapping[str, "np.ndarray[Any, Any]"],
-    reference: Mapping[str, "np.ndarray[Any, Any]"],
-    tolerance: float,
+    step: int, layout: Tensors, reference: Tensors, tolerance: float, rounding: Rounding | None = None
 ) -> list[TensorDifference]:
-    """One per name of either, in the order of the reference; what is missing is zero."""
+    """One per name of either, in the order of the reference; what is missing is zero.
+
+    Args:
+        step: of the tensors.
+        layout: by name.
+        reference: by name.
+        tolerance: largest relative difference that passes.
+        rounding: says which elements to leave out; None = none.
+    """
     names = [*reference, *(name for name in layout if name not in reference)]
-    measured = {name: _measure(layout.get(name), reference.get(name)) for name in names}
+    masks = {name: None if rounding is None else rounding.mask(name) for name in names}
+    measured = {name: _measure(layout.get(name), reference.get(name), masks[name]) for name in names}
     largest = max((norm for _, norm, _ in measured.values()), default=0.0)
     found = []
     for name, (distance, norm, factor) in measured.items():
         difference = _relative(distance, max(norm, FLOOR * largest))
-        passed = bool(difference <= tolerance)
-        found.append(
-            TensorDifference(step, name, distance, norm, difference, passed, factor=None if passed else factor)
-        )
+        passed, mask = bool(difference <= tolerance), masks[name]
+        left_out = 0 if mask is None else int(mask.sum())
+        factor = None if passed else factor
+        found.append(TensorDifference(step, name, distance, norm, difference, passed, left_out, factor))
     return found
 
 
 def _measure(
-    ours: "np.ndarray[Any, Any] | None", theirs: "np.ndarray[Any, Any] | None"
+    ours: "np.ndarray[Any, Any] | None", theirs: "np.ndarray[Any, Any] | None", mask: "np.ndarray[Any, Any] | None"
 ) -> tuple[float, float, float | None]:
     """Distance, norm of the reference, and the factor between them if nothing but the scale differs."""
     present = ours if theirs is None else theirs
@@ -114,56 +161,41 @@ def _measure(
     if ours is not None and theirs is not None and ours.shape != theirs.shape:
         return float("inf"), float(np.linalg.norm(theirs.ravel())), None
     squared_distance = squared_ours = squared_theirs = product = 0.0
-    for start in range(0, present.size, _CHUNK):
-        a, b = (_chunk(tensor, start, present) for tensor in (ours, theirs))
+    zeros = np.broadcast_to(np.zeros((), present.dtype), present.shape)
+    for start, a, b in _chunks(zeros if ours is None else ours, zeros if theirs is None else theirs):
+        if mask is not None:
+            a = np.where(mask[start : start + a.size], b, a)
         squared_distance += float(np.sum((a - b) ** 2))
         squared_ours += float(np.sum(a * a))
         squared_theirs += float(np.sum(b * b))
         product += float(np.sum(a * b))
-    factor = None
-    if squared_ours > 0 and squared_theirs > 0:
-        rest = 1 - product**2 / (squared_ours * squared_theirs)
-        factor = product / squared_theirs if abs(rest) < 1e-6 else None
-    return squared_distance**0.5, squared_theirs**0.5, factor
+    return squared_distance**0.5, squared_theirs**0.5, _factor(product, squared_ours, squared_theirs)
 
 
-def _chunk(tensor: "np.ndarray[Any, Any] | None", start: int, like: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    stop = min(start + _CHUNK, like.size)
-    if tensor is None:
-        return np.zeros(stop - start)
-    return tensor.reshape(-1)[start:stop].astype(np.float64)
+def _factor(product: float, squared_ours: float, squared_theirs: float) -> float | None:
+    if not (squared_ours > 0 and squared_theirs > 0):
+        return None
+    factor, rest = product / squared_theirs, 1 - product**2 / (squared_ours * squared_theirs)
+    return factor if abs(rest) < 1e-6 and abs(factor - 1) > 1e-3 else None
+
+
+def _chunks(
+    ours: "np.ndarray[Any, Any]", theirs: "np.ndarray[Any, Any]"
+) -> Iterator[tuple[int, "np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]]:
+    """Where each part begins, and both in float64, flat."""
+    for start in range(0, theirs.size, _CHUNK):
+        a, b = (tensor.reshape(-1)[start : start + _CHUNK].astype(np.float64) for tensor in (ours, theirs))
+        yield start, a, b
+
+
+def _largest(tensor: "np.ndarray[Any, Any]") -> float:
+    return float(max(-tensor.min(), tensor.max())) if tensor.size else 0.0
 
 
 def _relative(distance: float, norm: float) -> float:
     if distance == 0:
         return 0.0
     return distance / norm if norm > 0 else float("inf") if distance == distance else distance
-
-
-def leave_out_rounding(
-    parameters: Iterable[TensorDifference], gradients: Iterable[TensorDifference], tolerance: float
-) -> list[TensorDifference]:
-    """Parameters after steps that were rounding alone are not judged.
-
-    Args:
-        parameters: of all steps.
-        gradients: of all steps; those of step k come before the parameters of step k.
-        tolerance: of the comparison.
-    """
-    first: dict[str, int] = {}
-    largest: dict[int, float] = {}
-    gradients = list(gradients)
-    for one in gradients:
-        largest[one.step] = max(largest.get(one.step, 0.0), one.norm)
-    for one in gradients:
-        if one.passed and one.distance > 0 and one.norm <= tolerance * FLOOR * largest[one.step]:
-            first.setdefault(one.name, one.step)
-    return [
-        TensorDifference(one.step, one.name, one.distance, one.norm, one.difference, True, judged=False)
-        if one.name in first and one.step >= first[one.name]
-        else one
-        for one in parameters
-    ]
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
@@ -179,46 +211,55 @@ class SampleProblem:
 
 def compare_samples(layout: Record, reference: Record) -> list[SampleProblem]:
     """Whether the data ranks together read, in every step, each sample of the one-process run once."""
-    data_ranks = int(layout.run["data_ranks"])
     found: list[SampleProblem] = []
     for step, of_one in enumerate(reference.ranks[0]["samples"], 1):
         by_rank = [rank["samples"][step - 1] if step <= len(rank["samples"]) else [] for rank in layout.ranks]
-        found += [SampleProblem(step, f"step {step}: {text}") for text in _unequal_sharers(layout, by_rank)]
-        first_of = [_first(layout, data_rank) for data_rank in range(data_ranks)]
-        read = [_flat(by_rank[rank]) if rank is not None else [] for rank in first_of]
-        text = _compare_step(read, of_one)
-        if text:
-            found.append(SampleProblem(step, f"step {step}: {text}"))
+        readers = _readers(layout)
+        texts = [*_unequal_sharers(readers, by_rank)]
+        text = _compare_step([_flat(by_rank[ranks[0]]) if ranks else [] for ranks in readers], of_one)
+        texts += [text] if text else []
+        texts += [*_without_reader(readers)] if text else []
+        if texts:
+            found.append(SampleProblem(step, f"step {step}: samples differ: {'; '.join(texts)}"))
     return found
 
 
-def _first(layout: Record, data_rank: int) -> int | None:
-    return next((rank for rank, each in enumerate(layout.ranks) if each["data_rank"] == data_rank), None)
+def _readers(layout: Record) -> list[list[int]]:
+    """The ranks of each data rank."""
+    data_ranks = range(int(layout.run["data_ranks"]))
+    return [[rank for rank, each in enumerate(layout.ranks) if each["data_rank"] == one] for one in data_ranks]
 
 
-def _unequal_sharers(layout: Record, by_rank: Sequence[list[list[str]]]) -> Iterator[str]:
+def _unequal_sharers(readers: Sequence[Sequence[int]], by_rank: Sequence[list[list[str]]]) -> Iterator[str]:
     """Ranks that should read the same samples (they split the model or the sequence) and do not."""
-    for rank, each in enumerate(layout.ranks):
-        first = _first(layout, each["data_rank"])
-        if first is not None and _flat(by_rank[first]) != _flat(by_rank[rank]):
-            yield f"samples differ: rank {rank} must read those of rank {first} and reads others"
+    for first, *others in filter(None, readers):
+        for rank in others:
+            if Counter(_flat(by_rank[first])) != Counter(_flat(by_rank[rank])):
+                yield f"rank {rank} must read those of rank {first} and reads others"
+
+
+def _without_reader(readers: Sequence[Sequence[int]]) -> Iterator[str]:
+    most = max(readers, key=len)
+    for data_rank, ranks in enumerate(readers):
+        if not ranks:
+            who = ", ".join(map(str, most))
+            yield f"no rank reads as data rank {data_rank}, but ranks {who} all read as {readers.index(most)}"
 
 
 def _compare_step(read: Sequence[list[str]], of_one: list[list[str]]) -> str | None:
     expected, given = Counter(_flat(of_one)), Counter(sample for each in read for sample in each)
     if given == expected:
         return None
-    twice, missing, total = given - expected, expected - given, sum(expected.values())
+    missing, total = expected - given, sum(expected.values())
+    again = sum(count for sample, count in (given - expected).items() if sample in expected)
+    foreign = sum((given - expected).values()) - again
     # A data rank reads every R-th micro-batch of the one-process run.
     due = [Counter(_flat(of_one[rank :: len(read)])) for rank in range(len(read))]
-    wrong = [rank for rank, each in enumerate(read) if Counter(each) != due[rank]]
-    again = sum(count for sample, count in twice.items() if sample in expected)
-    foreign = sum(twice.values()) - again
+    wrong = [str(rank) for rank, each in enumerate(read) if Counter(each) != due[rank]]
     parts = [f"{again} read more than once"] if again else []
     parts += [f"{foreign} read that are not of this step"] if foreign else []
     parts += [f"{sum(missing.values())} of {total} not read"] if missing else []
-    ranks = ", ".join(map(str, wrong)) or "unknown"
-    return f"samples differ: data rank(s) {ranks} read samples of others or other samples ({', '.join(parts)})"
+    return f"data rank {', '.join(wrong)} read others than its own ({', '.join(parts)})"
 
 
 def _flat(micro_batches: Iterable[list[str]]) -> list[str]:

@@ -33,8 +33,8 @@ class Recorder(Callback):
 
     Args:
         folder: where to write; made if it is not there. All ranks must be on one machine.
-        watch_execution: note the order in which modules run for the first time. For the one-process run, whose modules
-            run as the user wrote them.
+        watch_execution: note the order in which modules run for the first time, and which parameters an optimizer
+            steps. For the one-process run, whose modules and optimizers are as the user wrote them.
     """
 
     def __init__(self, folder: str, watch_execution: bool = False) -> None:
@@ -44,6 +44,7 @@ class Recorder(Callback):
         self._execution: list[str] = []
         self._handles: list[Any] = []
         self._dropout: list[str] = []
+        self._stepped: dict[int, list[str]] = {}
         self._steps = 0
         self._seen = 0
         self._micro_losses: list[float] = []
@@ -92,6 +93,10 @@ class Recorder(Callback):
     ) -> None:
         """Write the gradients."""
         self._steps += 1
+        if self._watches and len(trainer.optimizers) > 1:
+            # The others' parameters hold what is left of earlier steps, or nothing: that differs by strategy.
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._stepped[self._steps] = [name for name, p in pl_module.named_parameters() if id(p) in stepped]
         self._write_tensors(trainer, "gradients", self._steps)
 
     def on_train_batch_end(
@@ -126,6 +131,7 @@ class Recorder(Callback):
             "automatic_optimization": pl_module.automatic_optimization,
             "dropout": self._dropout,
             "execution": self._execution,
+            "stepped": self._stepped,
             "steps": self._steps,
         }
         _write_json(self._folder / "run.json", run)

@@ -1,13 +1,13 @@
 """The outcome of `trainwright verify`: numbers, verdict, and both as text."""
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 _MOST_ROWS = 24
 _WORST = 5
+_ENDS = 4  # steps of which the module table shows so many from the start and from the end
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class TensorDifference:
         distance: L2 norm of the difference.
         norm: L2 norm in the one-process run.
         difference: `distance` divided by `norm`, or by the floor of small ones (see `trainer/verify_compare.py`).
-        passed: whether it is within the tolerance, or not judged.
-        judged: False for a parameter that rounding alone may have moved: see `trainer/verify_compare.py`.
+        passed: whether it is within the tolerance.
+        left_out: elements that rounding alone may have moved, which do not count (see there).
         factor: when all that is wrong is the scale, how many times the one-process value this is; else None.
     """
 
@@ -50,7 +50,7 @@ class TensorDifference:
     norm: float
     difference: float
     passed: bool
-    judged: bool = True
+    left_out: int = 0
     factor: float | None = None
 
 
@@ -156,7 +156,7 @@ class VerifyReport:
     def to_text(self) -> str:
         """As a person reads it."""
         parts = ["\n".join(self._head()), "\n".join(self._loss_table()), "\n".join(self._module_table())]
-        parts += ["\n".join(lines) for lines in (self._worst(), self._not_judged(), self._verdict()) if lines]
+        parts += ["\n".join(lines) for lines in (self._worst(), self._left_out(), self._verdict()) if lines]
         return "\n\n".join(parts) + "\n"
 
     def _head(self) -> list[str]:
@@ -178,6 +178,7 @@ class VerifyReport:
         steps = sorted({one.step for one in self.gradients})
         groups = groups_of([one.name for one in self.final_parameters])
         width = max([len(group) for group in groups] + [len("largest difference")])
+        steps = steps if len(steps) <= 2 * _ENDS else [*steps[:_ENDS], *steps[-_ENDS:]]
         head = " ".join(f"{f'step {step}':>9}" for step in steps)
         lines = [
             f"{'largest difference':<{width}}  {'of gradients':<{len(head)}}  of parameters",
@@ -201,34 +202,34 @@ class VerifyReport:
     def _worst(self) -> list[str]:
         lines = ["worst parameters"]
         for kind, differences in (("gradient", self.gradients), ("parameter", self.final_parameters)):
-            judged = [one for one in differences if one.judged]
             seen: dict[str, TensorDifference] = {}
-            for one in sorted(judged, key=lambda one: _order(one.difference), reverse=True):
+            for one in sorted(differences, key=lambda one: _order(one.difference), reverse=True):
                 seen.setdefault(one.name, one)
             for one in list(seen.values())[:_WORST]:
                 what = f"{kind} after step {one.step}" if kind == "parameter" else f"{kind} of step {one.step}"
                 lines.append(f"  {one.difference:.1e}  {one.name}, {what}{_scaled(one)}{_mark(one.passed)}")
         return lines
 
-    def _not_judged(self) -> list[str]:
-        names = [one.name for one in self.final_parameters if not one.judged]
-        if not names:
+    def _left_out(self) -> list[str]:
+        found = [one for one in self.final_parameters if one.left_out]
+        if not found:
             return []
-        return [
-            f"not judged at the end, because the gradient is nothing but rounding: {', '.join(names[:_WORST])}"
-            + (f" and {len(names) - _WORST} more" if len(names) > _WORST else "")
-        ]
+        names = ", ".join(one.name for one in found[:_WORST])
+        names += f" and {len(found) - _WORST} more" if len(found) > _WORST else ""
+        count = sum(one.left_out for one in found)
+        return [f"left out: {count} element(s) whose gradient is nothing but rounding, of {names}"]
 
     def _verdict(self) -> list[str]:
         if self.start is None:
             return [f"passed: every difference is within {self.tolerance:g}"]
         lines = [f"FAILED, tolerance {self.tolerance:g}: the difference starts {self.start.text}"]
-        others = [*self.problems, *self.samples]
-        return lines + [f"  {text}" for text in others if text not in self.start.text]
+        others = [text for text in (*self.problems, *self.samples) if text not in self.start.text]
+        lines += [f"  {text}" for text in others[:_WORST]]
+        return lines + ([f"  ... and {len(others) - _WORST} more of this kind"] if len(others) > _WORST else [])
 
 
 def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Parameters by module: by the first level of names on which they differ; a number in a list is a level too.
+    """Parameters by module: by the first level of names on which they differ, and each member of a list by itself.
 
     `model.blocks.0.up.weight` and `model.head.weight` are in `blocks.0` and `head`.
 
@@ -242,15 +243,17 @@ def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
         common += 1
     groups: dict[str, list[str]] = {}
     for name, parts in zip(names, split, strict=True):
-        rest = parts[common:]
-        is_list = len(rest) > 2 and re.fullmatch(r"\d+", rest[1]) is not None
-        groups.setdefault(".".join(rest[:2] if is_list else rest[:1]), []).append(name)
+        path = parts[common:-1] or parts[common:]
+        last = next((place for place, part in enumerate(path) if part.isdigit() and place), 0)
+        # The number of a list says nothing without the list's name.
+        list_name = parts[common - 1 : common] if path[0].isdigit() else []
+        groups.setdefault(".".join([*list_name, *path[: last + 1]]), []).append(name)
     return groups
 
 
 def _worst_of(differences: Sequence[TensorDifference], names: Sequence[str], step: int | None = None) -> float:
     wanted = set(names)
-    found = [one.difference for one in differences if one.name in wanted and one.judged and step in (None, one.step)]
+    found = [one.difference for one in differences if one.name in wanted and step in (None, one.step)]
     return max(found, key=_order, default=0.0)
 
 
