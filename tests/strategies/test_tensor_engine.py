@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trainwright.recipes.gpt_model import GPT, GPTConfig
+from trainwright.strategies import collectives
 from trainwright.strategies.plan import ModelPlan
+from trainwright.strategies.split_randomness import SplitRandomness, draws_randomly
 from trainwright.strategies.tensor_engine import TensorParallel, validate_tensor
 
 TOLERANCE = 1e-5  # of the norm
@@ -377,3 +381,268 @@ def test_whole_parameters_beside_split_ones_are_summed_where_they_must(ranks):
         assert max(values.values()) < TOLERANCE, values
         assert {"blocks.1.norm.weight", "blocks.0.down.bias", "blocks.0.head_norm.bias"} < summed
         assert "last.weight" not in summed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Traffic
+
+
+def traffic(sequence: bool) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """What a forward and a backward of two blocks send: kind and elements of the whole."""
+    torch.manual_seed(0)
+    model = gpt()
+    cut(model, gpt_plan(), sequence_parallel=sequence)
+    sent: list[tuple[str, int]] = []
+
+    def counting(kind: str, size: Callable[..., int], call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            sent.append((kind, size(*args)))
+            return call(*args, **kwargs)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counting("all-reduce", lambda x: x.numel(), dist.all_reduce))
+        for name, kind, which in (("_all_gather", "gather", 0), ("_reduce_scatter", "reduce-scatter", 1)):
+            size = lambda *args, which=which: args[which].numel()  # noqa: E731
+            patch.setattr(collectives, name, counting(kind, size, getattr(collectives, name)))
+        y = model(torch.zeros(2, 8, dtype=torch.long))
+        forward = list(sent)
+        sent.clear()
+        y.sum().backward()
+    return forward, sent
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_travels_is_what_theory_says(ranks, sequence):
+    n = 2 * 8 * 32  # hidden states
+    forward, backward = ranks(traffic, 2, sequence)[0]
+    if sequence:
+        pair = [("gather", n), ("reduce-scatter", n)]
+        assert forward == pair * 4 + [("gather", n)]
+        assert sorted(backward) == sorted(pair * 4 + [("gather", n)])
+    else:
+        assert forward == backward == [("all-reduce", n)] * 4  # query, key and value share one in backward
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Split logits
+
+
+def loss_of(module: nn.Module, ids: Tensor, how: str) -> dict[str, Tensor]:
+    logits = module(ids)
+    targets = ids.roll(1, 1)
+    if how == "flat":
+        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.flatten())
+    elif how == "shifted":  # as Hugging Face does it, with classes that do not count
+        logits = logits.float()[..., :-1, :].contiguous()
+        targets = targets[:, 1:].masked_fill(targets[:, 1:] % 3 == 0, -100)
+        loss = nn.CrossEntropyLoss(label_smoothing=0.1)(logits.reshape(-1, 32), targets.reshape(-1))
+    elif how == "second":
+        loss = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean()
+    else:
+        weight = torch.arange(32.0) + 1
+        loss = nn.CrossEntropyLoss(weight=weight, ignore_index=4, reduction=how)(
+            logits.flatten(0, 1), targets.flatten()
+        )
+    assert type(loss) is Tensor
+    loss.backward()
+    return {"loss": loss.detach(), "best": logits.argmax(-1).double()}
+
+
+def loss_differences(how: str) -> dict[str, float]:
+    torch.manual_seed(0)
+    ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(1))
+    run = partial(lambda ids, how, module: loss_of(module, ids, how), ids, how)
+    return differences(gpt(head=True), gpt_plan(head=True), run, sequence_parallel=how == "flat", loss_parallel=True)
+
+
+@pytest.mark.parametrize("how", ["flat", "shifted", "second", "mean", "sum"])
+def test_cross_entropy_of_split_logits(ranks, how):
+    for values in ranks(loss_differences, 4, how, timeout=60):
+        assert max(values.values()) < TOLERANCE, values
+
+
+def loss_traffic_and_refusals() -> tuple[list[int], list[str], bool]:
+    torch.manual_seed(0)
+    model = gpt(head=True)
+    cut(model, gpt_plan(head=True), loss_parallel=True)
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    logits = model(ids)
+    sent: list[int] = []
+    original = dist.all_reduce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda x, **kw: (sent.append(x.numel()), original(x, **kw)))
+        F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+    texts = []
+    for misuse in (
+        lambda: logits.softmax(-1),
+        lambda: logits + torch.zeros(32),
+        lambda: logits[..., :16],
+        lambda: logits.view(-1),
+        lambda: torch.topk(logits, 3),
+        lambda: logits.grad,
+        lambda: F.cross_entropy(logits, ids),
+    ):
+        with pytest.raises(RuntimeError, match="loss_parallel=false") as raised:
+            misuse()
+        texts.append(str(raised.value))
+    with pytest.raises(RuntimeError, match="target is no class"):
+        F.cross_entropy(logits.flatten(0, 1), ids.flatten() + 32)
+    with torch.no_grad():
+        plain = type(model(ids)) is Tensor
+    return sent, texts, plain
+
+
+def test_split_logits_send_three_numbers_a_sample_and_refuse_what_they_cannot(ranks):
+    sent, texts, plain = ranks(loss_traffic_and_refusals, 2)[0]
+    assert sent == [16, 32]  # the largest; then the normalizer and the target's logit
+    assert "softmax" in texts[0]
+    assert plain, "evaluation gets whole logits"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Random numbers
+
+
+class Dropping(nn.Module):
+    """A dropout on split and one on whole activations in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.inner, self.outer = nn.Dropout(0.5), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(self.down(self.inner(self.up(x))))
+
+
+def masks(sequence: bool, checkpointed: bool) -> tuple[dict[str, list[Tensor]], Tensor, Tensor]:
+    """What the dropouts dropped, the gradient before the blocks, and the generator's state afterwards."""
+    torch.manual_seed(0)
+    model = Stack([Dropping(), Dropping()], 16)
+    cut(model, plan_of(2, {"up": "colwise", "down": "rowwise"}, {}, ()), sequence_parallel=sequence)
+    seen: dict[str, list[Tensor]] = {"inner": [], "outer": []}
+    for block in model.blocks:
+        for name, found in seen.items():
+            hook = lambda m, args, out, found=found: found.append(out.detach() == 0)  # noqa: E731
+            getattr(block, name).register_forward_hook(hook)
+        if checkpointed:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    torch.manual_seed(7)
+    model(floats(2, 8, 16)).square().sum().backward()
+    return seen, model.first.weight.grad, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_dropout_is_the_same_where_activations_are_and_differs_where_they_are_split(ranks, sequence):
+    plain, again = ranks(masks, 2, sequence, False), ranks(masks, 2, sequence, True)
+    (one, gradient, state), (other, other_gradient, other_state) = plain
+    assert not any(torch.equal(a, b) for a, b in zip(one["inner"], other["inner"], strict=True))
+    assert [torch.equal(a, b) for a, b in zip(one["outer"], other["outer"], strict=True)] == [not sequence] * 2
+    assert not torch.equal(one["inner"][0], one["inner"][1]), "every block draws anew"
+    assert torch.equal(gradient, other_gradient)
+    assert torch.equal(state, other_state), "outside, all ranks go on with the same numbers"
+    for (first, before, _), (second, after, _) in zip(plain, again, strict=True):
+        assert torch.equal(first["inner"][0], second["inner"][0])
+        assert len(second["inner"]) == 4  # the blocks ran once more, from the last to the first
+        assert all(torch.equal(a, b) for a, b in zip(second["inner"][:2], second["inner"][:1:-1], strict=True))
+        assert torch.equal(before, after)
+
+
+def dropping_outputs(kind: str) -> tuple[Tensor, bool]:
+    torch.manual_seed(0)
+    if kind == "encoder":
+        model: nn.Module = Stack([nn.TransformerEncoderLayer(16, 4, 32, dropout=0.5, batch_first=True)], 16)
+        plan = plan_of(1, {"self_attn": "packed_colwise:3", "linear1": "colwise", "linear2": "rowwise"}, {}, ())
+    else:
+        model, plan = gpt(), gpt_plan()
+    cut(model, plan)
+    before = torch.get_rng_state()
+    y = model(floats(2, 8, 16) if kind == "encoder" else torch.zeros(2, 8, dtype=torch.long))
+    return y.detach(), torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_encoder_that_drops_stays_the_same_on_all_ranks(ranks):
+    (one, _), (other, _) = ranks(dropping_outputs, 2, "encoder")
+    assert torch.equal(one, other)
+
+
+def test_without_dropout_nothing_is_drawn(ranks):
+    assert all(unchanged for _, unchanged in ranks(dropping_outputs, 2, "gpt"))
+
+
+def test_what_draws_is_found():
+    assert not draws_randomly(gpt())
+    assert not draws_randomly(nn.Dropout(0.0))
+    assert draws_randomly(nn.Sequential(nn.Dropout(0.1)))
+    assert draws_randomly(nn.MultiheadAttention(4, 2, dropout=0.1))
+    inner = SplitRandomness(1)
+    assert inner.enter(torch.device("cpu"))
+    assert not inner.enter(torch.device("cpu"))
+    inner.leave()
+    inner.leave()
+    assert not inner.is_inside
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refusals
+
+
+def problems(module: nn.Module, plan: ModelPlan, size: int, **options: bool) -> str:
+    given = {"sequence_parallel": False, "loss_parallel": False} | options
+    return " | ".join(validate_tensor(module, plan, size, **given))
+
+
+def test_problems_name_what_was_given_and_what_is_possible():
+    with torch.device("meta"):
+        model = gpt(head=True)
+        llama = Holder(attention=Holder(q_proj=nn.Linear(16, 16), k_proj=nn.Linear(16, 8)))
+        llama.attention.head_dim = 4
+    assert problems(model, gpt_plan(head=True), 4, sequence_parallel=True, loss_parallel=True) == ""
+    assert problems(model, gpt_plan(), 1, loss_parallel=True) == ""
+    text = problems(model, gpt_plan(head=True), 8)
+    assert "blocks.*.attention.kv_heads = 4" in text
+    assert "possible sizes of the tensor axis: 1, 2, 4" in text
+    assert text.count("kv_heads") == 1
+    assert "cannot be split into 3" in problems(model, gpt_plan(), 3)
+    heads = ModelPlan(tensor={"attention.q_proj": "colwise", "attention.k_proj": "colwise"})
+    assert "attention.k_proj.outputs/4 = 2; possible sizes of the tensor axis: 1, 2" in problems(llama, heads, 4)
+    assert "'sideways' is unknown; allowed: colwise" in problems(model, ModelPlan(tensor={"head": "sideways"}), 2)
+    assert "no such part" in problems(model, ModelPlan(tensor={"heed": "colwise"}), 2)
+    assert "not for a RMSNorm" in problems(model, ModelPlan(tensor={"norm": "colwise"}), 2)
+    assert "packed_colwise:3" in problems(model, ModelPlan(tensor={"head": "packed_colwise"}), 2)
+    assert "names no module" in problems(model, ModelPlan(), 2)
+    assert "loss_parallel=true" in problems(model, gpt_plan(), 2, loss_parallel=True)
+    flat = ModelPlan(tensor=gpt_plan().tensor)
+    assert "strategy.plan.blocks" in problems(model, flat, 2, sequence_parallel=True)
+
+
+def test_problems_of_ties_embeddings_and_sides():
+    tied = Holder(words=nn.Embedding(12, 8), head=nn.Linear(8, 12, bias=False))
+    tied.head.weight = tied.words.weight
+    text = problems(tied, ModelPlan(tensor={"words": "vocabulary"}), 2)
+    assert "head.weight: none, words.weight: vocabulary are split differently" in text
+    normed = Holder(words=nn.Embedding(12, 8, max_norm=1.0))
+    assert "max_norm=1.0" in problems(normed, ModelPlan(tensor={"words": "vocabulary"}), 2)
+    gated = Holder(layer=NormedHeads())
+    gated.layer.gate = nn.Parameter(torch.zeros(()))
+    plan = ModelPlan(blocks=("layer",), tensor={"layer.up": "colwise", "layer.down": "rowwise"})
+    assert "layer.gate stands beside split projections" in problems(gated, plan, 2)
+    assert problems(gated, plan, 2, sequence_parallel=True) == ""
+
+
+def odd_sequence() -> str:
+    model = gpt()
+    cut(model, gpt_plan(), sequence_parallel=True)
+    with pytest.raises(ValueError, match="multiple of 2") as raised:
+        model(torch.zeros(2, 7, dtype=torch.long))
+    model.eval()
+    assert model(torch.zeros(2, 1, dtype=torch.long)).shape == (2, 1, 32)  # evaluation slices nothing
+    return str(raised.value)
+
+
+def test_a_sequence_that_does_not_divide_is_refused_in_training_only(ranks):
+    text = ranks(odd_sequence, 2)[0]
+    assert "(2, 7, 32)" in text
+    assert "sequence_parallel=false" in text
