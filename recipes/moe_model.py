@@ -131,8 +131,8 @@ def _linear(x_PD: Tensor, weight_EFD: Tensor, count_E: Tensor) -> Tensor:  # noq
     """Rows of each expert, which lie together in the order of the experts, times its matrix: ``(P, F)``."""
     device = x_PD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_PD.dtype
-    if device == "cuda" and dtype == torch.bfloat16 and not any(length % 8 for length in weight_EFD.shape[1:]):
-        # One kernel for all experts, and no wait for the counts. It neither knows autocast nor rows off 16 bytes.
+    if dtype == torch.bfloat16 and not any(length % 8 for length in weight_EFD.shape[1:]):
+        # One kernel for all experts, and no wait for the counts. It knows neither autocast nor rows off 16 bytes.
         offsets = count_E.cumsum(0).to(torch.int32)
         return F.grouped_mm(x_PD.to(dtype), weight_EFD.to(dtype).mT, offs=offsets)
     rows = x_PD.split(count_E.tolist())
@@ -210,7 +210,7 @@ class MoEGPT(nn.Module):
         """Integer ids ``(B, T)`` to logits ``(B, T, V)``, and the mean over the blocks of their tallies."""
         x_BTD: Tensor = self.embedding(tokens_BT)  # noqa: N806
         angles = rotary_angles(tokens_BT.size(1), self.config.head_dim, self.config.rope_base, tokens_BT.device)
-        zero = torch.zeros((), device=tokens_BT.device)
+        zero = torch.zeros((), dtype=torch.float32, device=tokens_BT.device)
         counted = Tally(zero, zero)
         for block in self.blocks:
             x_BTD, counted = block(x_BTD, counted, *angles)  # noqa: N806

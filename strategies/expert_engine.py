@@ -336,7 +336,7 @@ class _Dispatcher:
             setattr(copied, key, value if key == "group" else copy.deepcopy(value, memo))
         return copied
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Send tokens to their experts, compute those that arrive here, and bring the results back."""
         tokens, index, weights = self._arguments(args, kwargs)
@@ -446,13 +446,13 @@ def _sum_rows(rows: Tensor, target: Tensor, count: int) -> Tensor:
 
 
 def _scale_gradient(x: Tensor, factor: float) -> Tensor:
-    return cast(Tensor, _ScaleGradient.apply(x, factor))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _ScaleGradient.apply(x, factor))
 
 
 def _connect(x: Tensor, others: tuple[Tensor, ...]) -> Tensor:
     if not any(other.requires_grad for other in others):
         return x
-    return cast(Tensor, _Connect.apply(x, *others))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Connect.apply(x, *others))
 
 
 class _ScaleGradient(Function):

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.strategies.traffic import recorded
-from trainwright.recipes.moe_model import Experts, MoEConfig
+from trainwright.recipes.moe_model import Experts, MoEConfig, MoEGPT
 from trainwright.strategies.expert_engine import ExpertParallel, validate_experts
 from trainwright.strategies.plan import ModelPlan
 
@@ -221,6 +223,101 @@ def test_bfloat16(ranks, kind):
             want = exact[2].get_parameter(name).grad
             off = (rounded[2].get_parameter(name).grad.float() - want).norm()
             assert (gradient.float() - want).norm() <= 1.5 * off
+
+
+def mixtral_model() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=E,
+            num_experts_per_tok=K,
+            use_cache=False,
+        )
+    )
+
+
+def our_model() -> nn.Module:
+    return MoEGPT(MoEConfig(layers=2, dim=16, heads=2, hidden=16, vocab=32, experts=E, balance=0.1))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "mixtral": (mixtral_model, "model.layers.{}.mlp.experts", "model.layers"),
+    "ours": (our_model, "blocks.{}.feed_forward.experts", "blocks"),
+}
+
+
+def whole_loss(model: nn.Module, rank: int) -> Tensor:
+    torch.manual_seed(rank)
+    ids = torch.randint(32, (2, 9))
+    out = model(ids[:, :-1])
+    logits, extra = (out[0], 0.1 * out[1].balance) if isinstance(out, tuple) else (out.logits, 0.0)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) + extra
+
+
+def whole_run(kind: str) -> dict[str, Tensor]:
+    """Gradients of the mean loss of all ranks, whole, of a model whose blocks recompute their activations."""
+    make, experts, blocks = MODELS[kind]
+    torch.manual_seed(0)
+    model = make()
+    plan = ModelPlan(experts={experts.format(i): "stacked" for i in range(2)})
+    engine = ExpertParallel(model, plan, dist.group.WORLD)
+    cut_by(engine, model)
+    engine.apply()
+    for block in model.get_submodule(blocks).children():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    whole_loss(model, dist.get_rank()).backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if name in engine.cuts:
+            gradient = engine.cuts[name].whole(gradient)
+        else:
+            dist.all_reduce(gradient, op=dist.ReduceOp.AVG)
+        gradients[name] = gradient
+    return gradients
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_whole_models(ranks, kind):
+    results = ranks(whole_run, 2, kind)
+    torch.manual_seed(0)
+    model = MODELS[kind][0]()
+    (sum(whole_loss(model, rank) for rank in range(2)) / 2).backward()
+    for result in results:
+        assert result.keys() == {name for name, _ in model.named_parameters()}
+        for name, gradient in result.items():
+            want = model.get_parameter(name).grad
+            assert (gradient - want).norm() <= 1e-5 * want.norm() + 1e-8, name
+
+
+def sharded_run(spread: str) -> dict[str, Tensor]:
+    """Two groups that spread the experts, whose ranks of the same experts shard them with FSDP2."""
+    rank, counts = dist.get_rank(), (5, 4, 0, 3)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "expert"))
+    layer = Layer("mixtral-grouped")
+    engine = ExpertParallel(layer, plan_of("mixtral-grouped"), mesh.get_group("expert"))
+    cut_by(engine, layer)
+    engine.apply()
+    fully_shard(layer.experts, mesh=mesh["same"])
+    fully_shard(layer, mesh=mesh["same"], ignored_params=set(layer.router.parameters()))
+    loss_of(layer(batch(rank, counts), choices(rank, counts[rank], spread))).backward()
+    return {name: cut.whole(layer.get_parameter(name).grad.full_tensor()) for name, cut in engine.cuts.items()}
+
+
+@pytest.mark.parametrize("spread", ["own", "last"])
+def test_experts_are_averaged_over_the_ranks_that_hold_the_same(ranks, spread):
+    _, _, layer = alone_run("mixtral-grouped", (5, 4, 0, 3), spread)
+    for result in ranks(sharded_run, 4, spread):
+        assert len(result) == 2
+        for name, gradient in result.items():
+            torch.testing.assert_close(gradient, layer.get_parameter(name).grad, **EXACT)
 
 
 def traffic_run(counts: tuple[int, ...]) -> dict[str, Any]:
