@@ -163,7 +163,7 @@ class LayoutStrategy(Strategy):
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         """The whole of what this rank holds a part of, under the name of a parameter; on the CPU."""
         tensor = tensor.detach()
-        return whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor.cpu()
+        return whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor.to("cpu", copy=True)
 
     def _optimized_parameters(self) -> Iterable[Tensor]:
         return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])

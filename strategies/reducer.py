@@ -84,11 +84,23 @@ class GradientReducer:
             shards_too: ``True`` keeps whole local gradients and communicates nothing; ``False`` still reduces into
                 shards, so that no whole gradient stays, and leaves out the replicate axis only.
         """
-        self._sync_replicas, self._sync_shards = False, not shards_too
+        before = self._sync_replicas, self._sync_shards
+        self._sync_replicas, self._sync_shards = False, before[1] and not shards_too
         try:
             yield
         finally:
-            self._sync_replicas = self._sync_shards = True
+            self._sync_replicas, self._sync_shards = before
+
+    def begin(self) -> None:
+        """Make room for whole gradients, for a backward whose parameters' hooks may not run."""
+        for bucket in self._buckets:
+            for shard in bucket.shards:
+                self._before_gradient(shard, shard.parameter)
+
+    def finish(self) -> None:
+        """Average what several backward passes inside :meth:`accumulate` have left."""
+        if self._sync_shards:
+            self._finish()
 
     def _reset(self) -> None:
         self._waiting = [len(bucket.shards) for bucket in self._buckets]

@@ -12,6 +12,11 @@ _STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero1": ("trainwright.strategies.zero.ZeroStrategy", {"stage": 1}),
     "zero2": ("trainwright.strategies.zero.ZeroStrategy", {"stage": 2}),
     "zero3": ("trainwright.strategies.zero.ZeroStrategy", {"stage": 3}),
+    "hybrid": ("trainwright.strategies.hybrid.HybridStrategy", {}),
+    "tensor": ("trainwright.strategies.one_axis.TensorParallelStrategy", {}),
+    "pipeline": ("trainwright.strategies.one_axis.PipelineStrategy", {}),
+    "context": ("trainwright.strategies.one_axis.ContextParallelStrategy", {}),
+    "expert": ("trainwright.strategies.one_axis.ExpertParallelStrategy", {}),
 }
 
 

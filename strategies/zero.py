@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -499,11 +500,13 @@ class _Step(nn.Module):
         super().__init__()
         self.module = module
         self.running = False
+        # Surrounds the call within the root's hooks; a pipeline ends a stage's part of it there.
+        self.guard: Callable[[Callable[[], Any]], Any] = _call
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.running = True
         try:
-            return getattr(self.module, method)(*args, **kwargs)
+            return self.guard(partial(getattr(self.module, method), *args, **kwargs))
         finally:
             self.running = False
 
@@ -513,6 +516,10 @@ class _Step(nn.Module):
     unshard: Callable[[], None]
     set_requires_gradient_sync: Callable[[bool], None]
     set_requires_all_reduce: Callable[[bool], None]
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    return function()
 
 
 def _earlier_step(module: nn.Module) -> _Step | None:

@@ -29,7 +29,7 @@ import torch
 from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
-from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.strategies.hooks import HookTable
+from trainwright.strategies.optimization import ZeroGradFirst
 from trainwright.trainer.data_order import OrderedSampler, ordered_sampler
 from trainwright.trainer.results import LeanResults, RepeatedLog
 
@@ -93,8 +94,15 @@ class LeanOptimization(_AutomaticOptimization):
         if stepping:
             progress.increment_completed()
 
+    def _make_closure(self, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Closure:
+        first = getattr(self.trainer.strategy, "backward_in_step", False)
+        make = ZeroGradFirst._make_closure if first else _AutomaticOptimization._make_closure
+        return make(self, kwargs, optimizer, batch_idx)  # type: ignore[arg-type]
+
     def _training_step(self, kwargs: Any) -> ClosureResult:
         # Lightning's way (with a profiler, or dataloader_iter); the scale of the loss is ours all the same.
+        if self.loss_scale is not None:
+            self.trainer.strategy.loss_divisor = self.loss_scale.divisor(self.trainer.fit_loop.batch_idx)
         result = super()._training_step(kwargs)
         if self.loss_scale is not None and result.closure_loss is not None:
             factor = self.trainer.accumulate_grad_batches / self.loss_scale.divisor(self.trainer.fit_loop.batch_idx)
@@ -121,25 +129,32 @@ class _LeanClosure:
         loop, trainer = self._loop, self._loop.trainer
         module, strategy = trainer.lightning_module, trainer.strategy
         names = module.__dict__
+        assert loop.loss_scale is not None
+        divisor = loop.loss_scale.divisor(self._batch_idx)
+        zeroes_first = getattr(strategy, "backward_in_step", False)  # Lightning's own strategies have none
+        if zeroes_first:
+            strategy.loss_divisor = divisor
+            self._zero_grad_if_due(module)
         before, names["_current_fx_name"] = names["_current_fx_name"], "training_step"
         output = strategy.training_step(*self._args)
         names["_current_fx_name"] = before
         if output is None:
             _refuse_none(trainer)
-        assert loop.loss_scale is not None
-        self.result = result = _scaled(output, loop.loss_scale.divisor(self._batch_idx))
+        self.result = result = _scaled(output, divisor)
         if loop._skip_backward:
             return result.loss
-        if self._batch_idx % trainer.accumulate_grad_batches == 0:
-            self._zero_grad(module)
+        if not zeroes_first:
+            self._zero_grad_if_due(module)
         if result.closure_loss is not None:
             names["_current_fx_name"] = "backward"
             strategy.backward(result.closure_loss, self._optimizer)
             names["_current_fx_name"] = before
         return result.loss
 
-    def _zero_grad(self, module: LightningModule) -> None:
+    def _zero_grad_if_due(self, module: LightningModule) -> None:
         progress, trainer = self._loop.optim_progress.optimizer.zero_grad, self._loop.trainer
+        if self._batch_idx % trainer.accumulate_grad_batches:
+            return
         progress.increment_ready()
         self._loop.hooks.call("on_before_zero_grad", self._optimizer)
         progress.increment_started()

@@ -139,6 +139,9 @@ class Recorder(pl.Callback):
         self.record.parameters = {n: whole(p) for n, p in pl_module.named_parameters()}
 
 
+# Strategies that need a plan of the module; see test_layouts.py.
+CUTTING = ("hybrid", "tensor", "pipeline", "context", "expert")
+
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
@@ -147,6 +150,13 @@ QUIET: dict[str, Any] = {
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
 }
+
+
+def data_parallel_names() -> tuple[str, ...]:
+    """Names of the strategies that need nothing of a module: all but those that cut it."""
+    from trainwright.strategies.registry import strategy_names
+
+    return tuple(name for name in strategy_names() if name not in CUTTING)
 
 
 def make_loader(samples: int, batch_size: int, **options: Any) -> DataLoader:

@@ -22,10 +22,10 @@ from torch.utils.data import (
 from torchmetrics import SumMetric
 
 from tests.parity.harness import make_trainer
-from trainwright.strategies.registry import strategy_names
+from tests.parity.harness import data_parallel_names
 
 WORLD_SIZES = (1, 2, 4)
-SEVERAL = [name for name in strategy_names() if name != "single"]
+SEVERAL = [name for name in data_parallel_names() if name != "single"]
 # (samples, micro-batch, accumulation) on one rank; the global batch is 12 throughout.
 GLOBAL_BATCH = 12
 

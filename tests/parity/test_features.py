@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, default_collate
 from tests.parity import modules
 from tests.parity.harness import Case, Record, differences, make_loader, make_trainer, train, whole, world_size
 from tests.parity.modules import LanguageModel, Plain, Tokens, make_module
-from trainwright.strategies.registry import strategy_names
+from tests.parity.harness import data_parallel_names
 
-STRATEGIES = strategy_names()
+STRATEGIES = data_parallel_names()
 GLOBAL_BATCH = 12
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.parity.harness import Record, Recorder, differences, make_loader, make_trainer, whole, world_size
 from tests.parity.modules import VOCABULARY, LanguageModel
-from trainwright.strategies.registry import strategy_names
+from tests.parity.harness import data_parallel_names
 
 GLOBAL_BATCH = 12
 
@@ -181,7 +181,7 @@ def test_refused_habit(ranks, strategy, habit):
 
 
 @pytest.mark.parametrize("habit", list(HABITS))
-@pytest.mark.parametrize("strategy", [name for name in strategy_names() if name != "single"])
+@pytest.mark.parametrize("strategy", [name for name in data_parallel_names() if name != "single"])
 def test_habit(ranks, strategy, habit):
     if (strategy, habit) in REFUSED:
         return

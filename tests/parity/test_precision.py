@@ -13,12 +13,12 @@ from torch import Tensor
 from tests.parity.harness import Case, Recorder, bare_loop, make_loader, make_trainer, whole, world_size
 from tests.parity.modules import LanguageModel, make_module
 from trainwright.strategies.gradients import local_tensor
-from trainwright.strategies.registry import strategy_names
+from tests.parity.harness import data_parallel_names
 
 PRECISIONS = ("32", "bf16-mixed", "bf16-true", "16-mixed")
 GLOBAL_BATCH = 16
 STEPS = 20
-STRATEGIES = [name for name in strategy_names() if name != "single"]
+STRATEGIES = [name for name in data_parallel_names() if name != "single"]
 # How far a loss may be from that of one process in fp32: the mantissa of bf16 has 8 bits, that of fp16 has 11.
 TOLERANCES = {"32": 1e-5, "bf16-mixed": 0.02, "bf16-true": 0.05, "16-mixed": 0.005}
 
@@ -161,7 +161,7 @@ def clip_nonfinite(strategy: str) -> str:
     return f"{trainer.global_step} {error.value}"
 
 
-@pytest.mark.parametrize("strategy", strategy_names())
+@pytest.mark.parametrize("strategy", data_parallel_names())
 def test_error_if_nonfinite_stops_all_ranks_at_the_same_step(ranks, strategy):
     messages = ranks(clip_nonfinite, 1 if strategy == "single" else 2, strategy)
     assert len(set(messages)) == 1

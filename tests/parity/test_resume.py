@@ -11,16 +11,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.parity.harness import Record, Recorder, differences, make_loader, make_trainer, whole, world_size
 from tests.parity.modules import LanguageModel
-from trainwright.strategies.registry import strategy_names
+from tests.parity.harness import data_parallel_names
 
 GLOBAL_BATCH = 12
 SAMPLES = 48  # four steps an epoch
 STEPS = 10
-LAYOUTS = [("single", 1), *((name, n) for name in strategy_names() if name != "single" for n in (2, 4))]
+LAYOUTS = [("single", 1), *((name, n) for name in data_parallel_names() if name != "single" for n in (2, 4))]
 # Written under -> read under. Every strategy writes for and reads from one process, and a ring joins the others.
 MOVES = [
-    *((("single", 1), (name, 2)) for name in strategy_names() if name != "single"),
-    *(((name, 2), ("single", 1)) for name in strategy_names() if name != "single"),
+    *((("single", 1), (name, 2)) for name in data_parallel_names() if name != "single"),
+    *(((name, 2), ("single", 1)) for name in data_parallel_names() if name != "single"),
     (("ddp", 2), ("zero3", 4)),
     (("zero3", 4), ("zero1", 2)),
     (("zero1", 2), ("zero2", 4)),

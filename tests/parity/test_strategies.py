@@ -13,7 +13,7 @@ import torch
 
 from tests.parity.harness import Case, Record, bare_loop, differences, train, train_with_lightning
 from tests.parity.modules import MODULES
-from trainwright.strategies.registry import strategy_names
+from tests.parity.harness import data_parallel_names
 
 WORLD_SIZES = (1, 2, 4)
 ACCUMULATIONS = (1, 3)
@@ -21,7 +21,7 @@ CLIPPINGS = ("off", "norm", "value")
 # Strategies that are not made for every number of ranks.
 ONLY = {"single": (1,)}
 
-PAIRS = [(name, n) for name in strategy_names() for n in WORLD_SIZES if n in ONLY.get(name, WORLD_SIZES)]
+PAIRS = [(name, n) for name in data_parallel_names() for n in WORLD_SIZES if n in ONLY.get(name, WORLD_SIZES)]
 
 # Options that change how a strategy works and must not change what it computes.
 VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {

@@ -11,7 +11,8 @@ from tests.parity.harness import whole
 from tests.parity.modules import Tokens
 from trainwright import Trainer
 from trainwright.strategies.deferred import deferred_pieces, is_deferred
-from trainwright.strategies.registry import make_strategy, strategy_names
+from tests.parity.harness import data_parallel_names
+from trainwright.strategies.registry import make_strategy
 
 
 class Rotary(nn.Module):
@@ -92,7 +93,7 @@ def test_same_weights_under_every_strategy_and_world_size(ranks):
     assert torch.equal(want["angles"], torch.arange(4.0))
     assert want["net.embed.weight"].std() > 0.5  # nn.Embedding draws from a standard normal
     assert torch.equal(want["net.embed.weight"], want["net.head.weight"])
-    for strategy in strategy_names():
+    for strategy in data_parallel_names():
         for world_size in (1,) if strategy == "single" else (1, 2, 4):
             for got in ranks(initial_weights, world_size, strategy):
                 assert got.keys() == want.keys()

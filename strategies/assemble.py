@@ -1,0 +1,196 @@
+"""From what the ranks of a layout hold to the state of the whole module, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from trainwright.strategies.cuts import Cut
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Where the parts of a module are, by fully qualified name.
+
+    Args:
+        names: names of all parameters of the unmodified module, in its order.
+        keys: keys of its ``state_dict``, in order.
+        cuts: how a parameter is cut along other axes than the data axes; without an entry it is not.
+        owners: index along the pipeline axis of a rank that holds a parameter or buffer; without an entry all do.
+        pipeline: the ranks of this rank's pipeline; ``None``: one stage.
+        device: where collectives run.
+    """
+
+    names: Sequence[str]
+    keys: Sequence[str]
+    cuts: Mapping[str, Cut]
+    owners: Mapping[str, int]
+    pipeline: dist.ProcessGroup | None
+    device: torch.device
+
+    # ---- parts to wholes ------------------------------------------------------------------------------------------
+
+    def whole_here(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of a parameter's tensor, from the ranks of this stage; on the CPU."""
+        tensor = tensor.detach()
+        if isinstance(tensor, DTensor):
+            local = tensor._local_tensor
+            if local.device.type != self.device.type:  # offloaded; collectives run on the device of the mesh
+                tensor = DTensor.from_local(
+                    local.to(self.device),
+                    tensor.device_mesh,
+                    tensor.placements,
+                    run_check=False,
+                    shape=tensor.shape,
+                    stride=tensor.stride(),
+                )
+            tensor = tensor.full_tensor()
+        if name in self.cuts:
+            tensor = self.cuts[name].whole(tensor.to(self.device))
+        return tensor.to("cpu", copy=True)
+
+    def wholes(self, held: Mapping[str, Tensor], names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole of each of ``names`` that a rank of the pipeline holds; a collective of all ranks.
+
+        Args:
+            held: this rank's parts by name.
+            names: which, in order; the same on all ranks.
+        """
+        metas = self._metas(held, names)
+        for name in names:
+            if metas[name] is None:
+                continue
+            owner = self.owners.get(name, 0)
+            own = self.pipeline is None or dist.get_rank(self.pipeline) == owner
+            part = self.whole_here(name, held[name]) if own else None
+            yield name, self._from_owner(part, owner)
+
+    def _metas(self, held: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, int | None]:
+        """Names that their owner holds -> its place in the pipeline."""
+        mine = [
+            name in held and (self.pipeline is None or dist.get_rank(self.pipeline) == self.owners.get(name, 0))
+            for name in names
+        ]
+        flags = torch.tensor(mine, dtype=torch.int32, device=self.device)
+        if self.pipeline is not None:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.pipeline)
+        return {n: self.owners.get(n, 0) if flag else None for n, flag in zip(names, flags.tolist(), strict=True)}
+
+    def _from_owner(self, value: Tensor | None, owner: int) -> Tensor:
+        if self.pipeline is None:
+            assert value is not None
+            return value
+        source = dist.get_global_rank(self.pipeline, owner)
+        meta = [None if value is None else (tuple(value.shape), value.dtype)]
+        dist.broadcast_object_list(meta, src=source, group=self.pipeline, device=self.device)
+        assert meta[0] is not None
+        shape, dtype = meta[0]
+        buffer = torch.empty(shape, dtype=dtype, device=self.device) if value is None else value.to(self.device)
+        buffer = buffer.contiguous()
+        dist.broadcast(buffer, src=source, group=self.pipeline)
+        return buffer.cpu()
+
+    def whole_state(self, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+        """The whole module's ``state_dict``; ``keep=False`` keeps no tensors (for ranks that do not write)."""
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        whole: dict[str, Any] = {key: state.get(key) for key in self.keys}
+        for key, value in self.wholes(tensors, self.keys):
+            whole[key] = value if keep else None
+        return whole
+
+    # ---- optimizers -----------------------------------------------------------------------------------------------
+
+    def whole_optimizer(
+        self, optimizer: Optimizer, state: Mapping[str, Any], name_of: Callable[[Tensor], str], keep: bool
+    ) -> dict[str, Any]:
+        """The ``state_dict`` that ``optimizer`` would have on one process.
+
+        Args:
+            optimizer: this rank's.
+            state: its ``state_dict``, whose tensors may be parts.
+            name_of: name of a parameter as the optimizer holds it.
+            keep: as in :meth:`whole_state`.
+        """
+        groups = self.group_names(optimizer, name_of)
+        mine = [name_of(p) for group in optimizer.param_groups for p in group["params"]]
+        by_name = {mine[index]: values for index, values in state["state"].items()}
+        index_of = {name: index for index, name in enumerate(name for names in groups for name in names)}
+        kinds = self._gathered({n: {k: isinstance(v, Tensor) or v for k, v in vs.items()} for n, vs in by_name.items()})
+        whole: dict[int, dict[str, Any]] = {}
+        for name, index in index_of.items():
+            owner = kinds[self.owners.get(name, 0) if self.pipeline is not None else 0].get(name)
+            if owner is None:
+                continue
+            whole[index] = {key: value for key, value in owner.items() if value is not True}
+            for key in (key for key, value in owner.items() if value is True):
+                whole[index][key] = self._whole_value(name, by_name.get(name, {}).get(key), keep)
+        param_groups, first = [], 0
+        for group, names in zip(state["param_groups"], groups, strict=True):
+            param_groups.append({**group, "params": list(range(first, first + len(names)))})
+            first += len(names)
+        return {**state, "state": dict(sorted(whole.items())), "param_groups": param_groups}
+
+    def _whole_value(self, name: str, value: Any, keep: bool) -> Tensor | None:
+        owner = self.owners.get(name, 0)
+        if self.pipeline is not None and dist.get_rank(self.pipeline) != owner:
+            value = None
+        elif value.dim() == 0:  # a step count is the same on all ranks
+            value = value.detach().cpu()
+        else:
+            value = self.whole_here(name, value)
+        whole = self._from_owner(value, owner)
+        return whole if keep else None
+
+    def group_names(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> list[list[str]]:
+        """Names of the parameters of each group of ``optimizer`` on all stages together."""
+        mine = [[name_of(p) for p in group["params"]] for group in optimizer.param_groups]
+        stages = self._gathered(mine)
+        if len(stages) == 1:
+            return mine
+        if len({len(groups) for groups in stages}) > 1:
+            raise ValueError(
+                f"configure_optimizers made {[len(groups) for groups in stages]} parameter groups on the stages of the "
+                "pipeline, so they cannot be put together. Make the same groups on every stage; one may be empty."
+            )
+        order = {name: index for index, name in enumerate(self.names)}
+        return [sorted({n for stage in stages for n in stage[g]}, key=order.__getitem__) for g in range(len(mine))]
+
+    def _gathered(self, value: Any) -> list[Any]:
+        if self.pipeline is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(self.pipeline)
+        dist.all_gather_object(values, value, group=self.pipeline)
+        return values
+
+    # ---- wholes to parts ------------------------------------------------------------------------------------------
+
+    def part(self, name: str, value: Any) -> Any:
+        """What this rank holds of a whole saved tensor, before it is split over data ranks."""
+        if name not in self.cuts or not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        return self.cuts[name].part(value)
+
+    def optimizer_parts(
+        self, optimizer: Optimizer, state: Mapping[str, Any], name_of: Callable[[Tensor], str]
+    ) -> dict[str, Any]:
+        """Of a whole optimizer ``state_dict``, what belongs to the parameters of this rank's ``optimizer``."""
+        groups = self.group_names(optimizer, name_of)
+        saved = [index for group in state["param_groups"] for index in group["params"]]
+        index_of = dict(zip((name for names in groups for name in names), saved, strict=True))
+        parts: dict[int, dict[str, Any]] = {}
+        param_groups, count = [], 0
+        for group, saved_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            for offset, parameter in enumerate(group["params"]):
+                values = state["state"].get(index_of[name_of(parameter)])
+                if values is not None:
+                    parts[count + offset] = {k: self.part(name_of(parameter), v) for k, v in values.items()}
+            param_groups.append({**saved_group, "params": list(range(count, count + len(group["params"])))})
+            count += len(group["params"])
+        return {**state, "state": parts, "param_groups": param_groups}

@@ -1,0 +1,378 @@
+"""The engines that cut one module along the axes of a layout, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from trainwright.strategies.context_engine import ContextParallel, validate_context
+from trainwright.strategies.cuts import Cut
+from trainwright.strategies.expert_engine import ExpertParallel, validate_experts
+from trainwright.strategies.gradients import GradientScope
+from trainwright.strategies.groups import LayoutGroups
+from trainwright.strategies.layout import Layout
+from trainwright.strategies.pipeline.cut import PipelineCut
+from trainwright.strategies.pipeline.engine import PipelineEngine
+from trainwright.strategies.pipeline.schedules import split_blocks, stages_of_rank, validate_pipeline
+from trainwright.strategies.plan import ModelPlan
+from trainwright.strategies.plan_sources import make_plan
+from trainwright.strategies.tensor_engine import TensorParallel, validate_tensor
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How a module is cut; see :class:`~trainwright.strategies.hybrid.HybridStrategy` for each."""
+
+    schedule: str = "1f1b"
+    micro_batches: int | None = None
+    stages_per_rank: int | None = None
+    split: str | tuple[int, ...] = "balanced"
+    batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    attention: str = "ring"
+    balance: bool = True
+    split_outputs: bool = True
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    blocks: Any = None
+
+    @property
+    def is_v_shaped(self) -> bool:
+        """Whether the schedule puts the first and the last stage on the same rank."""
+        return self.schedule in ("zbv", "dualpipev")
+
+    def stages(self, pipeline: int) -> int:
+        """Number of stages on ``pipeline`` ranks."""
+        several = self.schedule in ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble") or self.is_v_shaped
+        return pipeline * (self.stages_per_rank or (2 if several else 1))
+
+    def micro_batches_for(self, pipeline: int) -> int:
+        """Micro-batches that a batch is split into."""
+        return self.micro_batches or pipeline * (2 if self.is_v_shaped else 1)
+
+
+def plan_for(module: nn.Module, layout: Layout, options: EngineOptions) -> ModelPlan:
+    """The plan of ``module`` with all that ``layout`` needs of it.
+
+    Raises:
+        ValueError: if a part is not found; the message says what to write.
+    """
+    needs = [
+        part
+        for part, is_needed in (
+            ("blocks", layout.pipeline > 1 or layout.context > 1 or options.sequence_parallel),
+            ("tensor", layout.tensor > 1),
+            ("experts", layout.expert > 1),
+        )
+        if is_needed
+    ]
+    config = dict(options.plan)
+    if options.blocks is not None:
+        config.setdefault("blocks", list(options.blocks))
+    return make_plan(module, config, needs=needs, tensor_size=layout.tensor if layout.tensor > 1 else None)
+
+
+def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: EngineOptions) -> list[str]:
+    """What makes ``layout`` impossible for ``module``; empty if nothing does. Needs no other process."""
+    problems: list[str] = []
+    if layout.pipeline > 1:
+        problems += validate_pipeline(
+            len(plan.blocks),
+            layout.pipeline,
+            options.schedule,
+            options.micro_batches_for(layout.pipeline),
+            options.stages_per_rank,
+            options.split,
+        )
+    if layout.tensor > 1:
+        problems += validate_tensor(
+            module,
+            plan,
+            layout.tensor,
+            sequence_parallel=options.sequence_parallel,
+            loss_parallel=options.loss_parallel,
+        )
+    if layout.expert > 1:
+        problems += validate_experts(module, plan, layout.expert)
+    if layout.context > 1:
+        problems += validate_context(module, plan, layout.context, options.attention, None)
+    return problems
+
+
+class Engines:
+    """What is done to one module so that this rank runs its part of it.
+
+    Args:
+        module: the user's module, whole (its tensors may be on the meta device).
+        layout: a closed layout.
+        groups: of the layout.
+        options: how to cut.
+        device: of this rank.
+
+    Attributes:
+        cuts: name of a parameter -> how it is cut along the tensor or expert axis.
+        owners: name of a parameter or buffer -> index of its first holder along the pipeline axis; only with a pipeline.
+        expert_parameters: parameters of which ranks of the expert axis hold different parts.
+
+    Raises:
+        ValueError: if the module cannot be cut so; the message lists every problem.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        layout: Layout,
+        groups: LayoutGroups,
+        options: EngineOptions,
+        device: torch.device,
+    ) -> None:
+        self.module = module
+        self.plan = plan_for(module, layout, options)
+        problems = problems_of(module, self.plan, layout, options)
+        if problems:
+            raise ValueError(f"The layout {layout} is impossible for {type(module).__name__}: " + "; ".join(problems))
+        self._layout, self._groups, self._options, self._device = layout, groups, options, device
+        self._place = layout.coordinates(dist.get_rank())
+        self.cuts: dict[str, Cut] = {}
+        self.owners: dict[str, int] = {}
+        self._cut_places: dict[tuple[int, str], Cut] = {}
+        self._expert_names: frozenset[str] = frozenset()
+        self._spans: list[range] = [range(len(self.plan.blocks))]
+        self._my_stages = [0]
+        self._stage_ranks = [0]
+        self._pipeline_cut: PipelineCut | None = None
+        self._pipeline: PipelineEngine | None = None
+        self._tensor: TensorParallel | None = None
+        self._expert: ExpertParallel | None = None
+
+    # ---- cutting --------------------------------------------------------------------------------------------------
+
+    def apply(self) -> None:
+        """Cut the module: parameters that other ranks hold go, forwards are exchanged. Once per module."""
+        names = {name: parameter for name, parameter in self.module.named_parameters(remove_duplicate=False)}
+        tensor, expert = self._groups.along("tensor"), self._groups.along("expert")
+        if tensor is not None:
+            self._tensor = TensorParallel(
+                self.module,
+                self.plan,
+                tensor,
+                sequence_parallel=self._options.sequence_parallel,
+                loss_parallel=self._options.loss_parallel,
+            )
+            self.cuts.update(self._tensor.cuts)
+        if expert is not None:
+            self._expert = ExpertParallel(self.module, self.plan, expert)
+            self.cuts.update(self._expert.cuts)
+            self._expert_names = frozenset(self._expert.held())
+        if self._layout.pipeline > 1:
+            self._cut_pipeline()
+        self._exchange_parameters(names)
+        first, last = self._holds_block(0), self._holds_block(len(self.plan.blocks) - 1)
+        if self._tensor is not None:
+            self._tensor.apply(self._block(0) if first else None, self._block(-1) if last else None)
+        if self._expert is not None:
+            self._expert.apply()
+        context = self._groups.along("context")
+        if context is not None:
+            ContextParallel(
+                self.module,
+                list(self.owned_blocks.values()),
+                context,
+                method=self._options.attention,  # type: ignore[arg-type]
+                balance=self._options.balance,
+                enters=first,
+                leaves=last,
+                split_outputs=self._options.split_outputs,
+                first=None if first else self._block(0),
+            ).apply()
+
+    def _cut_pipeline(self) -> None:
+        pipeline, stages = self._layout.pipeline, self._options.stages(self._layout.pipeline)
+        if self._options.split == "balanced":
+            weights = [float(_numel(self.module.get_submodule(name))) for name in self.plan.blocks]
+            self._spans = split_blocks(weights, stages)
+        else:
+            self._spans = _spans_of(self._options.split)
+        by_rank = [stages_of_rank(rank, pipeline, stages, self._options.schedule) for rank in range(pipeline)]
+        self._my_stages = by_rank[self._place["pipeline"]]
+        self._stage_ranks = [next(r for r, mine in enumerate(by_rank) if stage in mine) for stage in range(stages)]
+        keys = list(self.module.state_dict())
+        cut = self._pipeline_cut = PipelineCut(self.module, self.plan, self._spans, self._my_stages)
+        for name, holders in cut.holders.items():
+            self.owners[name] = self._stage_ranks[holders[0]]
+        for key in keys:
+            self.owners.setdefault(key, self._stage_ranks[self._stage_of_buffer(key)])
+        cut.apply()
+
+    def _stage_of_buffer(self, key: str) -> int:
+        """The stage whose buffer counts: that of its block, or the last for what runs after the blocks."""
+        for stage, span in enumerate(self._spans):
+            if any(key.startswith(f"{self.plan.blocks[index]}.") for index in span):
+                return stage
+        return len(self._spans) - 1 if any(key.startswith(f"{name}.") for name in self.plan.last) else 0
+
+    def _exchange_parameters(self, names: Mapping[str, Tensor]) -> None:
+        """Keep this rank's part of every parameter that is cut; meta ones are cut when they get their values."""
+        real: dict[Tensor, nn.Parameter] = {}
+        for name, cut in self.cuts.items():
+            path, _, own = name.rpartition(".")
+            owner = self.module.get_submodule(path)
+            self._cut_places[id(owner), own] = cut
+            parameter = owner._parameters.get(own)
+            if parameter is None or parameter.is_meta:
+                continue
+            if parameter not in real:
+                real[parameter] = nn.Parameter(cut.part(parameter.detach()), requires_grad=parameter.requires_grad)
+            owner._parameters[own] = real[parameter]
+
+    def cut_of(self, owner: nn.Module, name: str) -> Cut | None:
+        """How the parameter ``name`` of the submodule ``owner`` is cut; ``None``: not at all."""
+        return self._cut_places.get((id(owner), name))
+
+    def holds(self, name: str) -> bool:
+        """Whether the submodule ``name`` is not within a block of another stage."""
+        return not any(name == block or name.startswith(f"{block}.") for block in self._skipped_blocks())
+
+    def _skipped_blocks(self) -> Iterator[str]:
+        for index, name in enumerate(self.plan.blocks):
+            if not self._holds_block(index):
+                yield name
+
+    def _holds_block(self, index: int) -> bool:
+        return any(index in self._spans[stage] for stage in self._my_stages)
+
+    def _block(self, index: int) -> nn.Module:
+        return self.module.get_submodule(self.plan.blocks[index])
+
+    @property
+    def owned_blocks(self) -> dict[str, nn.Module]:
+        """Blocks of this rank by name, in order."""
+        return {
+            name: self.module.get_submodule(name)
+            for index, name in enumerate(self.plan.blocks)
+            if self._holds_block(index)
+        }
+
+    # ---- what is where --------------------------------------------------------------------------------------------
+
+    def _parameters(self, names: frozenset[str]) -> list[nn.Parameter]:
+        return [parameter for name, parameter in self.module.named_parameters() if name in names]
+
+    @property
+    def expert_parameters(self) -> set[nn.Parameter]:
+        """Parameters of experts, of which other ranks of the expert axis hold other parts."""
+        return set(self._parameters(self._expert_names))
+
+    def expert_modules_in(self, block: nn.Module) -> list[nn.Module]:
+        """Modules of ``block`` that hold parameters of experts only."""
+        inside = {id(sub) for sub in block.modules()}
+        modules = (self.module.get_submodule(name) for name in self.plan.experts)
+        return [module for module in modules if id(module) in inside]
+
+    def gradient_scope(self, source: Mapping[int, Tensor]) -> GradientScope:
+        """Over which ranks gradients are spread, for the parameters as they are now.
+
+        Args:
+            source: id of what an optimizer holds in place of a parameter -> the parameter.
+        """
+        named = dict(self.module.named_parameters())
+        groups = {id(p): (self.cuts[name].group,) for name, p in named.items() if name in self.cuts}
+        copies = {id(p) for name, p in named.items() if self._is_copy(name)}
+        origin = {held: id(parameter) for held, parameter in source.items()}
+        return GradientScope(
+            lambda tensor: groups.get(origin.get(id(tensor), id(tensor)), ()),
+            lambda tensor: origin.get(id(tensor), id(tensor)) not in copies,
+            self._groups.along("pipeline"),
+        )
+
+    def _is_copy(self, name: str) -> bool:
+        return self.owners.get(name, self._place["pipeline"]) != self._place["pipeline"]
+
+    def shared_parameters(self) -> dict[dist.ProcessGroup, list[nn.Parameter]]:
+        """Parameters whose gradients several ranks hold parts of a sum of, by the group of these ranks."""
+        shared: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+        if self._tensor is not None and self._tensor.summed:
+            tensor = self._groups.along("tensor")
+            assert tensor is not None
+            shared[tensor] = self._parameters(self._tensor.summed)
+        for name, places in self._tied_places().items():
+            lines = [[line[place] for place in places] for line in self._layout.groups("pipeline")]
+            group = self._groups.of(lines)
+            if group is not None:
+                shared.setdefault(group, []).append(self.module.get_parameter(name))
+        return shared
+
+    def _tied_places(self) -> dict[str, tuple[int, ...]]:
+        """Names of parameters that several ranks of a pipeline hold -> their places in it."""
+        if self._pipeline_cut is None:
+            return {}
+        places = {n: tuple(sorted({self._stage_ranks[s] for s in h})) for n, h in self._pipeline_cut.holders.items()}
+        return {name: at for name, at in places.items() if len(at) > 1}
+
+    # ---- running --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether the module is cut into stages."""
+        return self._pipeline_cut is not None
+
+    def attach(
+        self, run: Callable[[str, tuple[Any, ...], dict[str, Any]], Any], whole: Callable[[str], Tensor]
+    ) -> None:
+        """Connect the pipeline, after everything else has put its hooks on the module.
+
+        Args:
+            run: runs a method of the module on one micro-batch.
+            whole: the whole value of a parameter of this stage; a collective of its data ranks.
+        """
+        if self._pipeline_cut is None:
+            return
+        if self._pipeline is not None:
+            self._pipeline.detach()
+        group = self._groups.along("pipeline")
+        assert group is not None
+        self._pipeline = PipelineEngine(
+            self.module,
+            self._pipeline_cut,
+            group=group,
+            schedule=self._options.schedule,
+            micro_batches=self._options.micro_batches_for(self._layout.pipeline),
+            device=self._device,
+            run=run,
+        )
+        self._pipeline.attach()
+
+    def guard(self, function: Callable[[], Any]) -> Any:
+        """Call ``function``, which runs the user's step, as far as this stage goes."""
+        return function() if self._pipeline is None else self._pipeline.call(function)
+
+    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], scale: Callable[[Tensor], Tensor]) -> Any:
+        """Forward and backward of a whole batch through the pipeline."""
+        assert self._pipeline is not None
+        return self._pipeline.train(args, kwargs, batch=args[0], scale=scale)
+
+    def relay(self, function: Callable[[], Any]) -> Any:
+        """Run ``function``, which runs the whole of a user's step, on all stages together."""
+        assert self._pipeline is not None
+        return self._pipeline.relay(function)
+
+    def evaluating(self) -> Any:
+        """Context in which every stage holds what is outside of the blocks."""
+        assert self._pipeline is not None
+        return self._pipeline.evaluating()
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _spans_of(split: str | tuple[int, ...]) -> list[range]:
+    assert not isinstance(split, str)
+    ends = [sum(split[: index + 1]) for index in range(len(split))]
+    return [range(end - size, end) for end, size in zip(ends, split, strict=True)]

@@ -1,0 +1,62 @@
+"""The process groups of a layout, as one rank sees them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainwright.strategies.layout import Layout
+
+
+class LayoutGroups:
+    """Process groups along the axes of a layout, made on demand.
+
+    Making one is a collective of all ranks, so all must ask for the same ones in the same order.
+
+    Args:
+        layout: a closed layout of the default process group's world size.
+        device_type: of the meshes, ``"cpu"`` or ``"cuda"``.
+    """
+
+    def __init__(self, layout: Layout, device_type: str) -> None:
+        self.layout = layout
+        self._device_type = device_type
+        self._made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+
+    def along(self, *axes: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one along ``axes`` only; ``None`` if there are no others."""
+        groups = self.layout.groups(*axes)
+        return self.of(groups) if len(groups[0]) > 1 else None
+
+    def of(self, groups: list[list[int]]) -> dist.ProcessGroup | None:
+        """That of the given disjoint lists of ranks which holds this rank; ``None`` if none does."""
+        key = tuple(map(tuple, groups))
+        if key not in self._made:
+            if groups == [list(range(dist.get_world_size()))]:
+                self._made[key] = dist.group.WORLD
+            else:
+                self._made[key], _ = dist.new_subgroups_by_enumeration(groups)
+        return self._made[key]
+
+    def mesh(self, *axes: tuple[str, ...]) -> DeviceMesh:
+        """A mesh of this rank's neighbours; each of its axes is a tuple of axes of the layout, named by the first.
+
+        Only the last axis may have size 1; others of size 1 are left out.
+        """
+        kept = [names for names in axes[:-1] if len(self.layout.groups(*names)[0]) > 1] + [axes[-1]]
+        groups = [self.of(self.layout.groups(*names)) for names in kept]
+        ranks = torch.tensor(self._neighbours([name for names in kept for name in names]))
+        shape = [len(self.layout.groups(*names)[0]) for names in kept]
+        names = tuple(names[0] for names in kept)
+        members = [group for group in groups if group is not None]
+        return DeviceMesh.from_group(
+            members if len(members) > 1 else members[0],
+            self._device_type,
+            mesh=ranks.view(shape),
+            mesh_dim_names=names,
+        )
+
+    def _neighbours(self, axes: list[str]) -> list[int]:
+        rank = dist.get_rank()
+        return next(group for group in self.layout.groups(*axes) if rank in group)

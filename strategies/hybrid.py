@@ -1,0 +1,471 @@
+"""Any layout for the same module: pipeline, tensor, expert and context parallelism with ZeRO below them.
+
+How a module is cut, in this order:
+
+1. pipeline: parameters of other stages are given away, their blocks are skipped,
+2. tensor, expert: parameters are exchanged for this rank's parts,
+3. context: blocks work on this rank's part of the sequence,
+4. activation checkpointing, then compilation, block by block,
+5. ZeRO over ``replicate x (shard, context)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from trainwright.strategies.assemble import Assembly
+from trainwright.strategies.deferred import Piece, deferred_pieces, is_deferred
+from trainwright.strategies.engines import EngineOptions, Engines
+from trainwright.strategies.gradients import local_tensor
+from trainwright.strategies.groups import LayoutGroups
+from trainwright.strategies.layout import Layout
+from trainwright.strategies.optimization import optimize_after_zero_grad
+from trainwright.strategies.precision import AgreedGradScaler
+from trainwright.strategies.shared_gradients import SharedGradients
+from trainwright.strategies.zero import ZeroStrategy
+
+
+class HybridStrategy(ZeroStrategy):
+    """Any layout: the axes of :class:`~trainwright.strategies.layout.Layout` in any combination.
+
+    The user's module stays as it is; names of parameters never change. What may be cut where comes from a
+    :class:`~trainwright.strategies.plan.ModelPlan`.
+
+    Args:
+        pipeline: ranks that hold different stages of the model; 1 is off.
+        replicate: ranks that hold copies; 1 is off.
+        shard: ranks over which ZeRO splits the state; -1 takes the rest of the world.
+        context: ranks that split the sequence; 1 is off.
+        tensor: ranks that split each weight; 1 is off.
+        expert: ranks that hold different experts, a divisor of ``shard x context``; 1 is off, -1 takes all of them.
+        stage: ZeRO stage on ``shard x context``, 1, 2 or 3.
+        schedule: of the pipeline: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``looped_bfs``,
+            ``interleaved_zero_bubble``, ``zbv`` or ``dualpipev``.
+        micro_batches: parts that a batch is split into for the pipeline; ``None``: as many as pipeline ranks, twice as
+            many for schedules in the shape of a V.
+        stages_per_rank: stages of the pipeline on each rank; ``None``: 1, or 2 for schedules that need several.
+        split: blocks per stage, such as ``[3, 5]``, or ``"balanced"``: by their number of parameters.
+        batch_dims: how to split odd tensors of a batch into micro-batches: path in the batch -> dim, or ``None`` to
+            give the whole tensor to every micro-batch.
+        sequence_parallel: split activations between cut modules along the sequence over the tensor axis.
+        loss_parallel: compute the loss on logits that stay split over the tensor axis.
+        attention: how context ranks exchange keys and values: ``"ring"``, ``"ulysses"`` or ``"gather"``.
+        balance: deal the sequence to context ranks so that causal attention costs each the same; ``False`` deals
+            contiguous parts.
+        plan: parts of the :class:`ModelPlan` that are not found in the model, or found wrong.
+        **kwargs: see :class:`~trainwright.strategies.zero.ZeroStrategy`.
+
+    Raises:
+        ValueError: if the options contradict each other.
+    """
+
+    strategy_name = "hybrid"
+
+    def __init__(
+        self,
+        *,
+        pipeline: int = 1,
+        replicate: int = 1,
+        shard: int = -1,
+        context: int = 1,
+        tensor: int = 1,
+        expert: int = 1,
+        stage: int = 3,
+        schedule: str = "1f1b",
+        micro_batches: int | None = None,
+        stages_per_rank: int | None = None,
+        split: str | Sequence[int] = "balanced",
+        batch_dims: Mapping[str, int | None] | None = None,
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
+        attention: str = "ring",
+        balance: bool = True,
+        plan: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(stage, replicate=replicate, shard=shard, **kwargs)  # type: ignore[arg-type]
+        self._open_layout = Layout(
+            pipeline=pipeline, replicate=replicate, shard=shard, context=context, tensor=tensor, expert=expert
+        )
+        self._options = EngineOptions(
+            schedule=schedule,
+            micro_batches=micro_batches,
+            stages_per_rank=stages_per_rank,
+            split=split if isinstance(split, str) else tuple(split),
+            batch_dims=dict(batch_dims or {}),
+            sequence_parallel=sequence_parallel,
+            loss_parallel=loss_parallel,
+            attention=attention,
+            balance=balance,
+            plan=dict(plan or {}),
+            blocks=self._block_patterns,
+        )
+        self._groups: LayoutGroups | None = None
+        self._engines: Engines | None = None
+        self._assembly: Assembly | None = None
+        self._shared = SharedGradients({})
+        self._expert_mesh: DeviceMesh | None = None
+        self._accumulates = False
+
+    # ---- what others may read -------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """All axes, closed for this world size."""
+        return self._open_layout.resolve(self.world_size)
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank among those that read different samples; ranks of other axes share one."""
+        place = self.layout.coordinates(self.global_rank)
+        return place["replicate"] * self.layout.shard + place["shard"]
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of ranks that read different samples."""
+        return self.layout.data_ranks
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that read different samples and else do the same as this one."""
+        if self._groups is None or self.layout.data_ranks == self.world_size:
+            return None
+        return self._groups.of(self.layout.groups("replicate", "shard"))
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks hold different parts of the module along another axis than replicate and shard."""
+        layout = self._open_layout
+        return any(size != 1 for size in (layout.pipeline, layout.context, layout.tensor, layout.expert))
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Every axis but replicate communicates in forward."""
+        return self.is_cut or super().forward_is_collective
+
+    @property
+    def backward_in_step(self) -> bool:
+        """A pipeline interleaves forward and backward."""
+        return self._engines is not None and self._engines.has_pipeline
+
+    # ---- setup ----------------------------------------------------------------------------------------------------
+
+    def _make_mesh(self) -> DeviceMesh:
+        groups = self._groups = LayoutGroups(self.layout, self.root_device.type)
+        mesh = groups.mesh(("replicate",), ("shard", "context"))
+        if self.layout.expert > 1:
+            self._expert_mesh = groups.mesh(("replicate",), ("expert_shard",))
+        return mesh
+
+    def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
+        if self._engines is not None and parameter in self._engines.expert_parameters:
+            assert self._expert_mesh is not None
+            return self._expert_mesh
+        return self.mesh
+
+    def _must_restore_late(self) -> bool:
+        return self.is_cut or super()._must_restore_late()
+
+    def _cut_module(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if not self.is_cut or (self._engines is not None and self._engines.module is module):
+            return
+        _refuse_cut_before(module)
+        assert self._groups is not None
+        if not module.automatic_optimization:
+            self._refuse_manual_optimization()
+        names = [name for name, _ in module.named_parameters()]
+        keys = list(module.state_dict())
+        engines = Engines(module, self.layout, self._groups, self._options, self.root_device)
+        super()._broadcast_from_first(module)
+        engines.apply()
+        self._engines = engines
+        object.__setattr__(module, "_trainwright_layout", str(self.layout))
+        self._assembly = Assembly(
+            names, keys, engines.cuts, engines.owners, self._groups.along("pipeline"), self.root_device
+        )
+
+    def _refuse_manual_optimization(self) -> None:
+        if self._open_layout.pipeline != 1:
+            raise ValueError(
+                "Manual optimization (automatic_optimization=False) has no meaning in a pipeline: forward and backward "
+                "of micro-batches interleave, so training_step cannot call backward itself. Use automatic "
+                "optimization, or a layout with pipeline=1."
+            )
+        if self._options.sequence_parallel:
+            raise ValueError(
+                "Manual optimization (automatic_optimization=False) with sequence_parallel=True is not supported: "
+                "gradients of norms are completed once per step, which only the module knows. "
+                "Use strategy.sequence_parallel=false."
+            )
+
+    def _broadcast_from_first(self, module: nn.Module) -> None:
+        if self._engines is None:
+            super()._broadcast_from_first(module)
+        # else it was done before the module was cut; now ranks hold different parts
+
+    def _find_blocks(self) -> dict[str, nn.Module]:
+        return super()._find_blocks() if self._engines is None else self._engines.owned_blocks
+
+    def _fill(self, pieces: Iterable[Piece], seed: int, real: dict[Tensor, Tensor]) -> None:
+        engines = self._engines
+        super()._fill(pieces if engines is None else [p for p in pieces if engines.holds(p.name)], seed, real)
+
+    def _real(self, owner: nn.Module, name: str, meta: Tensor, value: Tensor) -> Tensor:
+        cut = None if self._engines is None else self._engines.cut_of(owner, name)
+        return super()._real(owner, name, meta, value if cut is None else cut.part(value))
+
+    def _shard_within(self, block: nn.Module, options: Mapping[str, Any]) -> None:
+        if self._engines is None or self._expert_mesh is None:
+            return
+        for experts in self._engines.expert_modules_in(block):
+            fully_shard(experts, **{**options, "mesh": self._expert_mesh})
+
+    def _fsdp_options(self, module: nn.Module) -> dict[str, Any]:
+        options = super()._fsdp_options(module)
+        if self.backward_in_step:
+            # Gathered once a step instead of for every micro-batch and direction.
+            options["reshard_after_forward"] = False
+        return options
+
+    def _split_parameters(self, trainer: Any) -> None:
+        super()._split_parameters(trainer)
+        if self._step is not None and self._engines is not None:
+            self._step.guard = self._engines.guard
+
+    def _choose_shards(self) -> None:
+        super()._choose_shards()
+        if self._engines is not None:
+            self._shared = SharedGradients(self._engines.shared_parameters())
+
+    def setup_precision_plugin(self) -> None:
+        """Let the precision plugin know over which ranks gradients are spread; then attach the pipeline."""
+        super().setup_precision_plugin()
+        engines = self._engines
+        if engines is None:
+            return
+        source = {id(shard.optimized): parameter for parameter, shard in self._shards.items()}
+        self.precision_plugin.scope = engines.gradient_scope(source)  # type: ignore[attr-defined]
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if isinstance(scaler, AgreedGradScaler):
+            scaler.always_agrees = True
+        engines.attach(self._run, self._whole_here)
+        if engines.has_pipeline:
+            optimize_after_zero_grad(self.lightning_module.trainer)  # type: ignore[union-attr]
+
+    # ---- the step -------------------------------------------------------------------------------------------------
+
+    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method of the user's module on one micro-batch, for the pipeline."""
+        assert self._engines is not None
+        with self.precision_plugin.train_step_context():
+            if self._step is not None:
+                return self._step(method, *args, **kwargs)
+            return self._engines.guard(partial(getattr(self.lightning_module, method), *args, **kwargs))
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``training_step``; in a pipeline forward and backward of all micro-batches."""
+        if not self.backward_in_step:
+            return super().training_step(*args, **kwargs)
+        assert self._engines is not None
+        with self._local_gradients():
+            output = self._engines.train(args, kwargs, self._scaled)
+        self._average_gradients()
+        self._sum_shared_gradients()
+        return output
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """What a micro-batch's loss is differentiated as."""
+        assert self.lightning_module is not None
+        divisor = self.loss_divisor or self.lightning_module.trainer.accumulate_grad_batches
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        loss = loss * (self.loss_factor / divisor)
+        return scaler.scale(loss) if scaler is not None else loss
+
+    @contextmanager
+    def _local_gradients(self) -> Iterator[None]:
+        """Backward passes inside leave whole gradients of this rank."""
+        with ExitStack() as stack:
+            for reducer in self._reducers:
+                reducer.begin()
+                stack.enter_context(reducer.accumulate(shards_too=True))
+            if self._step is not None:
+                self._step.set_is_last_backward(False)
+                self._step.set_reshard_after_backward(False)
+                self._step.set_requires_gradient_sync(False)
+            yield
+
+    def _average_gradients(self) -> None:
+        for reducer in self._reducers:
+            reducer.finish()
+        if self._step is None:
+            return
+        step = self._step
+        step.set_is_last_backward(True)
+        step.set_reshard_after_backward(True)
+        step.set_requires_gradient_sync(not (self._accumulates and self._holds_whole_gradients))
+        state = step._get_fsdp_state()
+        for each in state._state_ctx.all_states:
+            for group in _parameter_groups(each):
+                group.post_backward()
+        state._root_post_backward_final_callback()
+        step.set_requires_gradient_sync(True)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Micro-batches inside do not finish the averaging of gradients."""
+        self._accumulates = True
+        try:
+            with super().block_backward_sync():
+                yield
+        finally:
+            self._accumulates = False
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward of one micro-batch; a pipeline has run it already and only those who listen are told."""
+        if not self.backward_in_step:
+            return super().backward(closure_loss, *args, **kwargs)
+        assert self.lightning_module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Complete gradients that several ranks hold parts of."""
+        super().post_backward(closure_loss)
+        self._sum_shared_gradients()
+
+    def _sum_shared_gradients(self) -> None:
+        if self._shared and not self._accumulates:
+            self._shared.sum(self._gradient_of)
+
+    def _gradient_of(self, parameter: nn.Parameter) -> tuple[Tensor | None, Tensor]:
+        shard = self._shards.get(parameter)
+        optimized = parameter if shard is None else shard.optimized
+        gradient = optimized.grad
+        return (None if gradient is None else local_tensor(gradient)), local_tensor(optimized).detach()
+
+    # ---- evaluation -----------------------------------------------------------------------------------------------
+
+    def _evaluate(self, method: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.backward_in_step:
+            return super()._evaluate(method, context, *args, **kwargs)
+        assert self._engines is not None
+        return self._engines.relay(partial(super()._evaluate, method, context, *args, **kwargs))
+
+    # ---- agreement ------------------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the ranks that read different samples, unless ``group`` says otherwise."""
+        return super().reduce(tensor, group if group is not None else self.data_group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks (or any) decided so."""
+        flag = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather from the ranks that read different samples, unless ``group`` says otherwise."""
+        return super().all_gather(tensor, group if group is not None else self.data_group, sync_grads)
+
+    # ---- the whole ------------------------------------------------------------------------------------------------
+
+    def _whole_here(self, name: str) -> Tensor:
+        """The whole value of a parameter of this stage, as this stage's ranks hold it along the tensor axis."""
+        assert self.lightning_module is not None
+        parameter = self.lightning_module.get_parameter(name).detach()
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole value of every parameter of the unmodified module, on every rank; a collective."""
+        assert self.lightning_module is not None
+        if self._assembly is None:
+            yield from super().whole_parameters()
+            return
+        yield from self._assembly.wholes(dict(self.lightning_module.named_parameters()), self._assembly.names)
+
+    def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole averaged gradient of every parameter that has one, on every rank; a collective."""
+        if self._assembly is None:
+            yield from super().whole_gradients()
+            return
+        yield from self._assembly.wholes(dict(self.named_gradients()), self._assembly.names)
+
+    def _name_of(self) -> Callable[[Tensor], str]:
+        assert self.lightning_module is not None
+        names: dict[int, str] = {}
+        for name, parameter in self.lightning_module.named_parameters():
+            shard = self._shards.get(parameter)
+            names[id(parameter if shard is None else shard.optimized)] = name
+        return lambda tensor: names[id(tensor)]
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Put the whole module and optimizer states together on rank 0, which writes one ordinary file."""
+        if self._assembly is not None:
+            keep, assembly = self.is_global_zero, self._assembly
+            checkpoint["state_dict"] = assembly.whole_state(checkpoint["state_dict"], keep)
+            if "optimizer_states" in checkpoint:
+                checkpoint["optimizer_states"] = [
+                    assembly.whole_optimizer(optimizer, state, self._name_of(), keep)
+                    for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+                ]
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give every optimizer the part of the saved state that this rank holds."""
+        if self._assembly is not None:
+            states = [
+                self._assembly.optimizer_parts(optimizer, state, self._name_of())
+                for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+            ]
+            checkpoint = {**checkpoint, "optimizer_states": states}
+        super().load_optimizer_state_dict(checkpoint)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load, by name, what this rank holds of whole saved weights."""
+        if self._assembly is not None:
+            checkpoint = {**checkpoint, "state_dict": self._own_state(checkpoint["state_dict"], strict)}
+        super().load_model_state_dict(checkpoint, strict)
+
+    def _own_state(self, state: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+        assert self._assembly is not None
+        assert self.lightning_module is not None
+        unknown = sorted(set(state) - set(self._assembly.keys))
+        if unknown and strict:
+            raise RuntimeError(
+                f"The checkpoint holds {len(unknown)} tensor(s) that this module has not: {', '.join(unknown[:5])}"
+                f"{', ...' if len(unknown) > 5 else ''}. Load it into the module that it was saved from, or set "
+                "strict_loading=False on the module to leave them out."
+            )
+        own = self.lightning_module.state_dict()
+        return {key: self._assembly.part(key, value) for key, value in state.items() if key in own}
+
+
+def _parameter_groups(state: Any) -> Sequence[Any]:
+    """FSDP2's parameter groups of one module; torch 2.13 allows several."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return several  # type: ignore[no-any-return]
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _refuse_cut_before(module: LightningModule) -> None:
+    before = getattr(module, "_trainwright_layout", None)
+    if before is not None:
+        raise ValueError(
+            f"{type(module).__name__} has been cut for the layout {before} by another strategy and holds a part of its "
+            "parameters only. Build the module anew, or go on with the same Trainer."
+        )

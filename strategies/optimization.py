@@ -1,0 +1,30 @@
+"""Automatic optimization for strategies whose ``training_step`` runs backward too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+
+
+class ZeroGradFirst(_AutomaticOptimization):
+    """Lightning's automatic optimization with ``zero_grad`` before ``training_step`` instead of after it."""
+
+    def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
+        zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
+
+        def step() -> ClosureResult:
+            if zero_grad is not None:
+                zero_grad()
+            return self._training_step(kwargs)
+
+        return Closure(step_fn=step, backward_fn=self._make_backward_fn(optimizer))
+
+
+def optimize_after_zero_grad(trainer: Trainer) -> None:
+    """Exchange Lightning's own optimization; another one is expected to ask the strategy's ``backward_in_step``."""
+    loop = trainer.fit_loop.epoch_loop
+    if type(loop.automatic_optimization) is _AutomaticOptimization:
+        old, loop.automatic_optimization = loop.automatic_optimization, ZeroGradFirst(trainer)
+        loop.automatic_optimization.optim_progress = old.optim_progress

@@ -1,0 +1,165 @@
+"""Modules that layouts cut: ours, torch's own and Hugging Face's. No line of this file knows of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainwright.recipes.gpt_model import GPT, GPTConfig
+
+VOCABULARY = 24
+LENGTH = 8
+
+
+def gpt(tied: bool = True, layers: int = 4) -> nn.Module:
+    return GPT(GPTConfig(layers=layers, dim=32, heads=4, kv_heads=4, hidden=48, vocab=VOCABULARY, tied_head=tied))
+
+
+class Encoder(nn.Module):
+    """torch's own encoder, with positions as a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.positions = nn.Parameter(0.1 * torch.randn(LENGTH, 32))
+        layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(tokens) + self.positions))
+
+
+class OddBlock(nn.Module):
+    """Takes a keyword, returns a tuple, one of its outputs is a sum over the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up = nn.Linear(32, 48)
+        self.down = nn.Linear(48, 32)
+
+    def forward(self, hidden: Tensor, *, scale: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        change = self.down(F.gelu(self.up(self.norm(hidden)))) * scale
+        return hidden + change, {"size": state["size"] + change.square().mean()}
+
+
+class Odd(nn.Module):
+    """Blocks in a ModuleDict, tuples and dictionaries between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.layers = nn.ModuleDict({f"layer_{index}": OddBlock() for index in range(5)})
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, state = self.embedding(tokens), {"size": torch.zeros(())}
+        scale = torch.linspace(0.5, 1.0, tokens.shape[1])[None, :, None]
+        for layer in self.layers.values():
+            hidden, state = layer(hidden, scale=scale, state=state)
+        return self.head(hidden), state["size"]
+
+
+class LanguageModel(pl.LightningModule):
+    """Next-token prediction around any of the networks."""
+
+    def __init__(self, network: str, optimizer: str = "sgd") -> None:
+        super().__init__()
+        self.optimizer_name = optimizer
+        self.net = NETWORKS[network]()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = self.net(tokens)
+        return out if isinstance(out, Tensor) else out[0]
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self(batch["tokens"][:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten())
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True, batch_size=len(batch["tokens"]))
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self(batch["tokens"][:, :-1]).argmax(-1)
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer_name == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+class OddModel(LanguageModel):
+    """Logs several values, returns a dictionary, steps a scheduler every step."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        logits, size = self.net(batch["tokens"][:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten())
+        self.log_dict({"loss_of_tokens": loss, "size": size})
+        return {"loss": loss + 0.1 * size, "best": logits.argmax(-1), "note": "text"}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class HuggingFaceModel(LanguageModel):
+    """A causal language model of transformers that computes its own loss."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self.net(input_ids=batch["tokens"], labels=batch["tokens"], use_cache=False).loss
+        return loss
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        prompt = batch["tokens"][:, :4]
+        tokens: Tensor = self.net.generate(prompt, max_new_tokens=4, do_sample=False, use_cache=False, pad_token_id=0)
+        return tokens
+
+
+def _hugging_face(kind: str) -> nn.Module:
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "use_cache": False}
+    wide = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    grouped = {**wide, "num_key_value_heads": 2}
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **grouped))
+    if kind == "qwen2":
+        return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **grouped))
+    if kind == "gpt2":
+        off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = transformers.GPT2Config(**sizes, n_embd=32, n_layer=4, n_head=4, n_positions=16, **off)
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.MixtralConfig(**sizes, **grouped, num_local_experts=4, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(config)
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": gpt,
+    "gpt-untied": lambda: gpt(tied=False),
+    "encoder": Encoder,
+    "odd": Odd,
+    "llama": lambda: _hugging_face("llama"),
+    "qwen2": lambda: _hugging_face("qwen2"),
+    "gpt2": lambda: _hugging_face("gpt2"),
+    "mixtral": lambda: _hugging_face("mixtral"),
+}
+HUGGING_FACE = ("llama", "qwen2", "gpt2", "mixtral")
+
+
+def make_module(network: str, optimizer: str = "sgd") -> pl.LightningModule:
+    """The module around ``network``; the same weights whatever was drawn before."""
+    torch.manual_seed(3)
+    kind = OddModel if network == "odd" else HuggingFaceModel if network in HUGGING_FACE else LanguageModel
+    return kind(network, optimizer)

@@ -1,0 +1,135 @@
+"""Runs modules under layouts and on one process, and compares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from tests.parity.harness import Record, Recorder, differences, make_trainer, world_size
+from tests.parity.layout_modules import LENGTH, VOCABULARY, make_module
+
+
+class Texts(Dataset):
+    """``samples`` fixed random sequences ``{"tokens": (LENGTH + 1,)}``, or ``(LENGTH,)``."""
+
+    def __init__(self, samples: int, length: int = LENGTH + 1) -> None:
+        generator = torch.Generator().manual_seed(11)
+        self.tokens = torch.randint(VOCABULARY, (samples, length), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"tokens": self.tokens[index]}
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """One run.
+
+    Args:
+        network: key of ``layout_modules.NETWORKS``.
+        options: of the strategy.
+        strategy: its name.
+        micro_batch_size, accumulation: per data rank.
+        steps, samples: optimizer steps, samples of the data set.
+        trainer: further options of the Trainer.
+    """
+
+    network: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    strategy: str = "hybrid"
+    global_batch_size: int = 8
+    accumulation: int = 1
+    steps: int = 3
+    samples: int = 24
+    length: int = LENGTH + 1
+    clip: float | None = None
+    lightning: bool = False
+
+
+class WholeRecorder(Recorder):
+    """Records whole gradients and parameters by the names of the unmodified module."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.record.gradients = dict(trainer.strategy.whole_gradients())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.record.parameters = dict(trainer.strategy.whole_parameters())
+
+
+def run(case: LayoutCase) -> Record:
+    """Train ``case`` on the ranks of the default process group."""
+    recorder = WholeRecorder()
+    options = {"gradient_clip_val": case.clip} if case.clip else {}
+    data_ranks = _data_ranks(case)
+    micro = case.global_batch_size // (data_ranks * case.accumulation)
+    trainer = make_trainer(
+        case.strategy,
+        dict(case.options),
+        global_batch_size=case.global_batch_size,
+        max_steps=case.steps,
+        max_epochs=-1,
+        callbacks=[recorder],
+        **options,
+    )
+    trainer.fit(make_module(case.network), DataLoader(Texts(case.samples, case.length), batch_size=micro))
+    return recorder.record
+
+
+def _data_ranks(case: LayoutCase) -> int:
+    from trainwright.strategies.layout import Layout
+    from trainwright.strategies.registry import make_strategy
+
+    strategy = make_strategy(case.strategy, **case.options)
+    layout: Layout = strategy._open_layout
+    return layout.resolve(world_size()).data_ranks
+
+
+def run_all(cases: list[LayoutCase]) -> list[Record]:
+    """On every rank: one case after the other."""
+    return [run(case) for case in cases]
+
+
+def reference(case: LayoutCase) -> Record:
+    """The same steps in a bare loop on one process."""
+    module, data, record = make_module(case.network), Texts(case.samples, case.length), Record()
+    module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[assignment,method-assign]
+    made: Any = module.configure_optimizers()
+    optimizer = made["optimizer"] if isinstance(made, dict) else made
+    for step in range(case.steps):
+        first = step * case.global_batch_size % case.samples
+        batch = default_collate([data[i] for i in range(first, min(first + case.global_batch_size, case.samples))])
+        optimizer.zero_grad()
+        output: Any = module.training_step(batch, step)
+        loss = output["loss"] if isinstance(output, dict) else output
+        loss.backward()
+        record.losses.append(loss.item())
+        record.gradients = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+        if case.clip:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), case.clip)
+        optimizer.step()
+        if isinstance(made, dict):
+            made["lr_scheduler"]["scheduler"].step()
+    record.parameters = {n: p.detach().clone() for n, p in module.named_parameters()}
+    return record
+
+
+def assert_layouts(ranks: Any, world_size: int, cases: list[LayoutCase], timeout: float = 120) -> None:
+    """Every rank's record of every case equals one process's."""
+    results = ranks(run_all, world_size, cases, timeout=timeout)
+    found = [
+        f"rank {rank}, {case}: {difference}"
+        for rank, records in enumerate(results)
+        for case, record in zip(cases, records, strict=True)
+        for difference in differences(record, reference(case))
+    ]
+    assert not found, "\n".join(found[:40])
+
+
+__all__ = ["LayoutCase", "Texts", "assert_layouts", "reference", "run", "run_all"]
