@@ -1,0 +1,228 @@
+"""Which parameters a stage owns, and the shell of the module that is left without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.strategies.plan import ModelPlan
+
+# A place where a parameter is registered: the module and the name in it.
+Slot = tuple[nn.Module, str]
+
+
+class PipelineCut:
+    """Deals a module's parameters out to the stages of a pipeline. Nothing is communicated.
+
+    Parameters of a block belong to its stage, those of ``plan.first`` to the first stage and those of ``plan.last`` to
+    the last. Of two entries that match, the longer one counts; a parameter that both name, or that is tied, has several
+    holders, each of which computes a part of its gradient. Buffers stay everywhere.
+
+    Args:
+        module: the whole module; its parameters may be on the meta device.
+        plan: ``blocks``, ``first`` and ``last`` are read.
+        spans: blocks of each stage, contiguous from 0 to the number of blocks.
+        mine: stages of this rank.
+
+    Attributes:
+        blocks: the blocks, in order.
+        names: their names.
+        owned: names of the parameters this rank owns.
+        holders: name of each parameter -> the stages that hold it, ascending.
+        outside: names of the parameters outside of the blocks.
+        buffer_stages: name of each buffer in a block, in ``plan.first`` or in ``plan.last`` -> the stage whose copy
+            counts (the others' copies of running statistics mean nothing).
+
+    Raises:
+        ValueError: if spans and blocks do not fit, two blocks are one module, a name does not exist, or a parameter
+            belongs nowhere.
+    """
+
+    def __init__(self, module: nn.Module, plan: ModelPlan, spans: Sequence[range], mine: Sequence[int]) -> None:
+        self.module = module
+        self.spans = list(spans)
+        self.mine = sorted(mine)
+        self.names = plan.blocks
+        self.blocks = [module.get_submodule(name) for name in plan.blocks]
+        self._plan = plan
+        self._check_blocks()
+        self._check_names()
+        self._stage_of_block = [stage for stage, span in enumerate(self.spans) for _ in span]
+        self._slots: dict[str, list[Slot]] = {}
+        self.holders: Mapping[str, tuple[int, ...]] = self._deal_out()
+        own = set(self.mine)
+        self.owned = frozenset(name for name, stages in self.holders.items() if own & set(stages))
+        self.buffer_stages: Mapping[str, int] = {
+            name: stages[0] for name, _ in module.named_buffers() if (stages := sorted(self._stages_of(name)))
+        }
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.spans)
+
+    def stage_of_block(self, index: int) -> int:
+        """The stage that runs a block."""
+        return self._stage_of_block[index]
+
+    def owns_block(self, index: int) -> bool:
+        """Whether this rank runs a block."""
+        return self._stage_of_block[index] in self.mine
+
+    def slots(self, name: str) -> list[Slot]:
+        """Where a parameter is, or was, registered; several if it is tied."""
+        return self._slots[name]
+
+    def parameters_of(self, stage: int) -> list[nn.Parameter]:
+        """The trained parameters of a stage of this rank, as they are registered now."""
+        found = []
+        for name, stages in self.holders.items():
+            if stage in stages:
+                owner, key = self._slots[name][0]
+                parameter = owner._parameters.get(key)
+                if parameter is not None and parameter.requires_grad:
+                    found.append(parameter)
+        return found
+
+    def apply(self, device: torch.device | None = None) -> None:
+        """Exchange every parameter that this rank does not own for a ghost, and forbid the blocks it does not own.
+
+        A ghost is a tensor of zeros that takes no memory, stands in the module's ``__dict__`` and has the parameter's
+        shape and dtype.
+
+        Args:
+            device: where the ghosts of meta parameters are; ``None``: on the CPU.
+        """
+        for name in self.holders:
+            if name not in self.owned:
+                owner, key = self._slots[name][0]
+                put(self._slots[name], make_ghost(getattr(owner, key), device))
+        for index, block in enumerate(self.blocks):
+            if not self.owns_block(index):
+                block.forward = _Forbidden(self.names[index], self._stage_of_block[index])
+
+    @property
+    def outside(self) -> list[str]:
+        """Names of the parameters that are registered outside of the blocks too, or only there."""
+        inside = {id(module) for block in self.blocks for module in block.modules()}
+        return [name for name in self.holders if any(id(owner) not in inside for owner, _ in self._slots[name])]
+
+    def _deal_out(self) -> dict[str, tuple[int, ...]]:
+        canonical = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        stages: dict[str, set[int]] = {name: set() for name in canonical.values()}
+        for alias, parameter in self.module.named_parameters(remove_duplicate=False):
+            name = canonical[id(parameter)]
+            stages[name] |= self._stages_of(alias)
+            owner, _, key = alias.rpartition(".")
+            slot = (self.module.get_submodule(owner), key)
+            if not any(slot[0] is module and slot[1] == other for module, other in self._slots.get(name, ())):
+                self._slots.setdefault(name, []).append(slot)
+        lost = [name for name, found in stages.items() if not found]
+        if lost:
+            raise ValueError(
+                f"These parameters are outside of the blocks, and nothing says whether they are used before or after "
+                f"them: {lost}. Say plan.first=[{lost[0]!r}] if before (the first stage holds it), "
+                f"plan.last=[{lost[0]!r}] if after (the last stage), both if both. A module's name stands for all in "
+                f"it. Blocks are: {self.names[0]} to {self.names[-1]}."
+            )
+        return {name: tuple(sorted(found)) for name, found in stages.items()}
+
+    def _stages_of(self, name: str) -> set[int]:
+        for index, block in enumerate(self.names):
+            if name.startswith(block + "."):
+                return {self._stage_of_block[index]}
+        first, last = (_longest_match(name, names) for names in (self._plan.first, self._plan.last))
+        found = set()
+        if first is not None and (last is None or first >= last):
+            found.add(0)
+        if last is not None and (first is None or last >= first):
+            found.add(len(self.spans) - 1)
+        return found
+
+    def _check_blocks(self) -> None:
+        if not self.blocks:
+            raise ValueError("A pipeline needs repeated blocks to cut between. Say plan.blocks=['model.layers.*'].")
+        if len({id(block) for block in self.blocks}) != len(self.blocks):
+            raise ValueError(
+                f"Some of the blocks {list(self.names)} are one and the same module, called several times. A pipeline "
+                f"cannot cut those; use pipeline=1."
+            )
+        bounds = [0, *(span.stop for span in self.spans)]
+        if [*(span.start for span in self.spans), bounds[-1]] != bounds or bounds[-1] != len(self.blocks):
+            raise ValueError(f"The spans {self.spans} do not cover the {len(self.blocks)} blocks in order.")
+        if not set(self.mine) <= set(range(len(self.spans))):
+            raise ValueError(f"This rank cannot own the stages {self.mine}: there are {len(self.spans)}.")
+
+    def _check_names(self) -> None:
+        known = {name for name, _ in self.module.named_modules(remove_duplicate=False)}
+        known |= {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        known |= {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        for part in ("first", "last"):
+            unknown = [name for name in getattr(self._plan, part) if name not in known]
+            if unknown:
+                raise ValueError(
+                    f"plan.{part} names {unknown}, but the model has no such module or parameter. Outside of the "
+                    f"blocks it has: {[name for name, _ in self.module.named_children()]}."
+                )
+
+
+class _Forbidden:
+    """Stands for the forward of a block that another stage owns; the gates of the engine never let a call get here."""
+
+    def __init__(self, name: str, stage: int) -> None:
+        self._name, self._stage = name, stage
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"The block {self._name!r} belongs to stage {self._stage} of the pipeline and cannot run on this rank. "
+            f"Call blocks as modules (block(x), not block.forward(x)), and only inside of training_step, "
+            f"validation_step, test_step or predict_step."
+        )
+
+
+def make_ghost(parameter: Tensor, device: torch.device | None = None) -> Tensor:
+    """Zeros of the parameter's shape, dtype and device in the memory of one element, without gradient."""
+    place = parameter.device if parameter.device.type != "meta" else device or torch.device("cpu")
+    return torch.zeros((), dtype=parameter.dtype, device=place).expand(parameter.shape)
+
+
+def put(slots: Iterable[Slot], tensor: Tensor) -> None:
+    """Let ``tensor`` stand as a plain attribute where a parameter is or was registered."""
+    for owner, key in slots:
+        owner._parameters.pop(key, None)
+        owner.__dict__[key] = tensor
+        _refresh_recurrent(owner)
+
+
+def _refresh_recurrent(owner: nn.Module) -> None:
+    # Recurrent modules keep a list of their weights, which would hold on to the parameters.
+    names = getattr(owner, "_flat_weights_names", None)
+    if names is not None:
+        owner.__dict__["_flat_weights"] = [getattr(owner, name, None) for name in names]
+
+
+def _longest_match(name: str, prefixes: Iterable[str]) -> int | None:
+    lengths = [len(p) for p in prefixes if p == "" or name == p or name.startswith(p + ".")]
+    return max(lengths, default=None)
+
+
+class StageParameters(nn.Module):
+    """What torch's stage takes for its module: it registers exactly the parameters of one stage.
+
+    They are looked up at every call, as other engines exchange parameters.
+
+    Args:
+        cut: the cut.
+        stage: a stage of this rank.
+    """
+
+    def __init__(self, cut: PipelineCut, stage: int) -> None:
+        super().__init__()
+        self._find: Callable[[], list[nn.Parameter]] = lambda: cut.parameters_of(stage)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        """The stage's trained parameters."""
+        return iter(self._find())

@@ -1,0 +1,151 @@
+"""What passes between stages: its tensors, a description of the rest, and where that is published."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorForm:
+    """Shape, dtype and whether a gradient flows back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory to receive such a tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A structure without its tensors.
+
+    Attributes:
+        spec: nesting, as torch's pytree describes it.
+        plain: leaves that are no tensors, in order; ``None`` stands for a tensor.
+        is_tensor: for each leaf, whether it is a tensor.
+        tensors: forms of the tensors, in order.
+    """
+
+    spec: pytree.TreeSpec
+    plain: tuple[Any, ...]
+    is_tensor: tuple[bool, ...]
+    tensors: tuple[TensorForm, ...]
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        """The structure around these tensors."""
+        rest = iter(tensors)
+        leaves = [
+            next(rest) if is_tensor else value for value, is_tensor in zip(self.plain, self.is_tensor, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def dump(self) -> bytes:
+        """As bytes, for another rank of this job."""
+        return pickle.dumps(self)
+
+    @staticmethod
+    def load(data: bytes) -> Form:
+        """From bytes of another rank of this job."""
+        form: Form = pickle.loads(data)  # noqa: S301 - written by a rank of this very job
+        _register_types(form.spec)
+        return form
+
+
+def take_apart(value: Any, source: str) -> tuple[Form, tuple[Tensor, ...]]:
+    """A structure's form and its tensors.
+
+    Args:
+        value: tuples, lists, dicts, dataclasses and Hugging Face outputs of tensors and plain values.
+        source: what it comes from, for the message.
+
+    Raises:
+        TypeError: if it holds something else.
+    """
+    leaves, spec = _flatten(value)
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *_PLAIN)):
+            raise TypeError(
+                f"{source} returns a {type(leaf).__name__}, which cannot be passed on to the next stage of the "
+                f"pipeline. Blocks may return tensors and plain values in tuples, lists, dicts and dataclasses"
+                + ("; set use_cache=False." if "cache" in type(leaf).__name__.lower() else ".")
+            )
+    is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
+    plain = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    forms = tuple(TensorForm(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+    return Form(spec, plain, is_tensor, forms), tensors
+
+
+def _flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    while True:
+        leaves, spec = pytree.tree_flatten(value)
+        unknown = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)}
+        if not unknown:
+            return leaves, spec
+        for kind in unknown:
+            pytree.register_dataclass(kind)
+
+
+def _register_types(spec: pytree.TreeSpec) -> None:
+    kind = spec.type
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind not in pytree.SUPPORTED_NODES:
+        pytree.register_dataclass(kind)
+    for child in spec.children():
+        _register_types(child)
+
+
+class FormBook:
+    """Forms of what each stage sends, by the shapes of the micro-batch it was computed from.
+
+    A stage publishes a form in the job's store the first time that a micro-batch of such shapes comes along; the stage
+    after it looks it up once. Later there is no traffic but the tensors.
+
+    Args:
+        prefix: text that no other pipeline of this job uses.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        self._known: dict[str, Form] = {}
+
+    def publish(self, stage: int, signature: Any, form: Form, source: str) -> None:
+        """Say, or check, what ``stage`` sends for micro-batches of this signature.
+
+        Raises:
+            RuntimeError: if it said something else before.
+        """
+        key = _key(stage, signature)
+        known = self._known.get(key)
+        if known is None:
+            self._known[key] = form
+            self._store.set(key, form.dump())
+        elif known != form:
+            raise RuntimeError(
+                f"{source} returned another form than before for a micro-batch of the same shapes, so the next stage "
+                f"cannot know what to receive. Before: {known.tensors} {known.plain}; now: {form.tensors} {form.plain}."
+            )
+
+    def look_up(self, stage: int, signature: Any) -> Form:
+        """What ``stage`` sends for micro-batches of this signature; waits until it said so."""
+        key = _key(stage, signature)
+        if key not in self._known:
+            self._known[key] = Form.load(self._store.get(key))
+        return self._known[key]
+
+
+def _key(stage: int, signature: Any) -> str:
+    return f"{stage}/{hashlib.sha256(repr(signature).encode()).hexdigest()}"

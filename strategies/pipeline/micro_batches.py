@@ -1,0 +1,194 @@
+"""Splits a batch of any nesting into micro-batches along its samples."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Path of a tensor ("inputs.0.ids") -> tensor dimension of the samples; None: every micro-batch gets it whole.
+BatchDims = Mapping[str, int | None]
+
+
+def batch_size_of(batch: Any, dims: BatchDims | None = None) -> int:
+    """Number of samples of a batch: the length of its tensors along their batch dim (0 unless ``dims`` says otherwise).
+
+    Args:
+        batch: any nesting of tensors in mappings, sequences and dataclasses.
+        dims: exceptions by path; ``None`` is none.
+
+    Raises:
+        ValueError: if the tensors disagree, or there is none, or ``dims`` names what is not there.
+    """
+    sizes = {path: tensor.shape[dim] for path, tensor, dim in _tensors(batch, dims or {}) if dim is not None}
+    unknown = set(dims or ()) - {path for path, _, _ in _tensors(batch, dims or {})}
+    if unknown:
+        raise ValueError(
+            f"batch_dims names {sorted(unknown)}, but the batch has no such tensor. Its tensors are: "
+            f"{[path for path, _, _ in _tensors(batch, {})]}."
+        )
+    if not sizes:
+        raise ValueError(
+            "The batch holds no tensor with a batch dimension, so it cannot be split into micro-batches for the "
+            "pipeline. Return at least one tensor whose dim 0 are the samples."
+        )
+    counts = list(sizes.values())
+    common = max(set(counts), key=lambda size: (counts.count(size), -counts.index(size)))
+    for path, size in sizes.items():
+        if size != common:
+            raise ValueError(
+                f"The tensor {path!r} of the batch has length {size} along its batch dim, others have {common}. To "
+                f"split it along another dim, say batch_dims={{{path!r}: <dim>}}; to give it whole to every "
+                f"micro-batch, batch_dims={{{path!r}: null}}."
+            )
+    return common
+
+
+def part_sizes(size: int, parts: int) -> list[int]:
+    """Samples of each micro-batch: as even as can be, the larger ones first.
+
+    Raises:
+        ValueError: if there are fewer samples than parts.
+    """
+    if not 1 <= parts <= size:
+        raise ValueError(f"{size} samples cannot be split into {parts} micro-batches. Use 1 to {size}.")
+    return [size // parts + (part < size % parts) for part in range(parts)]
+
+
+def split_batch(batch: Any, parts: int, dims: BatchDims | None = None) -> list[Any]:
+    """The micro-batches of ``batch``, each nested as the batch is. Their tensors are views.
+
+    Tensors are split along dim 0 (or ``dims``), lists and tuples without tensors that are as long as the batch by their
+    elements. Numbers, strings, ``None`` and tensors without dimensions are given to every micro-batch.
+
+    Args:
+        batch: mappings (``BatchEncoding`` too), lists, tuples, named tuples and dataclasses, nested at will.
+        parts: how many, at most the number of samples.
+        dims: exceptions by path; ``None`` is none.
+
+    Raises:
+        ValueError: see :func:`batch_size_of` and :func:`part_sizes`.
+        TypeError: for an object that holds tensors but cannot be taken apart.
+    """
+    size = batch_size_of(batch, dims)
+    sizes = part_sizes(size, parts)
+    starts = [sum(sizes[:part]) for part in range(parts)]
+    return [
+        _taken(batch, _Piece(start, length, size, dims or {}), "") for start, length in zip(starts, sizes, strict=True)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    start: int
+    length: int
+    size: int
+    dims: BatchDims
+
+    def of(self, tensor: Tensor, path: str) -> Tensor:
+        dim = _dim_of(tensor, path, self.dims)
+        return tensor if dim is None else tensor.narrow(dim, self.start, self.length)
+
+    def of_list(self, values: Any) -> Any:
+        return type(values)(values[self.start : self.start + self.length])
+
+
+def _dim_of(tensor: Tensor, path: str, dims: BatchDims) -> int | None:
+    if path in dims:
+        dim = dims[path]
+        if dim is not None and not -tensor.ndim <= dim < tensor.ndim:
+            raise ValueError(
+                f"batch_dims={{{path!r}: {dim}}}: that tensor has shape {tuple(tensor.shape)}, so the dim must be "
+                f"below {tensor.ndim}."
+            )
+        return dim
+    return 0 if tensor.ndim else None
+
+
+def _tensors(batch: Any, dims: BatchDims, path: str = "") -> Iterator[tuple[str, Tensor, int | None]]:
+    if isinstance(batch, Tensor):
+        yield path, batch, _dim_of(batch, path, dims)
+    for name, value in _children(batch):
+        yield from _tensors(value, dims, f"{path}.{name}" if path else str(name))
+
+
+def _children(batch: Any) -> list[tuple[Any, Any]]:
+    if isinstance(batch, Mapping):
+        return list(batch.items())
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return list(zip(batch._fields, batch, strict=True))
+    if isinstance(batch, (list, tuple)):
+        return list(enumerate(batch))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [(field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch)]
+    return []
+
+
+def _taken(batch: Any, piece: _Piece, path: str) -> Any:
+    if isinstance(batch, Tensor):
+        return piece.of(batch, path)
+    if isinstance(batch, Mapping) or (dataclasses.is_dataclass(batch) and not isinstance(batch, type)):
+        return _rebuilt(batch, lambda name, value: _taken(value, piece, f"{path}.{name}" if path else str(name)))
+    if isinstance(batch, (list, tuple)):
+        return _taken_sequence(batch, piece, path)
+    if type(batch).__module__ == "numpy" and getattr(batch, "ndim", 0) and len(batch) == piece.size:
+        return batch[piece.start : piece.start + piece.length]
+    if any(isinstance(value, Tensor) for value in getattr(batch, "__dict__", {}).values()):
+        raise TypeError(
+            f"The batch holds a {type(batch).__name__}{f' at {path!r}' if path else ''}, whose tensors cannot be split "
+            f"into micro-batches. Collate into dicts, lists, tuples or dataclasses of tensors."
+        )
+    return batch
+
+
+def _taken_sequence(batch: Any, piece: _Piece, path: str) -> Any:
+    if hasattr(batch, "_fields"):
+        return batch._make(_taken(value, piece, f"{path}.{name}" if path else name) for name, value in _children(batch))
+    if len(batch) == piece.size and next(_tensors(batch, {}), None) is None:
+        return piece.of_list(batch)
+    return type(batch)(
+        _taken(value, piece, f"{path}.{index}" if path else str(index)) for index, value in enumerate(batch)
+    )
+
+
+def _rebuilt(batch: Any, change: Callable[[Any, Any], Any]) -> Any:
+    if isinstance(batch, MutableMapping):
+        # A copy keeps what a subclass carries besides its items.
+        new = copy.copy(batch)
+        for name, value in batch.items():
+            new[name] = change(name, value)
+        return new
+    if isinstance(batch, Mapping):
+        return type(batch)({name: change(name, value) for name, value in batch.items()})  # type: ignore[call-arg]
+    new = copy.copy(batch)
+    for name, value in _children(batch):
+        object.__setattr__(new, name, change(name, value))
+    return new
+
+
+def signature(value: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    """Paths, shapes and dtypes of all tensors: what decides the shapes that a step computes."""
+    return tuple((path, tuple(tensor.shape), str(tensor.dtype)) for path, tensor, _ in _tensors(value, {}))
+
+
+def replace_argument(args: tuple[Any, ...], kwargs: dict[str, Any], old: Any, new: Any) -> tuple[Any, dict[str, Any]]:
+    """The arguments with ``new`` wherever ``old`` (the very object) stands.
+
+    Raises:
+        ValueError: if it stands nowhere.
+    """
+    if not any(value is old for value in (*args, *kwargs.values())):
+        raise ValueError("The batch is none of the step's arguments. Pass it on as the hook received it.")
+    return (
+        tuple(new if value is old else value for value in args),
+        {name: new if value is old else value for name, value in kwargs.items()},
+    )
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """``value`` with every tensor in lists, tuples and mappings changed."""
+    return torch.utils._pytree.tree_map_only(Tensor, change, value)

@@ -1,0 +1,174 @@
+"""Evaluation: every stage runs the user's whole step, and the blocks' results go from rank to rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainwright.strategies.pipeline.cut import PipelineCut
+from trainwright.strategies.pipeline.form import Form, take_apart
+from trainwright.strategies.pipeline.gates import Call, Enter, order_message
+
+_CACHES = ("past_key_value", "past_key_values", "layer_past")
+
+
+class Carrier:
+    """Moves structures of tensors between the ranks of a pipeline; shapes may change from time to time.
+
+    A header of two numbers goes first; the description follows only if it is not the last one's.
+
+    Args:
+        group: ranks of the pipeline.
+        device: where to receive.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._forms: dict[tuple[str, int], Form] = {}
+
+    def send(self, value: Any, rank: int, source: str) -> None:
+        """Send to a rank of the group."""
+        self._put(value, source, ("to", rank), lambda tensor: dist.send(tensor, group=self._group, group_dst=rank))
+
+    def receive(self, rank: int) -> Any:
+        """Receive from a rank of the group."""
+        return self._get(("from", rank), lambda tensor: dist.recv(tensor, group=self._group, group_src=rank))
+
+    def broadcast(self, rank: int, value: Any = None, source: str = "") -> Any:
+        """From a rank of the group to all. A collective."""
+
+        def move(tensor: Tensor) -> None:
+            dist.broadcast(tensor, group=self._group, group_src=rank)
+
+        if dist.get_rank(self._group) != rank:
+            return self._get(("all", rank), move)
+        self._put(value, source, ("all", rank), move)
+        return value
+
+    def _put(self, value: Any, source: str, channel: tuple[str, int], move: Callable[[Tensor], Any]) -> None:
+        form, tensors = take_apart(value, source)
+        known = self._forms.get(channel) == form
+        data = b"" if known else form.dump()
+        self._forms[channel] = form
+        move(torch.tensor([int(known), len(data)], device=self._device))
+        if not known:
+            move(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device))
+        for tensor in tensors:
+            if tensor.numel():
+                move(_bytes(tensor.detach().contiguous()))
+
+    def _get(self, channel: tuple[str, int], move: Callable[[Tensor], Any]) -> Any:
+        header = torch.zeros(2, dtype=torch.int64, device=self._device)
+        move(header)
+        known, length = header.tolist()
+        if not known:
+            data = torch.empty(length, dtype=torch.uint8, device=self._device)
+            move(data)
+            self._forms[channel] = Form.load(data.cpu().numpy().tobytes())
+        form = self._forms[channel]
+        tensors = [tensor.empty(self._device) for tensor in form.tensors]
+        for tensor in tensors:
+            if tensor.numel():
+                move(_bytes(tensor))
+        return form.build(tensors)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    # Not every backend has every dtype.
+    return tensor.view(-1).view(torch.uint8)
+
+
+class RelayPass:
+    """A run of a user's function on every rank of the pipeline, with any number of passes through the blocks.
+
+    Args:
+        cut: the cut of the module.
+        ranks: rank in the pipeline of each stage.
+        carrier: moves activations.
+
+    Attributes:
+        enter: as in :class:`StagePass`.
+    """
+
+    def __init__(self, cut: PipelineCut, ranks: Sequence[int], carrier: Carrier) -> None:
+        self._cut, self._ranks, self._carrier = cut, ranks, carrier
+        self.enter: Enter | None = None
+        self._next, self._passes = 0, 0
+        self._held: Any = None
+        self._in_gap = False
+        self._caches: dict[int, tuple[int, Any]] = {}
+
+    @property
+    def phase(self) -> str:
+        """As in :class:`StagePass`."""
+        if self._next == len(self._cut.blocks):
+            return "after"
+        return "between" if self._next else "before"
+
+    def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block of this rank, or return what came from the others; see :class:`Pass`."""
+        count = len(self._cut.blocks)
+        if index == 0 and self._next in (0, count):
+            self._next, self._in_gap = 0, False
+            self._passes += 1
+        if index != self._next:
+            raise RuntimeError(order_message(self._cut.names, index, self._next))
+        self._refuse_reused_cache(index, kwargs)
+        self._next += 1
+        if self._cut.owns_block(index):
+            self._in_gap = False
+            return self._own(index, call, args, kwargs)
+        if not self._in_gap:
+            self._in_gap, self._held = True, self._next_result(index)
+        return self._held
+
+    def finish(self) -> None:
+        """Check that no pass was left in the middle.
+
+        Raises:
+            RuntimeError: if one was.
+        """
+        if self._next not in (0, len(self._cut.blocks)):
+            raise RuntimeError(
+                f"The step ended after the block {self._cut.names[self._next - 1]!r}. Under a pipeline, every pass "
+                f"must go through all blocks: {self._cut.names[0]} to {self._cut.names[-1]}. Use pipeline=1 "
+                f"for this model."
+            )
+
+    def _own(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.enter(index, args, kwargs) if self.enter is not None else nullcontext():
+            output = call(*args, **kwargs)
+        stage, name = self._cut.stage_of_block(index), f"The block {self._cut.names[index]!r}"
+        if index == len(self._cut.blocks) - 1:
+            self._carrier.broadcast(self._ranks[stage], output, name)
+        elif index == self._cut.spans[stage].stop - 1 and self._ranks[stage + 1] != self._ranks[stage]:
+            self._carrier.send(output, self._ranks[stage + 1], name)
+        return output
+
+    def _next_result(self, index: int) -> Any:
+        """What this rank sees next: the input of its next stage, or the last block's output.
+
+        It comes at the first of the blocks skipped in between, so that each of them returns a structure like its own.
+        """
+        coming = [stage for stage in self._cut.mine if self._cut.spans[stage].start > index]
+        if coming:
+            return self._carrier.receive(self._ranks[coming[0] - 1])
+        return self._carrier.broadcast(self._ranks[-1])
+
+    def _refuse_reused_cache(self, index: int, kwargs: dict[str, Any]) -> None:
+        for name in _CACHES:
+            cache = kwargs.get(name)
+            if cache is None:
+                continue
+            # Kept alive, so that its id is not another's later.
+            first, _ = self._caches.setdefault(id(cache), (self._passes, cache))
+            if first != self._passes:
+                raise RuntimeError(
+                    f"The block {self._cut.names[index]!r} is given a key-value cache ({name}) of an earlier pass. "
+                    f"Under a pipeline each stage would hold only its own blocks' part of it: set use_cache=False."
+                )

@@ -1,0 +1,282 @@
+"""A stage for torch's pipeline schedules whose buffers are made per micro-batch, for shapes as they come."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from trainwright.strategies.pipeline.form import Form, FormBook, take_apart
+
+# forward(stage, micro-batch, received structure) -> output structure, or the loss (or None) on the last stage
+Forward = Callable[[int, int, Any], Any]
+# (stage, whether it is the stage's last backward of the step) -> context around that backward
+Around = Callable[[int, bool], AbstractContextManager[Any]]
+
+
+class Activation(NamedTuple):
+    """What a stage that is not the last computed for one micro-batch."""
+
+    form: Form
+    tensors: tuple[Tensor, ...]
+
+
+class _Enter(torch.autograd.Function):
+    """The received leaf as a tensor that may be changed in place, without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+class OwnForwardStage(_PipelineStageBase):
+    """One stage, driven by torch's schedules.
+
+    Overrides the data plane of torch's stage: what arrives is described by a :class:`FormBook`, so that micro-batches
+    may differ in shape from each other and from step to step, and any structure can pass.
+
+    Args:
+        submodule: registers exactly the parameters that the stage owns.
+        index: of the stage.
+        count: number of stages.
+        device: where to receive.
+        group: the ranks of the pipeline.
+        ranks: rank in the group of each stage.
+        book: forms of what the stages send.
+        forward: runs the user's step.
+        source: what the output comes from, for messages.
+        around: context for every backward; ``None`` is none.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        index: int,
+        count: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        *,
+        ranks: Sequence[int],
+        book: FormBook,
+        forward: Forward,
+        source: str,
+        around: Around | None = None,
+    ) -> None:
+        super().__init__(submodule, index, count, device, group)
+        self.stage_index_to_group_rank = dict(enumerate(ranks))
+        self.signatures: list[Any] = []
+        self._book, self._forward, self._source, self._around = book, forward, source, around
+        self._inputs: dict[int, Activation] = {}
+        self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
+        self._deferred: dict[int, Any] = {}
+        self._sending: dict[int, list[Tensor]] = {}
+        # gloo's threads read the tensors they were given; torch's schedules wait for a send soon after it, or hold it.
+        self._sent_gradients: deque[list[Tensor]] = deque(maxlen=2 * count + 2)
+
+    @property
+    def live(self) -> int:
+        """Micro-batches whose activations are held at this moment."""
+        return len(self.fwd_cache) + len(self._deferred)
+
+    # Set-up: nothing is known or needed beforehand
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        self.chunks = num_microbatches
+        self.args_recv_info = {0: ()}
+        return None
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        self.chunks = num_microbatches
+        return None
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> Any:
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    def clear_runtime_states(self) -> None:
+        """Forget everything about the last step, also after an error in the middle of it."""
+        kept: tuple[Any, ...] = (
+            self.fwd_cache, self.bwd_cache, self.backward_state, self.dw_runner, self.output_chunks,
+            self._inputs, self._gradients, self._deferred, self._sending, self._sent_gradients,
+        )  # fmt: skip
+        for cache in kept:
+            cache.clear()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Nothing: the strategy reduces gradients."""
+
+    # Forward
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receive what the stage before sends."""
+        if self.is_first:
+            return []
+        form = self._book.look_up(self.stage_index - 1, self.signatures[fwd_chunk_id])
+        tensors = tuple(tensor.empty(self.device) for tensor in form.tensors)
+        self._inputs[fwd_chunk_id] = Activation(form, tensors)
+        return self._ops(dist.irecv, tensors, self.stage_index - 1)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Take over what the stage before computed on this very rank."""
+        form, tensors = prev_stage_outputs
+        self._inputs[mb_index] = Activation(form, tuple(t.detach() for t in tensors))
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any = (), kwargs: Any = None, save_forward_output: bool = False
+    ) -> Any:
+        """Run the user's step on one micro-batch."""
+        received, leaves = None, ()
+        if not self.is_first:
+            received, leaves = self._enter(fwd_chunk_id)
+        output = self._forward(self.stage_index, fwd_chunk_id, received)
+        if self.is_last:
+            loss = output if output is not None else torch.zeros((), device=self.device)
+            self.fwd_cache[fwd_chunk_id] = (None, cast("list[Tensor]", leaves))
+            return loss
+        form, tensors = take_apart(output, self._source)
+        if not self._is_here(self.stage_index + 1):
+            self._book.publish(self.stage_index, self.signatures[fwd_chunk_id], form, self._source)
+        self.fwd_cache[fwd_chunk_id] = (tensors, cast("list[Tensor]", leaves))
+        return Activation(form, tensors)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send what this stage computed to the one after it."""
+        if self.is_last:
+            return []
+        tensors = [t.detach().contiguous() for t in self.fwd_cache[fwd_chunk_id][0]]
+        self._sending[fwd_chunk_id] = tensors
+        return self._ops(dist.isend, tensors, self.stage_index + 1)
+
+    def _enter(self, chunk: int) -> tuple[Any, tuple[Tensor, ...]]:
+        form, tensors = self._inputs.pop(chunk)
+        wanted = self.has_backward and torch.is_grad_enabled()
+        leaves = tuple(t.requires_grad_(f.requires_grad and wanted) for t, f in zip(tensors, form.tensors, strict=True))
+        return form.build([_Enter.apply(t) if t.requires_grad else t for t in leaves]), leaves  # type: ignore[no-untyped-call]
+
+    # Backward
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receive the gradients of this stage's outputs."""
+        if not self.has_backward or self.is_last:
+            return []
+        gradients = tuple(
+            torch.empty(t.shape, dtype=t.dtype, device=t.device) if t.requires_grad else None
+            for t in self.fwd_cache[bwd_chunk_id][0]
+        )
+        self._gradients[bwd_chunk_id] = gradients
+        return self._ops(dist.irecv, [g for g in gradients if g is not None], self.stage_index + 1)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        """Take over the gradients that the stage after computed on this very rank."""
+        self._gradients[mb_index] = next_stage_bwd_outputs
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
+        """The gradients of this stage's inputs, ``None`` where there is none."""
+        return self.bwd_cache.pop(mb_index)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send the gradients of this stage's inputs to the stage before."""
+        if not self.has_backward or self.is_first:
+            return []
+        gradients = [g.contiguous() for g in self.bwd_cache.pop(bwd_chunk_id) if g is not None]
+        self._sent_gradients.append(gradients)
+        return self._ops(dist.isend, gradients, self.stage_index - 1)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Backward of one micro-batch; without ``full_backward`` only as far as the inputs need it."""
+        if not self.has_backward:
+            return
+        outputs, leaves = self.fwd_cache.pop(bwd_chunk_id)
+        self._sending.pop(bwd_chunk_id, None)
+        gradients: Sequence[Tensor | None]
+        if self.is_last:
+            outputs, gradients = (loss,), (None,)
+        else:
+            gradients = self._gradients.pop(bwd_chunk_id)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if output.requires_grad and (gradient is not None or self.is_last)
+        ]
+        inputs = [leaf for leaf in leaves if leaf.requires_grad]
+        if full_backward:
+            self._backward(pairs, last_backward)
+        elif inputs and pairs:
+            self._deferred[bwd_chunk_id] = ("weights", self._input_backward(pairs, inputs))
+        else:
+            self._deferred[bwd_chunk_id] = ("all", pairs)
+        self.bwd_cache[bwd_chunk_id] = tuple(_taken_gradient(leaf) for leaf in leaves)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The rest of a backward that was not full."""
+        if not self.has_backward:
+            return
+        kind, state = self._deferred.pop(bwd_chunk_id)
+        if kind == "all":
+            self._backward(state, last_backward)
+            return
+        with self._context(last_backward):
+            stage_backward_weight(self.submod.parameters(), state)
+
+    def _backward(self, pairs: list[tuple[Tensor, Tensor | None]], last: bool) -> None:
+        with self._context(last):
+            if pairs:
+                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        for output, _ in pairs:
+            # Torch's schedules keep losses, and this rank's next stage may keep outputs, until the step ends.
+            if output.grad_fn is not None and not output._is_view():
+                output.detach_()
+
+    def _input_backward(self, pairs: list[tuple[Tensor, Tensor | None]], inputs: list[Tensor]) -> Any:
+        # Torch detaches the outputs in place to free what only they hold; views cannot be.
+        outputs = [output if not output._is_view() else output.clone() for output, _ in pairs]
+        gradients = [torch.ones_like(o) if g is None else g for o, (_, g) in zip(outputs, pairs, strict=True)]
+        edges = [get_gradient_edge(output) for output in outputs]
+        with self._context(False):
+            _, groups = stage_backward_input(outputs, gradients, cast("list[Any]", inputs), self.submod.parameters())
+            self._add_unreached(edges, gradients, groups)
+        return groups
+
+    def _add_unreached(self, edges: list[GradientEdge], gradients: list[Tensor], groups: list[dict[str, Any]]) -> None:
+        """Gradients of parameters whose way to the outputs shares nothing with the inputs' way; torch forgets them."""
+        reached = set().union(*(group["params"] for group in groups)) if groups else set()
+        rest = [p for p in self.submod.parameters() if get_gradient_edge(p).node not in reached]
+        if not rest:
+            return
+        found = torch.autograd.grad(edges, rest, gradients, retain_graph=True, allow_unused=True)
+        for parameter, gradient in zip(rest, found, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def _context(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if self._around is None else self._around(self.stage_index, last)
+
+    def _is_here(self, stage: int) -> bool:
+        return self.stage_index_to_group_rank[stage] == self.group_rank
+
+    def _ops(self, op: Any, tensors: Iterable[Tensor], stage: int) -> list[dist.P2POp]:
+        peer = self.stage_index_to_group_rank[stage]
+        return [dist.P2POp(op, tensor, group=self.group, group_peer=peer) for tensor in tensors]
+
+
+def _taken_gradient(leaf: Tensor) -> Tensor | None:
+    if not leaf.requires_grad:
+        return None
+    gradient, leaf.grad = leaf.grad, None
+    return torch.zeros_like(leaf) if gradient is None else gradient
