@@ -1,14 +1,21 @@
-"""Initial weights of a model that was built without memory (``torch.device("meta")``)."""
+"""Initial weights of a model that was built without memory (``torch.device("meta")``).
+
+A module's own ``reset_parameters()`` gives them; within a Hugging Face model, that model's ``_init_weights``.
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from trainwright.strategies.hugging_face import outermost_models
+from trainwright.strategies.shell import Shell
 
 
 def is_deferred(module: nn.Module) -> bool:
@@ -24,11 +31,13 @@ class Piece:
         name: fully qualified name of the submodule.
         module: the submodule.
         meta: names of its meta tensors, relative to it, in order.
+        shell: of the Hugging Face model that it is a part of, which initialises it; ``None``: it resets itself.
     """
 
     name: str
     module: nn.Module
     meta: tuple[str, ...]
+    shell: Shell | None = None
 
     def overlaps(self, name: str) -> bool:
         """Whether this piece lies within the module called ``name``, or that module within this piece."""
@@ -39,7 +48,13 @@ class Piece:
 
         They depend on ``seed`` and the name of the piece alone, neither on the world size nor on other pieces.
         """
-        twin = _materialised(self.module, f"{seed}/{self.name}")
+        key = f"{seed}/{self.name}"
+        if self.shell is not None:
+            with _seeded(key):
+                values = self.shell.values(self.name, self.meta)
+            yield from ((self.module, name, value) for name, value in values.items())
+            return
+        twin = _materialised(self.module, key)
         for path in self.meta:
             owner, _, name = path.rpartition(".")
             yield self.module.get_submodule(owner), name, getattr(twin.get_submodule(owner), name).detach()
@@ -50,22 +65,25 @@ def deferred_pieces(module: nn.Module) -> list[Piece]:
 
     A piece is a submodule that owns meta tensors directly; only one is whole in memory at a time. A piece with
     children but no list of blocks (such as ``nn.MultiheadAttention``) takes its children along, since its reset may
-    set their values.
+    set their values. Within a Hugging Face model it never does.
 
     Raises:
-        ValueError: if a submodule that owns meta tensors has no ``reset_parameters()``.
+        ValueError: if a submodule that owns meta tensors has no ``reset_parameters()`` and is in no Hugging Face model.
     """
     pieces: list[Piece] = []
     whole: list[str] = []
+    shells = [Shell(name, model) for name, model in outermost_models(module)]
     for name, sub in module.named_modules():
         own = tuple(n for n, tensor in _own_tensors(sub) if tensor.is_meta)
         if not own or any(name.startswith(f"{outer}.") for outer in whole):
             continue
-        if _takes_children(sub):
+        shell = next((shell for shell in shells if shell.holds(name)), None)
+        if shell is None and _takes_children(sub):
             whole.append(name)
             own = tuple(_meta_names(sub))
-        pieces.append(Piece(name, sub, own))
-    missing = [f"{piece.name} ({type(piece.module).__name__})" for piece in pieces if _reset_of(piece.module) is None]
+        pieces.append(Piece(name, sub, own, shell))
+    alone = [piece for piece in pieces if piece.shell is None]
+    missing = [f"{piece.name} ({type(piece.module).__name__})" for piece in alone if _reset_of(piece.module) is None]
     if missing:
         raise ValueError(
             f"The model was built on the meta device, but {', '.join(missing)} cannot be initialised: "
@@ -90,14 +108,20 @@ def _takes_children(module: nn.Module) -> bool:
 def _materialised(piece: nn.Module, key: str) -> nn.Module:
     twin = copy.deepcopy(piece) if _takes_children(piece) else _childless(piece)
     twin.to_empty(device="cpu")
-    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
+    with _seeded(key):
         for sub in reversed(list(twin.modules())):  # children first: the outer reset has the last word
             reset = _reset_of(sub)
             if reset is not None:
                 reset()
     return twin
+
+
+@contextmanager
+def _seeded(key: str) -> Iterator[None]:
+    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        yield
 
 
 def _childless(module: nn.Module) -> nn.Module:

@@ -17,10 +17,13 @@ _STYLES = {
     "colwise_gather_output": "colwise_gather",
     "embedding_rowwise": "vocabulary",
     "packed_colwise": "packed_colwise:2",  # gate and up in one matrix
-    "replicated_with_grad_allreduce": "summed",
 }
-# Said about experts or about nothing that is split: the modules beside them keep their styles.
-_ABOUT_NOTHING = ("moe_tp_experts", "grouped_gemm", "ep_router", "replicate", "replicated", "all_reduce")
+# Said about experts or about what is not split: the modules beside them keep their styles. Whose gradients have to be
+# summed (norms of heads) the tensor engine sees for itself.
+_NOT_SPLIT = (
+    "moe_tp_experts", "grouped_gemm", "ep_router", "replicate", "replicated", "all_reduce",
+    "replicated_with_grad_allreduce",
+)  # fmt: skip
 
 
 def is_pretrained_model(module: nn.Module) -> bool:
@@ -53,7 +56,7 @@ def tensor_metadata(module: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
             full = f"{prefix}.{name}" if prefix else name
             if style in _STYLES:
                 styles[full] = _STYLES[style]
-            elif style not in _ABOUT_NOTHING:
+            elif style not in _NOT_SPLIT:
                 whole.setdefault(parent_of(full), f"Hugging Face's style {style}")
     styles = {name: style for name, style in styles.items() if parent_of(name) not in whole}
     return styles, whole

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
-TensorStyle = Literal["colwise", "rowwise", "colwise_gather", "vocabulary", "packed_colwise", "summed"]
+TensorStyle = Literal["colwise", "rowwise", "colwise_gather", "vocabulary", "packed_colwise"]
 
 _PACKED = re.compile(r"packed_colwise:\d+(,\d+)*")
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -29,9 +29,8 @@ class ModelPlan:
             ``colwise`` splits outputs (the next must be ``rowwise``), ``rowwise`` splits inputs and sums the outputs,
             ``colwise_gather`` splits outputs and gathers them (an output head), ``vocabulary`` splits the rows of an
             embedding, ``packed_colwise`` splits each of several equal projections that share one matrix
-            (``packed_colwise:3``, or sections as ``packed_colwise:64,32,32``), ``summed`` splits nothing but works on
-            split activations (a norm of each head), so that its gradient must be summed over the tensor axis.
-            An ``nn.MultiheadAttention`` is ``packed_colwise:3`` and its ``out_proj`` is ``rowwise``.
+            (``packed_colwise:3``, or sections as ``packed_colwise:64,32,32``). An ``nn.MultiheadAttention`` is
+            ``packed_colwise:3`` and its ``out_proj`` is ``rowwise``.
         heads: name of a module -> names of its integer attributes that count heads or features of split outputs, to be
             divided by the size of the tensor axis.
         whole_inputs: names of the modules (attention, feed-forward) that need the whole sequence of their first tensor
@@ -144,10 +143,10 @@ def _list_problems(name: str, value: Any, example: str) -> list[str]:
 
 def styles_text() -> str:
     """The styles that a configuration may give, for messages."""
-    return "colwise, rowwise, colwise_gather, vocabulary, packed_colwise:3 or packed_colwise:64,32,32, summed, none"
+    return "colwise, rowwise, colwise_gather, vocabulary, packed_colwise:3 or packed_colwise:64,32,32, none"
 
 
 def is_style(style: object) -> bool:
     """Whether a configuration may give ``style``."""
-    plain = ("colwise", "rowwise", "colwise_gather", "vocabulary", "summed", "none")
+    plain = ("colwise", "rowwise", "colwise_gather", "vocabulary", "none")
     return isinstance(style, str) and (style in plain or _PACKED.fullmatch(style) is not None)

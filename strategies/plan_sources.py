@@ -104,7 +104,7 @@ def own_plan(module: nn.Module) -> PlanConfig:
 def _choose_blocks(
     module: nn.Module, said: PlanConfig, own: PlanConfig
 ) -> tuple[tuple[str, ...], list[str], dict[str, str]]:
-    """The blocks, the blocks of all lists there are, and the source."""
+    """The blocks, the blocks of all lists that compete for it, and the source."""
     for source, patterns in (("configuration", said.blocks), ("parallel_plan()", own.blocks)):
         if patterns is not None:
             chosen = list(find_blocks(module, patterns))
@@ -114,14 +114,15 @@ def _choose_blocks(
     for name in found:
         runs.setdefault(parent_of(name), []).append(name)
     repeated = {parent: names for parent, names in runs.items() if len(names) > 1} or runs
+    candidates = [name for names in repeated.values() for name in names]
     weights = {p: sum(x.numel() for n in names for x in found[n].parameters()) for p, names in repeated.items()}
     ranked = sorted(repeated, key=lambda parent: -weights[parent])
     if len(ranked) > 1 and weights[ranked[0]] < _CLEARLY_HEAVIER * weights[ranked[1]]:
         lists = ", ".join(f"{_span(repeated[parent])} ({weights[parent]:,} parameters)" for parent in ranked)
-        return (), list(found), {"blocks": f"ambiguous: {lists}"}
+        return (), candidates, {"blocks": f"ambiguous: {lists}"}
     from_metadata = any(getattr(sub, "_no_split_modules", None) for sub in module.modules())
     source = "Hugging Face's _no_split_modules" if from_metadata else "structure"
-    return tuple(repeated[ranked[0]]) if ranked else (), list(found), {"blocks": source if ranked else "not found"}
+    return tuple(repeated[ranked[0]]) if ranked else (), candidates, {"blocks": source if ranked else "not found"}
 
 
 def _span(names: Sequence[str]) -> str:

@@ -133,11 +133,10 @@ def _attention(sub: nn.Module) -> dict[str, str]:
         shapes = [features_of(getattr(sub, part, None)) for part in (query, key, value)]
         for back in backs:
             out = features_of(getattr(sub, back, None))
-            if out is not None and _are_projections(shapes, out[0]) and _splits_heads(sub):
-                norms = _norms_of_heads(sub, (query, key, value, back))
-                if norms is not None:
-                    cut = {query: "colwise", key: "colwise", value: "colwise", back: "rowwise"}
-                    return {**cut, **dict.fromkeys(norms, "summed")}
+            if out is None or not _are_projections(shapes, out[0]) or not _splits_heads(sub):
+                continue
+            if _works_by_head(sub, (query, key, value, back)):
+                return {query: "colwise", key: "colwise", value: "colwise", back: "rowwise"}
     return {}
 
 
@@ -148,9 +147,8 @@ def _packed_attention(sub: nn.Module) -> dict[str, str]:
             out = features_of(getattr(sub, back, None))
             if shape is None or out is None or shape[1] != 3 * out[0] or not _splits_heads(sub):
                 continue
-            norms = _norms_of_heads(sub, (packed, back))
-            if norms is not None:
-                return {packed: "packed_colwise:3", back: "rowwise", **dict.fromkeys(norms, "summed")}
+            if _works_by_head(sub, (packed, back)):
+                return {packed: "packed_colwise:3", back: "rowwise"}
     return {}
 
 
@@ -162,9 +160,9 @@ def _distant_attention(sub: nn.Module) -> dict[str, str]:
         return {}
     for child_name, child in sub.named_children():
         shapes = [features_of(getattr(child, part, None)) for part in ("query", "key", "value")]
-        if _are_projections(shapes, out[0]) and _splits_heads(child):
-            if _norms_of_heads(child, ("query", "key", "value")) != []:
-                continue
+        if not _are_projections(shapes, out[0]) or not _splits_heads(child):
+            continue
+        if _works_by_head(child, ("query", "key", "value")):
             inner = {f"{child_name}.{part}": "colwise" for part in ("query", "key", "value")}
             return {**inner, "output.dense": "rowwise"}
     return {}
@@ -184,18 +182,11 @@ def _splits_heads(sub: nn.Module) -> bool:
     return not from_config and not any(p is not None for p in sub._parameters.values())
 
 
-def _norms_of_heads(sub: nn.Module, projections: tuple[str, ...]) -> list[str] | None:
-    """Names of further children that work on one head at a time; ``None`` if one mixes what would be split."""
-    others = [
-        (name, child)
-        for name, child in sub.named_children()
-        if name not in projections and next(child.parameters(), None) is not None
-    ]
+def _works_by_head(sub: nn.Module, projections: tuple[str, ...]) -> bool:
+    """Whether further children work on one head at a time; one that mixes heads forbids to split these."""
     width = next((value for name in _HEAD_WIDTHS if isinstance(value := getattr(sub, name, None), int)), None)
-    for _, child in others:
-        if width is None or any(tuple(p.shape) != (width,) for p in child.parameters()):
-            return None
-    return [name for name, _ in others]
+    others = [child for name, child in sub.named_children() if name not in projections]
+    return all(width is not None and tuple(p.shape) == (width,) for child in others for p in child.parameters())
 
 
 # ---- feed-forward -------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class TensorDraft:
     def _take_metadata(self) -> None:
         styles, self._whole = tensor_metadata(self._module)
         for name, style in styles.items():
-            if features_of(self._of(name)) is None and style not in ("vocabulary", "summed"):
+            if features_of(self._of(name)) is None and style != "vocabulary":
                 continue  # said of stacked experts
             if style == "colwise_gather" and self._block_of(name):
                 self._whole[parent_of(name)] = "outputs are gathered within a block"
@@ -173,8 +173,10 @@ class TensorDraft:
         sub = self._of(name)
         length = len(sub.weight)  # type: ignore[arg-type]
         if isinstance(sub, nn.Embedding):
-            if sub.padding_idx is not None or sub.max_norm is not None:
-                return "it has a padding_idx or max_norm"
+            if sub.max_norm is not None or sub.scale_grad_by_freq or sub.sparse:
+                return "it has max_norm, scale_grad_by_freq or sparse"
+            if type(sub).forward is not nn.Embedding.forward:
+                return "it has a forward of its own"
             if used_functionally(self._module, name, self._blocks):
                 return "other code reads its weight"
         if self._size is not None and length % self._size:
@@ -182,11 +184,12 @@ class TensorDraft:
         return None
 
     def _follow_ties(self) -> None:
-        """Names of one parameter are cut all or not at all."""
-        for group in tied_groups(self._module):
-            owners = [parent_of(name) for name in group]
-            cut = [name for name in owners if self._styles.get(name, "none") != "none"]
-            if len(cut) < len(owners):
-                loose = [name for name in cut if name not in self._explicit]
-                self._drop(loose)
-                self._whole.update(dict.fromkeys(loose, "it shares its weight with a module that stays whole"))
+        """Names of one parameter are cut all or not at all; one that is left whole may be tied to the next."""
+        while loose := {name for group in tied_groups(self._module) for name in self._loose(group)}:
+            self._drop(loose)
+            self._whole.update(dict.fromkeys(loose, "it shares a parameter with what stays whole"))
+
+    def _loose(self, group: Collection[str]) -> list[str]:
+        owners = [parent_of(name) for name in group]
+        cut = [name for name in owners if self._styles.get(name, "none") != "none"]
+        return [name for name in cut if name not in self._explicit] if len(cut) < len(owners) else []

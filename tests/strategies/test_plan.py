@@ -65,8 +65,7 @@ LLAMA_BLOCK = {
 def test_decoders_of_hugging_face(kind):
     plan = make_plan(hugging_face(kind), needs=("blocks", "tensor"))
     assert plan.blocks == ("model.model.layers.0", "model.model.layers.1")
-    norms = {"self_attn.q_norm": "summed", "self_attn.k_norm": "summed"} if kind == "qwen3" else {}
-    assert of_block(plan, plan.blocks[1]) == {**LLAMA_BLOCK, **norms}
+    assert of_block(plan, plan.blocks[1]) == LLAMA_BLOCK
     assert plan.tensor["model.model.embed_tokens"] == "vocabulary"
     assert plan.tensor["model.lm_head"] == "colwise_gather"
     assert plan.heads == {}  # these take the number of heads from the tensors
@@ -122,7 +121,9 @@ def test_bert():
     assert plan.whole_inputs[:2] == (f"{plan.blocks[0]}.attention.self", f"{plan.blocks[0]}.intermediate")
     assert plan.first == ("model.bert.embeddings",)
     assert plan.last == ("model.cls",)
-    assert "model.cls.predictions.decoder" not in plan.tensor  # tied to an embedding with a padding_idx
+    # The decoder shares its bias with a parameter of its parent and its weight with the embedding.
+    assert "model.cls.predictions.decoder" not in plan.tensor
+    assert "model.bert.embeddings.word_embeddings" not in plan.tensor
 
 
 def test_a_style_that_we_lack_leaves_its_neighbours_whole_too():
@@ -239,9 +240,9 @@ class Attention(nn.Module):
         return self.wo(y.transpose(1, 2).reshape(*x.shape[:2], self.n_embd))
 
 
-def test_norms_of_heads_are_summed_and_norms_of_all_features_are_a_reason_to_stay_whole():
+def test_norms_of_heads_are_no_reason_to_stay_whole_and_norms_of_all_features_are():
     plan = make_plan(nn.Sequential(Attention(4)))
-    assert plan.tensor["0.q_norm"] == "summed"
+    assert plan.tensor == {**{f"0.w{part}": "colwise" for part in "qkv"}, "0.wo": "rowwise"}
     # ``dim`` is not part of a shape that the code makes: it is the width of the input, which stays.
     assert plan.heads == {"0": ("n_heads", "n_embd")}
     assert make_plan(nn.Sequential(Attention(16))).tensor == {}
