@@ -84,8 +84,8 @@ class DistributedAttention:
         """
         if query.ndim == 3:  # as the math of torch: one head
             mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
-            tensors = (tensor.unsqueeze(1) for tensor in (query, key, value))
-            return self(*tensors, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
+            q, k, v = (tensor.unsqueeze(1) for tensor in (query, key, value))
+            return self(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
         if is_causal and attn_mask is not None:
             raise ValueError("attn_mask with is_causal=True (allowed: one of them; put causality into the mask).")
         if query.size(2) != key.size(2):

@@ -16,7 +16,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from trainwright.strategies.context_attention import METHODS, DistributedAttention, Method, heads_problem
-from trainwright.strategies.context_order import SequenceOrder, gather_parts
+from trainwright.strategies.context_order import SequenceOrder
+from trainwright.strategies.context_slices import Rows, SequenceSlice, make_whole
 from trainwright.strategies.plan import ModelPlan
 
 __all__ = ["METHODS", "ContextParallel", "validate_context"]
@@ -253,8 +254,10 @@ class ContextParallel:
         )
 
     def _make_whole(self, part: Tensor, dim: int) -> Tensor:
-        whole: Tensor = _Whole.apply(part, self.group, self.order, dim)
-        return whole
+        if self.split_outputs and self._blocks[-1].training and torch.is_grad_enabled() and dim == 1:
+            length = part.size(1) * self.order.size
+            return SequenceSlice(part, Rows(self.group, self.order, length, 0, length))
+        return make_whole(part, self.group, self.order, dim)
 
 
 def sequence_dim(tensor: Tensor, length: int, name: str) -> int | None:
@@ -303,7 +306,7 @@ def _argument_names(block: nn.Module) -> list[str]:
 
 
 @functools.cache
-def _names_of_class(cls: type[nn.Module]) -> list[str]:
+def _names_of_class(cls: Any) -> list[str]:
     parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
@@ -443,17 +446,3 @@ class _Exchange:
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
         self.calls += 1
         return self._attention(*args, **kwargs)
-
-
-class _Whole(torch.autograd.Function):
-    """The whole sequence on every rank of the group."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, order: SequenceOrder, dim: int) -> Tensor:
-        ctx.order, ctx.dim = order, dim
-        return order.whole(gather_parts(part, group).unbind(), dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        order = cast(SequenceOrder, ctx.order)
-        return order.part(grads[0], ctx.dim) * order.size, None, None, None

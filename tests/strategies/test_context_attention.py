@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.strategies.traffic import recorded
-from trainwright.strategies.context_attention import METHODS, DistributedAttention, heads_problem
+from trainwright.strategies.context_attention import METHODS, DistributedAttention
 from trainwright.strategies.context_order import SequenceOrder
 
 LENGTH = 24

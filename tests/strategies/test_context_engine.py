@@ -13,12 +13,10 @@ from torch import nn
 
 from trainwright.recipes.gpt_model import GPT, GPTConfig
 from trainwright.strategies.blocks import checkpoint_activations, find_blocks
-from trainwright.strategies.context_engine import METHODS, ContextParallel, sequence_dim, validate_context
-from trainwright.strategies.context_order import SequenceOrder
-from trainwright.strategies.plan import ModelPlan
+from trainwright.strategies.context_engine import METHODS, ContextParallel
 
-LENGTH = 16
-VOCABULARY = 32
+LENGTH = 24
+VOCABULARY = 40
 
 
 class Decoder(nn.Module):
