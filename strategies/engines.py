@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,13 @@ from trainwright.strategies.groups import LayoutGroups
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.engine import PipelineEngine
-from trainwright.strategies.pipeline.schedules import split_blocks, stages_of_rank, validate_pipeline
+from trainwright.strategies.pipeline.schedules import (
+    CHOICES,
+    ranks_of_stages,
+    split_blocks,
+    stages_per_rank_of,
+    validate_pipeline,
+)
 from trainwright.strategies.plan import ModelPlan
 from trainwright.strategies.plan_sources import make_plan
 from trainwright.strategies.tensor_engine import TensorParallel, validate_tensor
@@ -42,19 +49,14 @@ class EngineOptions:
     plan: Mapping[str, Any] = field(default_factory=dict)
     blocks: Any = None
 
-    @property
-    def is_v_shaped(self) -> bool:
-        """Whether the schedule puts the first and the last stage on the same rank."""
-        return self.schedule in ("zbv", "dualpipev")
-
     def stages(self, pipeline: int) -> int:
         """Number of stages on ``pipeline`` ranks."""
-        several = self.schedule in ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble") or self.is_v_shaped
-        return pipeline * (self.stages_per_rank or (2 if several else 1))
+        return pipeline * stages_per_rank_of(self.schedule, self.stages_per_rank)
 
     def micro_batches_for(self, pipeline: int) -> int:
         """Micro-batches that a batch is split into."""
-        return self.micro_batches or pipeline * (2 if self.is_v_shaped else 1)
+        is_vee = self.schedule in CHOICES and CHOICES[self.schedule].vee
+        return self.micro_batches or pipeline * (2 if is_vee else 1)
 
 
 def plan_for(module: nn.Module, layout: Layout, options: EngineOptions) -> ModelPlan:
@@ -88,7 +90,7 @@ def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: Eng
             options.schedule,
             options.micro_batches_for(layout.pipeline),
             options.stages_per_rank,
-            options.split,
+            None if options.split == "balanced" else options.split,  # type: ignore[arg-type]
         )
     if layout.tensor > 1:
         problems += validate_tensor(
@@ -199,23 +201,15 @@ class Engines:
             self._spans = split_blocks(weights, stages)
         else:
             self._spans = _spans_of(self._options.split)
-        by_rank = [stages_of_rank(rank, pipeline, stages, self._options.schedule) for rank in range(pipeline)]
-        self._my_stages = by_rank[self._place["pipeline"]]
-        self._stage_ranks = [next(r for r, mine in enumerate(by_rank) if stage in mine) for stage in range(stages)]
+        self._stage_ranks = ranks_of_stages(pipeline, stages, self._options.schedule)
+        self._my_stages = [s for s, rank in enumerate(self._stage_ranks) if rank == self._place["pipeline"]]
         keys = list(self.module.state_dict())
         cut = self._pipeline_cut = PipelineCut(self.module, self.plan, self._spans, self._my_stages)
         for name, holders in cut.holders.items():
             self.owners[name] = self._stage_ranks[holders[0]]
         for key in keys:
-            self.owners.setdefault(key, self._stage_ranks[self._stage_of_buffer(key)])
-        cut.apply()
-
-    def _stage_of_buffer(self, key: str) -> int:
-        """The stage whose buffer counts: that of its block, or the last for what runs after the blocks."""
-        for stage, span in enumerate(self._spans):
-            if any(key.startswith(f"{self.plan.blocks[index]}.") for index in span):
-                return stage
-        return len(self._spans) - 1 if any(key.startswith(f"{name}.") for name in self.plan.last) else 0
+            self.owners.setdefault(key, self._stage_ranks[cut.buffer_stages.get(key, 0)])
+        cut.apply(self._device)
 
     def _exchange_parameters(self, names: Mapping[str, Tensor]) -> None:
         """Keep this rank's part of every parameter that is cut; meta ones are cut when they get their values."""
@@ -322,19 +316,15 @@ class Engines:
         """Whether the module is cut into stages."""
         return self._pipeline_cut is not None
 
-    def attach(
-        self, run: Callable[[str, tuple[Any, ...], dict[str, Any]], Any], whole: Callable[[str], Tensor]
-    ) -> None:
+    def attach(self, run: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """Connect the pipeline, after everything else has put its hooks on the module.
 
         Args:
             run: runs a method of the module on one micro-batch.
-            whole: the whole value of a parameter of this stage; a collective of its data ranks.
         """
         if self._pipeline_cut is None:
             return
-        if self._pipeline is not None:
-            self._pipeline.detach()
+        self.detach()
         group = self._groups.along("pipeline")
         assert group is not None
         self._pipeline = PipelineEngine(
@@ -345,8 +335,15 @@ class Engines:
             micro_batches=self._options.micro_batches_for(self._layout.pipeline),
             device=self._device,
             run=run,
+            batch_dims=self._options.batch_dims,
         )
         self._pipeline.attach()
+
+    def detach(self) -> None:
+        """Let go of the pipeline; the module stays cut."""
+        if self._pipeline is not None:
+            self._pipeline.detach()
+        self._pipeline = None
 
     def guard(self, function: Callable[[], Any]) -> Any:
         """Call ``function``, which runs the user's step, as far as this stage goes."""
@@ -362,10 +359,14 @@ class Engines:
         assert self._pipeline is not None
         return self._pipeline.relay(function)
 
-    def evaluating(self) -> Any:
-        """Context in which every stage holds what is outside of the blocks."""
+    def evaluating(self, whole: Callable[[str], Tensor]) -> AbstractContextManager[None]:
+        """Context in which every stage holds what is outside of the blocks.
+
+        Args:
+            whole: value of a parameter of this stage, whole along the data axes; a collective of its data ranks.
+        """
         assert self._pipeline is not None
-        return self._pipeline.evaluating()
+        return self._pipeline.evaluating(whole)
 
 
 def _numel(module: nn.Module) -> int:

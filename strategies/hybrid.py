@@ -118,6 +118,7 @@ class HybridStrategy(ZeroStrategy):
         self._shared = SharedGradients({})
         self._expert_mesh: DeviceMesh | None = None
         self._accumulates = False
+        self._evaluation = ExitStack()
 
     # ---- what others may read -------------------------------------------------------------------------------------
 
@@ -174,6 +175,13 @@ class HybridStrategy(ZeroStrategy):
             assert self._expert_mesh is not None
             return self._expert_mesh
         return self.mesh
+
+    @property
+    def _splits_parameters(self) -> bool:
+        return super()._splits_parameters and (self.mesh.size() > 1 or not self.is_cut)
+
+    def _is_trained_alone(self, parameter: nn.Parameter) -> bool:
+        return self.is_cut and self._mesh_of(parameter).size() == 1
 
     def _must_restore_late(self) -> bool:
         return self.is_cut or super()._must_restore_late()
@@ -262,7 +270,7 @@ class HybridStrategy(ZeroStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         if isinstance(scaler, AgreedGradScaler):
             scaler.always_agrees = True
-        engines.attach(self._run, self._whole_here)
+        engines.attach(self._run)
         if engines.has_pipeline:
             optimize_after_zero_grad(self.lightning_module.trainer)  # type: ignore[union-attr]
 
@@ -363,7 +371,51 @@ class HybridStrategy(ZeroStrategy):
         if not self.backward_in_step:
             return super()._evaluate(method, context, *args, **kwargs)
         assert self._engines is not None
-        return self._engines.relay(partial(super()._evaluate, method, context, *args, **kwargs))
+        step = partial(super()._evaluate, method, context, *args, **kwargs)
+        with self._engines.evaluating(self._whole_here):  # entered already, unless a callback asks in between
+            return self._engines.relay(step)
+
+    def _begin_evaluation(self) -> None:
+        if self.backward_in_step:
+            assert self._engines is not None
+            self._evaluation.enter_context(self._engines.evaluating(self._whole_here))
+
+    def on_validation_start(self) -> None:
+        """Gather what is outside of the blocks on every stage of a pipeline."""
+        self._begin_evaluation()
+        super().on_validation_start()
+
+    def on_test_start(self) -> None:
+        """Gather what is outside of the blocks on every stage of a pipeline."""
+        self._begin_evaluation()
+        super().on_test_start()
+
+    def on_predict_start(self) -> None:
+        """Gather what is outside of the blocks on every stage of a pipeline."""
+        self._begin_evaluation()
+        super().on_predict_start()
+
+    def on_validation_end(self) -> None:
+        """Let go of what other stages own."""
+        super().on_validation_end()
+        self._evaluation.close()
+
+    def on_test_end(self) -> None:
+        """Let go of what other stages own."""
+        super().on_test_end()
+        self._evaluation.close()
+
+    def on_predict_end(self) -> None:
+        """Let go of what other stages own."""
+        super().on_predict_end()
+        self._evaluation.close()
+
+    def teardown(self) -> None:
+        """Detach from the module; each rank's module keeps the part of the weights that the rank held."""
+        self._evaluation.close()
+        if self._engines is not None:
+            self._engines.detach()
+        super().teardown()
 
     # ---- agreement ------------------------------------------------------------------------------------------------
 

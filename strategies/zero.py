@@ -184,7 +184,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             self.model = self._layer_sync.apply(self.lightning_module)
         self._release()
         self._cut_module()
-        if self.stage == 3:
+        if self._splits_parameters:
             self._split_parameters(trainer)
         else:
             self._replicate_parameters()
@@ -194,6 +194,14 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self.setup_precision_plugin()
         if fitting and self._offload == "none":
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    @property
+    def _splits_parameters(self) -> bool:
+        return self.stage == 3
+
+    def _is_trained_alone(self, parameter: nn.Parameter) -> bool:
+        """Whether no other rank trains ``parameter``, so that it can be optimized as it is."""
+        return False
 
     def _cut_module(self) -> None:
         """Give away what other ranks hold along axes other than replicate and shard: nothing, in plain ZeRO."""
@@ -242,7 +250,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._fill(pieces, seed, real)
         step = _Step(module)
         self._place(step)
-        fully_shard(step, reshard_after_forward=False, **options)
+        fully_shard(step, **{**options, "reshard_after_forward": False})
         shard_weights_on_load(module)
         CallsOutside(step, module, blocks.values())
         object.__setattr__(module, "_trainwright_step", step)
@@ -289,7 +297,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         assert module is not None
         offload = self._offload == "optimizer"
         self._trainable = {name for name, p in module.named_parameters() if p.requires_grad}
-        chosen = [p for p in module.parameters() if self.stage < 3 or offload or p.dim() == 0]
+        chosen = [p for p in module.parameters() if not self._splits_parameters or offload or p.dim() == 0]
+        chosen = [p for p in chosen if offload or not self._is_trained_alone(p)]
         self._shards = {p: ParameterShard(p, self._mesh_of(p), offload) for p in chosen}
         self._split_shards = {p: shard for p, shard in self._shards.items() if isinstance(p, DTensor)}
         whole = {p: shard for p, shard in self._shards.items() if p not in self._split_shards}
