@@ -88,6 +88,7 @@ class DistributedAttention:
             return self(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
         if is_causal and attn_mask is not None:
             raise ValueError("attn_mask with is_causal=True (allowed: one of them; put causality into the mask).")
+        query, key, value = _autocast(query, key, value)
         if query.size(2) != key.size(2):
             return self._cross(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         mask = None if attn_mask is None else self._whole_columns(attn_mask, query.size(2))
@@ -109,7 +110,9 @@ class DistributedAttention:
             )
         scale = query.size(-1) ** -0.5 if scale is None else scale
         job = _Job(self.group, self.order, self.method == "ring", is_causal, scale)
-        out: Tensor = _SplitAttention.apply(query, key, value, mask, job)
+        # Scores and what is merged stay exact: autocast would round the products of the plain kernel.
+        with torch.autocast(query.device.type, enabled=False):
+            out: Tensor = _SplitAttention.apply(query, key, value, mask, job)
         return out
 
     def _cross(
@@ -201,6 +204,19 @@ class DistributedAttention:
 
     def _own_rows(self, mask: Tensor, held: int) -> Tensor:
         return mask if mask.size(-2) in (1, held) else self.order.part(mask, mask.ndim - 2)
+
+
+def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values in the one dtype that attention gets under autocast."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return query.to(dtype), key.to(dtype), value.to(dtype)
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            f"Queries, keys and values of {query.dtype}, {key.dtype} and {value.dtype} (allowed: one dtype for all)."
+        )
+    return query, key, value
 
 
 def heads_problem(heads: int, kv_heads: int, size: int) -> str | None:
@@ -299,14 +315,11 @@ class _SplitAttention(torch.autograd.Function):
         query, key, value, mask, out, lse, gathered = ctx.saved_tensors
         job: _Job = ctx.job
         gradient = _Gradient(job, query, key, value, mask, out, lse, grads[0].contiguous())
-        if gathered is None:
-            flat = _return_round(gradient, _pack(key, value))
-        else:
-            rows = torch.empty(gathered.shape, dtype=gradient.dtype, device=gathered.device)
-            for source, packed in _from_own(gathered, job):
-                rows[source] = gradient.add(source, packed)
-            flat = rows.new_empty(rows.size(1))
-            _reduce_scatter(flat, rows.view(-1), group=job.group)
+        with torch.autocast(query.device.type, enabled=False):
+            if gathered is None:
+                flat = _return_round(gradient, _pack(key, value))
+            else:
+                flat = _return_at_once(gradient, gathered)
         d_key, d_value = _unpack(flat, key, value)
         return gradient.query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None
 
@@ -324,6 +337,16 @@ def _return_round(gradient: _Gradient, packed: Tensor) -> Tensor:
         flat, works = job.send_on(sent)
     for work in works:
         work.wait()
+    return flat
+
+
+def _return_at_once(gradient: _Gradient, gathered: Tensor) -> Tensor:
+    """As :func:`_return_round`, from all keys and values."""
+    rows = torch.empty(gathered.shape, dtype=gradient.dtype, device=gathered.device)
+    for source, packed in _from_own(gathered, gradient.job):
+        rows[source] = gradient.add(source, packed)
+    flat = rows.new_empty(rows.size(1))
+    _reduce_scatter(flat, rows.view(-1), group=gradient.job.group)
     return flat
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from trainwright.strategies.context_attention import METHODS, DistributedAttention
+from tests.strategies.traffic import Collective, recorded
+from trainwright.strategies.context_attention import METHODS, DistributedAttention, heads_problem
 from trainwright.strategies.context_order import SequenceOrder
 
 LENGTH = 24
@@ -88,3 +89,74 @@ def test_is_that_of_one_process(ranks, method, world_size, balance):
             for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
                 assert a.dtype is dtype
                 torch.testing.assert_close(a, b, **tolerance, msg=lambda m, n=name, i=i: f"{n} of case {CASES[i]}: {m}")
+
+
+def elements_sent(method: str, causal: bool) -> tuple[int, int]:
+    """Elements that this rank sends in forward and in backward."""
+    order = SequenceOrder.of(dist.group.WORLD, True)
+    attention = DistributedAttention(dist.group.WORLD, order, method, ATTENTION)
+    inputs = [order.part(t.detach(), 2).requires_grad_() for t in tensors(2, torch.float32)]
+    with recorded() as forward:
+        out = attention(*inputs, is_causal=causal, enable_gqa=True)
+    with recorded() as backward:
+        out.sum().backward()
+    return sent(forward, order.size), sent(backward, order.size)
+
+
+def sent(collectives: list[Collective], size: int) -> int:
+    """Of what is gathered or scattered a rank passes on the parts of the others; a message is sent whole."""
+    shares = {"all_gather": (size - 1) / size, "reduce_scatter": (size - 1) / size, "send": 1, "recv_": 0}
+    shares |= {"alltoall_base_": (size - 1) / size}
+    return round(sum(c.elements * shares[c.name] for c in collectives))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sends_what_theory_says(ranks, world_size):
+    c = world_size
+    queries, kv = 2 * 4 * LENGTH * 8 // c, 2 * 2 * 2 * LENGTH * 8 // c  # held by one rank
+    repeated = kv * max(1, c // 2)  # 2 key/value heads for c ranks
+    want = {
+        "ring": ((c - 1) * kv, (c - 1) * kv + c * kv),
+        "gather": ((c - 1) * kv, (c - 1) * kv),
+        "ulysses": ((2 * queries + repeated) * (c - 1) // c,) * 2,
+    }
+    for method in METHODS:
+        assert set(ranks(elements_sent, world_size, method, True, timeout=30)) == {want[method]}, method
+
+
+def test_heads_that_cannot_be_divided():
+    assert heads_problem(8, 2, 4) is None
+    assert "8 query heads, 2 key/value heads (allowed: context of 1, 2, 4, 8;" in heads_problem(8, 2, 3)
+
+
+@pytest.mark.parametrize("balance", [True, False])
+def test_parts_make_the_whole(balance):
+    orders = [SequenceOrder(4, rank, balance) for rank in range(4)]
+    whole = torch.arange(16.0).view(1, 16)
+    torch.testing.assert_close(orders[0].whole([order.part(whole, 1) for order in orders], 1), whole)
+    assert orders[1].part(whole, 1).tolist() == ([[2, 3, 12, 13]] if balance else [[4, 5, 6, 7]])
+    with pytest.raises(ValueError, match=r"15 positions .* pad or cut it to 16"):
+        orders[0].check(15)
+
+
+def learned_mask(method: str) -> torch.Tensor:
+    """Gradient of a mask, summed over the ranks."""
+    order = SequenceOrder.of(dist.group.WORLD, True)
+    attention = DistributedAttention(dist.group.WORLD, order, method, ATTENTION)
+    mask = mask_of("additive").requires_grad_()
+    inputs = [order.part(t.detach(), 2) for t in tensors(4, torch.float32)]
+    out = attention(*inputs, attn_mask=mask)
+    out.backward(out.detach().cos())
+    dist.all_reduce(mask.grad)
+    return mask.grad
+
+
+def test_gradient_of_a_learned_mask(ranks):
+    mask = mask_of("additive").requires_grad_()
+    out = ATTENTION(*[t.detach() for t in tensors(4, torch.float32)], attn_mask=mask)
+    out.backward(out.detach().cos())
+    for method in ("gather", "ulysses"):
+        for got in ranks(learned_mask, 2, method, timeout=30):
+            torch.testing.assert_close(got, mask.grad, rtol=1e-5, atol=1e-5)
+    with pytest.raises(AssertionError, match="'ring' has no gradient for an attention mask"):
+        ranks(learned_mask, 2, "ring", timeout=30)

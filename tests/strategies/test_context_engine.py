@@ -13,7 +13,8 @@ from torch import nn
 
 from trainwright.recipes.gpt_model import GPT, GPTConfig
 from trainwright.strategies.blocks import checkpoint_activations, find_blocks
-from trainwright.strategies.context_engine import METHODS, ContextParallel
+from trainwright.strategies.context_engine import METHODS, ContextParallel, sequence_dim, validate_context
+from trainwright.strategies.plan import ModelPlan
 
 LENGTH = 24
 VOCABULARY = 40
@@ -111,14 +112,8 @@ def split(module: nn.Module, **options: Any) -> ContextParallel:
     return engine
 
 
-def split_training(
-    model: str, options: dict[str, Any], checkpointing: tuple[str, Any]
-) -> tuple[float, dict[str, torch.Tensor]]:
+def averaged(module: nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and averaged gradients of the second of two equal passes: the first of a block is watched."""
-    module = built(model)
-    split(module, **options)
-    mode, patterns = checkpointing
-    checkpoint_activations(module, mode, find_blocks(module).values(), patterns)
     trained(module)
     module.zero_grad()
     loss, gradients = trained(module)
@@ -127,6 +122,16 @@ def split_training(
         gradient /= dist.get_world_size()
     assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
     return loss, gradients
+
+
+def split_training(
+    model: str, options: dict[str, Any], checkpointing: tuple[str, Any]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    module = built(model)
+    split(module, **options)
+    mode, patterns = checkpointing
+    checkpoint_activations(module, mode, find_blocks(module).values(), patterns)
+    return averaged(module)
 
 
 def assert_as_one_process(results: list[Any], model: str) -> None:
@@ -152,3 +157,201 @@ def test_trains_as_one_process(ranks, model, world_size, method):
 def test_recomputed_activations_see_the_whole_sequence(ranks, checkpointing):
     results = ranks(split_training, 2, "llama", {"method": "ring", "balance": False}, checkpointing, timeout=60)
     assert_as_one_process(results, "llama")
+
+
+def recomputed_by_hugging_face(reentrant: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    module = built("padded-llama")
+    split(module, split_outputs=True)
+    module.net.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return averaged(module)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_by_the_model_itself(ranks, reentrant):
+    assert_as_one_process(ranks(recomputed_by_hugging_face, 2, reentrant, timeout=60), "padded-llama")
+
+
+def stages(model: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """Two engines in a row, as on two pipeline stages: between them hidden states travel cut."""
+    module = built(model)
+    blocks = list(find_blocks(module).values())
+    ContextParallel(module, blocks[:1], dist.group.WORLD, enters=True, leaves=False).apply()
+    ContextParallel(module, blocks[1:], dist.group.WORLD, enters=False, leaves=True, first=blocks[0]).apply()
+    with torch.no_grad():
+        module(tokens_of()[:, :-1])  # of a length that cannot be cut: both run whole
+    return averaged(module)
+
+
+@pytest.mark.parametrize("model", ["gpt", "padded-llama"])
+def test_stages_hand_on_what_is_cut(ranks, model):
+    assert_as_one_process(ranks(stages, 2, model, timeout=60), model)
+
+
+class SequenceFirst(Encoder):
+    """Positions in dim 0, as torch's layers have them by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.self_attn.batch_first = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens[:, :-1]).transpose(0, 1)
+        for layer in self.layers:
+            x = layer(x, is_causal=True, src_mask=nn.Transformer.generate_square_subsequent_mask(x.size(0)))
+        return self.head(x.mean(0)).square().sum()
+
+
+MODELS["sequence-first"] = SequenceFirst
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+def test_positions_in_another_dim(ranks, outputs):
+    options = {"sequence_dims": {"src": 0}, "split_outputs": outputs}
+    results = ranks(split_training, 2, "sequence-first", options, ("none", None), timeout=60)
+    assert_as_one_process(results, "sequence-first")
+
+
+def autocast_training(method: str, size: int) -> tuple[float, dict[str, torch.Tensor]]:
+    module = built("padded-llama")
+    if size > 1:
+        split(module, method=method, split_outputs=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = module(tokens_of())
+    loss.backward()
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    if size > 1:
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+            gradient /= size
+    return loss.item(), gradients
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_autocast(ranks, method):
+    want, wanted = autocast_training(method, 1)
+    for loss, gradients in ranks(autocast_training, 2, method, 2, timeout=60):
+        assert loss == pytest.approx(want, rel=5e-3)
+        for name, gradient in gradients.items():
+            assert (gradient - wanted[name]).norm() < 0.05 * wanted[name].norm(), name
+
+
+def passes_without_gradient() -> tuple[bool, bool, bool]:
+    """Odd lengths, a cache in use, and generation give what one process gives; even lengths are split."""
+    module, alone = built("llama").eval(), built("llama").eval()
+    module.net.load_state_dict(alone.net.state_dict())
+    split(module, method="ring")
+    seen: list[int] = []
+    module.net.model.layers[0].mlp.register_forward_hook(lambda _, args, out: seen.append(args[0].size(1)))
+    with torch.no_grad():
+        odd, even = tokens_of()[:, :7], tokens_of()[:, :8]
+        exact = all(
+            torch.allclose(module.net(t, use_cache=cache).logits, alone.net(t, use_cache=cache).logits, atol=1e-5)
+            for t in (odd, even)
+            for cache in (False, True)
+        )
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    same = torch.equal(module.net.generate(even, **options), alone.net.generate(even, **options))
+    return exact, same, seen[:4] == [7, 7, 4, 8]
+
+
+def test_passes_without_gradient_are_those_of_one_process(ranks):
+    assert ranks(passes_without_gradient, 2, timeout=60) == [(True, True, True)] * 2
+
+
+class Block(nn.Module):
+    """One of two blocks that each go wrong in their own way."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("table", torch.zeros(32, 4))
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        x = x * self.scale
+        if self.fault == "arange":
+            x = x + torch.arange(x.size(1))[:, None]
+        if self.fault == "table":
+            x = x + self.table[: x.size(1)]
+        if self.fault == "eager":
+            return torch.softmax(x @ x.mT, -1) @ x
+        mask = torch.ones(x.size(1), x.size(1)) if self.fault == "mask" else None
+        dropout = 0.1 if self.fault == "dropout" else 0.0
+        return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], mask, dropout)[:, 0]
+
+
+class Faulty(nn.Module):
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(fault), Block(fault)])
+        self.fault = fault
+
+    def forward(self) -> torch.Tensor:
+        x = torch.ones(2, 30 if self.fault == "length" else 8, 4)
+        for layer in self.layers:
+            x = layer(x, torch.ones(2, 4, 4) if self.fault == "other" else None)
+        return x
+
+
+def faulty(fault: str) -> str:
+    module = Faulty(fault)
+    split(module)
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        module()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("arange", "Block layers.0 counts positions itself (torch.arange(4))"),
+        ("table", "Block layers.0 counts positions itself (the first 4 rows of table)"),
+        ("eager", "No scaled_dot_product_attention was called in block layers.0"),
+        ("mask", "An attention mask of shape (4, 4) for 4 of 8 positions"),
+        ("dropout", "Attention dropout 0.1 with the context method 'ring' (allowed: 0)"),
+        ("length", "A sequence of 30 positions cannot be cut into 4 equal chunks for context=2"),
+        ("other", "The argument 'other' of a block, of shape (2, 4, 4), has as many positions as a rank's part"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(ranks, fault, said):
+    for message in ranks(faulty, 2, fault, timeout=30):
+        assert said in message
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "name", "dim"),
+    [
+        ((8,), torch.int64, "cache_position", 0),
+        ((8, 4), torch.float32, "cos", 0),
+        ((8, 8), torch.float32, "cos", 0),
+        ((8, 8), torch.float32, "attn_mask", None),
+        ((8, 8), torch.int64, "position_ids", 1),
+        ((8, 8), torch.bool, "", None),
+        ((2, 8), torch.int64, "position_ids", 1),
+        ((1, 8, 8), torch.float32, "position_embeddings", 1),
+        ((2, 8, 4), torch.float32, "residual", 1),
+        ((2, 1, 8, 8), torch.float32, "", None),
+        ((2, 1, 1, 8), torch.float32, "attention_mask", None),
+        ((1, 1, 8, 4), torch.float32, "cos", 2),
+        ((2, 5, 4), torch.float32, "encoder_states", None),
+        ((), torch.float32, "scale", None),
+    ],
+)
+def test_arguments_are_cut_where_their_positions_are(shape, dtype, name, dim):
+    assert sequence_dim(torch.ones(shape).to(dtype), 8, name) == dim
+
+
+def test_impossible_splits_are_refused_early():
+    plan = ModelPlan(blocks=("net.blocks.0", "net.blocks.1"))
+    assert validate_context(Decoder(), plan, 2, "ring", 4) == []
+    assert validate_context(Decoder(), ModelPlan(), 1, "nothing", 4) == []
+    (problem,) = validate_context(Decoder(), plan, 2, "rings", 4)
+    assert "'rings' (allowed: 'ring', 'ulysses', 'gather')" in problem
+    (problem,) = validate_context(Decoder(), plan, 3, "ulysses", 4)
+    assert "4 query heads" in problem
+    assert "context of 1, 2, 4" in problem
+    (problem,) = validate_context(Decoder(), ModelPlan(), 2, "ring", 4)
+    assert "no repeated blocks" in problem
+    problems = validate_context(Llama(attention="eager"), plan, 2, "ring", 4)
+    assert any("attn_implementation='eager'" in p and "'sdpa'" in p for p in problems)
