@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainwright.strategies.pipeline.cut import PipelineCut, StageParameters, put
 from trainwright.strategies.pipeline.form import FormBook
-from trainwright.strategies.pipeline.gates import Gates, StageDone, StagePass
+from trainwright.strategies.pipeline.gates import Gates, StagePass
 from trainwright.strategies.pipeline.micro_batches import (
     BatchDims,
     batch_size_of,
@@ -22,7 +22,7 @@ from trainwright.strategies.pipeline.micro_batches import (
     signature,
     split_batch,
 )
-from trainwright.strategies.pipeline.misuse import Watch, make_watch, stage_phase
+from trainwright.strategies.pipeline.misuse import Watch, make_watch
 from trainwright.strategies.pipeline.relay import Carrier, RelayPass
 from trainwright.strategies.pipeline.results import Publisher, Recorder, bound_log
 from trainwright.strategies.pipeline.schedules import CHOICES, make_schedule, ranks_of_stages
@@ -78,13 +78,13 @@ class PipelineEngine:
         self.last_stage_rank = self._ranks[-1]
         self._gates = Gates(cut.blocks)
         self._book = FormBook(_common_prefix(group, self._device))
+        _greet_neighbours(group, self._device)
         self._carrier = Carrier(group, self._device)
         self._publisher = Publisher(group, self.last_stage_rank, self._device)
         self._schedules: dict[int, Any] = {}
         self._step: _Step | None = None
         self._unwatched = set(cut.mine)
         self._relay_watched = False
-        self._whole_shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._is_whole = False
         self.stages = [self._make_stage(index, around_backward) for index in cut.mine]
 
@@ -126,6 +126,13 @@ class PipelineEngine:
         self._gates.detach()
         self._forget_step()
 
+    def refresh(self) -> None:
+        """Ask anew for the forms of what stages send, after ``requires_grad`` of parameters was changed.
+
+        To be called between the same steps on every rank of the pipeline. Nothing is communicated.
+        """
+        self._book.refresh()
+
     def call(self, function: Callable[[], Any]) -> Any:
         """Run ``function``, which runs the user's step, and return its result, or the stage's output if it ends early.
 
@@ -133,16 +140,7 @@ class PipelineEngine:
             RuntimeError: if the step does not call the blocks once and in order, or uses a parameter that is not here.
         """
         run = self._gates.current
-        if not isinstance(run, StagePass):
-            return function()
-        watch = run.watch
-        with watch if watch is not None else nullcontext():
-            try:
-                output = function()
-            except StageDone:
-                return run.output
-        run.finish()
-        return output
+        return run.run(function) if isinstance(run, StagePass) else function()
 
     # Training
 
@@ -203,16 +201,9 @@ class PipelineEngine:
             return StagePass(self.cut.names, span, received)
         self._unwatched.discard(stage)
         run = StagePass(self.cut.names, span, received)
-        run.watch = make_watch(self.cut, stage_phase(run))
-        run.enter = self._watched_entry(run.watch)
+        run.watch = watch = make_watch(self.cut, lambda: run.phase)
+        run.enter = watch.enter_block
         return run
-
-    def _watched_entry(self, watch: Watch) -> Callable[[int, Any, Any], AbstractContextManager[Any]]:
-        def enter(index: int, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
-            watch.check_arguments(self.cut.names[index], (args, kwargs))
-            return watch.suspended()
-
-        return enter
 
     def _schedule(self, count: int) -> Any:
         if count not in self._schedules:
@@ -311,7 +302,7 @@ class PipelineEngine:
         if not self._relay_watched:
             self._relay_watched = True
             watch = make_watch(self.cut, lambda: run.phase)
-            run.enter = self._watched_entry(watch)
+            run.enter = watch.enter_block
         before, self._gates.current = self._gates.current, run
         try:
             with watch if watch is not None else nullcontext():
@@ -339,6 +330,23 @@ def _common_prefix(group: dist.ProcessGroup, device: torch.device) -> str:
     box = [uuid.uuid4().hex]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group, device=device)
     return f"trainwright/pipeline/{box[0]}"
+
+
+def _greet_neighbours(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Exchange one number with each neighbour, pair after pair in one order for all.
+
+    NCCL makes a communicator for each pair when it first exchanges something and waits for both; made in the middle of
+    a schedule, in the order of its sends, they could wait in a circle.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    for one in range(ranks if ranks > 2 else ranks - 1):
+        other = (one + 1) % ranks
+        number = torch.zeros(1, device=device)
+        for source, target in ((one, other), (other, one)):
+            if rank == source:
+                dist.send(number, group=group, group_dst=target)
+            elif rank == target:
+                dist.recv(number, group=group, group_src=source)
 
 
 def _no_log(name: str, value: Any, **kwargs: Any) -> None:

@@ -121,6 +121,12 @@ class FormBook:
     def __init__(self, prefix: str) -> None:
         self._store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
         self._known: dict[str, Form] = {}
+        self._generation = 0
+
+    def refresh(self) -> None:
+        """Forget all forms: stages say again what they send. To be called on all ranks between the same steps."""
+        self._generation += 1
+        self._known.clear()
 
     def publish(self, stage: int, signature: Any, form: Form, source: str) -> None:
         """Say, or check, what ``stage`` sends for micro-batches of this signature.
@@ -128,7 +134,7 @@ class FormBook:
         Raises:
             RuntimeError: if it said something else before.
         """
-        key = _key(stage, signature)
+        key = self._key(stage, signature)
         known = self._known.get(key)
         if known is None:
             self._known[key] = form
@@ -136,16 +142,17 @@ class FormBook:
         elif known != form:
             raise RuntimeError(
                 f"{source} returned another form than before for a micro-batch of the same shapes, so the next stage "
-                f"cannot know what to receive. Before: {known.tensors} {known.plain}; now: {form.tensors} {form.plain}."
+                f"cannot know what to receive. Before: {known.tensors} {known.plain}; now: {form.tensors} "
+                f"{form.plain}. "
+                f"After a change of requires_grad, call refresh() on every rank."
             )
 
     def look_up(self, stage: int, signature: Any) -> Form:
         """What ``stage`` sends for micro-batches of this signature; waits until it said so."""
-        key = _key(stage, signature)
+        key = self._key(stage, signature)
         if key not in self._known:
             self._known[key] = Form.load(self._store.get(key))
         return self._known[key]
 
-
-def _key(stage: int, signature: Any) -> str:
-    return f"{stage}/{hashlib.sha256(repr(signature).encode()).hexdigest()}"
+    def _key(self, stage: int, signature: Any) -> str:
+        return f"{self._generation}/{stage}/{hashlib.sha256(repr(signature).encode()).hexdigest()}"

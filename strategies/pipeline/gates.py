@@ -118,6 +118,20 @@ class StagePass:
             self._versions = [t._version for t in _tensors_of(output)]
         return output
 
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Result of ``function``, which runs the user's step, or the stage's output if it ends before.
+
+        Raises:
+            RuntimeError: see :meth:`block` and :meth:`finish`.
+        """
+        with self.watch if self.watch is not None else nullcontext():
+            try:
+                output = function()
+            except StageDone:
+                return self.output
+        self.finish()
+        return output
+
     def finish(self) -> None:
         """Check that the step went through all of the stage's blocks.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.strategies.pipeline.cut import PipelineCut
-from trainwright.strategies.pipeline.gates import StagePass
 
 # Results of these do not depend on the values of any tensor.
 _SHAPE_ONLY = {
@@ -32,6 +31,7 @@ class Watch(TorchFunctionMode):
         own: id of each parameter of an own block -> name; they may be used inside of their blocks only.
         phase: tells whether the run is ``before``, ``between`` or ``after`` the blocks.
         explain: makes the message for the wrong use of a parameter: ``explain(name, what, used_before)``.
+        blocks: their names.
     """
 
     def __init__(
@@ -40,9 +40,11 @@ class Watch(TorchFunctionMode):
         own: Mapping[int, str],
         phase: Callable[[], str],
         explain: Callable[[str, str, bool], str],
+        blocks: Sequence[str],
     ) -> None:
         super().__init__()
         self._ghosts, self._own, self._phase, self._explain = ghosts, own, phase, explain
+        self._blocks = blocks
         self._tainted: Any = WeakIdKeyDictionary()
         self._used_before: set[str] = set()
 
@@ -63,20 +65,22 @@ class Watch(TorchFunctionMode):
             self._taint(results, source, func)
         return output
 
-    def check_arguments(self, block: str, arguments: Any) -> None:
-        """Refuse arguments of an own block that were computed from ghosts.
+    def enter_block(self, index: int, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+        """Refuse arguments of an own block that were computed from ghosts; the context is that of its run.
 
         Raises:
             RuntimeError: with the name of the parameter.
         """
-        for tensor in _tensors(arguments):
+        block = self._blocks[index]
+        for tensor in _tensors((args, kwargs)):
             source = self._source(tensor)
             if source is not None:
                 what = f"what is computed from it is given to the block {block!r}"
                 raise RuntimeError(self._explain(source, what, source in self._used_before))
+        return self._suspended()
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def _suspended(self) -> Iterator[None]:
         """Not watching, and not on torch's stack either, so that compiled code does not see it."""
         stack = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())][::-1]
         for mode in stack:
@@ -131,12 +135,7 @@ def make_watch(cut: PipelineCut, phase: Callable[[], str]) -> Watch:
                 ghosts[id(ghost)] = name
             elif here is not None and all(id(module) in inside for module, _ in cut.slots(name)):
                 own[id(here)] = name
-    return Watch(ghosts, own, phase, lambda name, what, before: _explain(cut, name, what, before))
-
-
-def stage_phase(run: StagePass) -> Callable[[], str]:
-    """The phase of a training pass, for :class:`Watch`."""
-    return lambda: run.phase
+    return Watch(ghosts, own, phase, lambda name, what, before: _explain(cut, name, what, before), cut.names)
 
 
 def _is_ghost(tensor: Tensor) -> bool:

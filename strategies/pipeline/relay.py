@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -83,6 +85,13 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+@cache
+def _cache_positions(kind: type) -> dict[str, int]:
+    """Where a block's forward takes a key-value cache by position."""
+    names = list(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
+    return {name: names.index(name) for name in _CACHES if name in names}
+
+
 class RelayPass:
     """A run of a user's function on every rank of the pipeline, with any number of passes through the blocks.
 
@@ -102,6 +111,7 @@ class RelayPass:
         self._held: Any = None
         self._in_gap = False
         self._caches: dict[int, tuple[int, Any]] = {}
+        self._positions = [_cache_positions(type(block)) for block in cut.blocks]
 
     @property
     def phase(self) -> str:
@@ -118,7 +128,7 @@ class RelayPass:
             self._passes += 1
         if index != self._next:
             raise RuntimeError(order_message(self._cut.names, index, self._next))
-        self._refuse_reused_cache(index, kwargs)
+        self._refuse_reused_cache(index, args, kwargs)
         self._next += 1
         if self._cut.owns_block(index):
             self._in_gap = False
@@ -160,13 +170,16 @@ class RelayPass:
             return self._carrier.receive(self._ranks[coming[0] - 1])
         return self._carrier.broadcast(self._ranks[-1])
 
-    def _refuse_reused_cache(self, index: int, kwargs: dict[str, Any]) -> None:
+    def _refuse_reused_cache(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name in _CACHES:
-            cache = kwargs.get(name)
-            if cache is None:
+            held = kwargs.get(name)
+            position = self._positions[index].get(name)
+            if held is None and position is not None and position < len(args):
+                held = args[position]
+            if held is None:
                 continue
             # Kept alive, so that its id is not another's later.
-            first, _ = self._caches.setdefault(id(cache), (self._passes, cache))
+            first, _ = self._caches.setdefault(id(held), (self._passes, held))
             if first != self._passes:
                 raise RuntimeError(
                     f"The block {self._cut.names[index]!r} is given a key-value cache ({name}) of an earlier pass. "

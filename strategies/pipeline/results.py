@@ -286,12 +286,12 @@ def bound_log(log: Callable[..., Any], record: Callable[..., None]) -> Callable[
         log: what it stands for.
         record: called as ``record(name, value, **kwargs)``.
     """
-    signature = inspect.signature(log)
 
     def stand_in(*args: Any, **kwargs: Any) -> None:
         if len(args) <= 2:
             record(*args, **kwargs)
             return
+        signature = inspect.signature(log)
         arguments = dict(signature.bind(*args, **kwargs).arguments)
         extra = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
         arguments.update(arguments.pop(extra, {}))

@@ -37,14 +37,16 @@ class Block(nn.Module):
         self.outer = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Any, mask: Tensor | None = None, *, scale: float = 1.0) -> Any:
-        hidden = x if self.style in ("tensor", "view") else x.x if self.style == "dataclass" else x[
+        hidden = x if self.style in ("tensor", "view", "inplace") else x.x if self.style == "dataclass" else x[
             "x" if self.style == "dict" else 0
         ]  # fmt: skip
+        if self.style == "inplace":
+            hidden = hidden.mul_(0.9)
         if mask is not None:
             hidden = hidden * mask[..., None]
         out = hidden + scale * self.outer(torch.tanh(self.inner(self.norm(hidden))))
         if self.style == "tuple":
-            return out, x[1] + out.square().mean(), x[2]
+            return out, x[1] + out.square().mean((1, 2), keepdim=True), x[2]
         if self.style == "dict":
             return {"x": out, "depth": x["depth"] + 1, "none": None}
         if self.style == "dataclass":
@@ -75,7 +77,7 @@ class Model(nn.Module):
         x: Any = self.embed(ids)
         mask = (ids != 0).to(x.dtype)
         if self.style == "tuple":
-            x = (x, x.new_zeros(()), ids)
+            x = (x, x.new_zeros(len(x), 1, 1), ids)
         elif self.style == "dict":
             x = {"x": x, "depth": 0, "none": None}
         elif self.style == "dataclass":
