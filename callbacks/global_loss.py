@@ -20,6 +20,9 @@ class GlobalLoss(Callback):
     is the plain loss, bit for bit. What is collected is also written when validation begins and when training ends; a
     run that fails loses the values since then.
 
+    Where the Trainer weighs losses by tokens (``loss_weighting="tokens"``), it is the mean over all valid tokens of the
+    step, which the Trainer has added up already.
+
     With manual optimization the loss is what ``training_step`` returns (or returns under ``"loss"``), added up over
     the batches of a step. A step for which no rank has a loss is left out.
 
@@ -59,6 +62,9 @@ class GlobalLoss(Callback):
         step = self._steps.ended(trainer)
         if step is None:
             return
+        weights = getattr(trainer, "token_weights", None)
+        if weights is not None and weights.step_loss is not None:
+            self._micro_losses = [weights.step_loss]
         self._pending.append((step, self._micro_losses))
         self._micro_losses = []
         if (step + 1) % self._window == 0:

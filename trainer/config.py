@@ -157,6 +157,12 @@ class TrainerConfig:
     inference_mode: bool = True
     # BatchNorm statistics over all ranks; false = each rank its own.
     sync_batchnorm: bool = False
+    # What weighs the same in an optimizer step: every micro-batch (micro_batch) or every valid token (tokens: the loss
+    # is the mean over all tokens of the global batch, whatever the layout).
+    loss_weighting: str = "micro_batch"
+    # With loss_weighting=tokens: function from a batch to its number of valid tokens, as package.module:function;
+    # null = the targets of the one cross_entropy or nll_loss in training_step that are not ignore_index.
+    token_count: str | None = None
     # Seed of the order of the training samples; null = the seed of the run.
     data_seed: int | None = None
 

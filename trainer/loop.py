@@ -23,6 +23,7 @@ ties asynchronous workers together and hangs ranks of unequal length. Here ranks
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from torch.optim import Optimizer
 from trainwright.strategies.hooks import HookTable
 from trainwright.strategies.optimization import ZeroGradFirst
 from trainwright.trainer.data_order import OrderedSampler, ordered_sampler
+from trainwright.trainer.loss_weighting import TokenWeights, refuse_manual_optimization
 from trainwright.trainer.results import LeanResults, RepeatedLog
 
 # Micro-batches between two agreements of the ranks on whether a SIGTERM has come in.
@@ -68,6 +70,7 @@ class LeanOptimization(_AutomaticOptimization):
     """Forward, zero_grad, backward, optimizer step; Lightning's, with an exact divisor of the loss."""
 
     loss_scale: LossScale | None = None
+    token_weights: TokenWeights | None = None
     hooks: HookTable
 
     def run_lean(self, optimizer: Optimizer, batch_idx: int, args: tuple[Any, ...], stepping: bool) -> dict[str, Any]:
@@ -103,13 +106,55 @@ class LeanOptimization(_AutomaticOptimization):
         # Lightning's way (with a profiler, or dataloader_iter); the scale of the loss is ours all the same.
         if self.loss_scale is not None:
             self.trainer.strategy.loss_divisor = self.loss_scale.divisor(self.trainer.fit_loop.batch_idx)
-        result = super()._training_step(kwargs)
-        if self.loss_scale is not None and result.closure_loss is not None:
-            factor = self.trainer.accumulate_grad_batches / self.loss_scale.divisor(self.trainer.fit_loop.batch_idx)
-            if factor != 1:
-                result.closure_loss = result.closure_loss * factor
+        batch_idx = self.trainer.fit_loop.batch_idx
+        with self.observed(next(iter(kwargs.values())), batch_idx):
+            result = super()._training_step(kwargs)
+        loss, divisor = result.closure_loss, float(self.trainer.accumulate_grad_batches)
+        if self.loss_scale is not None and loss is not None:
+            exact = self.loss_scale.divisor(batch_idx)
+            if exact != divisor:
+                result.closure_loss = loss * (divisor / exact)
                 result._clone_loss()
+            loss, divisor = loss * divisor, exact
+        self.weigh(result, loss, divisor)
         return result
+
+    def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
+        backward = super()._make_backward_fn(optimizer)
+        if backward is None or self.token_weights is None:
+            return backward
+
+        def backward_and_correct(loss: Tensor) -> None:
+            backward(loss)
+            self.correct_gradients()
+
+        return backward_and_correct
+
+    # ---- loss_weighting="tokens" ----------------------------------------------------------------------------------
+
+    def observed(self, batch: Any, batch_idx: int) -> AbstractContextManager[Any]:
+        """Around ``training_step``: count its tokens, if losses are weighed by them."""
+        weights = self.token_weights
+        if weights is None:
+            return nullcontext()
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            weights.begin()
+        # A strategy that runs backward within the step weighs its own micro-batches.
+        return nullcontext() if self.trainer.strategy.backward_in_step else weights.observe(batch)
+
+    def weigh(self, result: ClosureResult, output: Any, divisor: float) -> None:
+        """Before backward: exchange the loss to differentiate for the one that is weighed by its tokens."""
+        if self.token_weights is None or self._skip_backward or output is None:
+            return
+        if not self.trainer.strategy.backward_in_step:
+            self.token_weights.weigh(result, output, padding=divisor == float("inf"))
+        if not self.trainer.fit_loop._should_accumulate():
+            self.token_weights.start()
+
+    def correct_gradients(self) -> None:
+        """After the last backward of a step: the gradients of the mean over all its tokens."""
+        if self.token_weights is not None and not self.trainer.fit_loop._should_accumulate():
+            self.token_weights.finish()
 
 
 class _LeanClosure:
@@ -136,7 +181,8 @@ class _LeanClosure:
             strategy.loss_divisor = divisor
             self._zero_grad_if_due(module)
         before, names["_current_fx_name"] = names["_current_fx_name"], "training_step"
-        output = strategy.training_step(*self._args)
+        with loop.observed(self._args[0], self._batch_idx):
+            output = strategy.training_step(*self._args)
         names["_current_fx_name"] = before
         if output is None:
             _refuse_none(trainer)
@@ -145,10 +191,12 @@ class _LeanClosure:
             return result.loss
         if not zeroes_first:
             self._zero_grad_if_due(module)
+        loop.weigh(result, output, divisor)
         if result.closure_loss is not None:
             names["_current_fx_name"] = "backward"
             strategy.backward(result.closure_loss, self._optimizer)
             names["_current_fx_name"] = before
+        loop.correct_gradients()
         return result.loss
 
     def _zero_grad_if_due(self, module: LightningModule) -> None:
@@ -224,6 +272,9 @@ class LeanEpochLoop(_TrainingEpochLoop):
             # In manual optimization the user decides what a step is; then each wave stands for itself.
             whole_step=trainer.global_batch_size is not None and module.automatic_optimization,
         )
+        if trainer.token_weights is not None and not module.automatic_optimization:
+            refuse_manual_optimization(type(module).__name__)
+        self.automatic_optimization.token_weights = trainer.token_weights
         self._step_takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._moves_batch = type(trainer.precision_plugin).convert_input is not FabricPrecision.convert_input or any(
             self.hooks.data_overrides(hook)

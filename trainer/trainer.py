@@ -31,6 +31,7 @@ from trainwright.trainer.data_order import (
 from trainwright.trainer.evaluation import ExactEvaluationLoop, OrderedPredictionLoop
 from trainwright.trainer.even import EvenLoader
 from trainwright.trainer.loop import LeanEpochLoop
+from trainwright.trainer.loss_weighting import LossWeighting, TokenCount, make_token_weights
 from trainwright.trainer.signals import FlagOnSignal
 
 
@@ -45,6 +46,12 @@ class Trainer(LightningTrainer):
             Lightning's meaning: the loader's batch size per rank, times ``accumulate_grad_batches``.
         data_seed: seed of the order of samples, which depends on it and the epoch alone. ``None`` takes the seed of
             ``seed_everything``, or 0.
+        loss_weighting: ``"micro_batch"`` is Lightning's mean over micro-batches (and ranks) of their losses;
+            ``"tokens"`` makes gradients and the logged loss those of the mean over all valid tokens of the global
+            batch, see :mod:`trainwright.trainer.loss_weighting`.
+        token_count: with ``"tokens"``, batch -> number of tokens over which ``training_step`` takes its mean, a
+            function or ``"package.module:function"``; ``None`` counts the targets of the one ``cross_entropy`` or
+            ``nll_loss`` in ``training_step``.
         error_if_nonfinite: stop with an error when ``gradient_clip_val`` meets a norm that is NaN or infinite; off by
             default, as in Lightning.
         **kwargs: everything that ``lightning.pytorch.Trainer`` takes, with the same meaning.
@@ -59,6 +66,8 @@ class Trainer(LightningTrainer):
         strategy: str | Strategy = "auto",
         global_batch_size: int | None = None,
         data_seed: int | None = None,
+        loss_weighting: LossWeighting = "micro_batch",
+        token_count: str | TokenCount | None = None,
         error_if_nonfinite: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -69,6 +78,7 @@ class Trainer(LightningTrainer):
         self.global_batch: GlobalBatch | None = None
         self._data_seed = data_seed
         self._agreement_group: dist.ProcessGroup | None = None
+        self.token_weights = make_token_weights(self.strategy, loss_weighting, token_count)
         _set_error_if_nonfinite(self, error_if_nonfinite)
         self._use_own_loops(inference_mode=kwargs.get("inference_mode", True))
         self._use_own_connectors()
