@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _make_cwd_importable()
         if _wants_several_processes(words) and detect_launcher() is None:
             # What the ranks of `verify` print must not mix with its report.
-            with ranks_speak_to_stderr() if "verify" in words[:1] else contextlib.nullcontext():
+            with ranks_speak_to_stderr() if "verify" in words else contextlib.nullcontext():
                 start_forkserver()
         from trainwright.trainer.command import run_command
 
@@ -58,7 +58,7 @@ def _wants_several_processes(words: Sequence[str]) -> bool:
     if any(word in words for word in ("-h", "--help", "--version", "--print-config", "--cfg")):
         return False
     several = any(word.startswith("devices=") and word != "devices=1" for word in words)
-    return several or "-m" in words or "--multirun" in words or "verify" in words[:1]
+    return several or "-m" in words or "--multirun" in words or "verify" in words
 
 
 def _make_cwd_importable() -> None:

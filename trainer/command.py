@@ -137,7 +137,8 @@ def _sweep(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
 
 
 def _print_config(arguments: argparse.Namespace) -> int:
-    verb, overrides, problems = arguments.verb, arguments.overrides, []
+    verb, overrides = arguments.verb, arguments.overrides
+    problems: list[str] = []
     if verb == VERIFY:
         from trainwright.trainer.verify_options import take_options
 

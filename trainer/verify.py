@@ -160,26 +160,10 @@ def _compare(layout_cfg: DictConfig, folder: Path, options: VerifyOptions) -> Ve
     from trainwright.trainer import verify_compare as compare
 
     layout, reference = (compare.Record(folder / name / "record") for name in ("layout", "one"))
-    tolerance, steps = options.bound, min(layout.steps, reference.steps)
-    problems = _unlike(layout, reference)
+    tolerance, problems = options.bound, _unlike(layout, reference)
 
     losses = compare.compare_losses(layout.losses(), reference.losses(), tolerance)
-    rounding = compare.Rounding()
-
-    def pair(kind: str, step: int) -> tuple[Any, Any]:
-        return layout.tensors(kind, step), reference.tensors(kind, step)
-
-    gradients, parameters = [], compare.compare_tensors(0, *pair("parameters", 0), tolerance)
-    for step in range(1, steps + 1):
-        names = reference.stepped(step)
-        of_step = tuple(
-            {name: tensor for name, tensor in each.items() if names is None or name in names}
-            for each in pair("gradients", step)
-        )
-        gradients += compare.compare_tensors(step, *of_step, tolerance)
-        rounding.see(*of_step)
-        if layout.has("parameters", step) and reference.has("parameters", step):
-            parameters += compare.compare_tensors(step, *pair("parameters", step), tolerance, rounding)
+    gradients, parameters = compare.compare_steps(layout, reference, tolerance)
     samples = compare.compare_samples(layout, reference)
     start = compare.find_start(problems, samples, losses, gradients, parameters, reference.run["execution"])
     return VerifyReport(

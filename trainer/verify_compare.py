@@ -126,6 +126,27 @@ class Rounding:
         return self._masks.get(name)
 
 
+def compare_steps(
+    layout: Record, reference: Record, tolerance: float
+) -> tuple[list[TensorDifference], list[TensorDifference]]:
+    """Gradients and parameters of all steps that both runs have recorded."""
+    rounding, gradients = Rounding(), list[TensorDifference]()
+    parameters = compare_tensors(0, layout.tensors("parameters", 0), reference.tensors("parameters", 0), tolerance)
+    for step in range(1, min(layout.steps, reference.steps) + 1):
+        stepped = reference.stepped(step)
+        ours, theirs = (_only(record.tensors("gradients", step), stepped) for record in (layout, reference))
+        gradients += compare_tensors(step, ours, theirs, tolerance)
+        rounding.see(ours, theirs)
+        if layout.has("parameters", step) and reference.has("parameters", step):
+            ours, theirs = (record.tensors("parameters", step) for record in (layout, reference))
+            parameters += compare_tensors(step, ours, theirs, tolerance, rounding)
+    return gradients, parameters
+
+
+def _only(tensors: Tensors, names: Sequence[str] | None) -> Tensors:
+    return tensors if names is None else {name: tensor for name, tensor in tensors.items() if name in names}
+
+
 def compare_tensors(
     step: int, layout: Tensors, reference: Tensors, tolerance: float, rounding: Rounding | None = None
 ) -> list[TensorDifference]:

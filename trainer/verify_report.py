@@ -124,34 +124,33 @@ class VerifyReport:
         """As JSON can hold it; what is not a finite number is null."""
         steps = sorted({one.step for one in self.gradients})
         groups = groups_of([one.name for one in self.final_parameters])
-        return _finite(
-            {
-                "passed": self.passed,
-                "tolerance": self.tolerance,
-                "start": None if self.start is None else asdict(self.start),
-                "recipe": self.recipe,
-                "strategy": self.strategy,
-                "ranks": self.ranks,
-                "layout": dict(self.layout),
-                "precision": self.precision,
-                "global_batch": self.global_batch,
-                "steps": len(self.losses),
-                "dropout_off": list(self.dropout),
-                "samples": list(self.samples),
-                "problems": list(self.problems),
-                "losses": [asdict(one) for one in self.losses],
-                "modules": [
-                    {
-                        "module": group,
-                        "gradients": [_worst_of(self.gradients, names, step) for step in steps],
-                        "parameters": _worst_of(self.final_parameters, names),
-                    }
-                    for group, names in groups.items()
-                ],
-                "gradients": [asdict(one) for one in self.gradients],
-                "parameters": [asdict(one) for one in self.parameters],
-            }
-        )
+        document = {
+            "passed": self.passed,
+            "tolerance": self.tolerance,
+            "start": None if self.start is None else asdict(self.start),
+            "recipe": self.recipe,
+            "strategy": self.strategy,
+            "ranks": self.ranks,
+            "layout": dict(self.layout),
+            "precision": self.precision,
+            "global_batch": self.global_batch,
+            "steps": len(self.losses),
+            "dropout_off": list(self.dropout),
+            "samples": list(self.samples),
+            "problems": list(self.problems),
+            "losses": [asdict(one) for one in self.losses],
+            "modules": [
+                {
+                    "module": group,
+                    "gradients": [_worst_of(self.gradients, names, step) for step in steps],
+                    "parameters": _worst_of(self.final_parameters, names),
+                }
+                for group, names in groups.items()
+            ],
+            "gradients": [asdict(one) for one in self.gradients],
+            "parameters": [asdict(one) for one in self.parameters],
+        }
+        return {key: _finite(value) for key, value in document.items()}
 
     def to_text(self) -> str:
         """As a person reads it."""

@@ -325,7 +325,7 @@ def _left(pid: int) -> list[Path]:
 
 
 def test_zero3_trains_as_one_process_does(tmp_path: Path) -> None:
-    words = ("verify", "recipe=digits", "strategy=zero3", "devices=2", "module.blocks=2", "--json")
+    words = ("--json", "verify", "recipe=digits", "strategy=zero3", "devices=2", "module.blocks=2")
     process = subprocess.Popen(
         command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     )
