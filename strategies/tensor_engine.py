@@ -404,8 +404,10 @@ class _Site:
         """``change(x)``, once for all projections that are given the same tensor: one collective for all of them."""
         if not self._is_open:
             return change(x)
-        if self._given is None or self._shared is None or self._given[0] is not x or self._given[1] != x._version:
-            self._given, self._shared = (x, x._version), change(x)
+        # A compiler cannot trace versions: there, nothing may change the input in place between two projections.
+        version = 0 if torch.compiler.is_compiling() else x._version
+        if self._given is None or self._shared is None or self._given[0] is not x or self._given[1] != version:
+            self._given, self._shared = (x, version), change(x)
         return self._shared
 
     def begin(self, device: torch.device) -> None:

@@ -17,6 +17,8 @@ from trainwright.strategies.plan import ModelPlan
 STYLES = ("colwise", "rowwise", "colwise_gather", "vocabulary", "packed_colwise")
 # Attributes by which attention modules of many libraries call the width of one head.
 _HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "d_head", "dim_head")
+# Names and classes of modules whose output at one position depends on other positions.
+_MIXES = re.compile(r"attn|attention|conv\dd|rnn|lstm|gru|mamba|ssm|mixer", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ def validate_tensor(
     problems = [*_shape_problems(module, plan, size)]
     if not problems:  # the checks below read shapes
         problems += [*_head_problems(module, plan, size), *_tie_problems(module, plan)]
-        problems += [] if sequence_parallel else _side_problems(module, plan)
+        problems += _mixing_problems(module, plan) if sequence_parallel else _side_problems(module, plan)
     if not plan.tensor:
         problems.append(f"tensor={size}: the plan names no module to split; name them in strategy.plan.tensor")
     if sequence_parallel and not plan.blocks:
@@ -341,3 +343,18 @@ def _side_problems(module: nn.Module, plan: ModelPlan) -> Iterator[str]:
                 "split or on whole activations; leave the projections beside it whole (none in strategy.plan.tensor), "
                 "or set sequence_parallel=true, under which it does not matter"
             )
+
+
+def _mixing_problems(module: nn.Module, plan: ModelPlan) -> Iterator[str]:
+    """Modules that would silently look at a slice of the sequence only."""
+    for block in plan.blocks:
+        for name, part in module.get_submodule(block).named_modules(prefix=block):
+            is_known = is_projection(part) or is_inside(name, (*plan.tensor, *plan.whole_inputs))
+            if is_known or any(is_inside(other, (name,)) for other in (*plan.tensor, *plan.whole_inputs)):
+                continue
+            looks_so = _MIXES.search(name.rpartition(".")[2]) or _MIXES.search(type(part).__name__)
+            if looks_so and any(parameter.dim() > 1 for parameter in part.parameters()):
+                yield (
+                    f"sequence_parallel=true: {_star(name)} ({type(part).__name__}) is left whole, and would see only "
+                    "a slice of the sequence; split it in strategy.plan.tensor, or set sequence_parallel=false"
+                )

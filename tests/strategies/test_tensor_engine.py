@@ -646,3 +646,42 @@ def test_a_sequence_that_does_not_divide_is_refused_in_training_only(ranks):
     text = ranks(odd_sequence, 2)[0]
     assert "(2, 7, 32)" in text
     assert "sequence_parallel=false" in text
+
+
+def test_attention_that_is_left_whole_is_refused_where_the_sequence_is_sliced():
+    half = {name: style for name, style in gpt_plan().tensor.items() if "feed_forward" in name}
+    plan = ModelPlan(gpt_plan().blocks, half, whole_inputs=("blocks.0.feed_forward", "blocks.1.feed_forward"))
+    text = problems(gpt(), plan, 2, sequence_parallel=True)
+    assert "blocks.*.attention (Attention) is left whole" in text
+    assert "norm" not in text
+    assert problems(gpt(), plan, 2) == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compiled blocks
+
+
+def compiled_differences(sequence: bool) -> tuple[float, float]:
+    torch.manual_seed(0)
+    model = gpt()
+    cut(model, gpt_plan(), sequence_parallel=sequence)
+    ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(1))
+    want = model(ids)
+    want.sum().backward()
+    gradient = model.embedding.weight.grad.clone()
+    model.zero_grad()
+    model.blocks[0].forward = torch.compile(model.blocks[0].forward, backend="eager", fullgraph=True)
+    got = model(ids)
+    got.sum().backward()
+    return (want - got).abs().max().item(), (model.embedding.weight.grad - gradient).abs().max().item()
+
+
+def both_compiled_differences() -> list[tuple[float, float]]:
+    return [compiled_differences(sequence) for sequence in (False, True)]
+
+
+def test_a_block_compiles_as_one_graph(ranks):
+    for found in ranks(both_compiled_differences, 2, timeout=120):
+        for outputs, gradients in found:
+            assert outputs < 1e-5
+            assert gradients < 1e-4
