@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, cast
 
 from torch import nn
 
@@ -37,9 +38,13 @@ class Reads:
     weights: frozenset[str] = frozenset()
 
 
-@cache
 def reads_of(kind: type[nn.Module]) -> Reads:
     """What the methods of ``kind`` and of its bases outside of libraries read while it computes."""
+    return _read(cast(Hashable, kind))
+
+
+@cache
+def _read(kind: Any) -> Reads:
     known, found = True, [set[str](), set[str](), set[str](), set[str]()]
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] in _LIBRARIES or base is object:
@@ -49,27 +54,31 @@ def reads_of(kind: type[nn.Module]) -> Reads:
         except (OSError, TypeError, SyntaxError):
             known = False
             continue
-        for node in _computing(tree):
-            for names, new in zip(found, (_own(node), _shaping(node), _config(node), _weights(node)), strict=True):
-                names.update(new)
+        for method in _computing(tree):
+            own = method.args.args[0].arg if method.args.args else "self"
+            for node in ast.walk(method):
+                read = (_own(node, own), _shaping(node, own), _config(node), _weights(node))
+                for names, new in zip(found, read, strict=True):
+                    names.update(new)
     return Reads(known, *(frozenset(names) for names in found))
 
 
-def _computing(tree: ast.Module) -> Iterator[ast.AST]:
+def _computing(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for statement in [s for definition in tree.body if isinstance(definition, ast.ClassDef) for s in definition.body]:
         if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if statement.name not in _BUILDING and not statement.name.startswith(_BUILDING_PREFIXES):
-            yield from ast.walk(statement)
+            yield statement
 
 
-def _own(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+def _own(node: ast.AST, own: str) -> Iterator[str]:
+    """The attribute of the object itself, which the method calls ``own``, that ``node`` is."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own:
         yield node.attr
 
 
-def _shaping(node: ast.AST) -> Iterator[str]:
-    """Attributes of ``self`` in the arguments of a call that shapes a tensor, or in a tuple (which may be a shape)."""
+def _shaping(node: ast.AST, own: str) -> Iterator[str]:
+    """Own attributes in the arguments of a call that shapes a tensor, or in a tuple (which may be a shape)."""
     parts: list[ast.expr] = []
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SHAPING:
         parts = node.args
@@ -77,7 +86,7 @@ def _shaping(node: ast.AST) -> Iterator[str]:
         parts = node.elts
     for part in parts:
         for inner in ast.walk(part):
-            yield from _own(inner)
+            yield from _own(inner, own)
 
 
 def _config(node: ast.AST) -> Iterator[str]:

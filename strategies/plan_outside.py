@@ -9,6 +9,9 @@ from torch import nn
 from trainwright.strategies.plan_code import reads_of
 from trainwright.strategies.plan_names import matching, within
 
+# Names of what comes last wherever it is registered.
+_ENDS = ("head", "lm_head", "classifier", "score", "ln_f", "norm_f")
+
 
 def tied_groups(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Groups of names that share one parameter, in the order of ``named_parameters``."""
@@ -28,7 +31,7 @@ def used_functionally(module: nn.Module, name: str, blocks: Collection[str]) -> 
     outer = [sub for sub_name, sub in module.named_modules() if within(name, sub_name) and sub_name != name]
     if not any(attribute in reads_of(type(sub)).weights for sub in outer):
         return False
-    length = module.get_submodule(name).weight.shape[0]  # type: ignore[union-attr,index]
+    length = module.get_submodule(name).weight.shape[0]  # type: ignore[index]
     return not any(
         isinstance(sub, nn.Linear) and sub.out_features == length
         for other, sub in module.named_modules()
@@ -68,8 +71,9 @@ def split_outside(
     """What owns parameters outside of the blocks, before and after them.
 
     What is registered before the first block runs before it, what is registered after the last one runs after it.
-    Exceptions: embeddings, and parameters of the modules around the blocks, run before. An embedding whose weight other
-    code reads (a tied head without a module of its own) is in both.
+    Exceptions: embeddings, and parameters of the modules around the blocks, run before; what is called ``head``,
+    ``classifier``, ``score``, ``ln_f``, ``norm_f`` or ``final_...`` runs after. An embedding whose weight other code
+    reads (a tied head without a module of its own) is in both.
 
     Args:
         module: the whole model.
@@ -123,7 +127,8 @@ def _default_sides(module: nn.Module, name: str, side: str, blocks: Sequence[str
     owner = _module_or_none(module, name)
     inner = [] if owner is None else [n for n, sub in owner.named_modules() if isinstance(sub, nn.Embedding)]
     if not inner:
-        return {side}
+        last = name.rpartition(".")[2]
+        return {"last"} if last in _ENDS or last.startswith("final_") else {side}
     embeddings = [f"{name}.{n}" if n else name for n in inner]
     return {"first", "last"} if any(used_functionally(module, n, blocks) for n in embeddings) else {"first"}
 

@@ -55,9 +55,8 @@ def make_plan(
     tensor, sources["tensor"] = draft.styles(), draft.source()
     heads = _merge_heads(module, {**find_heads(module, tensor), **draft.fixed_heads()}, own, said)
     first, last = split_outside(module, blocks, [*own.first, *said.first], [*own.last, *said.last])
-    sources["first"] = sources["last"] = "order of registration" + (
-        " and configuration" if said.first or said.last else ""
-    )
+    asked = ", configuration" if said.first or said.last else ""
+    sources["first"] = sources["last"] = f"order of registration, names{asked}" if blocks else "needs blocks"
     plan = ModelPlan(
         blocks=blocks,
         tensor=MappingProxyType(tensor),
@@ -85,7 +84,7 @@ def own_plan(module: nn.Module) -> PlanConfig:
         if not callable(method):
             continue
         origin = f"{type(sub).__name__}.parallel_plan()" + (f" of {name}" if name else "")
-        plan = PlanConfig.of(sub.parallel_plan(), origin)  # type: ignore[operator]
+        plan = PlanConfig.of(sub.parallel_plan(), origin)
         prefix = f"{name}." if name else ""
         for part in ("tensor", "heads", "experts"):
             said = {prefix + key: value for key, value in getattr(plan, part).items()}

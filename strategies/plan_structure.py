@@ -86,8 +86,9 @@ def features_of(module: nn.Module | None) -> tuple[int, int] | None:
     """``(inputs, outputs)`` of a linear layer, ``nn.Linear`` or Hugging Face's ``Conv1D``; ``None`` for others."""
     if isinstance(module, nn.Linear) and type(module).__name__ != "NonDynamicallyQuantizableLinear":
         return module.in_features, module.out_features
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx"):
-        return int(module.nx), int(module.nf)
+    inputs, outputs = getattr(module, "nx", None), getattr(module, "nf", None)
+    if type(module).__name__ == "Conv1D" and isinstance(inputs, int) and isinstance(outputs, int):
+        return inputs, outputs
     return None
 
 

@@ -43,6 +43,7 @@ class TensorDraft:
         self._blocks = blocks
         self._size = size
         self._names = [name for name, _ in module.named_modules() if name]
+        self._canonical = {id(sub): name for name, sub in module.named_modules()}
         self._styles: dict[str, str] = {}
         self._explicit: set[str] = set()
         self._sources: list[str] = []
@@ -101,12 +102,35 @@ class TensorDraft:
 
     def _take_structure(self, routed: tuple[str, ...]) -> None:
         added = False
-        for group in find_groups(self._module, routed):
-            if self._styles.keys().isdisjoint(group.styles):
-                self._styles.update(group.styles)
-                self._whole = {n: r for n, r in self._whole.items() if not any(parent_of(g) == n for g in group.styles)}
-                added = True
+        groups = find_groups(self._module, routed)
+        found = {name for group in groups for name in group.styles}
+        for group in groups:
+            if not self._styles.keys().isdisjoint(group.styles):
+                continue
+            if any(not self._is_alike_in_all_blocks(name, found) for name in group.styles):
+                self._whole.update(dict.fromkeys(group.styles, "it cannot be split in another block of its kind"))
+                continue
+            self._styles.update(group.styles)
+            self._whole = {n: r for n, r in self._whole.items() if not any(parent_of(g) == n for g in group.styles)}
+            added = True
         self._sources += ["structure"] if added else []
+
+    def _is_alike_in_all_blocks(self, name: str, found: Collection[str]) -> bool:
+        """Whether the same module of the other blocks was found too, unless what holds it there is something else.
+
+        Blocks may hand on what depends on the split (T5's first one computes the position bias of all).
+        """
+        block = self._block_of(name)
+        if block is None:
+            return True
+        inner = name[len(block) :]
+        for other in self._blocks:
+            holder = parent_of(other + inner)
+            if parent_of(other) != parent_of(block) or other + inner in found or holder not in self._names:
+                continue
+            if type(self._of(holder)) is type(self._of(parent_of(name))) and other + inner in self._names:
+                return False
+        return True
 
     def _take_vocabulary(self) -> None:
         """An embedding and the output head of the same vocabulary, if both are there and nobody spoke of them."""
@@ -115,10 +139,12 @@ class TensorDraft:
         free = [n for n in self._names if n not in self._styles and not self._block_of(n)]
         embeddings = [n for n in free if isinstance(self._of(n), nn.Embedding)]
         for head in [n for n in free if isinstance(self._of(n), nn.Linear)]:
-            for embedding in sorted(embeddings, key=lambda n: self._of(n).weight is not self._of(head).weight):
-                if len(self._of(embedding).weight) == len(self._of(head).weight):  # type: ignore[arg-type]
-                    self._styles.update({embedding: "vocabulary", head: "colwise_gather"})
-                    return
+            weight = self._of(head).weight
+            alike = [n for n in embeddings if len(self._of(n).weight) == len(weight)]  # type: ignore[arg-type]
+            if alike:
+                tied = [n for n in alike if self._of(n).weight is weight]
+                self._styles.update(dict.fromkeys(tied or alike[:1], "vocabulary") | {head: "colwise_gather"})
+                return
 
     # ---- consistency ----------------------------------------------------------------------------------------------
 
@@ -190,6 +216,7 @@ class TensorDraft:
             self._whole.update(dict.fromkeys(loose, "it shares a parameter with what stays whole"))
 
     def _loose(self, group: Collection[str]) -> list[str]:
-        owners = [parent_of(name) for name in group]
+        # A module that is registered in several places has one name here.
+        owners = list(dict.fromkeys(self._canonical.get(id(self._of(parent_of(n))), "") for n in group))
         cut = [name for name in owners if self._styles.get(name, "none") != "none"]
         return [name for name in cut if name not in self._explicit] if len(cut) < len(owners) else []

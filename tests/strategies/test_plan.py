@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from trainwright.recipes.gpt_model import GPT, GPTConfig
 from trainwright.strategies.blocks import find_blocks
 from trainwright.strategies.plan_sources import describe_plan, make_plan
+from trainwright.strategies.tensor_rules import validate_tensor
 
 SMALL = {
     "vocab_size": 96,
@@ -47,6 +48,12 @@ def hugging_face(kind: str, **options) -> Module:
         return Module(getattr(transformers, name + head)(config))
 
 
+def accepted(module: nn.Module, plan) -> None:
+    """The tensor engine has nothing against the plan, for two ranks."""
+    for sequence_parallel in (False, True):
+        assert not validate_tensor(module, plan, 2, sequence_parallel=sequence_parallel, loss_parallel=False)
+
+
 def of_block(plan, block: str) -> dict[str, str]:
     """Styles within one block, by names relative to it."""
     return {name.removeprefix(f"{block}."): s for name, s in plan.tensor.items() if name.startswith(f"{block}.")}
@@ -59,6 +66,12 @@ LLAMA_BLOCK = {
     "mlp.up_proj": "colwise",
     "mlp.down_proj": "rowwise",
 }
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mixtral", "gpt2", "bert"])
+def test_the_tensor_engine_accepts_plans_of_hugging_face(kind):
+    module = hugging_face(kind)
+    accepted(module, make_plan(module, needs=("blocks", "tensor"), tensor_size=2))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
@@ -145,6 +158,7 @@ def test_our_gpt(tied):
     }
     assert plan.heads == {f"{block}.attention": ("heads", "kv_heads") for block in plan.blocks}
     assert plan.whole_inputs[:2] == ("model.blocks.0.attention", "model.blocks.0.feed_forward")
+    accepted(Module(gpt), plan)
     assert plan.first == ("model.embedding",)
     if tied:  # F.linear(x, self.embedding.weight): used on both sides, so it is on both, and whole
         assert plan.last == ("model.embedding", "model.norm")
@@ -159,6 +173,7 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(16, 3)
+        self.readout = nn.Linear(16, 3)
         self.place = nn.Parameter(torch.zeros(8, 16))
         self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32), 3, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(16)
@@ -174,12 +189,12 @@ def test_torch_encoder_and_where_the_rest_stands():
     }
     assert plan.heads["encoder.layers.0.self_attn"] == ("num_heads", "embed_dim")
     assert plan.whole_inputs == tuple(f"{block}.self_attn" for block in plan.blocks)
-    assert plan.first == ("place", "head")  # registered before; the user knows better:
-    assert plan.last == ("norm",)
-    plan = make_plan(Encoder(), {"last": ["head"]})
-    assert (plan.first, plan.last) == (("place",), ("head", "norm"))
+    assert plan.first == ("place", "readout")  # registered before; the user knows better:
+    assert plan.last == ("head", "norm")  # a head is last wherever it is registered
+    plan = make_plan(Encoder(), {"last": ["readout"]})
+    assert (plan.first, plan.last) == (("place",), ("head", "readout", "norm"))
     plan = make_plan(Encoder(), {"first": ["norm"], "last": ["norm"]})
-    assert (plan.first, plan.last) == (("place", "head", "norm"), ("norm",))
+    assert (plan.first, plan.last) == (("place", "readout", "norm"), ("head", "norm"))
 
 
 class Nested(nn.Module):
@@ -248,11 +263,40 @@ def test_norms_of_heads_are_no_reason_to_stay_whole_and_norms_of_all_features_ar
     assert make_plan(nn.Sequential(Attention(16))).tensor == {}
 
 
+class Biased(nn.Module):
+    def __init__(self, has_bias: bool) -> None:
+        super().__init__()
+        self.attention = Attention(4)
+        if has_bias:
+            self.attention.bias = nn.Embedding(8, 4)
+        self.feed_forward = TwoLayers(nn.ReLU())
+
+
+def test_what_cannot_be_split_in_one_block_stays_whole_in_all():
+    plan = make_plan(nn.ModuleList(Biased(index == 0) for index in range(3)))
+    assert set(plan.tensor) == {f"{index}.feed_forward.{part}" for index in range(3) for part in ("fc1", "fc2")}
+    assert "it cannot be split in another block of its kind" in plan.sources["tensor"]
+
+
+def test_one_module_in_several_places_is_cut_in_all():
+    model = nn.Module()
+    model.words = nn.Embedding(16, 8)
+    model.stack = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(2)))
+    model.same_words = model.words
+    model.head = nn.Linear(8, 16, bias=False)
+    model.head.weight = model.words.weight
+    plan = make_plan(model)
+    assert plan.tensor["words"] == "vocabulary"
+    assert plan.tensor["head"] == "colwise_gather"
+    assert plan.tied == (("words.weight", "same_words.weight", "head.weight"),)
+    assert plan.first == ("words", "same_words")
+
+
 class Planned(Encoder):
     def parallel_plan(self) -> dict:
         return {
             "tensor": {"encoder.layers.*.linear1": "none", "encoder.layers.*.linear2": "none"},
-            "last": ["head"],
+            "last": ["readout"],
             "whole_inputs": [],
         }
 
@@ -264,7 +308,7 @@ def test_what_a_module_says_goes_over_structure_and_configuration_over_both():
         "self_attn.out_proj": "rowwise",
     }
     assert plan.whole_inputs == ()
-    assert plan.last == ("model.head", "model.norm")
+    assert plan.last == ("model.head", "model.readout", "model.norm")
     config = {
         "tensor": {"model.encoder.layers.*.linear1": "colwise", "model.encoder.layers.*.linear2": "rowwise"},
         "heads": {"model.encoder.layers.*.self_attn": ["num_heads"]},
