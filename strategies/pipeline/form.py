@@ -55,14 +55,23 @@ class Form:
 
     def dump(self) -> bytes:
         """As bytes, for another rank of this job."""
-        return pickle.dumps(self)
+        skeleton = pytree.tree_unflatten(
+            [_Slot() if tensor else value for value, tensor in zip(self.plain, self.is_tensor, strict=True)], self.spec
+        )
+        return pickle.dumps((skeleton, self.tensors))
 
     @staticmethod
     def load(data: bytes) -> Form:
         """From bytes of another rank of this job."""
-        form: Form = pickle.loads(data)  # noqa: S301 - written by a rank of this very job
-        _register_types(form.spec)
-        return form
+        skeleton, tensors = pickle.loads(data)  # noqa: S301 - written by a rank of this very job
+        leaves, spec = _flatten(skeleton)
+        is_tensor = tuple(isinstance(leaf, _Slot) for leaf in leaves)
+        plain = tuple(None if isinstance(leaf, _Slot) else leaf for leaf in leaves)
+        return Form(spec, plain, is_tensor, tensors)
+
+
+class _Slot:
+    """Stands for a tensor."""
 
 
 def take_apart(value: Any, source: str) -> tuple[Form, tuple[Tensor, ...]]:
@@ -100,14 +109,6 @@ def _flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
             pytree.register_dataclass(kind)
 
 
-def _register_types(spec: pytree.TreeSpec) -> None:
-    kind = spec.type
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind not in pytree.SUPPORTED_NODES:
-        pytree.register_dataclass(kind)
-    for child in spec.children():
-        _register_types(child)
-
-
 class FormBook:
     """Forms of what each stage sends, by the shapes of the micro-batch it was computed from.
 
@@ -138,7 +139,7 @@ class FormBook:
         known = self._known.get(key)
         if known is None:
             self._known[key] = form
-            self._store.set(key, form.dump())
+            self._store.set(key, form.dump())  # type: ignore[arg-type]
         elif known != form:
             raise RuntimeError(
                 f"{source} returned another form than before for a micro-batch of the same shapes, so the next stage "

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -135,7 +136,7 @@ def _taken(batch: Any, piece: _Piece, path: str) -> Any:
         return _rebuilt(batch, lambda name, value: _taken(value, piece, f"{path}.{name}" if path else str(name)))
     if isinstance(batch, (list, tuple)):
         return _taken_sequence(batch, piece, path)
-    if type(batch).__module__ == "numpy" and getattr(batch, "ndim", 0) and len(batch) == piece.size:
+    if isinstance(batch, np.ndarray) and batch.ndim and len(batch) == piece.size:
         return batch[piece.start : piece.start + piece.length]
     if any(isinstance(value, Tensor) for value in getattr(batch, "__dict__", {}).values()):
         raise TypeError(

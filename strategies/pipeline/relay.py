@@ -86,9 +86,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 @cache
-def _cache_positions(kind: type) -> dict[str, int]:
+def _cache_positions(kind: Any) -> dict[str, int]:
     """Where a block's forward takes a key-value cache by position."""
-    names = list(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
+    names = list(inspect.signature(kind.forward).parameters)[1:]
     return {name: names.index(name) for name in _CACHES if name in names}
 
 

@@ -42,7 +42,8 @@ class _Layout:
 
     @property
     def scalars(self) -> int:
-        return sum(how[0] == "scalar" for _, how in self.entries) + len(self.logs) + sum(log[3] for log in self.logs)
+        numbers = sum(1 for _, how in self.entries if how[0] == "scalar")
+        return numbers + len(self.logs) + sum(1 for log in self.logs if log[3])
 
 
 class Recorder:

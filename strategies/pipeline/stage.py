@@ -139,7 +139,8 @@ class OwnForwardStage(_PipelineStageBase):
         self, fwd_chunk_id: int, args: Any = (), kwargs: Any = None, save_forward_output: bool = False
     ) -> Any:
         """Run the user's step on one micro-batch."""
-        received, leaves = None, ()
+        received: Any = None
+        leaves: tuple[Tensor, ...] = ()
         if not self.is_first:
             received, leaves = self._enter(fwd_chunk_id)
         output = self._forward(self.stage_index, fwd_chunk_id, received)
@@ -165,7 +166,7 @@ class OwnForwardStage(_PipelineStageBase):
         form, tensors = self._inputs.pop(chunk)
         wanted = self.has_backward and torch.is_grad_enabled()
         leaves = tuple(t.requires_grad_(f.requires_grad and wanted) for t, f in zip(tensors, form.tensors, strict=True))
-        return form.build([_Enter.apply(t) if t.requires_grad else t for t in leaves]), leaves  # type: ignore[no-untyped-call]
+        return form.build([_Enter.apply(t) if t.requires_grad else t for t in leaves]), leaves
 
     # Backward
 

@@ -71,7 +71,7 @@ class Model(nn.Module):
         self.logged: list[Any] = []
 
     def log(self, name: str, value: Any, prog_bar: bool = False, **kwargs: Any) -> None:
-        self.logged.append((name, float(value), prog_bar, kwargs))
+        self.logged.append((name, float(torch.as_tensor(value).detach()), prog_bar, kwargs))
 
     def hidden(self, ids: Tensor) -> Tensor:
         x: Any = self.embed(ids)
