@@ -209,7 +209,7 @@ def _positive(dim: int, x: Tensor) -> int:
 
 
 def _apply(function: type[Function], *args: Any) -> Tensor:
-    return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
+    return cast(Tensor, function.apply(*args))
 
 
 def _joined(x: Tensor, dim: int, group: Group) -> Tensor:

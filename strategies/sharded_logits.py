@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -43,11 +42,11 @@ class ShardedLogits(Tensor):
         """Logits from this rank's ``part``, whose dimension ``class_dim`` is split over ``group``."""
         shape = list(part.shape)
         shape[class_dim] *= group.size()
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(
             ShardedLogits, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
         )
         made._part, made._group, made._class_dim = part, group, class_dim % part.dim()
-        return cast(ShardedLogits, made)
+        return made
 
     @property
     def is_last(self) -> bool:
@@ -60,7 +59,9 @@ class ShardedLogits(Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Refuse: everything that is allowed was handled before it came here."""
         raise _refusal(str(func))
 
@@ -83,7 +84,17 @@ class ShardedLogits(Tensor):
 # Questions about the whole that need no values.
 _ABOUT = {"size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex", "stride", "__len__"}
 _ABOUT |= {"get_device", "element_size", "is_contiguous", "__hash__"}
-_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "itemsize", "is_leaf")
+_ATTRIBUTES: tuple[str, ...] = (
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "requires_grad",
+    "is_cuda",
+    "layout",
+    "itemsize",
+    "is_leaf",
+)
 _ATTRIBUTES += ("is_sparse", "is_quantized", "is_meta", "is_nested", "is_mps", "is_cpu", "is_mkldnn", "names")
 
 
@@ -174,7 +185,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     if size_average is not None or reduce is not None:
-        reduction = F._Reduction.legacy_get_string(size_average, reduce)
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
     if target.is_floating_point():
         raise _refusal("cross_entropy with probabilities as targets")
     if weight is not None and label_smoothing:
@@ -206,7 +217,7 @@ def _reduced(
     classes = part.shape[-1] * group.size()
     torch._assert_async(((target >= 0) & (target < classes) | ignored).all(), "cross_entropy: a target is no class")
     safe = target.masked_fill(ignored, 0)
-    losses = cast(Tensor, _SampleLoss.apply(part, safe, group, smoothing))  # type: ignore[no-untyped-call]
+    losses = cast(Tensor, _SampleLoss.apply(part, safe, group, smoothing))
     scale = (~ignored).to(losses.dtype) if weight is None else weight.to(losses.dtype)[safe] * ~ignored
     losses = losses * scale
     if reduction == "none":

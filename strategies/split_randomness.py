@@ -23,8 +23,7 @@ def draws_randomly(module: nn.Module) -> bool:
 
 
 def _probability(part: nn.Module) -> tuple[tuple[str, object], ...]:
-    is_dropout = isinstance(part, nn.modules.dropout._DropoutNd)
-    return (("dropout", float(part.p)),) if is_dropout else ()
+    return (("dropout", float(part.p)),) if isinstance(part, nn.modules.dropout._DropoutNd) else ()
 
 
 class SplitRandomness:

@@ -182,7 +182,8 @@ class TensorParallel:
             else:
                 x = site.share(x, self._copy)
             site.begin(x.device)
-            return project(x)
+            y: Tensor = project(x)
+            return y
 
         return forward
 
@@ -214,7 +215,7 @@ class TensorParallel:
         project = _projection(part)
 
         def forward(x: Tensor) -> Tensor:
-            logits = project(self._copy(x))
+            logits: Tensor = project(self._copy(x))
             if self._loss and torch.is_grad_enabled():
                 return ShardedLogits.wrap(logits, self._group)
             return gather_same(logits, -1, self._group)
@@ -440,7 +441,7 @@ class _Site:
 
 def _exchange(part: nn.Module, forward: _Forward) -> None:
     """Set ``forward`` on the instance; whoever asks for its signature gets that of the one before."""
-    part.forward = functools.wraps(part.forward)(forward)  # type: ignore[method-assign]
+    part.forward = functools.wraps(part.forward)(forward)
 
 
 def _projection(part: nn.Module, with_bias: bool = True) -> _Forward:

@@ -60,7 +60,7 @@ def parse_style(style: str) -> tuple[str, tuple[int, ...]]:
 
 def features(module: nn.Module) -> tuple[int, int]:
     """``(in, out)`` of a whole projection."""
-    rows, columns = module.weight.shape  # type: ignore[misc, union-attr]
+    rows, columns = module.weight.shape  # type: ignore[misc]
     return (rows, columns) if is_transposed(module) else (columns, rows)
 
 
@@ -113,7 +113,7 @@ def _attention_splits(module: nn.Module) -> dict[str, Split]:
     names |= {f"{letter}_proj_weight": Split(0) for letter in "qkv"}
     out = module.out_proj
     own = {name: getattr(module, name, None) for name in names if "." not in name}
-    own["out_proj.weight"] = out.weight  # type: ignore[union-attr, assignment]
+    own["out_proj.weight"] = out.weight  # type: ignore[union-attr]
     return {name: split for name, split in names.items() if own[name] is not None}
 
 
