@@ -32,7 +32,7 @@ $(BIN)/python:
 
 # The stamp makes a second `make install` cost nothing until a dependency changes.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,recipes]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,recipes,huggingface]'
 	@touch $@
 
 train: install  ## Train the gpt recipe on two processes with DDP

@@ -292,6 +292,7 @@ class HybridStrategy(ZeroStrategy):
         with self._local_gradients():
             output = self._engines.train(args, kwargs, self._scaled)
         self._average_gradients()
+        self._hand_over_gradients()
         self._sum_shared_gradients()
         return output
 

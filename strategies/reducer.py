@@ -61,6 +61,7 @@ class GradientReducer:
         self._find_unused = find_unused
         self._sync_shards = True
         self._sync_replicas = True
+        self._has_room = False
         self._reset()
         self._handles = [
             handle
@@ -92,13 +93,15 @@ class GradientReducer:
             self._sync_replicas, self._sync_shards = before
 
     def begin(self) -> None:
-        """Make room for whole gradients, for a backward whose parameters' hooks may not run."""
+        """Make room for whole gradients of several backward passes, whose parameters' hooks need not run."""
         for bucket in self._buckets:
             for shard in bucket.shards:
-                self._before_gradient(shard, shard.parameter)
+                self._make_room(shard)
+        self._has_room = True
 
     def finish(self) -> None:
-        """Average what several backward passes inside :meth:`accumulate` have left."""
+        """Average what the backward passes since :meth:`begin` have left."""
+        self._has_room = False
         if self._sync_shards:
             self._finish()
 
@@ -109,8 +112,12 @@ class GradientReducer:
         self._touched: set[ParameterShard] = set()
         self._queued = False
 
+    def _before_gradient(self, shard: ParameterShard, _: Tensor) -> None:
+        if not self._has_room:
+            self._make_room(shard)
+
     @staticmethod
-    def _before_gradient(shard: ParameterShard, _: Tensor) -> None:
+    def _make_room(shard: ParameterShard) -> None:
         """Make room for a whole gradient where the averaged shard of an earlier one is shown."""
         parameter = shard.parameter
         if isinstance(parameter.grad, DTensor):

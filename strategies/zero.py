@@ -118,6 +118,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._failed = False
         self._set_aside: dict[Tensor, Tensor | None] = {}
         self._trainable: set[str] = set()
+        self._named: dict[str, nn.Parameter] = {}  # as optimized; while a step runs, gathered ones stand in the module
         self._shards: dict[nn.Parameter, ParameterShard] = {}
         self._split_shards: dict[nn.Parameter, ParameterShard] = {}  # those of parameters that are split already
         self._reducers: list[GradientReducer] = []  # one per mesh
@@ -148,8 +149,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Name and averaged gradient, a DTensor, of each parameter that has one."""
-        assert self.lightning_module is not None
-        for name, parameter in self.lightning_module.named_parameters():
+        for name, parameter in self._named.items():
             shard = self._shards.get(parameter)
             gradient = parameter.grad if shard is None else shard.optimized.grad
             if gradient is not None:
@@ -296,7 +296,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         module = self.lightning_module
         assert module is not None
         offload = self._offload == "optimizer"
-        self._trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+        self._named = dict(module.named_parameters())
+        self._trainable = {name for name, p in self._named.items() if p.requires_grad}
         chosen = [p for p in module.parameters() if not self._splits_parameters or offload or p.dim() == 0]
         chosen = [p for p in chosen if offload or not self._is_trained_alone(p)]
         self._shards = {p: ParameterShard(p, self._mesh_of(p), offload) for p in chosen}
@@ -323,7 +324,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         for reducer in self._reducers:
             reducer.detach()
         self._reducers, self._publishers = [], []
-        self._shards, self._split_shards = {}, {}
+        self._shards, self._split_shards, self._named = {}, {}, {}
 
     def teardown(self) -> None:
         """Detach from the module; its weights stay usable."""
@@ -412,15 +413,18 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Hand gradients of split parameters to the offloaded optimizer; gather the root anew for manual steps."""
-        for parameter, shard in self._split_shards.items():
-            if parameter.grad is not None:
-                shard.add_gradient(local_tensor(parameter.grad))
-                parameter.grad = None
+        self._hand_over_gradients()
         if self._steps_within():
             for toggled_off, gradient in self._set_aside.items():
                 toggled_off.grad = gradient
             self._set_aside = {}
             self._gather_root()
+
+    def _hand_over_gradients(self) -> None:
+        for parameter, shard in self._split_shards.items():
+            if parameter.grad is not None:
+                shard.add_gradient(local_tensor(parameter.grad))
+                parameter.grad = None
 
     def _steps_within(self) -> bool:
         """Whether the user's ``training_step`` itself runs backward and steps, around parameters gathered for it."""

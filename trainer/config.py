@@ -74,6 +74,43 @@ class ZeroConfig(_BlockConfig):
 
 
 @dataclass
+class HybridConfig(ZeroConfig):
+    """`strategy=hybrid|tensor|pipeline|context|expert`: any layout, ZeRO on its shard axis."""
+
+    _target_: str = "trainwright.strategies.hybrid.HybridStrategy"
+    # ZeRO stage on shard x context.
+    stage: int = 3
+    # Ranks that hold different stages of the model; -1 = the rest, 1 = off.
+    pipeline: int = 1
+    # Ranks that split the sequence of the same samples; -1 = the rest, 1 = off.
+    context: int = 1
+    # Ranks that split each weight of a layer; -1 = the rest, 1 = off.
+    tensor: int = 1
+    # Ranks that hold different experts, a divisor of shard x context; -1 = all of these, 1 = off.
+    expert: int = 1
+    # Order of the pipeline's work: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev.
+    schedule: str = "1f1b"
+    # Parts that a batch is split into for the pipeline; null = one per pipeline rank (two for zbv and dualpipev).
+    micro_batches: int | None = None
+    # Stages of the pipeline on each rank; null = 1, or 2 for schedules that need several.
+    stages_per_rank: int | None = None
+    # Blocks of each stage, like [3,5]; balanced = alike in number of parameters.
+    split: Any = "balanced"
+    # Tensors of a batch whose samples are not along dim 0: path in the batch -> dim, null = whole for every micro-batch.
+    batch_dims: dict[str, int | None] = field(default_factory=dict)
+    # Split activations between cut modules along the sequence over the tensor axis; false = off.
+    sequence_parallel: bool = False
+    # Compute the loss on logits split over the tensor axis; false = off.
+    loss_parallel: bool = False
+    # How context ranks exchange keys and values: ring, ulysses or gather.
+    attention: str = "ring"
+    # Deal the sequence so that causal attention costs every context rank the same; false = contiguous parts.
+    balance: bool = True
+    # What the model allows, where it is not found or found wrong: tensor, heads, whole_inputs, first, last, experts.
+    plan: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class AccumulationConfig:
     """`accumulation=auto|fixed`: micro-batches per optimizer step."""
 
@@ -226,6 +263,7 @@ def register_schema() -> None:
     store.store(group="strategy", name="_single", node=SingleConfig)
     store.store(group="strategy", name="_ddp", node=DDPConfig)
     store.store(group="strategy", name="_zero", node=ZeroConfig)
+    store.store(group="strategy", name="_hybrid", node=HybridConfig)
     store.store(group="accumulation", name="_auto", node=AccumulationConfig)
     store.store(group="accumulation", name="_fixed", node=FixedAccumulationConfig)
     store.store(group="launch", name="_launch", node=LaunchConfig)

@@ -7,7 +7,7 @@ what to type instead. `validate` runs them all and hands back all that they foun
 import importlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,9 @@ def resolve_devices(cfg: DictConfig) -> int:
 
 def layout_of(strategy: Any) -> Layout | None:
     """The layout that a strategy's configuration asks for; None for a class whose layout only it knows."""
-    if "shard" in strategy or "replicate" in strategy:
-        return Layout(replicate=strategy.get("replicate", 1), shard=strategy.get("shard", 1))
+    sizes = {axis.name: strategy[axis.name] for axis in fields(Layout) if axis.name in strategy}
+    if sizes:
+        return Layout(**sizes)
     target = str(strategy.get("_target_", ""))
     if target.endswith("SingleDeviceStrategy"):
         return Layout()

@@ -103,7 +103,8 @@ def reference(case: LayoutCase) -> Record:
     made: Any = module.configure_optimizers()
     optimizer = made["optimizer"] if isinstance(made, dict) else made
     for step in range(case.steps):
-        first = step * case.global_batch_size % case.samples
+        steps_per_epoch = -(-case.samples // case.global_batch_size)
+        first = step % steps_per_epoch * case.global_batch_size
         batch = default_collate([data[i] for i in range(first, min(first + case.global_batch_size, case.samples))])
         optimizer.zero_grad()
         output: Any = module.training_step(batch, step)

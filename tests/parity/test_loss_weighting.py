@@ -8,12 +8,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.strategies import SingleDeviceStrategy as LightningStrategy
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from tests.callbacks.modules import Written
-from tests.parity.harness import TOLERANCE, Record, Recorder, differences, make_trainer, whole, world_size
+from tests.parity.harness import QUIET, TOLERANCE, Record, Recorder, differences, make_trainer, whole, world_size
 from tests.parity.modules import LENGTH, VOCABULARY, Decoder
+from trainwright import Trainer
 from trainwright.callbacks.global_loss import GlobalLoss
 
 GLOBAL_BATCH = 12
@@ -59,8 +62,10 @@ class MaskedModel(pl.LightningModule):
             logits = logits.view(*batch["labels"].shape, -1).transpose(1, 2)
             return {"loss": F.cross_entropy(logits, batch["labels"]), "extra": 1}
         if self.variant == "linear":
-            weight = self.decoder.head.weight * self.decoder.temperature
-            return F.linear_cross_entropy(self.decoder.hidden.flatten(0, 1), weight, labels)
+            hidden = self.decoder.embedding(batch["tokens"]).flatten(0, 1)
+            return F.linear_cross_entropy(hidden, self.decoder.head.weight, labels)
+        if self.variant == "imported":
+            return cross_entropy(logits, labels)
         if self.variant == "own":
             losses = F.cross_entropy(logits, labels, reduction="none")
             return losses.sum() / (labels != -100).sum().clamp(min=1)
@@ -99,10 +104,10 @@ def one_process(
     return record
 
 
-class StepLoss(Recorder):
-    """Takes the loss of the step from what is logged."""
+class Gradients(Recorder):
+    """Gradients and parameters; the loss of a step is taken from what is logged."""
 
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+    def on_train_batch_end(self, *args: Any) -> None:
         pass
 
 
@@ -114,7 +119,7 @@ def train(
     samples: int = SAMPLES,
     **trainer_options: Any,
 ) -> Record:
-    recorder, written = StepLoss(), Written()
+    recorder, written = Gradients(), Written()
     trainer_options.setdefault("global_batch_size", GLOBAL_BATCH)
     trainer = make_trainer(
         strategy,
@@ -147,3 +152,160 @@ def test_the_gradient_of_one_process(ranks, strategy, world, clip):
     reference = one_process(clip=clip)
     for accumulation in (1, 3):
         check(ranks(train, world, strategy, accumulation, gradient_clip_val=clip), reference)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("variant", ["nll", "spatial", "linear", "weighted", "smooth", "watched", "imported"])
+def test_what_is_counted(variant, accumulation):
+    check([train("single", accumulation, variant)], one_process(variant))
+
+
+@pytest.mark.parametrize("path", [count_labels, f"{__name__}:count_labels", lambda batch: int(count_labels(batch))])
+def test_a_count_of_ones_own(path):
+    check([train("single", 3, "own", token_count=path)], one_process("own"))
+
+
+def test_the_loss_of_one_process_bit_for_bit():
+    assert train("single", 1).losses == one_process().losses
+
+
+@pytest.mark.parametrize("strategy", SEVERAL)
+def test_scaled_gradients_of_fp16(ranks, strategy):
+    records = ranks(train, 2, strategy, 3, precision="16-mixed", gradient_clip_val=0.05)
+    # fp16 has 11 bits of mantissa; the first momentum of SGD keeps what rounding did to early steps.
+    check(records, one_process(clip=0.05), 0.02)
+
+
+def test_state_that_lies_elsewhere(ranks):
+    for stage, offload in (("zero1", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters")):
+        check(ranks(train, 2, stage, 3, options={"offload": offload}), one_process())
+
+
+def test_lightnings_own_path_with_a_profiler(ranks):
+    check(ranks(train, 2, "zero2", 3, profiler="simple"), one_process())
+
+
+def test_replicas_of_shards(ranks):
+    check(ranks(train, 4, "zero2", 3, options={"replicate": 2}), one_process())
+
+
+def test_a_step_without_any_token_changes_nothing(ranks):
+    for record in ranks(train_unlabelled, 2):
+        assert record.losses == [0.0, 0.0]
+        assert all(not gradient.any() for gradient in record.gradients.values())
+        assert all(value.isfinite().all() for value in record.parameters.values())
+
+
+def train_unlabelled() -> Record:
+    class Unlabelled(Labelled):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            sample = super().__getitem__(index)
+            return {**sample, "labels": torch.full_like(sample["labels"], -100)}
+
+    recorder, written = Gradients(), Written()
+    trainer = make_trainer(
+        "ddp", loss_weighting="tokens", max_steps=2, callbacks=[recorder, GlobalLoss(1)], logger=written
+    )
+    trainer.fit(MaskedModel(), DataLoader(Unlabelled(), batch_size=3))
+    recorder.record.losses = list(written.column("loss").values())
+    return recorder.record
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Off
+
+
+def mean_of_means(accumulation: int) -> dict[str, Tensor]:
+    """Parameters after a bare loop that weighs micro-batches alike; all of them are full and have a label."""
+    module, data = MaskedModel(), Labelled(36)
+    optimizer: Any = module.configure_optimizers()
+    size = GLOBAL_BATCH // accumulation
+    for first in range(0, 36, GLOBAL_BATCH):
+        optimizer.zero_grad()
+        for start in range(first, first + GLOBAL_BATCH, size):
+            (
+                module.training_step(default_collate([data[i] for i in range(start, start + size)]), 0) / accumulation
+            ).backward()
+        optimizer.step()
+    return {name: whole(p) for name, p in module.named_parameters()}
+
+
+def test_the_default_is_the_mean_of_means_bit_for_bit():
+    expected = mean_of_means(3)
+    for options in ({}, {"loss_weighting": "micro_batch"}):
+        options = {"loss_weighting": "micro_batch", **options, "max_steps": 3}
+        found = train("single", 3, samples=36, **options).parameters
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    weighed = train("single", 3, samples=36, max_steps=3).parameters
+    assert not any(torch.allclose(weighed[name], value, rtol=1e-4) for name, value in expected.items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refused
+
+
+class Odd(MaskedModel):
+    """Computes its loss in a way that does not tell how many tokens are in it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.automatic_optimization = how != "manual"
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits, labels = self.decoder(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
+        if self.how == "twice":
+            return F.cross_entropy(logits, labels) + F.nll_loss(logits, labels)
+        if self.how == "sum":
+            return F.cross_entropy(logits, labels, reduction="sum")
+        if self.how == "legacy":
+            return F.cross_entropy(logits, labels, size_average=False)
+        if self.how == "probabilities":
+            return F.cross_entropy(logits, torch.rand_like(logits))
+        return logits.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("none", "found no call of cross_entropy"),
+        ("twice", "a second loss .*nll_loss"),
+        ("sum", "reduction='sum'"),
+        ("legacy", "reduction='sum'"),
+        ("probabilities", "probabilities as targets"),
+    ],
+)
+def test_losses_that_cannot_be_counted_are_refused(how, said):
+    trainer = make_trainer("single", loss_weighting="tokens", max_steps=1)
+    before = F.cross_entropy, F.nll_loss, cross_entropy
+    with pytest.raises(RuntimeError, match=f"{said}.*token_count='package.module:function'.*'micro_batch'"):
+        trainer.fit(Odd(how), DataLoader(Labelled(), batch_size=4))
+    assert (F.cross_entropy, F.nll_loss, cross_entropy) == before, "put back"
+
+
+def test_manual_optimization_is_refused():
+    trainer = make_trainer("single", loss_weighting="tokens", max_steps=1)
+    with pytest.raises(ValueError, match="Odd sets automatic_optimization=False.*loss_weighting='micro_batch'"):
+        trainer.fit(Odd("manual"), DataLoader(Labelled(), batch_size=4))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"loss_weighting": "token"}, "loss_weighting='token' .allowed: 'micro_batch', 'tokens'"),
+        ({"token_count": "a.b:c"}, "token_count='a.b:c' is read with loss_weighting='tokens' only"),
+        ({"loss_weighting": "tokens", "token_count": "math:none"}, "cannot be found .*package.module:function"),
+        ({"loss_weighting": "tokens", "token_count": "no_colon"}, "cannot be found"),
+        ({"loss_weighting": "tokens", "token_count": "math:pi"}, "must be a function of the batch"),
+        ({"loss_weighting": "tokens", "strategy": LightningStrategy("cpu")}, "not supported with SingleDeviceStrategy"),
+    ],
+)
+def test_impossible_arguments_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        Trainer(**{"strategy": "single", "devices": 1, **QUIET, **options})
+
+
+def test_a_count_that_is_no_number_is_refused():
+    trainer = make_trainer("single", loss_weighting="tokens", token_count=lambda batch: batch["labels"], max_steps=1)
+    with pytest.raises(ValueError, match="token_count returned a tensor of shape .4, 6.; it must return one number"):
+        trainer.fit(MaskedModel("own"), DataLoader(Labelled(), batch_size=4))
