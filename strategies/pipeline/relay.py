@@ -86,9 +86,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 @cache
-def _cache_positions(kind: Any) -> dict[str, int]:
+def _cache_positions(forward: Callable[..., Any]) -> dict[str, int]:
     """Where a block's forward takes a key-value cache by position."""
-    names = list(inspect.signature(kind.forward).parameters)[1:]
+    names = list(inspect.signature(forward).parameters)[1:]
     return {name: names.index(name) for name in _CACHES if name in names}
 
 
@@ -111,7 +111,7 @@ class RelayPass:
         self._held: Any = None
         self._in_gap = False
         self._caches: dict[int, tuple[int, Any]] = {}
-        self._positions = [_cache_positions(type(block)) for block in cut.blocks]
+        self._positions = [_cache_positions(type(block).forward) for block in cut.blocks]
 
     @property
     def phase(self) -> str:
