@@ -14,8 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from trainwright.strategies.context_attention import METHODS, DistributedAttenti
 from trainwright.strategies.context_order import SequenceOrder
 from trainwright.strategies.context_slices import Rows, SequenceSlice, make_whole
 from trainwright.strategies.plan import ModelPlan
+from trainwright.strategies.split_randomness import SplitRandomness, draws_randomly
 
 __all__ = ["METHODS", "ContextParallel", "validate_context"]
 
@@ -84,7 +84,8 @@ class ContextParallel:
     contains ``mask`` or ``bias``.
 
     Passes without gradient (validation, prediction, generation) whose length cannot be cut, or that fill a cache of
-    keys and values, run whole on every rank. Random numbers inside of the blocks (dropout) repeat from rank to rank.
+    keys and values, run whole on every rank. Blocks with dropout draw other random numbers on each rank in training, so
+    that no two parts of a sequence are dropped alike; the numbers differ from those of one process.
 
     Args:
         module: the whole model.
@@ -135,7 +136,8 @@ class ContextParallel:
         self._enters, self._leaves = enters, leaves
         self._names = {id(submodule): name for name, submodule in module.named_modules()}
         self._whole_pass = False
-        self._exchange = _Exchange(self.attention, self._blocks)
+        self.exchange = Exchange(self.attention, self._blocks)
+        self.randomness = SplitRandomness(self.order.rank)
         self._cuts: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
     def apply(self) -> None:
@@ -185,17 +187,6 @@ class ContextParallel:
         """Let go of tensors that were cut for several blocks."""
         self._cuts.clear()
 
-    @contextmanager
-    def attending(self) -> Iterator[None]:
-        """Attention inside sees the whole sequence."""
-        with self._exchange.installed():
-            yield
-
-    @property
-    def calls(self) -> int:
-        """How often attention was called so far."""
-        return self._exchange.calls
-
     def _hidden_dim(self, name: str) -> int:
         dim = self.sequence_dims.get(name, 1)
         return 1 if dim is None else dim
@@ -219,6 +210,7 @@ class ContextParallel:
             self._cuts[key] = (tensor, self.order.part(tensor, dim))  # holding it keeps its id from being reused
         return self._cuts[key][1]
 
+    @torch.compiler.disable
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Decide whether this pass is cut, and cut it."""
         names = _argument_names(block)
@@ -240,6 +232,7 @@ class ContextParallel:
             return (*args[:place], part, *args[place + 1 :]), kwargs
         return args, {**kwargs, place: part}
 
+    @torch.compiler.disable
     def _leave(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Make what comes out of the last block whole."""
         if not self.splits:
@@ -302,7 +295,8 @@ def _cached_positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | No
 
 def _argument_names(block: nn.Module) -> list[str]:
     """Names of the positional arguments of a block."""
-    return _names_of_class(type(block))
+    cls: Any = type(block)
+    return _names_of_class(cls)
 
 
 @functools.cache
@@ -324,10 +318,11 @@ class _AttendingForward:
         self.engine = engine
         self.forward = forward
 
+    @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.engine.splits:
             return self.forward(*args, **kwargs)
-        with self.engine.attending():
+        with self.engine.exchange:
             return self.forward(*args, **kwargs)
 
 
@@ -342,18 +337,32 @@ class _BlockForward:
         self._block = block
         self._is_first, self._is_last = (block is engine._blocks[i] for i in (0, -1))
         self._is_checked = False
+        self._draws = draws_randomly(block)
 
+    @torch.compiler.disable(recursive=False)  # what the block itself does may be compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self.engine
-        if not engine.splits:
+        if not self.engine.splits:
             return self.forward(*args, **kwargs)
-        if self._is_first:
-            engine.forget_cuts()
-        args, kwargs = engine.cut_others(self._names, args, kwargs)
-        calls = engine.calls
-        with engine.attending(), nullcontext() if self._is_checked else self._watch(args, kwargs):
-            output = self.forward(*args, **kwargs)
-        if not self._is_checked and engine.calls == calls:
+        if not self._is_checked:
+            return self._checked(args, kwargs)
+        args, kwargs, is_entered = self._begin(args, kwargs)
+        try:
+            with self.engine.exchange:
+                return self.forward(*args, **kwargs)
+        finally:
+            self._end(is_entered)
+
+    @torch.compiler.disable
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first call."""
+        args, kwargs, is_entered = self._begin(args, kwargs)
+        calls = self.engine.exchange.calls
+        try:
+            with self.engine.exchange, self._watch(args, kwargs):
+                output = self.forward(*args, **kwargs)
+        finally:
+            self._end(is_entered)
+        if self.engine.exchange.calls == calls:
             raise RuntimeError(
                 f"No scaled_dot_product_attention was called in block {self.name} while its sequence is split, so its "
                 "positions did not see those of other ranks. Use attn_implementation='sdpa' with Hugging Face, "
@@ -361,13 +370,31 @@ class _BlockForward:
                 "sequence need context=1."
             )
         self._is_checked = True
-        if self._is_last:
-            engine.forget_cuts()
         return output
 
-    def _watch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _PositionWatch:
+    @torch.compiler.disable
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+        """The arguments, cut, and whether random numbers of this rank's own were begun."""
+        if self._is_first:
+            self.engine.forget_cuts()
+        args, kwargs = self.engine.cut_others(self._names, args, kwargs)
+        draws = self._draws and self._block.training
+        return args, kwargs, draws and self.engine.randomness.enter(self._states(args, kwargs)[0].device)
+
+    @torch.compiler.disable
+    def _end(self, is_entered: bool) -> None:
+        if is_entered:
+            self.engine.randomness.leave()
+        if self._is_last:
+            self.engine.forget_cuts()
+
+    def _states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, int]:
+        """The hidden states and their dim of positions."""
         place, dim = self.engine.hidden(self._names, args, kwargs)
-        states = args[place] if isinstance(place, int) else kwargs[place]
+        return args[place] if isinstance(place, int) else kwargs[place], dim
+
+    def _watch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _PositionWatch:
+        states, dim = self._states(args, kwargs)
         return _PositionWatch(self.name, self._block, states.size(dim))
 
 
@@ -413,7 +440,7 @@ def _counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return bounds[1] if bounds[0] == 0 and bounds[2:] in ([], [1]) else None
 
 
-class _Exchange:
+class Exchange:
     """Puts another attention in the place of torch's, wherever the blocks look for it, for a while."""
 
     def __init__(self, attention: DistributedAttention, blocks: Sequence[nn.Module]) -> None:
@@ -424,25 +451,26 @@ class _Exchange:
             spaces[id(module)] = vars(module)
         # Besides torch.nn.functional: modules that imported the function itself.
         self._places = [(space, n) for space in spaces.values() for n, value in space.items() if value is _ATTENTION]
-        self._is_installed = False
+        self._depth = 0
         self.calls = 0
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Attention is exchanged inside; no effect within itself."""
-        if self._is_installed:
-            yield
-            return
-        self._is_installed = True
-        for space, name in self._places:
-            space[name] = self._attend
-        try:
-            yield
-        finally:
-            self._is_installed = False
+    @torch.compiler.disable
+    def __enter__(self) -> None:
+        """Exchange attention; no effect within itself."""
+        self._depth += 1
+        if self._depth == 1:
+            for space, name in self._places:
+                space[name] = self._attend
+
+    @torch.compiler.disable
+    def __exit__(self, *_: object) -> None:
+        """Put torch's attention back."""
+        self._depth -= 1
+        if self._depth == 0:
             for space, name in self._places:
                 space[name] = _ATTENTION
 
+    @torch.compiler.disable
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
         self.calls += 1
         return self._attention(*args, **kwargs)

@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -148,14 +149,14 @@ class SequenceSlice(Tensor):
     def __new__(cls, local: Tensor, rows: Rows) -> SequenceSlice:
         """Stand for the tensor whose part is ``local``."""
         shape = rows.leading(local) + tuple(local.shape[1 + rows.dim :])
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         made.local, made.rows = local, rows
         if local.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 made.register_hook(_refuse_gradient)
-        return cast(SequenceSlice, made)
+        return made
 
     @classmethod
     def __torch_function__(
@@ -163,6 +164,7 @@ class SequenceSlice(Tensor):
     ) -> Any:
         """Do row-wise what can be; make the others whole first."""
         kwargs = kwargs or {}
+        func = _observed_loss(func)
         name = _name(func)
         if name in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -176,7 +178,9 @@ class SequenceSlice(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Refuse what did not pass by :meth:`__torch_function__`."""
         raise RuntimeError(f"{func} {_BYPASSED}")
 
@@ -197,6 +201,16 @@ _BYPASSED = (
 
 def _refuse_gradient(_: Tensor) -> Tensor:
     raise RuntimeError(f"A function {_BYPASSED}")
+
+
+# As torch defines them: while somebody observes losses, others stand in their places in torch.nn.functional.
+_LOSSES = (F.cross_entropy, F.nll_loss)
+
+
+def _observed_loss(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss that ``func`` observes, if it does; whoever observes has seen this call already."""
+    bound = func.args if isinstance(func, partial) else ()
+    return next((value for value in bound if any(value is loss for loss in _LOSSES)), func)
 
 
 def _check_graph(values: tuple[Any, ...]) -> None:

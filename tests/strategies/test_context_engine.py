@@ -281,6 +281,25 @@ class Block(nn.Module):
         return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], mask, dropout)[:, 0]
 
 
+def dropped() -> tuple[list[bool], bool]:
+    """What dropout kept of a sequence of ones, after which all ranks draw alike again."""
+    module = Faulty("none")
+    for layer in module.layers:
+        layer.drop = nn.Dropout(0.5)
+        layer.forward = partial(lambda block, x, other: block.drop(type(block).forward(block, x)), layer)
+    split(module, balance=False)
+    module()
+    again = [torch.empty(4) for _ in range(2)]
+    dist.all_gather(again, torch.rand(4))
+    return (module() != 0).flatten(1)[0].tolist(), torch.equal(*again)
+
+
+def test_parts_are_dropped_unlike(ranks):
+    kept, alike = ranks(dropped, 2, timeout=30)[0]
+    assert alike
+    assert kept[: len(kept) // 2] != kept[len(kept) // 2 :]
+
+
 class Faulty(nn.Module):
     def __init__(self, fault: str) -> None:
         super().__init__()
