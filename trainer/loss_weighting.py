@@ -78,7 +78,7 @@ class TokenWeights:
         strategy: whose optimizers' gradients are corrected, and which knows the data ranks.
         token_count: batch -> number of tokens over which ``training_step`` takes its mean (int, float or scalar
             tensor); ``None`` observes ``cross_entropy``, ``nll_loss`` and ``linear_cross_entropy`` of
-            ``torch.nn.functional`` (also as ``nn.CrossEntropyLoss`` or a name of their own) and counts the class indices
+            ``torch.nn.functional`` (also as ``nn.CrossEntropyLoss``, or imported by name) and counts the class indices
             that are not ``ignore_index``. Calls without gradient do not count.
     """
 
@@ -113,24 +113,20 @@ class TokenWeights:
             seen.count = self._as_count(self._token_count(batch))
             yield seen
             return
-        before, self._open = self._open, seen
+        before = self._watch(seen)
         try:
-            with self._replaced():
-                yield seen
+            yield seen
         finally:
-            self._open = before
+            self._watch(before)
 
-    @contextmanager
-    def _replaced(self) -> Iterator[None]:
+    def _watch(self, seen: Observation | None) -> Observation | None:
+        """Let calls from now on count for ``seen`` (``None``: for nothing), and say for which they did so far."""
+        before, self._open = self._open, seen
         if self._places is None:
             self._places = self._find_places()
-        for namespace, key, _, replacement in self._places:
-            namespace[key] = replacement
-        try:
-            yield
-        finally:
-            for namespace, key, original, _ in self._places:
-                namespace[key] = original
+        for namespace, key, original, replacement in self._places:
+            namespace[key] = original if seen is None else replacement
+        return before
 
     def _find_places(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
         """Where the functions to observe stand: in torch, and in modules that imported them by name.
@@ -261,17 +257,22 @@ class TokenWeights:
     def _counted(self, name: str, original: Callable[..., Tensor], signature: inspect.Signature, *args: Any,
                  **kwargs: Any) -> Tensor:  # fmt: skip
         """``original(*args, **kwargs)``, and the number of its valid targets."""
-        seen, self._open = self._open, None  # what it calls in turn does not count again
+        if self._open is None:  # called by a name that was bound while another step ran
+            return original(*args, **kwargs)
+        # What it calls in turn does not count again, and must be what it was: torch's functions hand themselves to
+        # tensors of other kinds by their global name.
+        seen = self._watch(None)
+        assert seen is not None
         try:
             call = signature.bind(*args, **kwargs)
             call.apply_defaults()
-            if seen is None or not torch.is_grad_enabled() or not call.arguments["input"].requires_grad:
+            if not torch.is_grad_enabled() or not call.arguments["input"].requires_grad:
                 return original(*args, **kwargs)
             _refuse_uncountable(name, seen, call.arguments)
             seen.count = count = _valid_targets(call.arguments)
             return _mean(name, original, call, count)
         finally:
-            self._open = seen
+            self._watch(seen)
 
 
 def _refuse_uncountable(name: str, seen: Observation, arguments: dict[str, Any]) -> None:
@@ -283,7 +284,7 @@ def _refuse_uncountable(name: str, seen: Observation, arguments: dict[str, Any])
         )
     reduction = arguments["reduction"]
     if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
-        reduction = F._Reduction.legacy_get_string(arguments["size_average"], arguments["reduce"])
+        reduction = F._Reduction.legacy_get_string(arguments["size_average"], arguments["reduce"], emit_warning=False)
     if reduction != "mean":
         raise RuntimeError(
             f"loss_weighting='tokens' met torch.nn.functional.{name}(reduction={reduction!r}), but only of a mean "
