@@ -141,6 +141,7 @@ def test_parts_make_the_whole(balance):
 
 def learned_mask(method: str) -> torch.Tensor:
     """Gradient of a mask, summed over the ranks."""
+    dist.barrier()  # ranks that refuse could be gone before the others have connected
     order = SequenceOrder.of(dist.group.WORLD, True)
     attention = DistributedAttention(dist.group.WORLD, order, method, ATTENTION)
     mask = mask_of("additive").requires_grad_()
