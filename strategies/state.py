@@ -93,7 +93,7 @@ def shard_weights_on_load(module: nn.Module) -> None:
     """Let ``module.load_state_dict`` take whole tensors for its sharded parameters."""
 
     def split(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name, parameter in module.named_parameters():
+        for name, parameter in module.named_parameters(remove_duplicate=False):  # tied ones are saved under each name
             value = state_dict.get(prefix + name)
             if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
                 state_dict[prefix + name] = part_like(value.to(parameter.dtype), parameter)
