@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -233,7 +233,8 @@ class OwnForwardStage(_PipelineStageBase):
             self._backward(state, last_backward)
             return
         with self._context(last_backward):
-            stage_backward_weight(self.submod.parameters(), state)
+            # Groups of weights may share parts of the graph; all of it goes with the state, right after.
+            stage_backward_weight(self.submod.parameters(), state, retain_graph=True)
 
     def _backward(self, pairs: list[tuple[Tensor, Tensor | None]], last: bool) -> None:
         with self._context(last):
@@ -245,23 +246,24 @@ class OwnForwardStage(_PipelineStageBase):
                 output.detach_()
 
     def _input_backward(self, pairs: list[tuple[Tensor, Tensor | None]], inputs: list[Tensor]) -> Any:
+        leaves = {get_gradient_edge(leaf).node for leaf in inputs}
+        apart = all(_depends(output, leaves) for output, _ in pairs)
         # Torch detaches the outputs in place to free what only they hold; views cannot be.
         outputs = [output if not output._is_view() else output.clone() for output, _ in pairs]
         gradients = [torch.ones_like(o) if g is None else g for o, (_, g) in zip(outputs, pairs, strict=True)]
         edges = [get_gradient_edge(output) for output in outputs]
         with self._context(False):
             _, groups = stage_backward_input(outputs, gradients, cast("list[Any]", inputs), self.submod.parameters())
-            self._add_unreached(edges, gradients, groups)
-        return groups
+            if apart and _are_disjoint(groups):
+                return groups
+            self._weight_backward(edges, gradients)
+        return []
 
-    def _add_unreached(self, edges: list[GradientEdge], gradients: list[Tensor], groups: list[dict[str, Any]]) -> None:
-        """Gradients of parameters whose way to the outputs shares nothing with the inputs' way; torch forgets them."""
-        reached = set().union(*(group["params"] for group in groups)) if groups else set()
-        rest = [p for p in self.submod.parameters() if get_gradient_edge(p).node not in reached]
-        if not rest:
-            return
-        found = torch.autograd.grad(edges, rest, gradients, retain_graph=True, allow_unused=True)
-        for parameter, gradient in zip(rest, found, strict=True):
+    def _weight_backward(self, edges: list[GradientEdge], gradients: list[Tensor]) -> None:
+        """Gradients of all weights at once, where torch's groups of weights would count some twice or not at all."""
+        parameters = list(self.submod.parameters())
+        found = torch.autograd.grad(edges, parameters, gradients, retain_graph=True, allow_unused=True)
+        for parameter, gradient in zip(parameters, found, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
@@ -274,6 +276,30 @@ class OwnForwardStage(_PipelineStageBase):
     def _ops(self, op: Any, tensors: Iterable[Tensor], stage: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[stage]
         return [dist.P2POp(op, tensor, group=self.group, group_peer=peer) for tensor in tensors]
+
+
+def _depends(output: Tensor, leaves: set[Node]) -> bool:
+    waiting, seen = [get_gradient_edge(output).node], set()
+    while waiting:
+        node = waiting.pop()
+        if node in leaves:
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(following for following, _ in node.next_functions if following is not None)
+    return False
+
+
+def _are_disjoint(groups: list[dict[str, Any]]) -> bool:
+    """Whether each weight, and each place where its way meets the inputs' way, is in one group of torch's only.
+
+    Weights that meet in more than one place (a part of the graph that only weights lead to, used repeatedly) count as
+    shared too: torch's clamping of such places is exact only if none lies behind another.
+    """
+    weights = [weight for group in groups for weight in group["params"]]
+    places = [place for group in groups for place in group["intermediates"]]
+    several = any(len(group["params"]) > 1 and len(group["intermediates"]) > 1 for group in groups)
+    return len(set(weights)) == len(weights) and len(set(places)) == len(places) and not several
 
 
 def _taken_gradient(leaf: Tensor) -> Tensor | None:

@@ -47,6 +47,8 @@ class Block(nn.Module):
         out = hidden + scale * self.outer(torch.tanh(self.inner(self.norm(hidden))))
         if self.style == "tuple":
             return out, x[1] + out.square().mean((1, 2), keepdim=True), x[2]
+        if self.style == "fresh":
+            return out + x[1], 0.3 * self.norm.bias + self.inner.weight[0]
         if self.style == "dict":
             return {"x": out, "depth": x["depth"] + 1, "none": None}
         if self.style == "dataclass":
@@ -78,13 +80,15 @@ class Model(nn.Module):
         mask = (ids != 0).to(x.dtype)
         if self.style == "tuple":
             x = (x, x.new_zeros(len(x), 1, 1), ids)
+        elif self.style == "fresh":
+            x = (x, x.new_zeros(WIDTH))
         elif self.style == "dict":
             x = {"x": x, "depth": 0, "none": None}
         elif self.style == "dataclass":
             x = Hidden(x, 0)
         for layer in self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers:
             x = layer(x, mask=mask, scale=0.5)
-        if self.style == "tuple":
+        if self.style in ("tuple", "fresh"):
             return self.norm(x[0]) + 0.1 * x[1]
         if self.style in ("dict", "dataclass"):
             depth = x["depth"] if self.style == "dict" else x.depth

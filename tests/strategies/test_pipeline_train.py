@@ -64,7 +64,7 @@ def test_a_batch_of_fewer_samples_than_micro_batches(ranks: Ranks, schedule: str
     check(ranks(errors, 2, schedule, 4, 4, [(samples, 6), (8, 6)], {}, timeout=60))
 
 
-@pytest.mark.parametrize("style", ["tuple", "dict", "dataclass", "view", "inplace"])
+@pytest.mark.parametrize("style", ["tuple", "dict", "dataclass", "view", "inplace", "fresh"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_blocks_pass_on_any_structure(ranks: Ranks, style: str, schedule: str) -> None:
     check(ranks(errors, 2, schedule, 4, 4, [(8, 6)] * 2, {"style": style}, timeout=60))
