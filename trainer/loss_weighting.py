@@ -17,7 +17,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import wraps
 from types import ModuleType
 from typing import Any, Literal
 
@@ -134,11 +134,8 @@ class TokenWeights:
         Found once, and each with one replacement: what torch.compile has traced is guarded by the identity of what it
         calls.
         """
-        originals = [getattr(F, name) for name in _OBSERVED if hasattr(F, name)]
-        by_id = {
-            id(function): (function, partial(self._counted, function.__name__, function, inspect.signature(function)))
-            for function in originals
-        }
+        functions = [getattr(F, name) for name in _OBSERVED if hasattr(F, name)]
+        by_id = {id(function): (function, self._replacement(function)) for function in functions}
         namespaces = [module.__dict__ for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
         return [
             (namespace, key, *by_id[id(value)])
@@ -254,8 +251,19 @@ class TokenWeights:
             )
         return count.reshape(())
 
-    def _counted(self, name: str, original: Callable[..., Tensor], signature: inspect.Signature, *args: Any,
-                 **kwargs: Any) -> Tensor:  # fmt: skip
+    def _replacement(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        signature = inspect.signature(function)
+
+        @torch.compiler.disable
+        @wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Tensor:
+            return self._counted(function, signature, args, kwargs)
+
+        return counted
+
+    def _counted(
+        self, original: Callable[..., Tensor], signature: inspect.Signature, args: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
         """``original(*args, **kwargs)``, and the number of its valid targets."""
         if self._open is None:  # called by a name that was bound while another step ran
             return original(*args, **kwargs)
@@ -268,9 +276,9 @@ class TokenWeights:
             call.apply_defaults()
             if not torch.is_grad_enabled() or not call.arguments["input"].requires_grad:
                 return original(*args, **kwargs)
-            _refuse_uncountable(name, seen, call.arguments)
+            _refuse_uncountable(original.__name__, seen, call.arguments)
             seen.count = count = _valid_targets(call.arguments)
-            return _mean(name, original, call, count)
+            return _mean(original, call, count)
         finally:
             self._watch(seen)
 
@@ -307,9 +315,9 @@ def _valid_targets(arguments: dict[str, Any]) -> Tensor:
     return (weight[target.masked_fill(~valid, 0)].double() * valid).sum()
 
 
-def _mean(name: str, original: Callable[..., Tensor], call: inspect.BoundArguments, count: Tensor) -> Tensor:
+def _mean(original: Callable[..., Tensor], call: inspect.BoundArguments, count: Tensor) -> Tensor:
     """The mean, 0 where there is nothing to take it of."""
-    if name != "linear_cross_entropy" and type(call.arguments["input"]) in (Tensor, nn.Parameter):
+    if original.__name__ != "linear_cross_entropy" and type(call.arguments["input"]) in (Tensor, nn.Parameter):
         mean = original(*call.args, **call.kwargs)
         return torch.where(count > 0, mean, torch.zeros_like(mean))
     # The backward of other kinds of logits may turn the zero gradient of a mean over nothing into NaN.
