@@ -101,6 +101,8 @@ class ContextParallel:
             rank where that is exact, up to the loss; see :mod:`trainwright.strategies.context_slices`.
         sequence_dims: name of an argument of the blocks -> its dim of positions, or ``None`` to leave it whole;
             overrides the rules above. For hidden states themselves it is 1 unless named.
+        further: by how many ranks of another axis the hidden states between blocks are sliced once more at present
+            (sequence parallelism); ``None``: never.
         first: the model's first block where this rank does not own it (a pipeline stage), by which this rank
             learns the length of passes without gradient; ``None``: these must be cut evenly.
 
@@ -121,6 +123,7 @@ class ContextParallel:
         split_outputs: bool = False,
         sequence_dims: Mapping[str, int | None] | None = None,
         first: nn.Module | None = None,
+        further: Callable[[], int] | None = None,
     ) -> None:
         if method not in METHODS:
             raise ValueError(f"context method {method!r} (allowed: {', '.join(map(repr, METHODS))})")
@@ -133,7 +136,8 @@ class ContextParallel:
         self.sequence_dims = dict(sequence_dims or {})
         self._blocks = list(blocks)
         self._first = self._blocks[0] if enters else first
-        self._enters, self._leaves = enters, leaves
+        self.enters, self._leaves = enters, leaves
+        self._further = further or (lambda: 1)
         self._names = {id(submodule): name for name, submodule in module.named_modules()}
         self._whole_pass = False
         self.exchange = Exchange(self.attention, self._blocks)
@@ -172,11 +176,17 @@ class ContextParallel:
         raise TypeError("A block was called without a tensor, so there are no hidden states to cut.")
 
     def cut_others(
-        self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], is_first: bool = False
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with all but the hidden states cut to the positions of this rank."""
+        """The arguments with all but the hidden states cut to the positions of this rank.
+
+        Args:
+            names, args, kwargs: of a block's call.
+            is_first: whether it is the model's first block, which slices its hidden states further itself.
+        """
         place, dim = self.hidden(names, args, kwargs)
         held = (args[place] if isinstance(place, int) else kwargs[place]).size(dim)
+        held *= 1 if is_first else self._further()
         cut_args = tuple(
             value if i == place else self._cut(names[i] if i < len(names) else "", value, held)
             for i, value in enumerate(args)
@@ -225,7 +235,7 @@ class ContextParallel:
                     "training. Pass use_cache=False."
                 )
         self._whole_pass = cached is not None or not self.order.divides(states.size(dim))
-        if not self.splits or not self._enters:
+        if not self.splits or not self.enters:
             return None
         part = self.order.part(states, dim)
         if isinstance(place, int):
@@ -377,7 +387,8 @@ class _BlockForward:
         """The arguments, cut, and whether random numbers of this rank's own were begun."""
         if self._is_first:
             self.engine.forget_cuts()
-        args, kwargs = self.engine.cut_others(self._names, args, kwargs)
+        is_first = self._is_first and self.engine.enters
+        args, kwargs = self.engine.cut_others(self._names, args, kwargs, is_first)
         draws = self._draws and self._block.training
         return args, kwargs, draws and self.engine.randomness.enter(self._states(args, kwargs)[0].device)
 

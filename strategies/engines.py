@@ -45,7 +45,6 @@ class EngineOptions:
     loss_parallel: bool = False
     attention: str = "ring"
     balance: bool = True
-    split_outputs: bool = True
     plan: Mapping[str, Any] = field(default_factory=dict)
     blocks: Any = None
 
@@ -102,6 +101,12 @@ def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: Eng
         )
     if layout.expert > 1:
         problems += validate_experts(module, plan, layout.expert)
+        listed = [name for name, style in plan.experts.items() if style == "listed"]
+        if listed:
+            problems.append(
+                f"expert={layout.expert} with experts in a list of modules ({listed[0]}); allowed are experts stacked "
+                "in parameters with one row each, as Hugging Face's and those of recipe=moe. Stack them, or use expert=1"
+            )
     if layout.context > 1:
         problems += validate_context(module, plan, layout.context, options.attention, None)
     return problems
@@ -190,9 +195,14 @@ class Engines:
                 balance=self._options.balance,
                 enters=first,
                 leaves=last,
-                split_outputs=self._options.split_outputs,
+                # The tensor axis' own functions on the head and norm know nothing of rows that are elsewhere.
+                split_outputs=self._tensor is None,
                 first=None if first else self._block(0),
+                further=self._further_slices,
             ).apply()
+
+    def _further_slices(self) -> int:
+        return self._layout.tensor if self._tensor is not None and self._tensor.slices_sequence else 1
 
     def _cut_pipeline(self) -> None:
         pipeline, stages = self._layout.pipeline, self._options.stages(self._layout.pipeline)
