@@ -1,0 +1,186 @@
+"""Every layout computes what one process computes: losses, every gradient, every parameter by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.parity.harness import QUIET, make_trainer
+from tests.parity.layout_modules import make_module
+from tests.parity.layouts import LayoutCase, Texts, WholeRecorder, assert_layouts, reference
+from trainwright.strategies.pipeline.schedules import SCHEDULES
+
+EVEN = {"length": 8}  # a Hugging Face model reads all it is given; 8 positions divide by 4 and by 2 x 2
+
+TWO: dict[str, LayoutCase] = {
+    "tensor, gpt": LayoutCase("gpt-untied", {"tensor": 2}, clip=0.2),
+    "tensor, gpt tied": LayoutCase("gpt", {"tensor": 2, "sequence_parallel": True}),
+    "tensor, encoder": LayoutCase("encoder", {"tensor": 2}),
+    "tensor, llama, loss parallel": LayoutCase(
+        "llama", {"tensor": 2, "sequence_parallel": True, "loss_parallel": True}, **EVEN
+    ),
+    "tensor, gpt2": LayoutCase("gpt2", {"tensor": 2, "activation_checkpointing": "full"}, clip=0.2),
+    "tensor, mixtral": LayoutCase("mixtral", {"tensor": 2}),
+    "context, gpt, ring": LayoutCase("gpt", {"context": 2, "shard": 1}, clip=0.2),
+    "context, llama, ulysses": LayoutCase("llama", {"context": 2, "shard": 1, "attention": "ulysses"}, **EVEN),
+    "context, qwen2, gather": LayoutCase("qwen2", {"context": 2, "shard": 1, "attention": "gather"}, **EVEN),
+    "context, stage 1": LayoutCase("gpt", {"context": 2, "shard": 1, "stage": 1, "balance": False}),
+    "expert, mixtral": LayoutCase("mixtral", {"expert": 2}, clip=0.2),
+    "expert, stage 2": LayoutCase("mixtral", {"expert": 2, "stage": 2}, accumulation=2, clip=0.3),
+    "pipeline, odd module": LayoutCase("odd", {"pipeline": 2, "micro_batches": 4}, clip=0.2),
+    "pipeline, uneven blocks": LayoutCase("odd", {"pipeline": 2, "split": [1, 4]}),
+    "pipeline, encoder": LayoutCase("encoder", {"pipeline": 2}, accumulation=2),
+    "pipeline, llama": LayoutCase("llama", {"pipeline": 2, "activation_checkpointing": "full"}),
+    "pipeline, mixtral": LayoutCase("mixtral", {"pipeline": 2}),
+    "pipeline, uneven data": LayoutCase("gpt", {"pipeline": 2, "micro_batches": 4}, samples=21, steps=5),
+    **{
+        f"pipeline, {schedule}": LayoutCase("gpt2", {"pipeline": 2, "schedule": schedule, "micro_batches": 4})
+        for schedule in SCHEDULES
+    },
+}
+
+FOUR: dict[str, LayoutCase] = {
+    "tensor x shard": LayoutCase("llama", {"tensor": 2, "shard": 2, "sequence_parallel": True}, clip=0.2, **EVEN),
+    "tensor x shard, stage 1": LayoutCase("gpt2", {"tensor": 2, "shard": 2, "stage": 1}, accumulation=2),
+    "tensor x shard, offload": LayoutCase("gpt2", {"tensor": 2, "shard": 2, "offload": "optimizer"}, accumulation=2),
+    "tensor x replicate": LayoutCase("gpt-untied", {"tensor": 2, "replicate": 2, "shard": 1}, clip=0.2),
+    "pipeline x shard": LayoutCase("gpt2", {"pipeline": 2, "shard": 2}, accumulation=2, clip=0.2),
+    "pipeline x shard, stage 2": LayoutCase("gpt2", {"pipeline": 2, "shard": 2, "stage": 2}, accumulation=2, clip=0.2),
+    "pipeline x shard, stage 1, zero bubble": LayoutCase(
+        "gpt2", {"pipeline": 2, "shard": 2, "stage": 1, "schedule": "interleaved_zero_bubble"}, accumulation=2
+    ),
+    "pipeline x shard, zbv": LayoutCase("gpt2", {"pipeline": 2, "shard": 2, "schedule": "zbv"}, samples=20, steps=6),
+    "pipeline x shard, offload": LayoutCase("gpt", {"pipeline": 2, "shard": 2, "offload": "parameters"}, clip=0.2),
+    "pipeline x tensor": LayoutCase("llama", {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, **EVEN),
+    "pipeline x tensor, encoder": LayoutCase("encoder", {"pipeline": 2, "tensor": 2}, clip=0.2),
+    "pipeline x context": LayoutCase("gpt", {"pipeline": 2, "context": 2, "shard": 1}, clip=0.2),
+    "pipeline x expert": LayoutCase("mixtral", {"pipeline": 2, "shard": 2, "expert": 2}, clip=0.2),
+    "pipeline 4": LayoutCase("gpt", {"pipeline": 4}, clip=0.2),
+    "context x shard": LayoutCase("gpt", {"context": 2, "shard": 2}, accumulation=2, clip=0.2),
+    "context x tensor": LayoutCase("gpt", {"context": 2, "tensor": 2, "shard": 1, "sequence_parallel": True}),
+    "expert x shard": LayoutCase("mixtral", {"expert": 2, "shard": 4}),
+    "expert x tensor": LayoutCase("mixtral", {"expert": 2, "shard": 2, "tensor": 2}),
+    "expert x context": LayoutCase("mixtral", {"expert": 4, "shard": 2, "context": 2}, **EVEN),
+}
+
+EIGHT: dict[str, LayoutCase] = {
+    "pipeline x shard x tensor": LayoutCase("llama", {"pipeline": 2, "shard": 2, "tensor": 2}, clip=0.2),
+    "pipeline x replicate x tensor": LayoutCase("gpt2", {"pipeline": 2, "replicate": 2, "tensor": 2, "shard": 1}),
+    "pipeline x replicate x context": LayoutCase("gpt", {"pipeline": 2, "replicate": 2, "context": 2, "shard": 1}),
+}
+
+
+@pytest.mark.parametrize("name", list(TWO))
+def test_two_ranks(ranks, name):
+    assert_layouts(ranks, 2, [TWO[name]])
+
+
+@pytest.mark.parametrize("name", list(FOUR))
+def test_four_ranks(ranks, name):
+    assert_layouts(ranks, 4, [FOUR[name]])
+
+
+def test_eight_ranks(ranks):
+    assert_layouts(ranks, 8, list(EIGHT.values()), timeout=240)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What else a step does
+
+
+class Seen(pl.Callback):
+    """What callbacks of every rank see."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+        self.logged: list[dict[str, float]] = []
+        self.rates: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append({k: v.tolist() if hasattr(v, "tolist") else v for k, v in outputs.items()})
+        self.logged.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def train_odd(options: dict[str, Any] | None) -> Seen:
+    seen = Seen()
+    strategy = {"strategy": "hybrid", "options": options} if options is not None else {"strategy": "single"}
+    trainer = make_trainer(**strategy, max_steps=3, max_epochs=-1, callbacks=[seen])
+    trainer.fit(make_module("odd"), DataLoader(Texts(24), batch_size=8))
+    return seen
+
+
+def test_a_pipeline_tells_every_rank_what_one_process_tells(ranks):
+    (alone,) = ranks(train_odd, 1, None, init_group=False)
+    for seen in ranks(train_odd, 2, {"pipeline": 2, "micro_batches": 3, "shard": 1}):
+        assert seen.rates == alone.rates
+        for ours, theirs in zip(seen.logged, alone.logged, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+        for ours, theirs in zip(seen.outputs, alone.outputs, strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+            assert ours["best"] == theirs["best"]
+            # Other values are not merged: one per micro-batch.
+            assert ours["note"] == ["text"] * 3
+
+
+def evaluate(network: str, options: dict[str, Any] | None) -> tuple[dict[str, float], dict[str, float], list[Any]]:
+    strategy = {"strategy": "hybrid", "options": options} if options is not None else {"strategy": "single"}
+    trainer = make_trainer(**strategy, max_steps=2, max_epochs=-1, val_check_interval=2, check_val_every_n_epoch=None)
+    module = make_module(network)
+    length = 9 if network == "gpt" else 8  # ours takes the last position for a label only
+    loader = DataLoader(Texts(16, length), batch_size=4)
+    trainer.fit(module, loader, DataLoader(Texts(10, length), batch_size=2))
+    fitted = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    validated = trainer.validate(module, DataLoader(Texts(10, length), batch_size=2), verbose=False)[0]
+    predicted = trainer.predict(module, DataLoader(Texts(6, length), batch_size=2))
+    return fitted, validated, [batch.tolist() for batch in predicted]
+
+
+@pytest.mark.parametrize(
+    ("network", "world_size", "options"),
+    [
+        ("llama", 2, {"pipeline": 2, "shard": 1}),
+        ("gpt", 2, {"pipeline": 2, "shard": 1, "schedule": "zbv"}),
+        ("llama", 2, {"tensor": 2, "shard": 1, "sequence_parallel": True, "loss_parallel": True}),
+        ("gpt", 2, {"context": 2, "shard": 1}),
+        ("llama", 4, {"pipeline": 2, "tensor": 2, "shard": 1}),
+    ],
+)
+def test_validation_and_prediction(ranks, network, world_size, options):
+    (alone,) = ranks(evaluate, 1, network, None, init_group=False)
+    for found in ranks(evaluate, world_size, network, options):
+        for ours, theirs in zip(found[:2], alone[:2], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+        assert found[2] == alone[2]
+
+
+def train_with_lightning(case: LayoutCase) -> Any:
+    from trainwright.strategies.hybrid import HybridStrategy
+
+    recorder = WholeRecorder()
+    trainer = pl.Trainer(
+        strategy=HybridStrategy(**case.options),
+        devices=torch.distributed.get_world_size(),
+        use_distributed_sampler=False,
+        accumulate_grad_batches=case.accumulation,
+        max_steps=case.steps,
+        max_epochs=-1,
+        callbacks=[recorder],
+        **QUIET,
+    )
+    micro = case.global_batch_size // case.accumulation
+    trainer.fit(make_module(case.network), DataLoader(Texts(case.samples, case.length), batch_size=micro))
+    return recorder.record
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_layouts_work_in_lightnings_own_trainer(ranks, accumulation):
+    from tests.parity.harness import differences
+
+    case = LayoutCase("llama", {"pipeline": 2, "tensor": 2, "shard": 1}, accumulation=accumulation)
+    for record in ranks(train_with_lightning, 4, case):
+        assert not differences(record, reference(case))
