@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
+from torch.nn._reduction import legacy_get_string
 
 from trainwright.strategies.base import LayoutStrategy
 from trainwright.strategies.gradients import local_tensor
@@ -83,11 +84,11 @@ class TokenWeights:
     """
 
     def __init__(self, strategy: LayoutStrategy, token_count: TokenCount | None = None) -> None:
+        self.strategy = strategy
         self.step_loss: Tensor | None = None
         """Mean over all valid tokens of the last optimizer step, fp32 scalar, the same on every rank; 0 without any."""
         self.step_tokens: Tensor | None = None
         """Valid tokens of the last optimizer step over all data ranks, float64 scalar."""
-        self._strategy = strategy
         self._token_count = token_count
         self._seen: Observation | None = None
         self._open: Observation | None = None
@@ -192,7 +193,7 @@ class TokenWeights:
             # Of those two it is not how often, but whether and which.
             vector[2:] = parts[-1, 2:]
         else:
-            vector = torch.zeros(4, dtype=torch.float64, device=self._strategy.root_device)
+            vector = torch.zeros(4, dtype=torch.float64, device=self.strategy.root_device)
         several = dist.is_initialized() and dist.get_world_size() > 1
         self._pending = vector, dist.all_reduce(vector, async_op=True) if several else None
 
@@ -207,7 +208,7 @@ class TokenWeights:
             work.wait()
         self.begin()
         tokens, loss, observers, references = vector.unbind()
-        ranks = self._strategy.num_data_ranks
+        ranks = self.strategy.num_data_ranks
         # Ranks of other axes hold copies of a data rank's numbers, or none at all.
         copies, reference = observers / ranks, references / observers
         nothing = tokens == 0
@@ -218,10 +219,10 @@ class TokenWeights:
         self._reference = torch.where(nothing, torch.ones_like(tokens), _power_of_two(self.step_tokens / ranks))
 
     def _scale_gradients(self, scale: Tensor) -> None:
-        module = self._strategy.lightning_module
+        module = self.strategy.lightning_module
         assert module is not None
         found: dict[int, Tensor] = {}
-        for parameter in (*module.parameters(), *self._strategy._optimized_parameters()):
+        for parameter in (*module.parameters(), *self.strategy._optimized_parameters()):
             if parameter.grad is not None:
                 gradient = local_tensor(parameter.grad)
                 found[id(gradient)] = gradient
@@ -234,16 +235,16 @@ class TokenWeights:
 
     def _first_reference(self, count: Tensor) -> Tensor:
         """Before any step has ended: about the tokens of a step of one rank, agreed between the data ranks."""
-        module = self._strategy.lightning_module
+        module = self.strategy.lightning_module
         assert module is not None
-        total = self._strategy.reduce(count.clone(), reduce_op="sum")
-        each = total * module.trainer.accumulate_grad_batches / self._strategy.num_data_ranks
+        total = self.strategy.reduce(count.clone(), reduce_op="sum")
+        each = total * module.trainer.accumulate_grad_batches / self.strategy.num_data_ranks
         return torch.where(total > 0, _power_of_two(each), torch.ones_like(each))
 
     # ---- counting -------------------------------------------------------------------------------------------------
 
     def _as_count(self, given: Any) -> Tensor:
-        count = torch.as_tensor(given, dtype=torch.float64).to(self._strategy.root_device)
+        count = torch.as_tensor(given, dtype=torch.float64).to(self.strategy.root_device)
         if count.numel() != 1:
             raise ValueError(
                 f"token_count returned a tensor of shape {tuple(count.shape)}; it must return one number, the valid "
@@ -259,7 +260,7 @@ class TokenWeights:
         def counted(*args: Any, **kwargs: Any) -> Tensor:
             return self._counted(function, signature, args, kwargs)
 
-        return counted
+        return counted  # type: ignore[no-any-return]
 
     def _counted(
         self, original: Callable[..., Tensor], signature: inspect.Signature, args: Any, kwargs: dict[str, Any]
@@ -292,7 +293,7 @@ def _refuse_uncountable(name: str, seen: Observation, arguments: dict[str, Any])
         )
     reduction = arguments["reduction"]
     if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
-        reduction = F._Reduction.legacy_get_string(arguments["size_average"], arguments["reduce"], emit_warning=False)
+        reduction = legacy_get_string(arguments["size_average"], arguments["reduce"], emit_warning=False)
     if reduction != "mean":
         raise RuntimeError(
             f"loss_weighting='tokens' met torch.nn.functional.{name}(reduction={reduction!r}), but only of a mean "
@@ -308,8 +309,10 @@ def _refuse_uncountable(name: str, seen: Observation, arguments: dict[str, Any])
 @torch.no_grad()
 def _valid_targets(arguments: dict[str, Any]) -> Tensor:
     """What a mean is divided by: the number of targets that are not ignored, or the sum of their class weights."""
-    target, weight, ignored = arguments["target"], arguments["weight"], arguments["ignore_index"]
-    valid = target != (_IGNORED if ignored is None else ignored)
+    target: Tensor = arguments["target"]
+    weight: Tensor | None = arguments["weight"]
+    ignored = arguments["ignore_index"]
+    valid = target.ne(_IGNORED if ignored is None else ignored)
     if weight is None:
         return valid.sum(dtype=torch.float64)
     return (weight[target.masked_fill(~valid, 0)].double() * valid).sum()
@@ -318,11 +321,11 @@ def _valid_targets(arguments: dict[str, Any]) -> Tensor:
 def _mean(original: Callable[..., Tensor], call: inspect.BoundArguments, count: Tensor) -> Tensor:
     """The mean, 0 where there is nothing to take it of."""
     if original.__name__ != "linear_cross_entropy" and type(call.arguments["input"]) in (Tensor, nn.Parameter):
-        mean = original(*call.args, **call.kwargs)
+        mean: Tensor = original(*call.args, **call.kwargs)
         return torch.where(count > 0, mean, torch.zeros_like(mean))
     # The backward of other kinds of logits may turn the zero gradient of a mean over nothing into NaN.
     call.arguments.update(reduction="sum", **dict.fromkeys({"size_average", "reduce"} & call.arguments.keys()))
-    total = original(*call.args, **call.kwargs)
+    total: Tensor = original(*call.args, **call.kwargs)
     return total / torch.where(count > 0, count, torch.ones_like(count)).to(total.dtype)
 
 
