@@ -43,7 +43,7 @@ from torch.optim import Optimizer
 from trainwright.strategies.hooks import HookTable
 from trainwright.strategies.optimization import ZeroGradFirst
 from trainwright.trainer.data_order import OrderedSampler, ordered_sampler
-from trainwright.trainer.loss_weighting import TokenWeights, refuse_manual_optimization
+from trainwright.trainer.loss_weighting import TokenWeights, refuse_impossible
 from trainwright.trainer.results import LeanResults, RepeatedLog
 
 # Micro-batches between two agreements of the ranks on whether a SIGTERM has come in.
@@ -140,13 +140,13 @@ class LeanOptimization(_AutomaticOptimization):
         if batch_idx % self.trainer.accumulate_grad_batches == 0:
             weights.begin()
         # A strategy that runs backward within the step weighs its own micro-batches.
-        return nullcontext() if self.trainer.strategy.backward_in_step else weights.observe(batch)
+        return nullcontext() if weights.strategy.backward_in_step else weights.observe(batch)
 
     def weigh(self, result: ClosureResult, output: Any, divisor: float) -> None:
         """Before backward: exchange the loss to differentiate for the one that is weighed by its tokens."""
         if self.token_weights is None or self._skip_backward or output is None:
             return
-        if not self.trainer.strategy.backward_in_step:
+        if not self.token_weights.strategy.backward_in_step:
             self.token_weights.weigh(result, output, padding=divisor == float("inf"))
         if not self.trainer.fit_loop._should_accumulate():
             self.token_weights.start()
@@ -272,8 +272,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
             # In manual optimization the user decides what a step is; then each wave stands for itself.
             whole_step=trainer.global_batch_size is not None and module.automatic_optimization,
         )
-        if trainer.token_weights is not None and not module.automatic_optimization:
-            refuse_manual_optimization(type(module).__name__)
+        if trainer.token_weights is not None:
+            refuse_impossible(trainer.token_weights, module)
         self.automatic_optimization.token_weights = trainer.token_weights
         self._step_takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._moves_batch = type(trainer.precision_plugin).convert_input is not FabricPrecision.convert_input or any(

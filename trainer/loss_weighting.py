@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
 from torch.nn._reduction import legacy_get_string
@@ -377,14 +378,23 @@ def _find(path: str) -> TokenCount:
     return function  # type: ignore[no-any-return]
 
 
-def refuse_manual_optimization(module_name: str) -> None:
-    """Say why a module that calls ``backward`` itself cannot have its losses weighed.
+def refuse_impossible(weights: TokenWeights, module: LightningModule) -> None:
+    """Say what keeps the losses of ``module`` from being weighed, once the strategy is set up.
 
     Raises:
-        ValueError: always.
+        ValueError: if the module optimizes manually, or the strategy runs backward itself without weighing (it says so
+            by ``weighs_micro_batches``).
     """
-    raise ValueError(
-        f"loss_weighting='tokens' needs automatic optimization, but {module_name} sets automatic_optimization=False: "
-        "it calls backward and steps when it likes, so nobody else knows which losses make up a step. Weigh the losses "
-        "in training_step, or set loss_weighting='micro_batch'."
-    )
+    strategy = weights.strategy
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"loss_weighting='tokens' needs automatic optimization, but {type(module).__name__} sets "
+            "automatic_optimization=False: it calls backward and steps when it likes, so nobody else knows which "
+            "losses make up a step. Weigh the losses in training_step, or set loss_weighting='micro_batch'."
+        )
+    if strategy.backward_in_step and not getattr(strategy, "weighs_micro_batches", False):
+        raise ValueError(
+            f"loss_weighting='tokens' is not supported by {type(strategy).__name__} with the layout {strategy.layout}, "
+            "which runs backward within training_step. Take a layout with pipeline=1, or set "
+            "loss_weighting='micro_batch'."
+        )

@@ -18,6 +18,7 @@ from tests.parity.harness import QUIET, TOLERANCE, Record, Recorder, differences
 from tests.parity.modules import LENGTH, VOCABULARY, Decoder
 from trainwright import Trainer
 from trainwright.callbacks.global_loss import GlobalLoss
+from trainwright.strategies.single import SingleDeviceStrategy
 
 GLOBAL_BATCH = 12
 STEPS = 5  # the fourth has only 5 samples, so the fifth is of the second epoch
@@ -287,6 +288,18 @@ def test_manual_optimization_is_refused():
     trainer = make_trainer("single", loss_weighting="tokens", max_steps=1)
     with pytest.raises(ValueError, match="Odd sets automatic_optimization=False.*loss_weighting='micro_batch'"):
         trainer.fit(Odd("manual"), DataLoader(Labelled(), batch_size=4))
+
+
+class RunsBackward(SingleDeviceStrategy):
+    """Stands for a strategy with a pipeline that does not weigh its micro-batches."""
+
+    backward_in_step = True
+
+
+def test_a_strategy_that_would_not_weigh_is_refused():
+    trainer = Trainer(strategy=RunsBackward(), devices=1, loss_weighting="tokens", max_steps=1, **QUIET)
+    with pytest.raises(ValueError, match="not supported by RunsBackward .*pipeline=1"):
+        trainer.fit(MaskedModel(), DataLoader(Labelled(), batch_size=4))
 
 
 @pytest.mark.parametrize(
