@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -42,13 +41,11 @@ class MoEModule(GPTModule):
         super().__init__(sizes, optimizer, warmup_steps, schedule_steps, final_lr_factor, meta=True)
         self.balance = sizes.balance
         self._sizes = sizes
-        self.model = None if meta else MoEGPT(sizes)
+        self.model = None if meta else self.build()
 
-    def configure_model(self) -> None:
-        """Build the model on the meta device, once, when that was asked for."""
-        if self.model is None:
-            with torch.device("meta"):
-                self.model = MoEGPT(self._sizes)
+    def build(self) -> MoEGPT:  # type: ignore[override]
+        """A new network of the configured sizes."""
+        return MoEGPT(self._sizes)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
         """Integer ids ``(B, T)`` to logits ``(B, T, V)`` of the next byte."""

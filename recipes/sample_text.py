@@ -10,13 +10,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from trainwright.recipes.gpt import GPTModule, Prefix
+from trainwright.recipes.language_model import LanguageModule, Prefix
 
 
 class SampleText(Callback):
     """Print a sample when training ends, write it to ``sample.txt`` in the run directory and to TensorBoard.
 
-    For :class:`~trainwright.recipes.gpt.GPTModule`, which looks back on ``config.seq_len`` bytes.
+    For :class:`~trainwright.recipes.language_model.LanguageModule` on bytes, which looks back on ``seq_len`` of them.
 
     A sharded model needs all ranks in each forward pass, so every rank writes the text, and rank 0's is kept. Every
     pass has the same shape, ``(1, seq_len)``: no rank can fall out of step and nothing is compiled twice. Bytes drawn
@@ -51,11 +51,11 @@ class SampleText(Callback):
         """Refuse a module that cannot write.
 
         Raises:
-            TypeError: if it is no ``GPTModule``.
+            TypeError: if it is no ``LanguageModule``.
         """
-        if self.length and not isinstance(pl_module, GPTModule):
+        if self.length and not isinstance(pl_module, LanguageModule):
             raise TypeError(
-                f"SampleText writes with a GPTModule or a subclass of it, not with a {type(pl_module).__name__}. "
+                f"SampleText writes with a LanguageModule or a subclass of it, not with a {type(pl_module).__name__}. "
                 "Leave the callback out: callbacks.sample=null"
             )
 
@@ -63,7 +63,7 @@ class SampleText(Callback):
         """Write the sample."""
         if self.length == 0:
             return
-        assert isinstance(pl_module, GPTModule)
+        assert isinstance(pl_module, LanguageModule)
         was_training = pl_module.training
         pl_module.eval()
         # no_grad rather than inference_mode: sharded parameters are gathered into buffers that training uses again.
@@ -73,14 +73,14 @@ class SampleText(Callback):
         if trainer.is_global_zero:
             self._publish(trainer, text)
 
-    def _write(self, trainer: Trainer, pl_module: GPTModule) -> str:
+    def _write(self, trainer: Trainer, pl_module: LanguageModule) -> str:
         def next_logits(prefix: Prefix, batch_idx: int) -> Tensor:
             # Through the strategy, which alone knows how to bring a sharded model's weights together.
             on_device = Prefix(prefix.ids_BT.to(trainer.strategy.root_device))
             logits: Tensor = trainer.strategy.predict_step(on_device, batch_idx)
             return logits
 
-        window = pl_module.config.seq_len
+        window = pl_module.seq_len
         return generate(next_logits, self.prompt, self.length, window, self.temperature, self.seed)
 
     def _publish(self, trainer: Trainer, text: str) -> None:

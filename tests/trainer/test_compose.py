@@ -62,11 +62,15 @@ def problems(conf: Path, *overrides: str, verb: str = "fit", launcher: Launcher 
     return found
 
 
+# Groups that belong to a recipe.
+RECIPE_WITH = {"model": "hf_causal_lm"}
+
+
 def test_every_choice_of_every_group_composes() -> None:
     loader = config_loader()
     for group in group_names(loader):
         for choice in choices_of(loader, group):
-            recipe = choice if group == "recipe" else "gpt"
+            recipe = choice if group == "recipe" else RECIPE_WITH.get(group, "gpt")
             overrides = [] if group == "recipe" else [f"{group}={choice}"]
             cfg = compose(recipe, overrides)
             assert OmegaConf.get_type(cfg) is schema.RunConfig

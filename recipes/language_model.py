@@ -1,0 +1,148 @@
+"""What the recipes that model text have in common: next-token prediction as an ordinary LightningModule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from trainwright.recipes.prompts import Prompt, continue_greedily, decode_bytes
+from trainwright.recipes.schedule import learning_rate_factor
+
+OptimizerFactory = Callable[[Any], Optimizer]
+
+
+class Prefix(NamedTuple):
+    """A batch that asks ``predict_step`` for the logits of the ids after ``ids_BT``, integer ``(B, T)``."""
+
+    ids_BT: Tensor  # noqa: N815
+
+
+class LanguageModule(LightningModule):
+    """Next-token prediction on windows of text. A subclass defines :meth:`build` and :meth:`forward`.
+
+    Logs ``train_loss`` (nats per token of this rank's micro-batch), and over all held-out windows ``val_loss`` and
+    ``val_bpb`` (bits per token; a token is a byte unless the data say otherwise), likewise ``test_loss`` and
+    ``test_bpb``.
+
+    Args:
+        seq_len: tokens that a window trains.
+        optimizer: takes parameters (or parameter groups) and returns the optimizer; ``None``: AdamW with learning rate
+            4e-3, betas (0.9, 0.95), weight decay 0.1. Weight decay, whoever sets it, is for matrices only.
+        warmup_steps: optimizer steps of linear warm-up; 0 is off.
+        schedule_steps: optimizer steps until the cosine reaches ``final_lr_factor``; ``None``: the run's own length.
+        final_lr_factor: learning rate at the end as a part of the peak; 1 is off.
+    """
+
+    sample_unit = "tokens"
+    """What a sample consists of."""
+    model: nn.Module | None
+    """The network, which a subclass sets; while it is ``None``, ``configure_model`` builds it on the meta device."""
+
+    def __init__(
+        self,
+        seq_len: int,
+        optimizer: OptimizerFactory | None = None,
+        warmup_steps: int = 20,
+        schedule_steps: int | None = None,
+        final_lr_factor: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.seq_len = seq_len
+        self.optimizer_factory = optimizer or partial(AdamW, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        self.warmup_steps = warmup_steps
+        self.schedule_steps = schedule_steps
+        self.final_lr_factor = final_lr_factor
+
+    @property
+    def units_per_sample(self) -> int:
+        """Tokens that a window trains."""
+        return self.seq_len
+
+    def build(self) -> nn.Module:
+        """A new network, on the default device."""
+        raise NotImplementedError
+
+    def configure_model(self) -> None:
+        """Build the network on the meta device, once, when that was asked for."""
+        if self.model is None:
+            with torch.device("meta"):
+                self.model = self.build()
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
+        """Integer ids ``(B, T)`` to logits ``(B, T, V)`` of the next token."""
+        raise NotImplementedError
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Mean loss in nats per token of windows ``(B, T + 1)``."""
+        loss = self._losses(batch).mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Log ``val_loss`` and ``val_bpb``."""
+        self._log_held_out("val", batch)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Log ``test_loss`` and ``test_bpb``."""
+        self._log_held_out("test", batch)
+
+    def predict_step(self, batch: Tensor | Prefix | Prompt, batch_idx: int) -> Tensor | list[str]:
+        """What the batch asks for.
+
+        Returns:
+            For windows ``(B, T + 1)`` the bits per token of each, float32 ``(B,)``; for a
+            :class:`~trainwright.recipes.prompts.Prompt` each text with its most likely continuation; for a
+            :class:`Prefix` the logits, ``(B, T, V)``.
+        """
+        if isinstance(batch, Prompt):
+            new = continue_greedily(self, batch).tolist()
+            return [text + self._decode(ids) for text, ids in zip(batch.text, new, strict=True)]
+        if isinstance(batch, Prefix):
+            logits_BTV: Tensor = self(batch.ids_BT)  # noqa: N806
+            return logits_BTV
+        return self._losses(batch).mean(dim=1) / math.log(2)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The optimizer with weight decay on matrices only, and a learning rate schedule that steps every step."""
+        matrices = [p for p in self.parameters() if p.requires_grad and p.ndim >= 2]
+        vectors = [p for p in self.parameters() if p.requires_grad and p.ndim < 2]
+        optimizer = self.optimizer_factory([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+        steps = self.trainer.estimated_stepping_batches if self.schedule_steps is None else self.schedule_steps
+        factor = partial(
+            learning_rate_factor,
+            warmup_steps=self.warmup_steps,
+            total_steps=steps,
+            final_factor=self.final_lr_factor,
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+    def _decode(self, ids: list[int]) -> str:
+        # The data know how text became ids; on their own, ids are bytes.
+        data = getattr(self.trainer, "datamodule", None)
+        text: str = getattr(data, "decode", decode_bytes)(ids)
+        return text
+
+    def _losses(self, windows: Tensor) -> Tensor:
+        """Nats per token, float32 ``(B, T)``, of windows ``(B, T + 1)``."""
+        ids = windows.long()
+        logits_BTV = self(ids[:, :-1])  # noqa: N806
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none").view(
+            len(ids), -1
+        )
+
+    def _log_held_out(self, stage: str, batch: Tensor) -> None:
+        # All windows are equally long, so the mean weighted by windows is the exact mean over the tokens.
+        loss = self._losses(batch).mean()
+        shared: dict[str, Any] = {"batch_size": len(batch), "sync_dist": True}
+        self.log(f"{stage}_loss", loss, **shared)
+        self.log(f"{stage}_bpb", loss / math.log(2), prog_bar=True, **shared)
