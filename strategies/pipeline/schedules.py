@@ -215,7 +215,23 @@ def make_schedule(
     if not possible:
         return _fill_and_drain(name, stages, micro_batches, loss_fn)
     several: Any = SCHEDULES[name]
-    return several(stages, n_microbatches=micro_batches, loss_fn=loss_fn, scale_grads=False)
+    return _one_by_one(several(stages, n_microbatches=micro_batches, loss_fn=loss_fn, scale_grads=False))
+
+
+def _one_by_one(schedule: Any) -> Any:
+    """Let a forward and a backward that torch pairs (DualPipeV) send what they give each at once.
+
+    Without a kernel that overlaps the two, they run one after the other anyway; sending both results after both only
+    made the next rank wait.
+    """
+    orders: dict[int, list[Any]] = schedule.pipeline_order
+    if any(action and action.sub_actions for order in orders.values() for action in order):
+        schedule.pipeline_order = {
+            rank: [each for action in order for each in ((action and action.sub_actions) or (action,))]
+            for rank, order in orders.items()
+        }
+        schedule._prepare_schedule_with_comms(schedule.pipeline_order)
+    return schedule
 
 
 def _fill_and_drain(

@@ -108,6 +108,24 @@ def test_checkpointed_and_frozen_blocks(ranks: Ranks, schedule: str, frozen: int
     check(ranks(special, 2, schedule, frozen, timeout=60))
 
 
+def actions_until_sent(schedule: str) -> int:
+    """The most actions between a forward or backward and the sending of what it gave, on this rank."""
+    engine = engine_of(build(Model, 4), schedule, 8)
+    order = [str(a) for a in engine._schedule(8).pipeline_order_with_comms[dist.get_rank()]]
+    sends = [name for name in order if "SEND_" in name]
+    makers = {"SEND_F": ("F",), "SEND_B": ("B", "I")}
+    made = [
+        [order.index(n.replace(k, m)) for k in makers if k in n for m in makers[k] if n.replace(k, m) in order]
+        for n in sends
+    ]
+    return max(order.index(name) - at[0] for name, at in zip(sends, made, strict=True))
+
+
+def test_dualpipev_sends_as_soon_as_it_can(ranks: Ranks) -> None:
+    """Torch pairs forwards with backwards; one after the other, the first need not wait for the second."""
+    assert all(count <= 2 for count in ranks(actions_until_sent, 2, "dualpipev", timeout=60))
+
+
 def live(schedule: str, micro_batches: int) -> int:
     model = build(Model, 4)
     engine = engine_of(model, schedule, micro_batches)
