@@ -85,8 +85,8 @@ class PlainTraining:
     def __init__(self, run: PlainRun) -> None:
         self.run = run
         torch.manual_seed(0)
-        self.model = GPT(run.config).to(run.device)
-        self.wrapped = self._wrap(self.model)
+        self.model: nn.Module = GPT(run.config).to(run.device)
+        self.wrapped = self._wrap(self.model)  # may take a part of the model only
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -104,12 +104,15 @@ class PlainTraining:
                 with self._local() if micro < accumulation - 1 else nullcontext():
                     self.loss = self._loss(batch)
                     (self.loss / accumulation).backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.run.clip)
+            self._clip()
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
 
-    def _wrap(self, model: GPT) -> nn.Module:
+    def _clip(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.run.clip)
+
+    def _wrap(self, model: Any) -> nn.Module:
         if self.run.kind == "ddp":
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
         if self.run.kind == "zero3":
@@ -129,11 +132,16 @@ class PlainTraining:
             logits = self.wrapped(ids[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
+    def _sampled_ranks(self) -> tuple[int, int]:
+        """Ranks that read different samples, and which of them this one is."""
+        return dist.get_world_size(), dist.get_rank()
+
     def _endless(self) -> Iterator[Tensor]:
         data = Windows(self.run.path, self.run.config.seq_len)
         sampler: DistributedSampler[Tensor] | None = None
         if self.run.kind != "single":
-            sampler = DistributedSampler(data, shuffle=True)
+            ranks, rank = self._sampled_ranks()
+            sampler = DistributedSampler(data, ranks, rank, shuffle=True)
         loader = DataLoader(
             data,
             batch_size=self.run.micro_batch,
