@@ -142,7 +142,16 @@ def _redirect_output(descriptor: int) -> None:
     # Unbuffered lines: the parent reads the file while this process still runs, or after it was killed.
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+
+
+def _print_stacks() -> None:
+    """Print stacks when the process is aborted, and on request.
+
+    Before every case: the end of a ``Trainer`` puts back the handlers that Python knew of, which these are not.
+    """
+    faulthandler.disable()
     faulthandler.enable(file=2)
+    faulthandler.unregister(signal.SIGUSR1)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
 
@@ -160,6 +169,7 @@ def _die_with_parent() -> None:
 def _run_case(case: Case) -> tuple[str, Any, float]:
     """``("result", pickled result, when)`` or ``("error", traceback, when)``; all processes share the clock."""
     ended = 0.0
+    _print_stacks()
     try:
         with _clean_process(case), warnings.catch_warnings():
             try:
