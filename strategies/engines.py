@@ -17,11 +17,11 @@ from trainwright.strategies.cuts import Cut
 from trainwright.strategies.expert_engine import ExpertParallel, validate_experts
 from trainwright.strategies.gradients import GradientScope
 from trainwright.strategies.groups import LayoutGroups
+from trainwright.strategies.hybrid_rules import micro_batches_for
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.engine import PipelineEngine
 from trainwright.strategies.pipeline.schedules import (
-    CHOICES,
     ranks_of_stages,
     split_blocks,
     stages_per_rank_of,
@@ -54,8 +54,7 @@ class EngineOptions:
 
     def micro_batches_for(self, pipeline: int) -> int:
         """Micro-batches that a batch is split into."""
-        is_vee = self.schedule in CHOICES and CHOICES[self.schedule].vee
-        return self.micro_batches or pipeline * (2 if is_vee else 1)
+        return micro_batches_for(self.schedule, self.micro_batches, pipeline)
 
 
 def plan_for(module: nn.Module, layout: Layout, options: EngineOptions) -> ModelPlan:
@@ -104,8 +103,9 @@ def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: Eng
         listed = [name for name, style in plan.experts.items() if style == "listed"]
         if listed:
             problems.append(
-                f"expert={layout.expert} with experts in a list of modules ({listed[0]}); allowed are experts stacked "
-                "in parameters with one row each, as Hugging Face's and those of recipe=moe. Stack them, or use expert=1"
+                f"expert={layout.expert} with experts in a list of modules ({listed[0]}); allowed are experts "
+                "stacked in parameters with one row each, as Hugging Face's and those of recipe=moe. Stack them, or "
+                "use expert=1"
             )
     if layout.context > 1:
         problems += validate_context(module, plan, layout.context, options.attention, None)
@@ -124,7 +124,7 @@ class Engines:
 
     Attributes:
         cuts: name of a parameter -> how it is cut along the tensor or expert axis.
-        owners: name of a parameter or buffer -> index of its first holder along the pipeline axis; only with a pipeline.
+        owners: name of a parameter or buffer -> index of its first holder along the pipeline axis; empty without one.
         expert_parameters: parameters of which ranks of the expert axis hold different parts.
 
     Raises:
@@ -162,7 +162,7 @@ class Engines:
 
     def apply(self) -> None:
         """Cut the module: parameters that other ranks hold go, forwards are exchanged. Once per module."""
-        names = {name: parameter for name, parameter in self.module.named_parameters(remove_duplicate=False)}
+        names: dict[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
         tensor, expert = self._groups.along("tensor"), self._groups.along("expert")
         if tensor is not None:
             self._tensor = TensorParallel(
@@ -359,7 +359,7 @@ class Engines:
         """Call ``function``, which runs the user's step, as far as this stage goes."""
         return function() if self._pipeline is None else self._pipeline.call(function)
 
-    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], scale: Callable[[Tensor], Tensor]) -> Any:
+    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], scale: Callable[[Tensor, float], Tensor]) -> Any:
         """Forward and backward of a whole batch through the pipeline."""
         assert self._pipeline is not None
         return self._pipeline.train(args, kwargs, batch=args[0], scale=scale)

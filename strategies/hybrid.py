@@ -19,17 +19,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from trainwright.strategies.assemble import Assembly
-from trainwright.strategies.deferred import Piece, deferred_pieces, is_deferred
+from trainwright.strategies.deferred import Piece
 from trainwright.strategies.engines import EngineOptions, Engines
 from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.groups import LayoutGroups
+from trainwright.strategies.hybrid_rules import (
+    averaging_problem,
+    cuts_module,
+    manual_optimization_problems,
+    optimizer_problem,
+    sync_batchnorm_problem,
+    validate_hybrid,
+)
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.optimization import optimize_after_zero_grad
 from trainwright.strategies.precision import AgreedGradScaler
@@ -99,6 +107,25 @@ class HybridStrategy(ZeroStrategy):
         self._open_layout = Layout(
             pipeline=pipeline, replicate=replicate, shard=shard, context=context, tensor=tensor, expert=expert
         )
+        self._given = {
+            **{
+                name: kwargs[name]
+                for name in ("blocks", "offload", "find_unused_parameters", "compile")
+                if name in kwargs
+            },
+            "stage": stage,
+            "schedule": schedule,
+            "micro_batches": micro_batches,
+            "stages_per_rank": stages_per_rank,
+            "split": split,
+            "batch_dims": batch_dims,
+            "sequence_parallel": sequence_parallel,
+            "loss_parallel": loss_parallel,
+            "attention": attention,
+            "balance": balance,
+            "plan": plan,
+        }
+        _refuse(validate_hybrid(self._open_layout, self._given))
         self._options = EngineOptions(
             schedule=schedule,
             micro_batches=micro_batches,
@@ -148,8 +175,7 @@ class HybridStrategy(ZeroStrategy):
     @property
     def is_cut(self) -> bool:
         """Whether ranks hold different parts of the module along another axis than replicate and shard."""
-        layout = self._open_layout
-        return any(size != 1 for size in (layout.pipeline, layout.context, layout.tensor, layout.expert))
+        return cuts_module(self._open_layout)
 
     @property
     def forward_is_collective(self) -> bool:
@@ -164,6 +190,7 @@ class HybridStrategy(ZeroStrategy):
     # ---- setup ----------------------------------------------------------------------------------------------------
 
     def _make_mesh(self) -> DeviceMesh:
+        _refuse(validate_hybrid(self.layout, self._given))  # once more, now that open axes have their sizes
         groups = self._groups = LayoutGroups(self.layout, self.root_device.type)
         mesh = groups.mesh(("replicate",), ("shard", "context"))
         if self.layout.expert > 1:
@@ -193,8 +220,7 @@ class HybridStrategy(ZeroStrategy):
             return
         _refuse_cut_before(module)
         assert self._groups is not None
-        if not module.automatic_optimization:
-            self._refuse_manual_optimization()
+        self._refuse_companions(module)
         names = [name for name, _ in module.named_parameters()]
         keys = list(module.state_dict())
         engines = Engines(module, self.layout, self._groups, self._options, self.root_device)
@@ -206,19 +232,23 @@ class HybridStrategy(ZeroStrategy):
             names, keys, engines.cuts, engines.owners, self._groups.along("pipeline"), self.root_device
         )
 
-    def _refuse_manual_optimization(self) -> None:
-        if self._open_layout.pipeline != 1:
-            raise ValueError(
-                "Manual optimization (automatic_optimization=False) has no meaning in a pipeline: forward and backward "
-                "of micro-batches interleave, so training_step cannot call backward itself. Use automatic "
-                "optimization, or a layout with pipeline=1."
-            )
-        if self._options.sequence_parallel:
-            raise ValueError(
-                "Manual optimization (automatic_optimization=False) with sequence_parallel=True is not supported: "
-                "gradients of norms are completed once per step, which only the module knows. "
-                "Use strategy.sequence_parallel=false."
-            )
+    def _refuse_companions(self, module: LightningModule) -> None:
+        """Refuse what beside the strategy cannot work with a module that is cut."""
+        problems = []
+        if not module.automatic_optimization:
+            problems += manual_optimization_problems(self.layout, self._given)
+        synchronised = sync_batchnorm_problem(self.layout) if self._layer_sync else None
+        problems += [synchronised] if synchronised else []
+        for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                problems.append(averaging_problem(type(callback).__name__))
+        _refuse(problems)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Build the user's optimizers, and refuse those that need whole weights."""
+        super().setup_optimizers(trainer)
+        names = dict.fromkeys(type(optimizer).__name__ for optimizer in self.optimizers)
+        _refuse([problem for name in names if (problem := optimizer_problem(self.layout, name))])
 
     def _broadcast_from_first(self, module: nn.Module) -> None:
         if self._engines is None:
@@ -513,6 +543,11 @@ def _parameter_groups(state: Any) -> Sequence[Any]:
     if several is not None:
         return several  # type: ignore[no-any-return]
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def _refuse_cut_before(module: LightningModule) -> None:

@@ -224,11 +224,11 @@ def _example(module: nn.Module, plan: ModelPlan, missing: Iterable[str]) -> str:
     lines = []
     if "blocks" in missing:
         lists = [name for name, sub in module.named_modules() if isinstance(sub, nn.ModuleList | nn.Sequential)]
-        lines.append('strategy.plan.blocks=["' + (f"{lists[0]}.*" if lists and lists[0] else "*") + '"]')
+        lines.append(f"'strategy.plan.blocks=[{f'{lists[0]}.*' if lists and lists[0] else '*'}]'")
     if "tensor" in missing:
-        lines.append(f"strategy.plan.tensor={{{', '.join(_tensor_lines(module, plan.blocks))}}}")
+        lines.append(f"'strategy.plan.tensor={{{', '.join(_tensor_lines(module, plan.blocks))}}}'")
     if "experts" in missing:
-        lines.append('strategy.plan.experts={"<name of the module that holds the experts>": stacked}')
+        lines.append("'strategy.plan.experts={<name of the module that holds the experts>: stacked}'")
     return " ".join(lines)
 
 
@@ -241,8 +241,8 @@ def _tensor_lines(module: nn.Module, blocks: Sequence[str]) -> list[str]:
             groups.setdefault(parent_of(name), []).append(name)
     lines = []
     for group in [names for names in groups.values() if len(names) > 1] or list(groups.values()):
-        lines += [f'"{starred(name)}": colwise' for name in group[:-1]] + [f'"{starred(group[-1])}": rowwise']
-    return list(dict.fromkeys(lines))[:8] or ['"<name of a linear layer>": colwise', '"<the next one>": rowwise']
+        lines += [f"{starred(name)}: colwise" for name in group[:-1]] + [f"{starred(group[-1])}: rowwise"]
+    return list(dict.fromkeys(lines))[:8] or ["<name of a linear layer>: colwise", "<the next one>: rowwise"]
 
 
 def describe_plan(plan: ModelPlan, module: nn.Module) -> str:

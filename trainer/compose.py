@@ -33,6 +33,8 @@ _REFERRED = {
     "optimizer": "`optimizer: ${optimizer}` under module",
     "micro_batch_size": "`batch_size: ${micro_batch_size}` under data",
 }
+# Typed keys whose value is a mapping from names of the user's.
+_OPEN_MAPPINGS = re.compile(r"strategy\.(plan|batch_dims)[.=]")
 # What the checks of a whole configuration hang on; without knowing what was meant, they would report nonsense.
 _DECISIVE = frozenset(
     (
@@ -203,7 +205,8 @@ class _Composer:
             return self._examine_choice(override, key, text)
         if head not in _PLAIN_KEYS and head not in self.groups:
             return self._unknown(text, key, head)
-        return text
+        # Hydra adds to a mapping only what is typed with a plus; in these the user names every key.
+        return f"++{text}" if _OPEN_MAPPINGS.match(text) else text
 
     def _give_up_on(self, head: str) -> None:
         """Leave an override out. The rest is then worth checking only where much else does not hang on it."""
@@ -309,6 +312,8 @@ def _render_fault(fault: _Fault, cfg: DictConfig | None, groups: Sequence[str]) 
             return f"{fault.text}: {used} has no group {fault.key!r}; leave it out, or choose a recipe that has it"
         case "wrong value":
             given = fault.text.split("=", 1)[1]
+            if _schema_at(fault.key) is None:  # a key of a group, whose type its choice decides
+                return f"{fault.text}: {fault.detail}"
             return f"{fault.text}: {given!r} is not {_expected(fault.key)}; type for example {_example(fault.key)}"
         case "file":
             return _render_file_fault(fault)

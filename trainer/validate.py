@@ -14,6 +14,14 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from trainwright.strategies.hybrid_rules import (
+    averaging_problem,
+    cuts_module,
+    micro_batches_for,
+    optimizer_problem,
+    sync_batchnorm_problem,
+    validate_hybrid,
+)
 from trainwright.strategies.layout import Layout
 from trainwright.trainer.batch import solve_accumulation
 from trainwright.trainer.config import ACCELERATORS, PRECISIONS
@@ -23,6 +31,8 @@ from trainwright.trainer.run_directory import LAST, holds_run, newest_checkpoint
 from trainwright.trainer.targets import problem_of_target, targets_in
 
 VERBS = ("fit", "validate", "test", "predict")
+# Lightning's; their subclasses are refused by the ranks.
+_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,10 @@ def validate(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     assert isinstance(resolved, DictConfig)
     for check in _CHECKS:
         problems += check(resolved, surroundings)
-    problems += _targets(plain)
+    missing_code = list(_targets(plain))
+    problems += missing_code
+    if not missing_code:
+        problems += _model(resolved, surroundings)
     return problems + _checks_of_recipe(resolved, surroundings, in_order=not problems)
 
 
@@ -271,6 +284,82 @@ def _strategy_options(cfg: DictConfig, _: Surroundings) -> list[str]:
     return problems
 
 
+def closed_layout(cfg: DictConfig, surroundings: Surroundings) -> Layout | None:
+    """The layout of a run with all sizes known; None if the strategy's is not known or cannot be had."""
+    if not _has_world_size(cfg):
+        return None
+    try:
+        layout = layout_of(cfg.strategy)
+        return None if layout is None else layout.resolve(world_size_of(cfg, surroundings))
+    except ValueError:
+        return None  # refused as a layout
+
+
+def _is_hybrid(strategy: Any) -> bool:
+    return all(axis.name in strategy for axis in fields(Layout))
+
+
+def _hybrid_options(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    layout = closed_layout(cfg, surroundings)
+    if layout is None or not _is_hybrid(cfg.strategy):
+        return []
+    return validate_hybrid(layout, _options_of(cfg.strategy), "strategy.")
+
+
+def _options_of(strategy: DictConfig) -> dict[str, Any]:
+    plain: Any = OmegaConf.to_container(strategy)
+    return dict(plain)
+
+
+def _pipeline_batch(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    """A data rank's batch against the micro-batches that a pipeline splits it into."""
+    layout = closed_layout(cfg, surroundings)
+    size = cfg.micro_batch_size
+    if layout is None or layout.pipeline == 1 or size is None or _hybrid_options(cfg, surroundings):
+        return []
+    parts = micro_batches_for(cfg.strategy.schedule, cfg.strategy.micro_batches, layout.pipeline)
+    if parts <= size:
+        return []
+    how = "" if cfg.strategy.micro_batches is not None else f", the default of schedule={cfg.strategy.schedule}"
+    return [
+        f"micro_batch_size={size} with strategy.micro_batches={parts}{how}: a pipeline splits the micro_batch_size "
+        f"samples of a data rank into that many parts, so each needs a sample; type micro_batch_size={parts}"
+    ]
+
+
+def _with_cut_module(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    """What beside the strategy cannot work when ranks hold parts of the module."""
+    layout = closed_layout(cfg, surroundings)
+    if layout is None or not cuts_module(layout):
+        return []
+    problems = [
+        f"callbacks.{name}: {averaging_problem(_class_of(callback))}"
+        for name, callback in cfg.callbacks.items()
+        if isinstance(callback, DictConfig) and _class_of(callback) in _AVERAGING
+    ]
+    if cfg.trainer.sync_batchnorm:
+        problem = sync_batchnorm_problem(layout)
+        problems += [problem] if problem else []
+    if isinstance(cfg.optimizer, DictConfig):
+        problem = optimizer_problem(layout, _class_of(cfg.optimizer))
+        problems += [f"optimizer: {problem}"] if problem else []
+    return problems
+
+
+def _class_of(node: DictConfig) -> str:
+    return str(node.get("_target_", "")).rsplit(".", 1)[-1]
+
+
+def _model(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    """The layout against the module itself; imports torch, so only where the module is cut."""
+    layout = closed_layout(cfg, surroundings)
+    if layout is None or not _is_hybrid(cfg.strategy) or not cuts_module(layout) or "_target_" not in cfg.module:
+        return []
+    from trainwright.trainer.check_layout import problems_of_model
+
+    return problems_of_model(cfg, layout, with_options=not _hybrid_options(cfg, surroundings))
+
+
 def _ends(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     limited = cfg.max_steps is not None or cfg.max_epochs is not None or cfg.trainer.max_time is not None
     if surroundings.verb != "fit" or limited or cfg.trainer.fast_dev_run:
@@ -383,6 +472,9 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _layout,
     _batch,
     _strategy_options,
+    _hybrid_options,
+    _pipeline_batch,
+    _with_cut_module,
     _ends,
     _run_dir,
     _checkpoint_there,
