@@ -90,12 +90,16 @@ class Observe(pl.Callback):
 
     Args:
         step: which one, from 1.
+
+    Attributes:
+        held: bytes of parameters, gradients and optimizer state.
+        traffic: bytes sent, by kind of collective.
     """
 
     def __init__(self, step: int) -> None:
         self.step = step
         self.held = 0
-        self.sent = 0.0
+        self.traffic: dict[str, float] = {}
         self._traffic: Traffic | None = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
@@ -110,7 +114,7 @@ class Observe(pl.Callback):
             return
         self._traffic.__exit__(None, None, None)
         held = trainer.strategy.held_bytes()  # type: ignore[attr-defined]
-        self.sent, self.held = self._traffic.total, held.parameters + held.gradients + held.optimizer
+        self.traffic, self.held = self._traffic.sent, held.parameters + held.gradients + held.optimizer
         self._traffic = None
 
 
@@ -175,7 +179,7 @@ def measure(run_dir: str, name: str, plan: Plan) -> dict[str, Any]:
         "our_loss": round(turns.our_loss, 3),
         "loss_by_hand": round(float(loss), 3),
         "held": observe.held,
-        "sent": observe.sent,
+        "sent": sum(observe.traffic.values()),
         "tokens": plan.steps * cfg.global_batch_size * module.config.seq_len,
     }
 

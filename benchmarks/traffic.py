@@ -31,11 +31,6 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.sent: dict[str, float] = {}
 
-    @property
-    def total(self) -> float:
-        """Bytes of all kinds."""
-        return sum(self.sent.values())
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back as operations on local tensors, the collectives among them
