@@ -166,6 +166,11 @@ class HybridStrategy(ZeroStrategy):
         return self.layout.data_ranks
 
     @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How Lightning's own Trainer deals samples: to the data ranks, not to all."""
+        return {"num_replicas": self.num_data_ranks, "rank": self.data_rank}
+
+    @property
     def data_group(self) -> dist.ProcessGroup | None:
         """The ranks that read different samples and else do the same as this one."""
         if self._groups is None or self.layout.data_ranks == self.world_size:
