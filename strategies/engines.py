@@ -206,11 +206,7 @@ class Engines:
 
     def _cut_pipeline(self) -> None:
         pipeline, stages = self._layout.pipeline, self._options.stages(self._layout.pipeline)
-        if self._options.split == "balanced":
-            weights = [float(_numel(self.module.get_submodule(name))) for name in self.plan.blocks]
-            self._spans = split_blocks(weights, stages)
-        else:
-            self._spans = _spans_of(self._options.split)
+        self._spans = stage_spans(self.module, self.plan, stages, self._options.split)
         self._stage_ranks = ranks_of_stages(pipeline, stages, self._options.schedule)
         self._my_stages = [s for s, rank in enumerate(self._stage_ranks) if rank == self._place["pipeline"]]
         keys = list(self.module.state_dict())
@@ -377,6 +373,20 @@ class Engines:
         """
         assert self._pipeline is not None
         return self._pipeline.evaluating(whole)
+
+
+def stage_spans(module: nn.Module, plan: ModelPlan, stages: int, split: str | tuple[int, ...]) -> list[range]:
+    """Blocks of each stage.
+
+    Args:
+        module: whole.
+        plan: its blocks.
+        stages: how many.
+        split: blocks per stage, or ``"balanced"``: by their number of parameters.
+    """
+    if split == "balanced":
+        return split_blocks([float(_numel(module.get_submodule(name))) for name in plan.blocks], stages)
+    return _spans_of(split)
 
 
 def _numel(module: nn.Module) -> int:

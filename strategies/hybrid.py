@@ -11,8 +11,9 @@ How a module is cut, in this order:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -80,6 +81,7 @@ class HybridStrategy(ZeroStrategy):
     """
 
     strategy_name = "hybrid"
+    weighs_micro_batches = True  # a pipeline weighs the loss of each of its micro-batches by tokens, if that is asked for
 
     def __init__(
         self,
@@ -314,7 +316,7 @@ class HybridStrategy(ZeroStrategy):
     def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method of the user's module on one micro-batch, for the pipeline."""
         assert self._engines is not None
-        with self.precision_plugin.train_step_context():
+        with self.precision_plugin.train_step_context(), self._observed(args[0]):
             if self._step is not None:
                 return self._step(method, *args, **kwargs)
             return self._engines.guard(partial(getattr(self.lightning_module, method), *args, **kwargs))
@@ -331,12 +333,23 @@ class HybridStrategy(ZeroStrategy):
         self._sum_shared_gradients()
         return output
 
-    def _scaled(self, loss: Tensor) -> Tensor:
-        """What a micro-batch's loss is differentiated as."""
+    def _observed(self, batch: Any) -> AbstractContextManager[Any]:
+        """Within it tokens are counted, if the Trainer weighs losses by them."""
         assert self.lightning_module is not None
-        divisor = self.loss_divisor or self.lightning_module.trainer.accumulate_grad_batches
+        weights = getattr(self.lightning_module.trainer, "token_weights", None)
+        return nullcontext() if weights is None else weights.observe(batch)  # type: ignore[no-any-return]
+
+    def _scaled(self, loss: Tensor, share: float) -> Tensor:
+        """What is differentiated for the loss of a micro-batch that holds this share of the samples."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        divisor = self.loss_divisor or trainer.accumulate_grad_batches
+        weights = getattr(trainer, "token_weights", None)
+        if weights is None:
+            loss = loss * (self.loss_factor / divisor * share)
+        else:
+            loss = weights.weight(loss, padding=math.isinf(divisor))
         scaler = getattr(self.precision_plugin, "scaler", None)
-        loss = loss * (self.loss_factor / divisor)
         return scaler.scale(loss) if scaler is not None else loss
 
     @contextmanager

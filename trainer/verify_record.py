@@ -110,6 +110,9 @@ class Recorder(Callback):
             return
         self._seen = trainer.global_step
         self._unwatch()
+        weights = getattr(trainer, "token_weights", None)
+        if weights is not None and weights.step_loss is not None:
+            self._micro_losses = [float(weights.step_loss)]  # exact, and the same on every rank
         self._losses.append(sum(self._micro_losses) if self._micro_losses else None)
         self._samples.append(self._micro_samples)
         self._micro_losses, self._micro_samples = [], []

@@ -145,7 +145,7 @@ class PipelineEngine:
     # Training
 
     def train(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, batch: Any, scale: Callable[[Tensor], Tensor]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, batch: Any, scale: Callable[[Tensor, float], Tensor]
     ) -> Any:
         """One ``training_step`` of the whole batch: forward and backward of all micro-batches. A collective.
 
@@ -154,7 +154,8 @@ class PipelineEngine:
         Args:
             args, kwargs: of ``training_step``; one of them is ``batch``.
             batch: same on all ranks of the pipeline.
-            scale: applied to each micro-batch's loss before it is weighed (loss scaling, accumulation).
+            scale: what is differentiated for the loss of a micro-batch that holds the given share of the samples (it
+                also knows of accumulation and loss scaling).
 
         Returns:
             On every rank what the step would have returned for the whole batch, without gradient: the loss, or a dict;
@@ -192,8 +193,8 @@ class PipelineEngine:
             return output
         loss = step.recorder.finish(part, output)
         share = step.recorder.sizes[part] / sum(step.recorder.sizes)
-        # Multiplied always: torch detaches what it gets in place, which must not be the user's tensor, nor a view.
-        return None if loss is None else step.scale(loss).sum() * share
+        # A new tensor always: torch detaches what it gets in place, which must not be the user's tensor, nor a view.
+        return None if loss is None else step.scale(loss, share).sum() * 1.0
 
     def _stage_pass(self, stage: int, received: Any) -> StagePass:
         span = self.cut.spans[stage]
@@ -320,7 +321,7 @@ class _Step:
         self,
         arguments: list[tuple[tuple[Any, ...], dict[str, Any]]],
         recorder: Recorder,
-        scale: Callable[[Tensor], Tensor],
+        scale: Callable[[Tensor, float], Tensor],
     ) -> None:
         self.arguments, self.recorder, self.scale = arguments, recorder, scale
 

@@ -99,6 +99,14 @@ class LanguageModel(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
 
 
+class MaskedModel(LanguageModel):
+    """Symbols below 8 are no targets, so that micro-batches have different numbers of them."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        targets = batch["tokens"][:, 1:].flatten()
+        return F.cross_entropy(self(batch["tokens"][:, :-1]).flatten(0, 1), targets.where(targets >= 8, -100))
+
+
 class OddModel(LanguageModel):
     """Logs several values, returns a dictionary, steps a scheduler every step."""
 
@@ -150,6 +158,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "gpt-untied": lambda: gpt(tied=False),
     "encoder": Encoder,
     "odd": Odd,
+    "masked": gpt,
     "llama": lambda: _hugging_face("llama"),
     "qwen2": lambda: _hugging_face("qwen2"),
     "gpt2": lambda: _hugging_face("gpt2"),
@@ -161,5 +170,6 @@ HUGGING_FACE = ("llama", "qwen2", "gpt2", "mixtral")
 def make_module(network: str, optimizer: str = "sgd") -> pl.LightningModule:
     """The module around ``network``; the same weights whatever was drawn before."""
     torch.manual_seed(3)
-    kind = OddModel if network == "odd" else HuggingFaceModel if network in HUGGING_FACE else LanguageModel
+    special: dict[str, type[LanguageModel]] = {"odd": OddModel, "masked": MaskedModel}
+    kind = HuggingFaceModel if network in HUGGING_FACE else special.get(network, LanguageModel)
     return kind(network, optimizer)

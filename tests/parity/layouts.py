@@ -36,8 +36,9 @@ class LayoutCase:
         network: key of ``layout_modules.NETWORKS``.
         options: of the strategy.
         strategy: its name.
-        micro_batch_size, accumulation: per data rank.
-        steps, samples: optimizer steps, samples of the data set.
+        global_batch_size, accumulation: samples per optimizer step, micro-batches per data rank that make them up.
+        steps, samples, length: optimizer steps, samples of the data set and their positions.
+        clip: largest norm of gradients; ``None`` is off.
         trainer: further options of the Trainer.
     """
 
@@ -50,7 +51,7 @@ class LayoutCase:
     samples: int = 24
     length: int = LENGTH + 1
     clip: float | None = None
-    lightning: bool = False
+    trainer: Mapping[str, Any] = field(default_factory=dict)
 
 
 class WholeRecorder(Recorder):
@@ -59,6 +60,12 @@ class WholeRecorder(Recorder):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.record.gradients = dict(trainer.strategy.whole_gradients())
 
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+        weights = getattr(trainer, "token_weights", None)
+        if weights is not None and self.record.losses:
+            self.record.losses[-1] = float(weights.step_loss)
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.record.parameters = dict(trainer.strategy.whole_parameters())
 
@@ -66,7 +73,7 @@ class WholeRecorder(Recorder):
 def run(case: LayoutCase) -> Record:
     """Train ``case`` on the ranks of the default process group."""
     recorder = WholeRecorder()
-    options = {"gradient_clip_val": case.clip} if case.clip else {}
+    options = {**case.trainer, **({"gradient_clip_val": case.clip} if case.clip else {})}
     data_ranks = _data_ranks(case)
     micro = case.global_batch_size // (data_ranks * case.accumulation)
     trainer = make_trainer(
@@ -86,8 +93,9 @@ def _data_ranks(case: LayoutCase) -> int:
     from trainwright.strategies.layout import Layout
     from trainwright.strategies.registry import make_strategy
 
-    strategy = make_strategy(case.strategy, **case.options)
-    layout: Layout = strategy._open_layout
+    if case.strategy == "single":
+        return 1
+    layout: Layout = make_strategy(case.strategy, **case.options)._open_layout
     return layout.resolve(world_size()).data_ranks
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,12 +10,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.parity.harness import QUIET, make_trainer
+from tests.parity.harness import QUIET, Record, differences, make_trainer
 from tests.parity.layout_modules import make_module
-from tests.parity.layouts import LayoutCase, Texts, WholeRecorder, assert_layouts, reference
+from tests.parity.layouts import LayoutCase, Texts, WholeRecorder, assert_layouts, reference, run
 from trainwright.strategies.pipeline.schedules import SCHEDULES
 
 EVEN = {"length": 8}  # a Hugging Face model reads all it is given; 8 positions divide by 4 and by 2 x 2
+
+TOKENS = {"loss_weighting": "tokens"}
 
 TWO: dict[str, LayoutCase] = {
     "tensor, gpt": LayoutCase("gpt-untied", {"tensor": 2}, clip=0.2),
@@ -37,6 +40,8 @@ TWO: dict[str, LayoutCase] = {
     "pipeline, llama": LayoutCase("llama", {"pipeline": 2, "activation_checkpointing": "full"}),
     "pipeline, mixtral": LayoutCase("mixtral", {"pipeline": 2}),
     "pipeline, uneven data": LayoutCase("gpt", {"pipeline": 2, "micro_batches": 4}, samples=21, steps=5),
+    "pipeline, by tokens": LayoutCase("masked", {"pipeline": 2, "micro_batches": 4}, accumulation=2, trainer=TOKENS),
+    "context, by tokens": LayoutCase("masked", {"context": 2, "shard": 1}, accumulation=2, trainer=TOKENS),
     **{
         f"pipeline, {schedule}": LayoutCase("gpt2", {"pipeline": 2, "schedule": schedule, "micro_batches": 4})
         for schedule in SCHEDULES
@@ -59,6 +64,9 @@ FOUR: dict[str, LayoutCase] = {
     "pipeline x tensor, encoder": LayoutCase("encoder", {"pipeline": 2, "tensor": 2}, clip=0.2),
     "pipeline x context": LayoutCase("gpt", {"pipeline": 2, "context": 2, "shard": 1}, clip=0.2),
     "pipeline x expert": LayoutCase("mixtral", {"pipeline": 2, "shard": 2, "expert": 2}, clip=0.2),
+    "pipeline x shard, by tokens": LayoutCase(
+        "masked", {"pipeline": 2, "shard": 2}, accumulation=2, clip=0.2, trainer=TOKENS
+    ),
     "pipeline 4": LayoutCase("gpt", {"pipeline": 4}, clip=0.2),
     "context x shard": LayoutCase("gpt", {"context": 2, "shard": 2}, accumulation=2, clip=0.2),
     "context x tensor": LayoutCase("gpt", {"context": 2, "tensor": 2, "shard": 1, "sequence_parallel": True}),
@@ -86,6 +94,38 @@ def test_four_ranks(ranks, name):
 
 def test_eight_ranks(ranks):
     assert_layouts(ranks, 8, list(EIGHT.values()), timeout=240)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Precision
+
+
+def run_at(precision: str, case: LayoutCase) -> Record:
+    return run(replace(case, trainer={"precision": precision}))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (2, {"pipeline": 2, "shard": 1}),
+        (4, {"tensor": 2, "shard": 2, "sequence_parallel": True}),
+        (4, {"pipeline": 2, "shard": 2, "stage": 1}),
+        (2, {"context": 2, "shard": 1}),
+    ],
+)
+def test_precisions(ranks, precision, world_size, options):
+    """Within rounding of one process at the same precision; the fp16 scaler skips the same steps on every rank."""
+    case = LayoutCase("gpt-untied", options, clip=0.5)
+    (alone,) = ranks(run_at, 1, precision, replace(case, strategy="single", options={}), init_group=False)
+    results = ranks(run_at, world_size, precision, case)
+    for record in results:
+        assert record.losses == pytest.approx(alone.losses, rel=2e-2)
+        assert record.parameters.keys() == alone.parameters.keys()
+        for name, parameter in alone.parameters.items():
+            assert torch.allclose(record.parameters[name].float(), parameter.float(), atol=2e-2), name
+            assert record.parameters[name].dtype == parameter.dtype
+            assert torch.equal(record.parameters[name], results[0].parameters[name])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -179,8 +219,6 @@ def train_with_lightning(case: LayoutCase) -> Any:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_layouts_work_in_lightnings_own_trainer(ranks, accumulation):
-    from tests.parity.harness import differences
-
     case = LayoutCase("llama", {"pipeline": 2, "tensor": 2, "shard": 1}, accumulation=accumulation)
     for record in ranks(train_with_lightning, 4, case):
         assert not differences(record, reference(case))

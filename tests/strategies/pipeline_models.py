@@ -152,7 +152,9 @@ def engine_of(
     return engine
 
 
-def train(engine: PipelineEngine, batch: Any, scale: Callable[[Tensor], Tensor] = lambda loss: loss) -> Any:
+def train(
+    engine: PipelineEngine, batch: Any, scale: Callable[[Tensor, float], Tensor] = lambda loss, share: loss * share
+) -> Any:
     return engine.train((batch, 0), {}, batch=batch, scale=scale)
 
 

@@ -48,7 +48,7 @@ def broken() -> Any:
     model.zero_grad()
     bad = {**batch, "stop": batch["ids"][4, 0]}
     with pytest.raises(ArithmeticError, match="in the middle"):
-        engine.train((bad, 1), {}, batch=bad, scale=lambda loss: loss)
+        engine.train((bad, 1), {}, batch=bad, scale=lambda loss, share: loss * share)
     assert model.log == log
     assert all(stage.live == 0 for stage in engine.stages)
     model.zero_grad()

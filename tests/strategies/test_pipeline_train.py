@@ -35,7 +35,7 @@ def errors(schedule: str, blocks: int, micro_batches: int, samples: list[tuple[i
     batches = [make_batch(n, length, seed) for seed, (n, length) in enumerate(samples)]
     losses, gradients = reference(model, *batches, scale=0.5)
     engine = engine_of(model, schedule, micro_batches)
-    found = [train(engine, batch, scale=lambda loss: loss * 0.5) for batch in batches]
+    found = [train(engine, batch, scale=lambda loss, share: loss * share * 0.5) for batch in batches]
     assert not any(loss.requires_grad for loss in found)
     loss_error = max(abs(float(a) / float(b) - 1) for a, b in zip(found, losses, strict=True))
     return loss_error, worst_gradient(model, engine, gradients)
@@ -216,7 +216,7 @@ def talk() -> Any:
     try:
         for index in (0, 0, 1, 1):
             batch = make_batch(7, 6, index)
-            outputs.append(engine.train((batch, index), {}, batch=batch, scale=lambda loss: loss))
+            outputs.append(engine.train((batch, index), {}, batch=batch, scale=lambda loss, share: loss * share))
             expected.append(twin.training_step(batch, index))
     finally:
         dist.broadcast_object_list = objects
@@ -250,9 +250,9 @@ def silent() -> Any:
     model = build(Silent, 4)
     engine = engine_of(model)
     batch = make_batch()
-    nothing = engine.train((batch, 0), {}, batch=batch, scale=lambda loss: loss)
+    nothing = engine.train((batch, 0), {}, batch=batch, scale=lambda loss, share: loss * share)
     gradients = [float(p.grad.abs().sum()) for p in model.parameters() if p.grad is not None]
-    something = engine.train((batch,), {"batch_idx": 1}, batch=batch, scale=lambda loss: loss)
+    something = engine.train((batch,), {"batch_idx": 1}, batch=batch, scale=lambda loss, share: loss * share)
     return nothing, sum(gradients), float(something)
 
 
