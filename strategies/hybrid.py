@@ -232,12 +232,26 @@ class HybridStrategy(ZeroStrategy):
         keys = list(module.state_dict())
         engines = Engines(module, self.layout, self._groups, self._options, self.root_device)
         super()._broadcast_from_first(module)
+        self._agree_on_randomness()
         engines.apply()
         self._engines = engines
         object.__setattr__(module, "_trainwright_layout", str(self.layout))
         self._assembly = Assembly(
             names, keys, engines.cuts, engines.owners, self._groups.along("pipeline"), self.root_device
         )
+
+    def _agree_on_randomness(self) -> None:
+        """Ranks that work on the same samples draw the same numbers, except where an engine says otherwise."""
+        assert self._groups is not None
+        group = self._groups.along("pipeline", "context", "tensor")
+        if group is None:
+            return
+        is_cuda = self.root_device.type == "cuda"
+        states = [torch.get_rng_state(), torch.cuda.get_rng_state(self.root_device) if is_cuda else None]
+        dist.broadcast_object_list(states, src=dist.get_global_rank(group, 0), group=group, device=self.root_device)
+        torch.set_rng_state(states[0])
+        if is_cuda:
+            torch.cuda.set_rng_state(states[1], self.root_device)
 
     def _refuse_companions(self, module: LightningModule) -> None:
         """Refuse what beside the strategy cannot work with a module that is cut."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from trainwright.strategies.collectives import gather_same
+from trainwright.strategies.collectives import copy_to, gather_same
 
 _Call = Callable[..., Any]
 
@@ -122,6 +122,8 @@ def _same(func: _Call, logits: ShardedLogits, *args: Any, **kwargs: Any) -> Shar
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.dim() > 0]
     if tensors:
         raise _refusal(f"{getattr(func, '__name__', func)} with a tensor of shape {tuple(tensors[0].shape)}")
+    # Each rank's classes give a part of the gradient of a trained number (a temperature), so the parts are summed.
+    args = tuple(copy_to(a, logits._group) if isinstance(a, Tensor) and a.requires_grad else a for a in args)
     return ShardedLogits.wrap(func(logits._part, *args, **kwargs), logits._group, logits._class_dim)
 
 

@@ -20,6 +20,18 @@ def gpt(tied: bool = True, layers: int = 4) -> nn.Module:
     return GPT(GPTConfig(layers=layers, dim=32, heads=4, kv_heads=4, hidden=48, vocab=VOCABULARY, tied_head=tied))
 
 
+class Tempered(nn.Module):
+    """Our GPT with a trained number after the head, which is a parameter of its own beside the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = gpt(tied=False)
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.gpt(tokens) * self.temperature
+
+
 class Encoder(nn.Module):
     """torch's own encoder, with positions as a parameter."""
 
@@ -158,6 +170,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "gpt-untied": lambda: gpt(tied=False),
     "encoder": Encoder,
     "odd": Odd,
+    "tempered": Tempered,
     "masked": gpt,
     "llama": lambda: _hugging_face("llama"),
     "qwen2": lambda: _hugging_face("qwen2"),

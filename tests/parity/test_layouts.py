@@ -22,6 +22,9 @@ TOKENS = {"loss_weighting": "tokens"}
 TWO: dict[str, LayoutCase] = {
     "tensor, gpt": LayoutCase("gpt-untied", {"tensor": 2}, clip=0.2),
     "tensor, gpt tied": LayoutCase("gpt", {"tensor": 2, "sequence_parallel": True}),
+    "tensor, trained number": LayoutCase("tempered", {"tensor": 2, "loss_parallel": True}, clip=0.2),
+    "context, trained number": LayoutCase("tempered", {"context": 2, "shard": 1}),
+    "pipeline, trained number": LayoutCase("tempered", {"pipeline": 2, "plan": {"last": ["net.temperature"]}}),
     "tensor, encoder": LayoutCase("encoder", {"tensor": 2}),
     "tensor, llama, loss parallel": LayoutCase(
         "llama", {"tensor": 2, "sequence_parallel": True, "loss_parallel": True}, **EVEN
