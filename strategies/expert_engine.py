@@ -31,6 +31,7 @@ from torch.autograd import Function
 from trainwright.strategies.collectives import all_to_all
 from trainwright.strategies.cuts import Cut
 from trainwright.strategies.plan import ModelPlan
+from trainwright.strategies.plan_names import starred
 
 # Named anew in torch 2.13; the old name still works there but warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -64,7 +65,8 @@ def validate_experts(module: nn.Module, plan: ModelPlan, size: int) -> list[str]
         if layer.experts % size:
             sizes = [n for n in range(1, layer.experts + 1) if layer.experts % n == 0]
             problems.append(
-                f"expert={size}, but {name} has {layer.experts} experts (possible: {', '.join(map(str, sizes))})"
+                f"expert={size}, but {starred(name)} has {layer.experts} experts "
+                f"(possible: {', '.join(map(str, sizes))})"
             )
     return list(dict.fromkeys(problems))
 

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _wants_several_processes(words: Sequence[str]) -> bool:
     """A guess from the words alone: the fork server can start before anything is composed. A wrong one costs time."""
-    if any(word in words for word in ("-h", "--help", "--version", "--print-config", "--cfg")):
+    if any(word in words for word in ("-h", "--help", "--version", "--print-config", "--cfg", "layout")):
         return False
     several = any(word.startswith("devices=") and word != "devices=1" for word in words)
     return several or "-m" in words or "--multirun" in words or "verify" in words

@@ -18,11 +18,11 @@ from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.launcher import Launcher, detect_launcher
 from trainwright.trainer.problems import ConfigError, did_you_mean
 from trainwright.trainer.run import RunResult, launch, plan, prepare
-from trainwright.trainer.validate import VERBS
+from trainwright.trainer.validate import VERBS, Surroundings, closed_layout
 
 OK, FAILED, REFUSED = 0, 1, 2
-VERIFY = "verify"
-_ALL_VERBS = (*VERBS, VERIFY)
+VERIFY, LAYOUT = "verify", "layout"
+_ALL_VERBS = (*VERBS, VERIFY, LAYOUT)
 
 
 def run_command(words: Sequence[str]) -> int:
@@ -57,6 +57,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return _print_config(arguments)
     if arguments.verb == VERIFY:
         return _verify(arguments)
+    if arguments.verb == LAYOUT:
+        return _layout(arguments)
     launcher = detect_launcher()
     if arguments.multirun:
         return _sweep(arguments, launcher)
@@ -112,6 +114,34 @@ def _verify(arguments: argparse.Namespace) -> int:
     return OK if report.passed else FAILED
 
 
+def _layout(arguments: argparse.Namespace) -> int:
+    """Show which rank would hold what; nothing is started."""
+    launcher, problems = detect_launcher(), []
+    if launcher is not None:
+        problems.append(f"{launcher.name}: layout starts no ranks; type trainwright layout ... without it")
+    if arguments.multirun:
+        problems.append("--multirun with layout: it shows one layout; ask for one after the other")
+    composition = compose_checked(arguments.overrides, arguments.config_dir)
+    problems += composition.problems
+    planned = None
+    if composition.cfg is not None and composition.guessed:
+        planned, found = plan(composition.cfg, "fit")
+        problems += found
+    if problems or planned is None:
+        raise ConfigError(problems)
+    resolved = OmegaConf.create(OmegaConf.to_container(planned, resolve=True))
+    assert isinstance(resolved, DictConfig)
+    layout = closed_layout(resolved, Surroundings())
+    if layout is None:
+        target = resolved.strategy.get("_target_")
+        raise ConfigError([f"strategy: the layout of {target} is not told by its configuration; fit shows it"])
+
+    from trainwright.trainer.layout_report import report
+
+    print(report(resolved, layout), end="", flush=True)
+    return OK
+
+
 def _composed(verb: str, overrides: Sequence[str], config_dir: str | None, launcher: Launcher | None) -> DictConfig:
     """Compose, check everything, make the run directory; all problems are raised together."""
     composition = compose_checked(overrides, config_dir)
@@ -143,6 +173,8 @@ def _print_config(arguments: argparse.Namespace) -> int:
         from trainwright.trainer.verify_options import take_options
 
         verb, (_, overrides, problems) = "fit", take_options(overrides)
+    elif verb == LAYOUT:
+        verb = "fit"
     composition = compose_checked(overrides, arguments.config_dir)
     if problems or composition.problems or composition.cfg is None:
         raise ConfigError([*problems, *composition.problems])

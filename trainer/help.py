@@ -24,6 +24,7 @@ _VERBS = {
     "test": "measure a module on its test data",
     "predict": "write a module's predictions to predictions.pt in the run directory",
     "verify": "check that a layout trains as one process does: a few steps of both, compared",
+    "layout": "show which rank would do and hold what, in bytes; no process is started",
 }
 _TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
 # Plain, but set by the recipe and by a group.
@@ -54,7 +55,7 @@ def help_of_verb(verb: str, config_dir: str | Path | None = None) -> str:
     """The text of `trainwright <verb> --help`.
 
     Args:
-        verb: fit, validate, test, predict or verify.
+        verb: fit, validate, test, predict, verify or layout.
         config_dir: a folder whose groups and recipes are listed too.
     """
     loader = config_loader(config_dir)
@@ -120,6 +121,11 @@ def _options(verb: str) -> str:
   --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes and groups
   --print-config      print the resolved configuration of the layout and end
   --help, --version"""
+    if verb == "layout":
+        return """options:
+  --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes and groups
+  --print-config      print the resolved configuration and end
+  --help, --version"""
     return """options:
   -m, --multirun      run every combination of the given values, one after the other: strategy=ddp,zero3
   --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes and groups
@@ -182,6 +188,11 @@ def _examples(verb: str) -> str:
   trainwright verify recipe=gpt strategy=zero3 devices=4
   trainwright verify recipe=digits strategy=ddp devices=2 verify.steps=8 --json
   trainwright verify --config-dir my_conf recipe=mine strategy=zero2 devices=2"""
+    if verb == "layout":
+        return """examples:
+  trainwright layout recipe=gpt strategy=zero3 devices=4
+  trainwright layout recipe=gpt devices=8 strategy=hybrid strategy.pipeline=2 strategy.tensor=2
+  trainwright layout --config-dir my_conf recipe=mine strategy=tensor devices=2"""
     return f"""examples:
   trainwright {verb} recipe=digits ckpt_path=last
   trainwright {verb} recipe=digits ckpt_path=runs/digits/2026-01-31_14-05-09/checkpoints/last.ckpt

@@ -1,0 +1,194 @@
+"""Options of a layout that contradict each other, or that nothing would read, are refused before there is a module."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from dataclasses import fields
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from torch.utils.data import DataLoader
+
+from tests.parity.harness import make_trainer
+from tests.parity.layout_modules import make_module
+from tests.parity.layouts import Texts
+from trainwright.strategies.context_attention import METHODS
+from trainwright.strategies.hybrid import HybridStrategy
+from trainwright.strategies.hybrid_rules import (
+    _AXIS_OPTIONS,
+    ATTENTION,
+    PLAN_PARTS,
+    WHOLE_WEIGHT_OPTIMIZERS,
+    optimizer_problem,
+    sync_batchnorm_problem,
+    validate_hybrid,
+)
+from trainwright.strategies.layout import Layout
+from trainwright.strategies.one_axis import PipelineStrategy
+from trainwright.strategies.plan import PlanConfig
+from trainwright.trainer.config import HybridConfig
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    ({"pipeline": 2}, {"schedule": "zbw"}, ["schedule=zbw", "did you mean zbv?", "gpipe"]),
+    ({"context": 2}, {"attention": "rings"}, ["attention=rings", "did you mean ring?", "ulysses"]),
+    ({"pipeline": 2}, {"micro_batches": 0}, ["micro_batches=0", "at least 1"]),
+    ({"pipeline": 2}, {"schedule": "looped_bfs", "stages_per_rank": 0}, ["stages_per_rank=0", "at least 1"]),
+    ({"pipeline": 2}, {"split": "even"}, ["split=even", "split=[3,5]"]),
+    ({"pipeline": 2}, {"split": [2, 0]}, ["split=[2, 0]", "at least 1"]),
+    ({"pipeline": 2}, {"split": [1, 1, 1]}, ["split=[1,1,1]", "names 3 stages", "make 2"]),
+    ({"pipeline": 2}, {"batch_dims": {"x": "first"}}, ["batch_dims", "whole number"]),
+    ({}, {"schedule": "zbv"}, ["schedule=zbv with pipeline=1 has no effect", "pipeline=2"]),
+    ({}, {"micro_batches": 4}, ["micro_batches=4 with pipeline=1"]),
+    ({}, {"stages_per_rank": 2}, ["stages_per_rank=2 with pipeline=1"]),
+    ({}, {"split": [1, 1]}, ["split=[1,1] with pipeline=1"]),
+    ({}, {"batch_dims": {"x": 1}}, ["batch_dims={'x': 1} with pipeline=1"]),
+    ({"context": 2}, {"sequence_parallel": True}, ["sequence_parallel=true with tensor=1"]),
+    ({}, {"loss_parallel": True}, ["loss_parallel=true with tensor=1"]),
+    ({"tensor": 2}, {"attention": "gather"}, ["attention=gather with context=1"]),
+    ({}, {"balance": False}, ["balance=false with context=1"]),
+    ({"pipeline": 2}, {"schedule": "1f1b", "stages_per_rank": 2}, ["stages_per_rank=2", "exactly 1", "looped_bfs"]),
+    ({"pipeline": 4}, {"micro_batches": 2}, ["micro_batches=2", "possible are 4, 5"]),
+    ({"pipeline": 2}, {"schedule": "zbv", "compile": True}, ["schedule=zbv with compile=true"]),
+    ({"tensor": 2}, {"find_unused_parameters": True}, ["find_unused_parameters=true with stage 3", "stage=2"]),
+    ({"tensor": 2, "shard": 1}, {"offload": "parameters"}, ["offload=parameters with shard=1", "offload=optimizer"]),
+    ({"tensor": 2}, {"plan": {"block": ["a.*"]}}, ["plan.block", "did you mean blocks?"]),
+    ({}, {"plan": {"blocks": ["a.*"]}}, ["plan with pipeline, context, tensor and expert all 1"]),
+    ({"tensor": 2}, {"plan": {"blocks": ["a.*"]}, "blocks": ["a.*"]}, ["blocks and plan.blocks are both given"]),
+]  # fmt: skip
+FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"tensor": 2}, {"sequence_parallel": True, "loss_parallel": True, "plan": {"blocks": ["a.*"]}}),
+    ({"pipeline": 2}, {"schedule": "zbv", "micro_batches": 4, "split": [1, 1, 1, 1], "batch_dims": {"x": None}}),
+    ({"pipeline": -1, "shard": 1}, {"schedule": "interleaved_1f1b", "stages_per_rank": 3}),
+    ({"context": 2}, {"attention": "ulysses", "balance": False}),
+    ({"tensor": 2, "shard": 2}, {"offload": "parameters"}),
+]
+
+
+@pytest.mark.parametrize(("axes", "options", "parts"), REFUSED)
+def test_refused(axes, options, parts):
+    problems = validate_hybrid(Layout(**{"shard": -1, **axes}), options, "strategy.")
+    assert len(problems) == 1, problems
+    assert problems[0].startswith("strategy.")
+    for part in parts:
+        assert part in problems[0].replace("strategy.", "")
+    with pytest.raises(ValueError, match=r".") as error:
+        HybridStrategy(**axes, **options)
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(("axes", "options"), FINE)
+def test_fine(axes, options):
+    assert validate_hybrid(Layout(**{"shard": -1, **axes}), options) == []
+    HybridStrategy(**axes, **options)
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(ValueError, match=r"zbw") as error:
+        PipelineStrategy(schedule="zbw", loss_parallel=True, attention="gather")
+    assert "loss_parallel" in str(error.value)
+    assert "attention=gather" in str(error.value)
+
+
+def test_rules_know_every_option_and_its_default():
+    """A new option of the constructor must be given a rule, or be read under every layout."""
+    signature = inspect.signature(HybridStrategy.__init__).parameters
+    everywhere = {"self", "kwargs", "stage", "plan", *(axis.name for axis in fields(Layout))}
+    assert set(signature) - everywhere == set(_AXIS_OPTIONS)
+    for option, (default, _, _) in _AXIS_OPTIONS.items():
+        assert (signature[option].default or {}) == (default or {}), option
+    assert set(_AXIS_OPTIONS) <= {item.name for item in fields(HybridConfig)}
+    assert ATTENTION == METHODS
+    assert {item.name for item in fields(PlanConfig)} == set(PLAN_PARTS)
+
+
+def test_defaults_of_the_configuration_are_not_given():
+    options = {item.name: getattr(HybridConfig(), item.name) for item in fields(HybridConfig)}
+    assert validate_hybrid(Layout(shard=4), options) == []
+
+
+def test_nothing_heavy_is_imported():
+    code = "import sys, trainwright.strategies.hybrid_rules; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_batchnorm_and_optimizers():
+    assert sync_batchnorm_problem(Layout(shard=2, expert=2)) is None
+    assert "for ever" in str(sync_batchnorm_problem(Layout(pipeline=2, tensor=2)))
+    assert "several times" in str(sync_batchnorm_problem(Layout(context=2)))
+    assert optimizer_problem(Layout(pipeline=2), "Adafactor") is None
+    assert optimizer_problem(Layout(tensor=2), "AdamW") is None
+    assert "Adafactor with tensor=2" in str(optimizer_problem(Layout(tensor=2), "Adafactor"))
+    assert all(hasattr(torch.optim, name) for name in WHOLE_WEIGHT_OPTIMIZERS)
+
+
+# ---- on ranks -----------------------------------------------------------------------------------------------------
+
+
+class _Manual(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.inner = make_module("gpt")
+        self.training_step = self.inner.training_step  # type: ignore[method-assign]
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), 0.1) for _ in range(2)]
+
+
+class _Adafactor(_Manual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+COMPANIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("swa", {"tensor": 2}, "StochasticWeightAveraging averages a copy"),
+    ("ema", {"pipeline": 2}, "EMAWeightAveraging averages a copy"),
+    ("sync_batchnorm", {"pipeline": 2}, "sync_batchnorm=true with pipeline=2"),
+    ("sync_batchnorm", {"tensor": 2}, "sync_batchnorm=true with tensor=2"),
+    ("manual", {"pipeline": 2}, "Manual optimization"),
+    ("manual", {"tensor": 2, "sequence_parallel": True}, "Manual optimization"),
+    ("adafactor", {"tensor": 2}, "Adafactor with tensor=2"),
+    ("open", {"pipeline": -1, "shard": 2, "micro_batches": 3}, "micro_batches=3 with pipeline=1 has no effect"),
+]
+
+
+def refusals() -> list[str]:
+    return [_refusal(kind, {"shard": 1, **options}) for kind, options, _ in COMPANIONS]
+
+
+def _refusal(kind: str, options: dict[str, Any]) -> str:
+    callbacks: dict[str, Any] = {
+        "swa": lambda: [StochasticWeightAveraging(0.1)],
+        "ema": lambda: [EMAWeightAveraging("cpu")],
+    }
+    modules: dict[str, Any] = {"manual": _Manual, "adafactor": _Adafactor}
+    trainer = make_trainer(
+        "hybrid",
+        options,
+        max_steps=1,
+        max_epochs=-1,
+        callbacks=callbacks.get(kind, list)(),
+        sync_batchnorm=kind == "sync_batchnorm",
+    )
+    try:
+        trainer.fit(modules.get(kind, lambda: make_module("gpt"))(), DataLoader(Texts(8), batch_size=4))
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+def test_what_cannot_work_beside_a_cut_module_is_refused(ranks):
+    for found in ranks(refusals, 2, timeout=90):
+        for (kind, options, part), message in zip(COMPANIONS, found, strict=True):
+            assert part in message, (kind, options, message)
