@@ -14,7 +14,7 @@ class Cut:
     """How one parameter is split over the ranks of a process group.
 
     The part is contiguous rows of tensor dimension ``dim``. A packed parameter (queries, keys and values in one matrix)
-    consists of sections along ``dim`` that are each split by themselves, so that a rank holds its part of every section.
+    consists of sections along ``dim`` that are each split by themselves, so a rank holds its part of every section.
 
     Args:
         group: ranks that hold one part each, in order.

@@ -81,7 +81,8 @@ class HybridStrategy(ZeroStrategy):
     """
 
     strategy_name = "hybrid"
-    weighs_micro_batches = True  # a pipeline weighs the loss of each of its micro-batches by tokens, if that is asked for
+    # A pipeline weighs the loss of each of its micro-batches by tokens, if that is asked for.
+    weighs_micro_batches = True
 
     def __init__(
         self,

@@ -170,7 +170,8 @@ class Layout:
     def _row(self, rank: int, axes: list[str]) -> list[object]:
         place = self.coordinates(rank)
         data_rank = place["replicate"] * self.shard + place["shard"]
-        return [rank, *(place[axis] for axis in axes), f"{data_rank} of {self.data_ranks}", ", ".join(self._held(place))]
+        samples, holds = f"{data_rank} of {self.data_ranks}", ", ".join(self._held(place))
+        return [rank, *(place[axis] for axis in axes), samples, holds]
 
     def _held(self, place: dict[str, int]) -> Iterator[str]:
         split = [f"stage {place['pipeline']} of {self.pipeline}"] if self.pipeline > 1 else []

@@ -96,7 +96,7 @@ class HybridConfig(ZeroConfig):
     stages_per_rank: int | None = None
     # Blocks of each stage, like [3,5]; balanced = alike in number of parameters.
     split: Any = "balanced"
-    # Tensors of a batch whose samples are not along dim 0: path in the batch -> dim, null = whole for every micro-batch.
+    # Tensors of a batch whose samples are not along dim 0: path in the batch -> dim; null = whole for all.
     batch_dims: dict[str, int | None] = field(default_factory=dict)
     # Split activations between cut modules along the sequence over the tensor axis; false = off.
     sequence_parallel: bool = False

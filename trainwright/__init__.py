@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainwright.strategies.ddp import DDPStrategy
+    from trainwright.strategies.hybrid import HybridStrategy
     from trainwright.strategies.layout import Layout
+    from trainwright.strategies.one_axis import (
+        ContextParallelStrategy,
+        ExpertParallelStrategy,
+        PipelineStrategy,
+        TensorParallelStrategy,
+    )
+    from trainwright.strategies.plan import ModelPlan
     from trainwright.strategies.single import SingleDeviceStrategy
     from trainwright.strategies.zero import ZeroStrategy
     from trainwright.trainer.compose import compose
@@ -23,15 +31,27 @@ _LOCATIONS = {
     "SingleDeviceStrategy": "trainwright.strategies.single",
     "DDPStrategy": "trainwright.strategies.ddp",
     "ZeroStrategy": "trainwright.strategies.zero",
+    "HybridStrategy": "trainwright.strategies.hybrid",
+    "TensorParallelStrategy": "trainwright.strategies.one_axis",
+    "PipelineStrategy": "trainwright.strategies.one_axis",
+    "ContextParallelStrategy": "trainwright.strategies.one_axis",
+    "ExpertParallelStrategy": "trainwright.strategies.one_axis",
     "Layout": "trainwright.strategies.layout",
+    "ModelPlan": "trainwright.strategies.plan",
     "compose": "trainwright.trainer.compose",
     "run": "trainwright.trainer.run",
 }
 
 __all__ = [
+    "ContextParallelStrategy",
     "DDPStrategy",
+    "ExpertParallelStrategy",
+    "HybridStrategy",
     "Layout",
+    "ModelPlan",
+    "PipelineStrategy",
     "SingleDeviceStrategy",
+    "TensorParallelStrategy",
     "Trainer",
     "ZeroStrategy",
     "__version__",

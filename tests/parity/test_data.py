@@ -21,8 +21,7 @@ from torch.utils.data import (
 )
 from torchmetrics import SumMetric
 
-from tests.parity.harness import make_trainer
-from tests.parity.harness import data_parallel_names
+from tests.parity.harness import data_parallel_names, make_trainer
 
 WORLD_SIZES = (1, 2, 4)
 SEVERAL = [name for name in data_parallel_names() if name != "single"]

@@ -19,9 +19,18 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, default_collate
 
 from tests.parity import modules
-from tests.parity.harness import Case, Record, differences, make_loader, make_trainer, train, whole, world_size
+from tests.parity.harness import (
+    Case,
+    Record,
+    data_parallel_names,
+    differences,
+    make_loader,
+    make_trainer,
+    train,
+    whole,
+    world_size,
+)
 from tests.parity.modules import LanguageModel, Plain, Tokens, make_module
-from tests.parity.harness import data_parallel_names
 
 STRATEGIES = data_parallel_names()
 GLOBAL_BATCH = 12

@@ -9,9 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parity.harness import Record, Recorder, differences, make_loader, make_trainer, whole, world_size
+from tests.parity.harness import (
+    Record,
+    Recorder,
+    data_parallel_names,
+    differences,
+    make_loader,
+    make_trainer,
+    whole,
+    world_size,
+)
 from tests.parity.modules import VOCABULARY, LanguageModel
-from tests.parity.harness import data_parallel_names
 
 GLOBAL_BATCH = 12
 

@@ -1,4 +1,4 @@
-"""Checkpoints under layouts: full state, resumed under the same layout to the bit and under one process within rounding."""
+"""Checkpoints under layouts: full state, resumed under the same layout to the bit, on one process within rounding."""
 
 from __future__ import annotations
 

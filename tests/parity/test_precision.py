@@ -10,10 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parity.harness import Case, Recorder, bare_loop, make_loader, make_trainer, whole, world_size
+from tests.parity.harness import (
+    Case,
+    Recorder,
+    bare_loop,
+    data_parallel_names,
+    make_loader,
+    make_trainer,
+    whole,
+    world_size,
+)
 from tests.parity.modules import LanguageModel, make_module
 from trainwright.strategies.gradients import local_tensor
-from tests.parity.harness import data_parallel_names
 
 PRECISIONS = ("32", "bf16-mixed", "bf16-true", "16-mixed")
 GLOBAL_BATCH = 16

@@ -9,9 +9,17 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.parity.harness import Record, Recorder, differences, make_loader, make_trainer, whole, world_size
+from tests.parity.harness import (
+    Record,
+    Recorder,
+    data_parallel_names,
+    differences,
+    make_loader,
+    make_trainer,
+    whole,
+    world_size,
+)
 from tests.parity.modules import LanguageModel
-from tests.parity.harness import data_parallel_names
 
 GLOBAL_BATCH = 12
 SAMPLES = 48  # four steps an epoch

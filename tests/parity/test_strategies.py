@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.harness import Case, Record, bare_loop, differences, train, train_with_lightning
+from tests.parity.harness import Case, Record, bare_loop, data_parallel_names, differences, train, train_with_lightning
 from tests.parity.modules import MODULES
-from tests.parity.harness import data_parallel_names
 
 WORLD_SIZES = (1, 2, 4)
 ACCUMULATIONS = (1, 3)

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parity.harness import whole
+from tests.parity.harness import data_parallel_names, whole
 from tests.parity.modules import Tokens
 from trainwright import Trainer
 from trainwright.strategies.deferred import deferred_pieces, is_deferred
-from tests.parity.harness import data_parallel_names
 from trainwright.strategies.registry import make_strategy
 
 

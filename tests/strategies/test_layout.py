@@ -17,7 +17,10 @@ def test_the_rest_is_found():
     assert Layout(replicate=2, shard=4).data_ranks == 8
 
 
-@pytest.mark.parametrize(("layout", "world_size"), [(Layout(replicate=3, shard=-1), 8), (Layout(replicate=2, shard=2), 8), (Layout(shard=16), 8)])
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [(Layout(replicate=3, shard=-1), 8), (Layout(replicate=2, shard=2), 8), (Layout(shard=16), 8)],
+)
 def test_a_layout_that_does_not_fit_names_what_does(layout, world_size):
     with pytest.raises(ValueError, match=r"8 rank\(s\).*\(1, 2, 4, 8\).*strategy\.shard=-1"):
         layout.resolve(world_size)
