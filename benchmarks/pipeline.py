@@ -1,8 +1,11 @@
 """How long the ranks of a pipeline idle, under every schedule, beside the formulas.
 
-Blocks wait instead of computing: so long in forward, so long for the gradient of the input, so long for the gradient of
-the weight, each in its own node of autograd. So the cores of the machine do not matter, and what idles is known. With p
-ranks, m micro-batches and v stages per rank, idle time as a part of busy time is (p - 1) / m for gpipe and 1f1b
+Blocks wait instead of computing: so long in forward, so long for the gradient of the input, so long for the gradient
+of the weight, each in its own node of autograd. So the cores of the machine hardly matter, and what idles is known. A
+rank is busy while a block of its waits and while it uses the CPU (the user's step around the blocks, autograd,
+messages); the rest of a step it idles.
+
+With p ranks, m micro-batches and v stages per rank, idle time as a part of busy time is (p - 1) / m for gpipe and 1f1b
 (arXiv:1811.06965, 2104.04473), (p - 1) / (v m) for interleaved_1f1b and looped_bfs. For the others, which compute
 gradients of inputs and of weights apart (arXiv:2401.10241), it is what the order of their work gives when messages take
 no time.
@@ -14,7 +17,7 @@ import argparse
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import mean
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -249,14 +252,14 @@ def train(case: Case, blocks: int, micro_batches: int, waits: Waits, steps: int)
 
 
 class Measured(NamedTuple):
-    """Medians over the steps of one case."""
+    """The shortest step of one case: its length is known beforehand, and whatever else the machine does only adds."""
 
     wall: float
-    """Seconds of a step."""
+    """Seconds of the step."""
     idle: float
     """What is not busy, as a part of what is, over all ranks."""
     cpu: float
-    """Seconds of CPU time, over all ranks."""
+    """Seconds of CPU time, mean of the ranks."""
 
 
 def measure(cases: Sequence[Case], micro_batches: int, waits: Waits, rounds: int, steps: int) -> list[Measured]:
@@ -270,10 +273,11 @@ def measure(cases: Sequence[Case], micro_batches: int, waits: Waits, rounds: int
             everyone: list[Any] = [None] * ranks
             dist.all_gather_object(everyone, train(case, blocks, micro_batches, waits, steps))
             for step in zip(*everyone, strict=True):
-                wall, busy = step[0].wall, mean(rank.busy for rank in step)
-                found[case].append(Measured(wall, wall / busy - 1, mean(rank.cpu for rank in step)))
+                wall, cpu = step[0].wall, mean(rank.cpu for rank in step)
+                busy = cpu + mean(rank.busy for rank in step)
+                found[case].append(Measured(wall, wall / busy - 1, cpu))
             say_from_first(f"{case.schedule} v={case.stages_per_rank}: idle {found[case][-1].idle:.3f} of busy time")
-    return [Measured(*map(median, zip(*taken, strict=True))) for taken in found.values()]
+    return [min(taken) for taken in found.values()]
 
 
 # ---- what the order of the work alone gives --------------------------------------------------------------------------
