@@ -325,19 +325,23 @@ class _SplitAttention(torch.autograd.Function):
 
 
 def _return_round(gradient: _Gradient, packed: Tensor) -> Tensor:
-    """Gradient of this rank's packed keys and values; it travels behind them and ends where they began."""
+    """Gradient of this rank's packed keys and values; it begins at the next rank, travels behind them and ends here."""
     job = gradient.job
+    total: Tensor | None = None
     flat, works = packed, list[Any]()  # of the gradient that arrives
-    sent: Tensor | None = None
     for source, keys in job.visits(packed):
         own = gradient.add(source, keys)
+        if total is None:
+            total = own  # of this rank's own keys, which come first; the others' part arrives at the end
+            continue
         for work in works:
             work.wait()
-        sent = own if sent is None else flat.add_(own)
+        sent = flat.add_(own) if works else own
         flat, works = job.send_on(sent)
+    assert total is not None
     for work in works:
         work.wait()
-    return flat
+    return total.add_(flat) if works else total
 
 
 def _return_at_once(gradient: _Gradient, gathered: Tensor) -> Tensor:
