@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
@@ -65,7 +66,7 @@ def summary_rows(trainer: Trainer, pl_module: LightningModule, held: Tensor) -> 
     return [
         ("strategy", _strategy(trainer)),
         ("precision", str(trainer.precision)),
-        ("parameters", _parameters(pl_module, held)),
+        ("parameters", _parameters(trainer, pl_module, held)),
         ("global batch", _global_batch(trainer)),
     ]
 
@@ -75,7 +76,8 @@ def parameter_bytes_of_ranks(trainer: Trainer, pl_module: LightningModule) -> Te
     held_bytes = getattr(trainer.strategy, "held_bytes", None)
     own = held_bytes().parameters if held_bytes is not None else _local_bytes(pl_module)
     mine = torch.tensor([own], dtype=torch.int64, device=trainer.strategy.root_device)
-    return trainer.strategy.all_gather(mine).flatten().cpu()
+    everyone = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return trainer.strategy.all_gather(mine, group=everyone).flatten().cpu()
 
 
 def _local_bytes(pl_module: LightningModule) -> int:
@@ -91,8 +93,9 @@ def _strategy(trainer: Trainer) -> str:
     return f"{name} on {_count(trainer.world_size, 'rank')}{nodes} ({trainer.strategy.root_device.type}){shape}"
 
 
-def _parameters(pl_module: LightningModule, held: Tensor) -> str:
-    whole = sum(parameter.numel() for parameter in pl_module.parameters())
+def _parameters(trainer: Trainer, pl_module: LightningModule, held: Tensor) -> str:
+    known = getattr(trainer.strategy, "num_parameters", None)  # of the whole module, where a rank has a part of it
+    whole = sum(parameter.numel() for parameter in pl_module.parameters()) if known is None else known
     least, most = float(held.min()) / MIB, float(held.max()) / MIB
     size = f"{most:,.2f} MiB" if least == most else f"{least:,.2f} to {most:,.2f} MiB"
     return f"{whole:,}; each rank holds {size}"
@@ -101,13 +104,16 @@ def _parameters(pl_module: LightningModule, held: Tensor) -> str:
 def _global_batch(trainer: Trainer) -> str:
     batch = getattr(trainer, "global_batch", None)
     if batch is None:  # a Trainer that does not fix it: only what it multiplies is known
-        return (
-            f"micro-batch x accumulation {trainer.accumulate_grad_batches} x {_count(trainer.world_size, 'data rank')}"
-        )
+        ranks = _count(_data_ranks(trainer), "data rank")
+        return f"micro-batch x accumulation {trainer.accumulate_grad_batches} x {ranks}"
     return (
         f"{_count(batch.size, 'sample')} a step = micro-batch {batch.micro_batch_size} "
         f"x accumulation {batch.accumulation} x {_count(batch.data_ranks, 'data rank')}"
     )
+
+
+def _data_ranks(trainer: Trainer) -> int:
+    return int(getattr(trainer.strategy, "num_data_ranks", trainer.world_size))
 
 
 def _count(number: int, noun: str) -> str:

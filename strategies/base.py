@@ -122,6 +122,12 @@ class LayoutStrategy(Strategy):
         """Whether a forward pass needs all ranks, so that none may leave one out."""
         return False
 
+    @property
+    def num_parameters(self) -> int:
+        """Number of elements of all parameters of the unmodified module."""
+        assert self.lightning_module is not None
+        return sum(parameter.numel() for parameter in self.lightning_module.parameters())
+
     def held_bytes(self) -> HeldBytes:
         """Bytes that this rank holds now; memory that two tensors share counts once."""
         assert self.lightning_module is not None

@@ -147,6 +147,7 @@ class HybridStrategy(ZeroStrategy):
         self._assembly: Assembly | None = None
         self._shared = SharedGradients({})
         self._expert_mesh: DeviceMesh | None = None
+        self._num_parameters = 0
         self._accumulates = False
         self._evaluation = ExitStack()
 
@@ -184,6 +185,11 @@ class HybridStrategy(ZeroStrategy):
     def is_cut(self) -> bool:
         """Whether ranks hold different parts of the module along another axis than replicate and shard."""
         return cuts_module(self._open_layout)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of elements of all parameters of the unmodified module."""
+        return super().num_parameters if self._engines is None else self._num_parameters
 
     @property
     def forward_is_collective(self) -> bool:
@@ -229,6 +235,7 @@ class HybridStrategy(ZeroStrategy):
         _refuse_cut_before(module)
         assert self._groups is not None
         self._refuse_companions(module)
+        self._num_parameters = sum(parameter.numel() for parameter in module.parameters())
         names = [name for name, _ in module.named_parameters()]
         keys = list(module.state_dict())
         engines = Engines(module, self.layout, self._groups, self._options, self.root_device)

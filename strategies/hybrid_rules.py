@@ -6,6 +6,7 @@ Nothing here imports torch: a launcher reads it, and must start fast.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -80,6 +81,29 @@ def manual_optimization_problems(layout: Layout, options: Mapping[str, Any], pre
             f"{prefix}sequence_parallel=false"
         ]
     return []
+
+
+def length_problems(layout: Layout, options: Mapping[str, Any], length: int, prefix: str = "") -> list[str]:
+    """Why sequences of ``length`` positions cannot be cut; empty if they can.
+
+    Args:
+        layout: closed.
+        options: see :func:`validate_hybrid`.
+        length: positions that the blocks see in training.
+        prefix: see :func:`validate_hybrid`.
+    """
+    chunks, what, remedy = layout.context, f"{prefix}context={layout.context}", ""
+    if layout.context > 1 and options.get("balance", True):
+        chunks *= 2
+        remedy = f", or type {prefix}balance=false, which needs a multiple of {layout.context} only"
+    if layout.tensor > 1 and options.get("sequence_parallel"):
+        chunks = math.lcm(chunks, layout.context * layout.tensor)
+        what = f"{what} and " if layout.context > 1 else ""
+        what += f"{prefix}sequence_parallel=true on {prefix}tensor={layout.tensor}"
+    if length % chunks == 0:
+        return []
+    near = max(chunks, length - length % chunks)
+    return [f"a sequence of {length} positions with {what}: must be a multiple of {chunks}, such as {near}{remedy}"]
 
 
 def averaging_problem(callback: str) -> str:

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainwright.strategies.hybrid_rules import (
     averaging_problem,
     cuts_module,
+    length_problems,
     micro_batches_for,
     optimizer_problem,
     sync_batchnorm_problem,
@@ -327,6 +328,28 @@ def _pipeline_batch(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     ]
 
 
+def _sequence(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    """The length of sequences against the ranks that split them, where module and data have it from one `seq_len`."""
+    layout = closed_layout(cfg, surroundings)
+    lengths = {OmegaConf.select(cfg, key) for key in ("module.seq_len", "module.config.seq_len", "data.seq_len")} - {
+        None
+    }
+    if (
+        layout is None
+        or len(lengths) != 1
+        or OmegaConf.select(cfg, "data.seq_len") is None
+        or not _is_hybrid(cfg.strategy)
+    ):
+        return []
+    length = lengths.pop()
+    if not isinstance(length, int) or length < 1:
+        return []
+    return [
+        f"data.seq_len={length}: {problem}"
+        for problem in length_problems(layout, _options_of(cfg.strategy), length, "strategy.")
+    ]
+
+
 def _with_cut_module(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     """What beside the strategy cannot work when ranks hold parts of the module."""
     layout = closed_layout(cfg, surroundings)
@@ -474,6 +497,7 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _strategy_options,
     _hybrid_options,
     _pipeline_batch,
+    _sequence,
     _with_cut_module,
     _ends,
     _run_dir,

@@ -61,3 +61,27 @@ def test_ranks(ranks: Callable[..., list[Any]], strategy: str, layout: str) -> N
     assert f"on 2 ranks (cpu), {layout}" in first
     assert "8 samples a step = micro-batch 2 x accumulation 2 x 2 data ranks" in first
     assert second == ""
+
+
+def of_a_cut_module() -> str:
+    from torch.utils.data import DataLoader
+
+    from tests.parity.layout_modules import make_module
+    from tests.parity.layouts import Texts
+    from trainwright.strategies.hybrid import HybridStrategy
+
+    console = Console(file=io.StringIO(), width=200)
+    strategy: Any = HybridStrategy(pipeline=2, shard=1)
+    trainer = Trainer(callbacks=[StartSummary(console)], max_steps=1, devices=2, strategy=strategy, **QUIET)
+    trainer.fit(make_module("gpt"), DataLoader(Texts(8), batch_size=4))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_cut_module_is_counted_whole(ranks: Callable[..., list[Any]]) -> None:
+    from tests.parity.layout_modules import make_module
+
+    first, _ = ranks(of_a_cut_module, 2)
+    assert "HybridStrategy on 2 ranks (cpu), pipeline 2" in first
+    assert f"{sum(p.numel() for p in make_module('gpt').parameters()):,}; each rank holds 0.07 to 0.07 MiB" in first
+    assert "x 1 data rank" in first

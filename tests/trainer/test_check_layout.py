@@ -66,6 +66,11 @@ REFUSED: list[tuple[list[str], list[str]]] = [
         ["strategy=pipeline", "devices=2", "micro_batch_size=1"],
         ["micro_batch_size=1 with strategy.micro_batches=2, the default of schedule=1f1b", "type micro_batch_size=2"],
     ),
+    (["strategy=context", "devices=2", "module.config.seq_len=126"], ["data.seq_len=126", "multiple of 4", "124"]),
+    (
+        ["strategy=tensor", "devices=2", "strategy.sequence_parallel=true", "module.config.seq_len=127"],
+        ["data.seq_len=127", "strategy.sequence_parallel=true on strategy.tensor=2", "multiple of 2, such as 126"],
+    ),
     # ---- companions
     (["strategy=tensor", "devices=2", EMA], ["callbacks.ema", "EMAWeightAveraging averages a copy", "zero3"]),
     (["strategy=pipeline", "devices=2", "trainer.sync_batchnorm=true"], ["sync_batchnorm=true", "pipeline=2"]),
