@@ -46,6 +46,10 @@ from trainwright.strategies.shared_gradients import SharedGradients
 from trainwright.strategies.zero import ZeroStrategy
 
 
+# Options of the classes above that may contradict those of a layout.
+_JUDGED_OPTIONS = ("blocks", "offload", "find_unused_parameters", "compile")
+
+
 class HybridStrategy(ZeroStrategy):
     """Any layout: the axes of :class:`~trainwright.strategies.layout.Layout` in any combination.
 
@@ -111,11 +115,7 @@ class HybridStrategy(ZeroStrategy):
             pipeline=pipeline, replicate=replicate, shard=shard, context=context, tensor=tensor, expert=expert
         )
         self._given = {
-            **{
-                name: kwargs[name]
-                for name in ("blocks", "offload", "find_unused_parameters", "compile")
-                if name in kwargs
-            },
+            **{name: kwargs[name] for name in _JUDGED_OPTIONS if name in kwargs},
             "stage": stage,
             "schedule": schedule,
             "micro_batches": micro_batches,
@@ -255,7 +255,7 @@ class HybridStrategy(ZeroStrategy):
         if group is None:
             return
         is_cuda = self.root_device.type == "cuda"
-        states = [torch.get_rng_state(), torch.cuda.get_rng_state(self.root_device) if is_cuda else None]
+        states: list[Any] = [torch.get_rng_state(), torch.cuda.get_rng_state(self.root_device) if is_cuda else None]
         dist.broadcast_object_list(states, src=dist.get_global_rank(group, 0), group=group, device=self.root_device)
         torch.set_rng_state(states[0])
         if is_cuda:

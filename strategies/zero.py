@@ -529,6 +529,8 @@ class _Step(nn.Module):
     unshard: Callable[[], None]
     set_requires_gradient_sync: Callable[[bool], None]
     set_requires_all_reduce: Callable[[bool], None]
+    set_is_last_backward: Callable[[bool], None]
+    set_reshard_after_backward: Callable[[bool], None]
 
 
 def _call(function: Callable[[], Any]) -> Any:

@@ -105,7 +105,8 @@ class LeanOptimization(_AutomaticOptimization):
     def _training_step(self, kwargs: Any) -> ClosureResult:
         # Lightning's way (with a profiler, or dataloader_iter); the scale of the loss is ours all the same.
         if self.loss_scale is not None:
-            self.trainer.strategy.loss_divisor = self.loss_scale.divisor(self.trainer.fit_loop.batch_idx)
+            strategy: Any = self.trainer.strategy
+            strategy.loss_divisor = self.loss_scale.divisor(self.trainer.fit_loop.batch_idx)
         batch_idx = self.trainer.fit_loop.batch_idx
         with self.observed(next(iter(kwargs.values())), batch_idx):
             result = super()._training_step(kwargs)
@@ -172,7 +173,8 @@ class _LeanClosure:
             with torch.enable_grad():
                 return self()
         loop, trainer = self._loop, self._loop.trainer
-        module, strategy = trainer.lightning_module, trainer.strategy
+        module = trainer.lightning_module
+        strategy: Any = trainer.strategy
         names = module.__dict__
         assert loop.loss_scale is not None
         divisor = loop.loss_scale.divisor(self._batch_idx)
