@@ -29,7 +29,12 @@ WINDOW, NEW = 16, 12
 # Shorter than the window, of its length once it has grown, and longer than it; an odd number of them.
 PROMPTS = ("t", "the quick", "jumps over the lazy dog: the quick")
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 256}
-LLAMA = {**SIZES, "model_type": "llama", "num_key_value_heads": 2, "intermediate_size": 64}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 64}
+CONFIGS = {
+    "llama": {**GROUPED, "model_type": "llama"},
+    "gpt2": {**SIZES, "model_type": "gpt2"},
+    "mixtral": {**GROUPED, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+}
 Layouts = list[tuple[str, dict[str, Any]]]
 
 
@@ -37,7 +42,7 @@ def make_module(kind: str) -> LanguageModule:
     optimizer = partial(AdamW, lr=2e-2)
     if kind == "gpt":
         return GPTModule(GPTConfig(layers=2, dim=32, heads=2, seq_len=WINDOW), optimizer, warmup_steps=1)
-    config = LLAMA if kind == "llama" else {**SIZES, "model_type": "gpt2"}
+    config = CONFIGS[kind]
     return HuggingFaceModule(config, seq_len=WINDOW, optimizer=optimizer, warmup_steps=1)
 
 
@@ -73,18 +78,18 @@ TWO: Layouts = [
     ("context", {}),
     ("tensor", {"sequence_parallel": True}),
 ]
-# For a head of its own only.
-LOSS_PARALLEL: Layouts = [("tensor", {"loss_parallel": True})]
+# For a head of its own, and for experts.
+MORE: dict[str, Layouts] = {"llama": [("tensor", {"loss_parallel": True})], "mixtral": [("expert", {})]}
 
 
-@pytest.mark.parametrize("kind", ["gpt", "llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["gpt", "llama", "gpt2", "mixtral"])
 def test_two_ranks_write_what_one_writes(tmp_path: Path, ranks: Callable[..., list[Any]], kind: str) -> None:
     folder = str(write_text(tmp_path).parent)
     (path,) = ranks(trained, 1, folder, kind, init_group=False)
     ((alone,),) = ranks(written, 1, folder, kind, path, [("single", {})], init_group=False)
     assert [text[: len(prompt)] for text, prompt in zip(alone, PROMPTS, strict=True)] == list(PROMPTS)
     assert len(set(alone[0][1:])) > 1  # it has learnt something worth comparing
-    layouts = TWO + (LOSS_PARALLEL if kind == "llama" else [])
+    layouts = TWO + MORE.get(kind, [])
     for found in ranks(written, 2, folder, kind, path, layouts, timeout=90):
         assert dict(zip(map(str, layouts), found, strict=True)) == dict.fromkeys(map(str, layouts), alone)
 
