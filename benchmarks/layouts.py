@@ -75,7 +75,7 @@ CASES: dict[str, LayoutCase] = {
     "zero3": LayoutCase({"shard": 4}, {}),
     "pipeline": LayoutCase({"pipeline": 4}, _1F1B, ("torch Schedule1F1B by hand", _pipeline_by_hand)),
     "tensor": LayoutCase({"tensor": 4}, {}),
-    "sequence": LayoutCase({"tensor": 4}, {"sequence_parallel": True, "loss_parallel": True}),
+    "sequence": LayoutCase({"tensor": 4}, {"sequence_parallel": True}),
     "ring": LayoutCase({"context": 4}, {"attention": "ring"}),
     "ulysses": LayoutCase({"context": 4}, {"attention": "ulysses"}),
     "tensor-shard": LayoutCase({"shard": 2, "tensor": 2}, {}, ("torch FSDP2 x TP by hand", ShardedTensorByHand)),
