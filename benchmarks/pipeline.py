@@ -156,7 +156,7 @@ class WaitingBlock(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``(samples, 4)`` to ``(samples, 4)``."""
-        out: Tensor = _OnInput.apply(hidden, self.waits) + _OnWeight.apply(self.weight, self.waits)  # type: ignore[no-untyped-call]
+        out: Tensor = _OnInput.apply(hidden, self.waits) + _OnWeight.apply(self.weight, self.waits)
         return out
 
 
@@ -288,9 +288,10 @@ def orders_of(case: Case, ranks: int, micro_batches: int) -> dict[int, list[tupl
     if case.schedule in ("gpipe", "1f1b"):  # torch writes these two as loops
         return {rank: _plain_order(case.schedule, rank, ranks, micro_batches) for rank in range(ranks)}
     place = _Place(ranks, ranks * case.stages_per_rank)
-    made: Any = CHOICES[case.schedule].load()(
-        [place] * case.stages_per_rank,  # type: ignore[arg-type]
-        n_microbatches=micro_batches,  # type: ignore[call-arg]
+    schedule: Any = CHOICES[case.schedule].load()
+    made = schedule(
+        [place] * case.stages_per_rank,
+        n_microbatches=micro_batches,
         loss_fn=lambda output, target: output,
         scale_grads=False,
     )

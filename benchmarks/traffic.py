@@ -71,10 +71,10 @@ def _sent(name: str, args: Sequence[Any]) -> tuple[str, float]:
 
 def _group_of(args: Sequence[Any]) -> dist.ProcessGroup:
     for value in args:
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):  # type: ignore[attr-defined]
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             return dist.ProcessGroup.unbox(value)
     name = next(value for value in reversed(args) if isinstance(value, str))
-    return torch._C._distributed_c10d._resolve_process_group(name)
+    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def _bytes(tensors: Tensor | Iterable[Any]) -> int:

@@ -85,8 +85,9 @@ class PlainTraining:
     def __init__(self, run: PlainRun) -> None:
         self.run = run
         torch.manual_seed(0)
-        self.model: nn.Module = GPT(run.config).to(run.device)
-        self.wrapped = self._wrap(self.model)  # may take a part of the model only
+        whole = GPT(run.config).to(run.device)
+        self.model: nn.Module = whole
+        self.wrapped = self._wrap(whole)  # may take a part of it only, and say so in self.model
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -112,7 +113,7 @@ class PlainTraining:
     def _clip(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.run.clip)
 
-    def _wrap(self, model: Any) -> nn.Module:
+    def _wrap(self, model: GPT) -> nn.Module:
         if self.run.kind == "ddp":
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
         if self.run.kind == "zero3":

@@ -69,7 +69,7 @@ class PipelineByHand(PlainTraining):
         self._count = micro_batches
         super().__init__(run)
 
-    def _wrap(self, model: Any) -> nn.Module:
+    def _wrap(self, model: GPT) -> nn.Module:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         stage = Stage(model, rank, ranks)
         self.model = stage
@@ -123,7 +123,7 @@ class ShardedTensorByHand(PlainTraining):
         self._tensor = tensor
         super().__init__(run)
 
-    def _wrap(self, model: Any) -> nn.Module:
+    def _wrap(self, model: GPT) -> nn.Module:
         shape = (dist.get_world_size() // self._tensor, self._tensor)
         self._mesh = mesh = init_device_mesh(self.run.device.type, shape, mesh_dim_names=("shard", "tensor"))
         plan: Any = {
@@ -131,7 +131,8 @@ class ShardedTensorByHand(PlainTraining):
             **{f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")},
             **{name: RowwiseParallel() for name in ("attention.out", "feed_forward.down")},
         }
-        for block in model.blocks:
+        blocks: Any = model.blocks
+        for block in blocks:
             parallelize_module(block, mesh["tensor"], plan)
             block.attention.heads //= self._tensor
             block.attention.kv_heads //= self._tensor
