@@ -65,6 +65,21 @@ class HuggingFaceModule(LanguageModule):
 
         sizes: dict[str, Any] = {**self.config, "use_cache": False}
         if self.pretrained is not None:
+            return self._load(sizes)
+        config = transformers.AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+        made: nn.Module = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=ATTENTION, trust_remote_code=False
+        )
+        return made
+
+    def _load(self, sizes: dict[str, Any]) -> nn.Module:
+        import transformers
+        from transformers.utils import logging
+
+        assert self.pretrained is not None
+        had_bar = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()  # every rank would draw one
+        try:
             loaded: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
                 self.pretrained,
                 local_files_only=True,
@@ -74,12 +89,10 @@ class HuggingFaceModule(LanguageModule):
                 dtype=torch.float32,
                 **sizes,
             )
-            return loaded.train()
-        config = transformers.AutoConfig.for_model(sizes.pop("model_type"), **sizes)
-        made: nn.Module = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=ATTENTION, trust_remote_code=False
-        )
-        return made
+        finally:
+            if had_bar:
+                logging.enable_progress_bar()
+        return loaded.train()
 
     def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
         """Integer ids ``(B, T)`` to logits ``(B, T, V)`` of the next token."""
