@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -176,6 +176,21 @@ class Assembly:
         if name not in self.cuts or not isinstance(value, Tensor) or value.dim() == 0:
             return value
         return self.cuts[name].part(value)
+
+    def take_parts_on_load(self, module: nn.Module) -> None:
+        """Let ``load_state_dict`` of the cut module, or of a copy of it, take a whole saved state."""
+        known = set(self.keys)
+
+        def take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            own = {name: tensor.shape for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
+            for key in [key for key in state if key.startswith(prefix)]:
+                name = key[len(prefix) :]
+                if name in known and name not in own:
+                    state.pop(key)
+                elif name in self.cuts and own.get(name) != state[key].shape:  # else it is this rank's part already
+                    state[key] = self.part(name, state[key])
+
+        module.register_load_state_dict_pre_hook(take)
 
     def optimizer_parts(
         self, optimizer: Optimizer, state: Mapping[str, Any], name_of: Callable[[Tensor], str]

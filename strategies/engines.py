@@ -179,7 +179,7 @@ class Engines:
             self._expert_names = frozenset(self._expert.held())
         if self._layout.pipeline > 1:
             self._cut_pipeline()
-        self._exchange_parameters(names)
+        self._exchange_parameters(self.module)
         first, last = self._holds_block(0), self._holds_block(len(self.plan.blocks) - 1)
         if self._tensor is not None:
             self._tensor.apply(self._block(0) if first else None, self._block(-1) if last else None)
@@ -217,12 +217,12 @@ class Engines:
             self.owners.setdefault(key, self._stage_ranks[cut.buffer_stages.get(key, 0)])
         cut.apply(self._device)
 
-    def _exchange_parameters(self, names: Mapping[str, Tensor]) -> None:
+    def _exchange_parameters(self, module: nn.Module) -> None:
         """Keep this rank's part of every parameter that is cut; meta ones are cut when they get their values."""
         real: dict[Tensor, nn.Parameter] = {}
         for name, cut in self.cuts.items():
             path, _, own = name.rpartition(".")
-            owner = self.module.get_submodule(path)
+            owner = module.get_submodule(path)
             self._cut_places[id(owner), own] = cut
             parameter = owner._parameters.get(own)
             if parameter is None or parameter.is_meta:
@@ -230,6 +230,15 @@ class Engines:
             if parameter not in real:
                 real[parameter] = nn.Parameter(cut.part(parameter.detach()), requires_grad=parameter.requires_grad)
             owner._parameters[own] = real[parameter]
+
+    def cut_copy(self, copy: nn.Module) -> None:
+        """Leave of a whole copy of the module, which never runs, what this rank holds of the module itself."""
+        held = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        for name, _ in list(copy.named_parameters(remove_duplicate=False)):
+            if name not in held:
+                path, _, own = name.rpartition(".")
+                copy.get_submodule(path)._parameters.pop(own)
+        self._exchange_parameters(copy)
 
     def cut_of(self, owner: nn.Module, name: str) -> Cut | None:
         """How the parameter ``name`` of the submodule ``owner`` is cut; ``None``: not at all."""

@@ -43,7 +43,7 @@ from trainwright.strategies.layout import Layout
 from trainwright.strategies.optimization import optimize_after_zero_grad
 from trainwright.strategies.precision import AgreedGradScaler
 from trainwright.strategies.shared_gradients import SharedGradients
-from trainwright.strategies.zero import ZeroStrategy
+from trainwright.strategies.zero import ZeroStrategy, averaged_copies
 
 
 # Options of the classes above that may contradict those of a layout.
@@ -150,6 +150,7 @@ class HybridStrategy(ZeroStrategy):
         self._num_parameters = 0
         self._accumulates = False
         self._evaluation = ExitStack()
+        self._evaluates = False  # an evaluation has begun, but none of its steps
 
     # ---- what others may read -------------------------------------------------------------------------------------
 
@@ -247,6 +248,10 @@ class HybridStrategy(ZeroStrategy):
         self._assembly = Assembly(
             names, keys, engines.cuts, engines.owners, self._groups.along("pipeline"), self.root_device
         )
+        self._assembly.take_parts_on_load(module)
+        for copy in averaged_copies(module.trainer):
+            engines.cut_copy(copy)
+            self._assembly.take_parts_on_load(copy)
 
     def _agree_on_randomness(self) -> None:
         """Ranks that work on the same samples draw the same numbers, except where an engine says otherwise."""
@@ -269,7 +274,7 @@ class HybridStrategy(ZeroStrategy):
         synchronised = sync_batchnorm_problem(self.layout) if self._layer_sync else None
         problems += [synchronised] if synchronised else []
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and self.layout.expert > 1:
                 problems.append(averaging_problem(type(callback).__name__))
         _refuse(problems)
 
@@ -359,7 +364,7 @@ class HybridStrategy(ZeroStrategy):
         """Within it tokens are counted, if the Trainer weighs losses by them."""
         assert self.lightning_module is not None
         weights = getattr(self.lightning_module.trainer, "token_weights", None)
-        return nullcontext() if weights is None else weights.observe(batch)  # type: ignore[no-any-return]
+        return nullcontext() if weights is None else weights.observe(batch)
 
     def _scaled(self, loss: Tensor, share: float) -> Tensor:
         """What is differentiated for the loss of a micro-batch that holds this share of the samples."""
@@ -443,13 +448,29 @@ class HybridStrategy(ZeroStrategy):
             return super()._evaluate(method, context, *args, **kwargs)
         assert self._engines is not None
         step = partial(super()._evaluate, method, context, *args, **kwargs)
+        if self._evaluates:
+            self._evaluation.enter_context(self._engines.evaluating(self._whole_here))
+            self._evaluates = False
         with self._engines.evaluating(self._whole_here):  # entered already, unless a callback asks in between
-            return self._engines.relay(step)
+            try:
+                return self._engines.relay(step)
+            finally:
+                self._split_blocks_again()
+
+    def _split_blocks_again(self) -> None:
+        """No backward follows that would, and callbacks may look at the parameters."""
+        if self._step is not None:
+            for state in self._step._get_fsdp_state()._state_ctx.all_states:  # type: ignore[attr-defined]
+                for group in _parameter_groups(state):
+                    group.reshard()
 
     def _begin_evaluation(self) -> None:
-        if self.backward_in_step:
-            assert self._engines is not None
-            self._evaluation.enter_context(self._engines.evaluating(self._whole_here))
+        # Entered by the first step: callbacks may exchange weights at the start (averages).
+        self._evaluates = self.backward_in_step
+
+    def _end_evaluation(self) -> None:
+        self._evaluates = False
+        self._evaluation.close()
 
     def on_validation_start(self) -> None:
         """Gather what is outside of the blocks on every stage of a pipeline."""
@@ -469,21 +490,21 @@ class HybridStrategy(ZeroStrategy):
     def on_validation_end(self) -> None:
         """Let go of what other stages own."""
         super().on_validation_end()
-        self._evaluation.close()
+        self._end_evaluation()
 
     def on_test_end(self) -> None:
         """Let go of what other stages own."""
         super().on_test_end()
-        self._evaluation.close()
+        self._end_evaluation()
 
     def on_predict_end(self) -> None:
         """Let go of what other stages own."""
         super().on_predict_end()
-        self._evaluation.close()
+        self._end_evaluation()
 
     def teardown(self) -> None:
         """Detach from the module; each rank's module keeps the part of the weights that the rank held."""
-        self._evaluation.close()
+        self._end_evaluation()
         if self._engines is not None:
             self._engines.detach()
         super().teardown()
@@ -539,7 +560,9 @@ class HybridStrategy(ZeroStrategy):
         """Put the whole module and optimizer states together on rank 0, which writes one ordinary file."""
         if self._assembly is not None:
             keep, assembly = self.is_global_zero, self._assembly
-            checkpoint["state_dict"] = assembly.whole_state(checkpoint["state_dict"], keep)
+            for key in ("state_dict", "current_model_state"):  # the second is put there by averaging callbacks
+                if key in checkpoint:
+                    checkpoint[key] = assembly.whole_state(checkpoint[key], keep)
             if "optimizer_states" in checkpoint:
                 checkpoint["optimizer_states"] = [
                     assembly.whole_optimizer(optimizer, state, self._name_of(), keep)
@@ -559,22 +582,15 @@ class HybridStrategy(ZeroStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load, by name, what this rank holds of whole saved weights."""
-        if self._assembly is not None:
-            checkpoint = {**checkpoint, "state_dict": self._own_state(checkpoint["state_dict"], strict)}
+        if self._assembly is not None and strict:
+            unknown = sorted(set(checkpoint["state_dict"]) - set(self._assembly.keys))
+            if unknown:
+                raise RuntimeError(
+                    f"The checkpoint holds {len(unknown)} tensor(s) that this module has not: {', '.join(unknown[:5])}"
+                    f"{', ...' if len(unknown) > 5 else ''}. Load it into the module that it was saved from, or set "
+                    "strict_loading=False on the module to leave them out."
+                )
         super().load_model_state_dict(checkpoint, strict)
-
-    def _own_state(self, state: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-        assert self._assembly is not None
-        assert self.lightning_module is not None
-        unknown = sorted(set(state) - set(self._assembly.keys))
-        if unknown and strict:
-            raise RuntimeError(
-                f"The checkpoint holds {len(unknown)} tensor(s) that this module has not: {', '.join(unknown[:5])}"
-                f"{', ...' if len(unknown) > 5 else ''}. Load it into the module that it was saved from, or set "
-                "strict_loading=False on the module to leave them out."
-            )
-        own = self.lightning_module.state_dict()
-        return {key: self._assembly.part(key, value) for key, value in state.items() if key in own}
 
 
 def _parameter_groups(state: Any) -> Sequence[Any]:

@@ -107,15 +107,14 @@ def length_problems(layout: Layout, options: Mapping[str, Any], length: int, pre
 
 
 def averaging_problem(callback: str) -> str:
-    """Why an averaging callback of Lightning cannot be used with a module that is cut.
+    """Why an averaging callback of Lightning cannot be used with experts that are spread over ranks.
 
     Args:
         callback: its class.
     """
     return (
-        f"{callback} averages a copy of the whole module, made before the module is cut, with parameters of which a "
-        "rank then holds a part only. Leave it out, or use a layout with pipeline, context, tensor and expert 1 "
-        "(strategy=zero3, for one, shards the average too)"
+        f"{callback} averages a copy of the module, in which experts would be sharded over other ranks than in the "
+        "module itself. Leave it out, or use a layout with expert=1 (strategy=zero3, for one, shards the average too)"
     )
 
 

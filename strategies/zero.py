@@ -232,7 +232,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             _warn_without_blocks(type(module).__name__)
         self._prepare_blocks(blocks)
         self._step = self._fully_shard(module, blocks)
-        for average in _averaged_copies(trainer):
+        for average in averaged_copies(trainer):
             # Split alike, it is averaged shard by shard.
             self._fully_shard(average, {name: average.get_submodule(name) for name in blocks})
 
@@ -547,7 +547,7 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def _averaged_copies(trainer: Trainer) -> Iterator[nn.Module]:
+def averaged_copies(trainer: Trainer) -> Iterator[nn.Module]:
     """The copies that averaging callbacks made of the whole module before it was split."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):

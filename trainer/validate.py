@@ -358,7 +358,7 @@ def _with_cut_module(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     problems = [
         f"callbacks.{name}: {averaging_problem(_class_of(callback))}"
         for name, callback in cfg.callbacks.items()
-        if isinstance(callback, DictConfig) and _class_of(callback) in _AVERAGING
+        if isinstance(callback, DictConfig) and _class_of(callback) in _AVERAGING and layout.expert > 1
     ]
     if cfg.trainer.sync_batchnorm:
         problem = sync_batchnorm_problem(layout)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from tests.parity.harness import Record, make_trainer, world_size
@@ -87,3 +87,51 @@ def test_checkpoints_hold_the_whole_state(ranks, tmp_path, name):
     (alone,) = ranks(resume_on_one_process, 1, case, str(tmp_path), init_group=False)
     # AdamW makes a whole step of what rounding leaves of a gradient of zero, so parameters are compared above only.
     assert alone.losses == pytest.approx(results[0][0].losses[SAVED_AT:], rel=1e-5)
+
+
+def average(case: LayoutCase, folder: str, strategy: str = "hybrid") -> Any:
+    """Weights averaged over steps: what is validated, saved, resumed and left at the end."""
+    trainers = []
+    for resumed in (None, Path(folder) / f"step={SAVED_AT}.ckpt"):
+        saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED_AT, save_top_k=-1)
+        recorder = WholeRecorder()
+        options = dict(case.options) if strategy == "hybrid" else {}
+        trainer = make_trainer(
+            strategy,
+            options,
+            max_steps=STEPS,
+            max_epochs=-1,
+            val_check_interval=1,
+            check_val_every_n_epoch=None,
+            callbacks=[EMAWeightAveraging(decay=0.5), recorder, *([] if resumed else [saver])],
+            enable_checkpointing=resumed is None,
+        )
+        data_ranks = Layout(**{"shard": -1, **_axes(options)}).resolve(world_size()).data_ranks
+        loader = DataLoader(Texts(32, case.length), batch_size=8 // data_ranks)
+        held_out = DataLoader(Texts(8, case.length), batch_size=4 // data_ranks)
+        trainer.fit(make_module(case.network), loader, held_out, ckpt_path=resumed)
+        trainers.append((recorder.record, trainer.callback_metrics["val_loss"].item()))
+    return trainers
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [(2, {"tensor": 2}), (2, {"pipeline": 2}), (4, {"pipeline": 2, "shard": 2}), (4, {"pipeline": 2, "tensor": 2})],
+)
+def test_averaged_weights(ranks, tmp_path, size, options):
+    case = LayoutCase("gpt2", {"shard": 1, **options})
+    for folder in ("one", "many"):
+        (tmp_path / folder).mkdir()
+    (alone,) = ranks(average, 1, case, str(tmp_path / "one"), "single", init_group=False)
+    results = ranks(average, size, case, str(tmp_path / "many"), timeout=120)
+    for found in results:
+        for (record, loss), (expected, expected_loss) in zip(found, alone, strict=True):
+            assert loss == pytest.approx(expected_loss, rel=1e-5)
+            for name, parameter in expected.parameters.items():
+                assert torch.allclose(record.parameters[name], parameter, atol=1e-5), name
+    files = [tmp_path / folder / f"step={SAVED_AT}.ckpt" for folder in ("one", "many")]
+    one, many = (torch.load(file, weights_only=False) for file in files)
+    for key in ("state_dict", "current_model_state"):
+        assert list(many[key]) == list(one[key])
+        for name, value in one[key].items():
+            assert torch.allclose(many[key][name], value, atol=1e-5), (key, name)

@@ -152,8 +152,8 @@ class _Adafactor(_Manual):
 
 
 COMPANIONS: list[tuple[str, dict[str, Any], str]] = [
-    ("swa", {"tensor": 2}, "StochasticWeightAveraging averages a copy"),
-    ("ema", {"pipeline": 2}, "EMAWeightAveraging averages a copy"),
+    ("swa", {"expert": 2, "shard": 2}, "StochasticWeightAveraging averages a copy"),
+    ("ema", {"expert": 2, "shard": 2}, "EMAWeightAveraging averages a copy"),
     ("sync_batchnorm", {"pipeline": 2}, "sync_batchnorm=true with pipeline=2"),
     ("sync_batchnorm", {"tensor": 2}, "sync_batchnorm=true with tensor=2"),
     ("manual", {"pipeline": 2}, "Manual optimization"),
@@ -170,7 +170,7 @@ def refusals() -> list[str]:
 def _refusal(kind: str, options: dict[str, Any]) -> str:
     callbacks: dict[str, Any] = {
         "swa": lambda: [StochasticWeightAveraging(0.1)],
-        "ema": lambda: [EMAWeightAveraging("cpu")],
+        "ema": lambda: [EMAWeightAveraging(device="cpu")],
     }
     modules: dict[str, Any] = {"manual": _Manual, "adafactor": _Adafactor}
     trainer = make_trainer(
@@ -182,7 +182,10 @@ def _refusal(kind: str, options: dict[str, Any]) -> str:
         sync_batchnorm=kind == "sync_batchnorm",
     )
     try:
-        trainer.fit(modules.get(kind, lambda: make_module("gpt"))(), DataLoader(Texts(8), batch_size=4))
+        trainer.fit(
+            modules.get(kind, lambda: make_module("mixtral" if "expert" in options else "gpt"))(),
+            DataLoader(Texts(8), batch_size=4),
+        )
     except ValueError as error:
         return str(error)
     return "trained"

@@ -72,7 +72,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
         ["data.seq_len=127", "strategy.sequence_parallel=true on strategy.tensor=2", "multiple of 2, such as 126"],
     ),
     # ---- companions
-    (["strategy=tensor", "devices=2", EMA], ["callbacks.ema", "EMAWeightAveraging averages a copy", "zero3"]),
+    (["recipe=moe", "strategy=expert", "devices=2", EMA], ["callbacks.ema", "EMAWeightAveraging averages", "expert=1"]),
     (["strategy=pipeline", "devices=2", "trainer.sync_batchnorm=true"], ["sync_batchnorm=true", "pipeline=2"]),
     (["strategy=tensor", "devices=2", "optimizer._target_=torch.optim.LBFGS"], ["LBFGS with tensor=2", "AdamW"]),
 ]  # fmt: skip
