@@ -45,7 +45,6 @@ from trainwright.strategies.precision import AgreedGradScaler
 from trainwright.strategies.shared_gradients import SharedGradients
 from trainwright.strategies.zero import ZeroStrategy, averaged_copies
 
-
 # Options of the classes above that may contradict those of a layout.
 _JUDGED_OPTIONS = ("blocks", "offload", "find_unused_parameters", "compile")
 
