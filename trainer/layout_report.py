@@ -238,7 +238,7 @@ def _table(module: LightningModule, held: Sequence[RankBytes], rules: StateRules
     groups: dict[RankBytes, list[int]] = defaultdict(list)
     for rank, each in enumerate(held):
         groups[each].append(rank)
-    rows = [("ranks", "parameters", "gradients", "optimizer", "together", "")]
+    rows: list[tuple[str, ...]] = [("ranks", "parameters", "gradients", "optimizer", "together", "")]
     rows += [(_ranks(ranks), *_cells(each)) for each, ranks in list(groups.items())[:_SHOWN_LINES]]
     rows.append(("the whole model", *_cells(whole)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
