@@ -19,7 +19,16 @@ def config_of(size: str) -> GPTConfig:
 
 @pytest.mark.parametrize(
     ("size", "parameters"),
-    [("nano", 0.885e6), ("125m", 125e6), ("350m", 350e6), ("1b", 1e9), ("3b", 3e9), ("7b", 7e9)],
+    [
+        ("nano", 0.885e6),
+        ("mini", 1.44e6),
+        ("125m", 125e6),
+        ("350m", 350e6),
+        ("1b", 1e9),
+        ("3b", 3e9),
+        ("7b", 7e9),
+        ("70b", 70e9),
+    ],
 )
 def test_sizes_have_the_parameters_they_are_called_after(size: str, parameters: float) -> None:
     with torch.device("meta"):
@@ -32,7 +41,7 @@ def test_nano_is_the_default() -> None:
 
 
 def test_every_size_is_tested() -> None:
-    assert {path.stem for path in SIZES.glob("*.yaml")} == {"nano", "125m", "350m", "1b", "3b", "7b"}
+    assert {path.stem for path in SIZES.glob("*.yaml")} == {"nano", "mini", "125m", "350m", "1b", "3b", "7b", "70b"}
 
 
 @pytest.mark.parametrize(
