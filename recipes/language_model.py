@@ -84,7 +84,8 @@ class LanguageModule(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Mean loss in nats per token of windows ``(B, T + 1)``."""
-        loss = self._losses(batch).mean()
+        # One call with the mean inside, of which a layout that splits logits computes its part.
+        loss = F.cross_entropy(*self._logits_and_targets(batch))
         self.log("train_loss", loss)
         return loss
 
@@ -134,11 +135,14 @@ class LanguageModule(LightningModule):
 
     def _losses(self, windows: Tensor) -> Tensor:
         """Nats per token, float32 ``(B, T)``, of windows ``(B, T + 1)``."""
+        losses = F.cross_entropy(*self._logits_and_targets(windows), reduction="none")
+        return losses.view(len(windows), -1)
+
+    def _logits_and_targets(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """Float32 logits ``(B * T, V)`` and ids ``(B * T,)`` of the symbols that follow, of windows ``(B, T + 1)``."""
         ids = windows.long()
-        logits_BTV = self(ids[:, :-1])  # noqa: N806
-        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none").view(
-            len(ids), -1
-        )
+        logits_BTV: Tensor = self(ids[:, :-1])  # noqa: N806
+        return logits_BTV.flatten(0, 1).float(), ids[:, 1:].flatten()
 
     def _log_held_out(self, stage: str, batch: Tensor) -> None:
         # All windows are equally long, so the mean weighted by windows is the exact mean over the tokens.

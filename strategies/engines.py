@@ -162,7 +162,6 @@ class Engines:
 
     def apply(self) -> None:
         """Cut the module: parameters that other ranks hold go, forwards are exchanged. Once per module."""
-        names: dict[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
         tensor, expert = self._groups.along("tensor"), self._groups.along("expert")
         if tensor is not None:
             self._tensor = TensorParallel(
