@@ -191,7 +191,9 @@ class GradientReducer:
         shards = [shard for bucket in self._buckets for shard in bucket.shards]
         flags = torch.tensor([float(shard.whole_gradient is not None) for shard in shards])
         flags = flags.to(shards[0].parameter.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        for group in (self._shard_group, self._replicate_group):
+            if group is not None:
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         for shard, flag in zip(shards, flags.tolist(), strict=True):
             if flag and shard.whole_gradient is None:
                 shard.parameter.grad = torch.zeros_like(shard.parameter)

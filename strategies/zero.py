@@ -40,8 +40,8 @@ _SMALL_BUCKET = 2**20
 Offload = Literal["none", "optimizer", "parameters"]
 
 
-def validate_zero(stage: int, offload: str) -> list[str]:
-    """Problems of the pair ``stage`` and ``offload``; empty when it is possible."""
+def validate_zero(stage: int, offload: str, find_unused_parameters: bool = False) -> list[str]:
+    """Problems of these options together; empty when they are possible."""
     problems = []
     if stage not in (1, 2, 3):
         problems.append(f"stage={stage!r} (allowed: 1, 2, 3)")
@@ -49,6 +49,11 @@ def validate_zero(stage: int, offload: str) -> list[str]:
         problems.append(f"offload={offload!r} (allowed: 'none', 'optimizer', 'parameters')")
     elif offload == "parameters" and stage != 3:
         problems.append(f"offload='parameters' with stage={stage} (allowed with stage 3; use offload='optimizer')")
+    if find_unused_parameters and stage == 3:
+        problems.append(
+            "find_unused_parameters=True with stage=3 has no effect (allowed with stages 1 and 2; under stage 3 use "
+            "every parameter in the loss, or freeze it)"
+        )
     return problems
 
 
@@ -102,7 +107,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         bucket_mib: float = 25.0,
         **kwargs: Any,
     ) -> None:
-        problems = validate_zero(stage, offload)
+        problems = validate_zero(stage, offload, find_unused_parameters)
         if problems:
             raise ValueError("; ".join(problems))
         super().__init__(**kwargs)

@@ -271,6 +271,11 @@ def _strategy_options(cfg: DictConfig, _: Surroundings) -> list[str]:
             f"strategy.offload=parameters with stage {strategy.get('stage')}: only stage 3 shards parameters; type "
             "strategy=zero3, or strategy.offload=optimizer"
         )
+    if strategy.get("find_unused_parameters") and strategy.get("stage") == 3 and "pipeline" not in strategy:
+        problems.append(
+            "strategy.find_unused_parameters=true with stage 3 has no effect: only stages 1 and 2 look for them; type "
+            "strategy=zero2, or leave it out"
+        )
     mode, modules = strategy.get("activation_checkpointing", "none"), strategy.get("checkpoint_modules")
     if mode == "selective" and not modules:
         problems.append(

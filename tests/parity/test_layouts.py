@@ -61,6 +61,9 @@ FOUR: dict[str, LayoutCase] = {
     "pipeline x shard, stage 1, zero bubble": LayoutCase(
         "gpt2", {"pipeline": 2, "shard": 2, "stage": 1, "schedule": "interleaved_zero_bubble"}, accumulation=2
     ),
+    "pipeline x shard, unused parameters": LayoutCase(
+        "gpt2", {"pipeline": 2, "shard": 2, "stage": 2, "find_unused_parameters": True}, accumulation=2
+    ),
     "pipeline x shard, zbv": LayoutCase("gpt2", {"pipeline": 2, "shard": 2, "schedule": "zbv"}, samples=20, steps=6),
     "pipeline x shard, offload": LayoutCase("gpt", {"pipeline": 2, "shard": 2, "offload": "parameters"}, clip=0.2),
     "pipeline x tensor": LayoutCase("llama", {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, **EVEN),

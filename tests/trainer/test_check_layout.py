@@ -54,6 +54,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
         ["strategy.schedule=zbv with strategy.compile=true", "interleaved_1f1b"],
     ),
     (["strategy=tensor", "devices=2", "strategy.offload=parameters"], ["strategy.offload=parameters", "=optimizer"]),
+    (["strategy=zero3", "devices=2", "strategy.find_unused_parameters=true"], ["stage 3", "strategy=zero2"]),
     (["strategy=tensor", "devices=2", "strategy.find_unused_parameters=true"], ["stage 3", "strategy.stage=2"]),
     (
         ["strategy=tensor", "devices=2", "strategy.blocks=[model.blocks.*]", "strategy.plan.blocks=[model.blocks.*]"],
