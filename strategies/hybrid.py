@@ -459,7 +459,7 @@ class HybridStrategy(ZeroStrategy):
     def _split_blocks_again(self) -> None:
         """No backward follows that would, and callbacks may look at the parameters."""
         if self._step is not None:
-            for state in self._step._get_fsdp_state()._state_ctx.all_states:  # type: ignore[attr-defined]
+            for state in self._step._get_fsdp_state()._state_ctx.all_states:
                 for group in _parameter_groups(state):
                     group.reshard()
 
