@@ -230,6 +230,11 @@ class Engines:
                 real[parameter] = nn.Parameter(cut.part(parameter.detach()), requires_grad=parameter.requires_grad)
             owner._parameters[own] = real[parameter]
 
+    def place_ghosts(self, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
+        """Give what stands for other stages' parameters this rank's device and the dtype that parameters get."""
+        if self._pipeline_cut is not None:
+            self._pipeline_cut.place_ghosts(self._device, dtype_of)
+
     def cut_copy(self, copy: nn.Module) -> None:
         """Leave of a whole copy of the module, which never runs, what this rank holds of the module itself."""
         held = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}

@@ -239,9 +239,10 @@ class HybridStrategy(ZeroStrategy):
         names = [name for name, _ in module.named_parameters()]
         keys = list(module.state_dict())
         engines = Engines(module, self.layout, self._groups, self._options, self.root_device)
-        super()._broadcast_from_first(module)
+        self._broadcast_whole(module)
         self._agree_on_randomness()
         engines.apply()
+        engines.place_ghosts(self._dtype_of)
         self._engines = engines
         object.__setattr__(module, "_trainwright_layout", str(self.layout))
         self._assembly = Assembly(
@@ -251,6 +252,22 @@ class HybridStrategy(ZeroStrategy):
         for copy in averaged_copies(module.trainer):
             engines.cut_copy(copy)
             self._assembly.take_parts_on_load(copy)
+
+    def _broadcast_whole(self, module: nn.Module) -> None:
+        """Give every rank the weights of rank 0, before parts are taken; tensor by tensor through the device."""
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                if not tensor.is_meta and tensor.numel():
+                    sent = tensor.detach().to(self.root_device).contiguous()
+                    dist.broadcast(sent, src=0)
+                    tensor.copy_(sent)
+
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """The dtype that the precision gives to a parameter like ``tensor``."""
+        probe = nn.Module()
+        probe.parameter = nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
+        converted = self.precision_plugin.convert_module(probe)
+        return next(converted.parameters()).dtype
 
     def _agree_on_randomness(self) -> None:
         """Ranks that work on the same samples draw the same numbers, except where an engine says otherwise."""

@@ -104,6 +104,14 @@ class PipelineCut:
             if not self.owns_block(index):
                 block.forward = _Forbidden(self.names[index], self._stage_of_block[index])
 
+    def place_ghosts(self, device: torch.device, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
+        """Put every ghost on ``device``, with the dtype that ``dtype_of`` says for it."""
+        for name in self.holders:
+            if name not in self.owned:
+                owner, key = self._slots[name][0]
+                ghost = getattr(owner, key)
+                put(self._slots[name], torch.zeros((), dtype=dtype_of(ghost), device=device).expand(ghost.shape))
+
     @property
     def outside(self) -> list[str]:
         """Names of the parameters that are registered outside of the blocks too, or only there."""

@@ -112,17 +112,17 @@ def run_at(precision: str, case: LayoutCase) -> Record:
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 @pytest.mark.parametrize(
-    ("world_size", "options"),
+    ("network", "world_size", "options"),
     [
-        (2, {"pipeline": 2, "shard": 1}),
-        (4, {"tensor": 2, "shard": 2, "sequence_parallel": True}),
-        (4, {"pipeline": 2, "shard": 2, "stage": 1}),
-        (2, {"context": 2, "shard": 1}),
+        ("llama", 2, {"pipeline": 2, "shard": 1}),
+        ("gpt-untied", 4, {"tensor": 2, "shard": 2, "sequence_parallel": True}),
+        ("gpt-untied", 4, {"pipeline": 2, "shard": 2, "stage": 1}),
+        ("gpt-untied", 2, {"context": 2, "shard": 1}),
     ],
 )
-def test_precisions(ranks, precision, world_size, options):
+def test_precisions(ranks, precision, network, world_size, options):
     """Within rounding of one process at the same precision; the fp16 scaler skips the same steps on every rank."""
-    case = LayoutCase("gpt-untied", options, clip=0.5)
+    case = LayoutCase(network, options, clip=0.5)
     (alone,) = ranks(run_at, 1, precision, replace(case, strategy="single", options={}), init_group=False)
     results = ranks(run_at, world_size, precision, case)
     for record in results:
