@@ -51,8 +51,8 @@ def validate_zero(stage: int, offload: str, find_unused_parameters: bool = False
         problems.append(f"offload='parameters' with stage={stage} (allowed with stage 3; use offload='optimizer')")
     if find_unused_parameters and stage == 3:
         problems.append(
-            "find_unused_parameters=True with stage=3 has no effect (allowed with stages 1 and 2; under stage 3 use "
-            "every parameter in the loss, or freeze it)"
+            "find_unused_parameters=true with stage 3 has no effect: only stages 1 and 2 look for them. Type stage=2, "
+            "or leave it out"
         )
     return problems
 

@@ -152,21 +152,21 @@ class Seen(pl.Callback):
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def train_odd(options: dict[str, Any] | None) -> Seen:
+def train_odd(options: dict[str, Any] | None) -> tuple[list[Any], list[dict[str, float]], list[float]]:
     seen = Seen()
     strategy = {"strategy": "hybrid", "options": options} if options is not None else {"strategy": "single"}
     trainer = make_trainer(**strategy, max_steps=3, max_epochs=-1, callbacks=[seen])
     trainer.fit(make_module("odd"), DataLoader(Texts(24), batch_size=8))
-    return seen
+    return seen.outputs, seen.logged, seen.rates
 
 
 def test_a_pipeline_tells_every_rank_what_one_process_tells(ranks):
-    (alone,) = ranks(train_odd, 1, None, init_group=False)
-    for seen in ranks(train_odd, 2, {"pipeline": 2, "micro_batches": 3, "shard": 1}):
-        assert seen.rates == alone.rates
-        for ours, theirs in zip(seen.logged, alone.logged, strict=True):
+    ((outputs_alone, logged_alone, rates_alone),) = ranks(train_odd, 1, None, init_group=False)
+    for outputs, logged, rates in ranks(train_odd, 2, {"pipeline": 2, "micro_batches": 3, "shard": 1}):
+        assert rates == rates_alone
+        for ours, theirs in zip(logged, logged_alone, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
-        for ours, theirs in zip(seen.outputs, alone.outputs, strict=True):
+        for ours, theirs in zip(outputs, outputs_alone, strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
             assert ours["best"] == theirs["best"]
             # Other values are not merged: one per micro-batch.
