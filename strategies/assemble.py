@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainwright.strategies.cuts import Cut
+from trainwright.strategies.state import whole_on_device
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,7 @@ class Assembly:
         """The whole of a parameter's tensor, from the ranks of this stage; on the CPU."""
         tensor = tensor.detach()
         if isinstance(tensor, DTensor):
-            local = tensor._local_tensor
-            if local.device.type != self.device.type:  # offloaded; collectives run on the device of the mesh
-                tensor = DTensor.from_local(
-                    local.to(self.device),
-                    tensor.device_mesh,
-                    tensor.placements,
-                    run_check=False,
-                    shape=tensor.shape,
-                    stride=tensor.stride(),
-                )
-            tensor = tensor.full_tensor()
+            tensor = whole_on_device(tensor)
         if name in self.cuts:
             tensor = self.cuts[name].whole(tensor.to(self.device))
         return tensor.to("cpu", copy=True)

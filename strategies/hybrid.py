@@ -43,6 +43,7 @@ from trainwright.strategies.layout import Layout
 from trainwright.strategies.optimization import optimize_after_zero_grad
 from trainwright.strategies.precision import AgreedGradScaler
 from trainwright.strategies.shared_gradients import SharedGradients
+from trainwright.strategies.state import whole_on_device
 from trainwright.strategies.zero import ZeroStrategy, averaged_copies
 
 # Options of the classes above that may contradict those of a layout.
@@ -547,7 +548,7 @@ class HybridStrategy(ZeroStrategy):
         """The whole value of a parameter of this stage, as this stage's ranks hold it along the tensor axis."""
         assert self.lightning_module is not None
         parameter = self.lightning_module.get_parameter(name).detach()
-        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        return whole_on_device(parameter) if isinstance(parameter, DTensor) else parameter
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole value of every parameter of the unmodified module, on every rank; a collective."""

@@ -6,28 +6,53 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from trainwright.strategies.shards import rows_of
 
+# Named anew in torch 2.13; the old name still works there but warns.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def whole_tensor(tensor: DTensor) -> Tensor:
     """The whole of a sharded tensor on the CPU of every rank. A collective: all ranks must call it."""
-    local = tensor._local_tensor
-    mesh = tensor.device_mesh
-    if local.device.type != mesh.device_type:
-        # Offloaded: collectives of this mesh run on its own device.
-        tensor = DTensor.from_local(
-            local.to(mesh.device_type),
-            mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-    return tensor.full_tensor().detach().cpu()
+    return whole_on_device(tensor).to("cpu", copy=True)
+
+
+@torch.no_grad()
+def whole_on_device(tensor: DTensor) -> Tensor:
+    """The whole of a sharded tensor on the device of its mesh; it may share memory with the part. A collective.
+
+    One plain all-gather for a tensor split along one mesh axis, which is every one that ZeRO makes.
+    """
+    mesh, part = tensor.device_mesh, tensor._local_tensor.detach()
+    if part.device.type != mesh.device_type:  # offloaded: collectives of this mesh run on its own device
+        part = part.to(mesh.device_type)
+    split = [axis for axis, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+    if not split or not tensor.numel():
+        return part
+    placement = tensor.placements[split[0]]
+    if len(split) > 1 or type(placement) is not Shard:
+        return DTensor.from_local(
+            part, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        ).full_tensor()
+    rows = _gather_rows(part.movedim(placement.dim, 0), tensor.shape[placement.dim], mesh.get_group(split[0]))
+    return rows.movedim(0, placement.dim)
+
+
+def _gather_rows(part: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's rows of dim 0 joined; a rank's part is ``torch.chunk``'s of ``length`` rows."""
+    count = dist.get_world_size(group)
+    rows = -(-length // count)
+    padded = part.new_zeros(rows, *part.shape[1:])
+    padded[: len(part)].copy_(part)
+    whole = part.new_empty(count * rows, *part.shape[1:])
+    flat, own = whole.view(-1), padded.view(-1)
+    _all_gather(flat, own, group=group)
+    return whole[:length]
 
 
 def gather_tree(tree: Any, keep: bool) -> Any:

@@ -61,8 +61,9 @@ class Record:
 def whole(tensor: Tensor) -> Tensor:
     """A copy of the whole tensor on the CPU; a collective for a DTensor."""
     if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh.device_type
-        tensor = tensor.to(mesh).full_tensor() if tensor.device.type != mesh else tensor.full_tensor()
+        from trainwright.strategies.state import whole_tensor
+
+        return whole_tensor(tensor)
     return tensor.detach().cpu().clone()
 
 
