@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from tests.pool import RankError, RankPool, RankTimeout
+from tests.pool import RankCrash, RankError, RankPool, RankTimeout
 
 
 @pytest.fixture(scope="module")
@@ -199,3 +199,23 @@ def test_close_leaves_no_process():
     pool.close()
     assert len(processes) == 2
     assert not any(Path(f"/proc/{process}").exists() for process in processes)
+
+
+def crash_once(marker: str) -> str:
+    """Abort on the first call, as native code does; return on the next."""
+    if dist.get_rank() == 0 and not Path(marker).exists():
+        Path(marker).touch()
+        os.abort()
+    dist.barrier()
+    return "done"
+
+
+def crash_always() -> None:
+    os.abort()
+
+
+def test_a_crash_of_native_code_is_tried_once_more_and_told(own_pool, tmp_path):
+    with pytest.warns(RankCrash, match=r"crash_once is run once more[\s\S]*rank 0\nwas ended by SIGABRT"):
+        assert own_pool.run(crash_once, 2, str(tmp_path / "marker")) == ["done", "done"]
+    with pytest.warns(RankCrash), pytest.raises(RankError, match="was ended by SIGABRT"):
+        own_pool.run(crash_always, 2)
