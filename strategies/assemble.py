@@ -54,25 +54,21 @@ class Assembly:
             held: this rank's parts by name.
             names: which, in order; the same on all ranks.
         """
-        metas = self._metas(held, names)
-        for name in names:
-            if metas[name] is None:
-                continue
-            owner = self.owners.get(name, 0)
-            own = self.pipeline is None or dist.get_rank(self.pipeline) == owner
-            part = self.whole_here(name, held[name]) if own else None
-            yield name, self._from_owner(part, owner)
+        for name in self._held_by_owners(held, names):
+            part = self.whole_here(name, held[name]) if self._owns(name) else None
+            yield name, self._from_owner(part, self.owners.get(name, 0))
 
-    def _metas(self, held: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, int | None]:
-        """Names that their owner holds -> its place in the pipeline."""
-        mine = [
-            name in held and (self.pipeline is None or dist.get_rank(self.pipeline) == self.owners.get(name, 0))
-            for name in names
-        ]
-        flags = torch.tensor(mine, dtype=torch.int32, device=self.device)
+    def _owns(self, name: str) -> bool:
+        """Whether this rank's copy is the one that counts in its pipeline."""
+        return self.pipeline is None or dist.get_rank(self.pipeline) == self.owners.get(name, 0)
+
+    def _held_by_owners(self, held: Mapping[str, Tensor], names: Sequence[str]) -> list[str]:
+        """Those of ``names``, in order, that their owners hold; a collective of the pipeline."""
+        flags = torch.tensor([name in held and self._owns(name) for name in names], dtype=torch.int32)
         if self.pipeline is not None:
+            flags = flags.to(self.device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.pipeline)
-        return {n: self.owners.get(n, 0) if flag else None for n, flag in zip(names, flags.tolist(), strict=True)}
+        return [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
 
     def _from_owner(self, value: Tensor | None, owner: int) -> Tensor:
         if self.pipeline is None:
@@ -130,7 +126,7 @@ class Assembly:
 
     def _whole_value(self, name: str, value: Any, keep: bool) -> Tensor | None:
         owner = self.owners.get(name, 0)
-        if self.pipeline is not None and dist.get_rank(self.pipeline) != owner:
+        if not self._owns(name):
             value = None
         elif value.dim() == 0:  # a step count is the same on all ranks
             value = value.detach().cpu()
