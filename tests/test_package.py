@@ -25,10 +25,11 @@ FOLDER_OF = PROJECT["tool"]["setuptools"]["package-dir"]
 NOT_INSTALLED = {"tests", "benchmarks", "docs", "build"}
 # Package -> packages of this project that it may import; a sub-package belongs to its second name.
 ALLOWED = {
-    "strategies": {"strategies"},
-    "callbacks": {"callbacks"},
-    "trainer": {"trainer", "strategies", "callbacks", "conf"},
-    "face": {"face", "trainer", "strategies", "callbacks"},
+    "checkpoint": {"checkpoint"},
+    "strategies": {"strategies", "checkpoint"},
+    "callbacks": {"callbacks", "checkpoint"},
+    "trainer": {"trainer", "strategies", "callbacks", "checkpoint", "conf"},
+    "face": {"face", "trainer", "strategies", "callbacks", "checkpoint"},
     "recipes": {"recipes", "face"},
     "conf": {"conf"},
 }

@@ -1,0 +1,33 @@
+"""Errors of checkpoints. Both are ordinary exceptions: torch's own ``CheckpointException`` is none, and slips through
+``except Exception``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, found or used.
+
+    The message says what was given (the file and, where there is one, the rank that wrote it), what is allowed and what
+    to type instead.
+    """
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint whose files are not what its manifest says.
+
+    Args:
+        path: the checkpoint.
+        problems: one text per damaged file, naming the file and the rank that wrote it.
+    """
+
+    def __init__(self, path: str, problems: Sequence[str]) -> None:
+        self.path = path
+        self.problems = tuple(problems)
+        shown = "".join(f"\n  {problem}" for problem in self.problems[:_SHOWN])
+        more = f"\n  ... and {len(self.problems) - _SHOWN} more" if len(self.problems) > _SHOWN else ""
+        super().__init__(f"The checkpoint {path} is damaged, so nothing of it was used:{shown}{more}")
+
+
+_SHOWN = 20
