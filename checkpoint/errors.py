@@ -14,7 +14,7 @@ class CheckpointError(RuntimeError):
     """
 
 
-class DamagedCheckpoint(CheckpointError):
+class DamagedCheckpoint(CheckpointError):  # noqa: N818 - the name that everybody reads
     """A checkpoint whose files are not what its manifest says.
 
     Args:

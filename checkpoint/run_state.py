@@ -1,0 +1,188 @@
+"""A published checkpoint, opened for reading."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from trainwright.checkpoint.dcp import TENSORS, PartsLoadPlanner, RunStateReader, StoredMetadata, from_json
+from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from trainwright.checkpoint.manifest import Manifest, read_manifest, verify
+from trainwright.checkpoint.parts import TensorParts
+from trainwright.checkpoint.save import STATE
+from trainwright.checkpoint.source import TensorSource
+from trainwright.checkpoint.storage import Folder
+from trainwright.checkpoint.tensor_file import TensorFileReader
+from trainwright.checkpoint.tree import decode
+
+
+class StoredTensor:
+    """A tensor that has not been read yet.
+
+    Args:
+        source: where it is.
+        key: under which name.
+    """
+
+    def __init__(self, source: TensorSource, key: str) -> None:
+        self.source = source
+        self.key = key
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the whole tensor."""
+        return torch.Size(self.source.shape(self.key))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.source.dtype(self.key)
+
+    def whole(self) -> Tensor:
+        """The tensor, read now, on the CPU."""
+        return self.source.read(self.key)
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({self.key!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def materialised(tree: Any) -> Any:
+    """A copy of nested dicts, lists and tuples with every :class:`StoredTensor` read."""
+    if isinstance(tree, StoredTensor):
+        return tree.whole()
+    if isinstance(tree, dict):
+        copy = tree.copy()  # the same class
+        copy.update((key, materialised(value)) for key, value in tree.items())
+        return copy
+    if type(tree) in (list, tuple):
+        return type(tree)(materialised(value) for value in tree)
+    return tree
+
+
+class RunState:
+    """A checkpoint whose manifest is in order; a :class:`~trainwright.checkpoint.source.TensorSource`.
+
+    Args:
+        path: its folder.
+        manifest: what was published.
+    """
+
+    def __init__(self, path: str, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._folder = Folder(path)
+        self._readers: dict[tuple[int, str], TensorFileReader] = {}
+
+    @classmethod
+    def open(cls, path: str, *, verify_files: bool = True) -> RunState:
+        """Open the checkpoint at ``path``.
+
+        Args:
+            path: its folder, local or any fsspec path.
+            verify_files: hold the contents of all files against the manifest first. ``False``: somebody has done so.
+
+        Raises:
+            CheckpointError: if there is none, it is half-written, or written by a newer version.
+            DamagedCheckpoint: if a file is not what the manifest says.
+        """
+        manifest = read_manifest(path)
+        if verify_files:
+            problems = verify(path, manifest)
+            if problems:
+                raise DamagedCheckpoint(path, problems)
+        return cls(path, manifest)
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What the manifest says of the checkpoint: step, epoch, layout, versions, metrics, ..."""
+        return self.manifest.about
+
+    @cached_property
+    def tree(self) -> dict[str, Any]:
+        """Everything that is not a tensor; a :class:`StoredTensor` stands where one is."""
+        plain = self._json(STATE)
+        tree = decode(plain, lambda key: StoredTensor(self, key))
+        if not isinstance(tree, dict):
+            raise CheckpointError(f"{self.path}/{STATE} holds no mapping.")
+        return tree
+
+    @cached_property
+    def stored(self) -> dict[str, StoredMetadata]:
+        """Where the boxes of every tensor are."""
+        return from_json(self._read_file(TENSORS), self.manifest.files, self.path)
+
+    # ---- tensors --------------------------------------------------------------------------------------------------
+
+    def keys(self) -> Collection[str]:
+        """Names of all tensors."""
+        return self.stored.keys()
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return self.stored[key].shape
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Its dtype."""
+        return self.stored[key].dtype
+
+    def read(self, key: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        """A box of a tensor, see :class:`~trainwright.checkpoint.source.TensorSource`."""
+        stored = self.stored[key]
+        offsets = tuple(offsets) if offsets is not None else (0,) * len(stored.shape)
+        rest = tuple(length - offset for length, offset in zip(stored.shape, offsets, strict=True))
+        target = torch.empty(tuple(sizes) if sizes is not None else rest, dtype=stored.dtype)
+        self.fill({key: TensorParts(stored.shape, stored.dtype, [(offsets, target)])})
+        return target
+
+    def fill(self, tensors: Mapping[str, TensorParts]) -> None:
+        """Read into the boxes that this rank holds, whoever wrote them under whatever layout. No collective.
+
+        Args:
+            tensors: boxes by key; their tensors are written in place, converted to their dtype and device.
+
+        Raises:
+            CheckpointError: if a tensor is missing or has another shape.
+        """
+        for key, parts in tensors.items():
+            if key not in self.stored or self.stored[key].shape != parts.shape:
+                found = self.stored[key].shape if key in self.stored else "nothing"
+                raise CheckpointError(f"{self.path}: {key} of shape {parts.shape} was asked for, but it holds {found}.")
+        # DCP's planner goes by what it is told is stored, key by key.
+        stored = {key: self.stored[key] for key in tensors}
+        try:
+            dcp.load(
+                dict(tensors),
+                storage_reader=RunStateReader(stored, self._read_box),
+                planner=PartsLoadPlanner(),
+                no_dist=True,
+            )
+        except CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            raise CheckpointError(f"{self.path} cannot be read: {cause}") from error
+
+    def _read_box(self, file: str, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        # One reader per thread: a file has one position.
+        place = (threading.get_ident(), file)
+        if place not in self._readers:
+            self._readers[place] = TensorFileReader(partial(self._folder.open, file))
+        return self._readers[place].read(name, offsets, sizes)
+
+    # ---- files ----------------------------------------------------------------------------------------------------
+
+    def _read_file(self, name: str) -> bytes:
+        with self._folder.open(name) as file:
+            return file.read()
+
+    def _json(self, name: str) -> Any:
+        try:
+            return json.loads(self._read_file(name))
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}/{name} is not JSON: {error}.") from error

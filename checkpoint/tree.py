@@ -1,0 +1,201 @@
+"""Nested Python values as JSON, with tensors kept elsewhere under keys; nothing is ever pickled.
+
+What JSON has no form for is an object with one mark, ``{"~": kind, ...}``. Reading knows a fixed list of kinds, all of
+them plain data: no name in a file is ever looked up, imported or called.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from torch import Tensor
+
+from trainwright.checkpoint.errors import CheckpointError
+
+_MARK = "~"
+_CLASSES: dict[str, type] = {
+    "dict": dict,
+    "list": list,
+    "omegaconf.DictConfig": DictConfig,
+    "omegaconf.ListConfig": ListConfig,
+}
+
+Put = Callable[[str, Tensor], str]
+Get = Callable[[str], Any]
+
+
+class UnsupportedValueError(CheckpointError):
+    """A value that has no form in a checkpoint.
+
+    Args:
+        path: where it stands, such as ``callbacks/Mine/lock``.
+        value: what stands there.
+    """
+
+    def __init__(self, path: str, value: object) -> None:
+        self.path = path
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        super().__init__(
+            f"{path} is a {kind}, which a checkpoint cannot hold: it takes numbers, strings, None, tensors, numpy "
+            "arrays, paths, dates, and lists, tuples, sets and dicts of these, so that reading it never runs code. "
+            "Let state_dict() or on_save_checkpoint() give one of these instead, for example vars(value)."
+        )
+
+
+def encode(tree: Any, put: Put, path: str = "") -> Any:
+    """``tree`` as a JSON value.
+
+    Args:
+        tree: nested containers of plain values, tensors and arrays.
+        put: called with the path and each tensor of at least one dimension; gives the key it is kept under.
+        path: where ``tree`` stands, for messages and keys.
+
+    Raises:
+        UnsupportedValueError: if a value has no form.
+    """
+    if tree is None or type(tree) in (bool, int, str):
+        return tree
+    if isinstance(tree, Tensor):
+        return _scalar(tree) if tree.dim() == 0 else {_MARK: "tensor", "key": put(path, tree)}
+    if isinstance(tree, dict):
+        return _encode_dict(tree, put, path)
+    if isinstance(tree, DictConfig | ListConfig):
+        return {_MARK: "omegaconf", "v": encode(OmegaConf.to_container(tree, resolve=False), put, path)}
+    if isinstance(tree, list | tuple | set | frozenset) and not hasattr(tree, "_fields"):
+        return _encode_items(tree, put, path)
+    for kinds, write in _WRITERS:
+        if isinstance(tree, kinds):
+            return write(tree)
+    if isinstance(tree, np.ndarray) and tree.dtype.kind in "biufc":
+        if tree.ndim == 0:
+            return {_MARK: "ndarray", "v": _scalar(torch.as_tensor(tree))}
+        return {_MARK: "ndarray", "v": {_MARK: "tensor", "key": put(path, torch.tensor(tree))}}
+    if isinstance(tree, type) and tree in _CLASSES.values():
+        return {_MARK: "class", "v": next(name for name, cls in _CLASSES.items() if cls is tree)}
+    raise UnsupportedValueError(path, tree)
+
+
+def _encode_dict(tree: dict[Any, Any], put: Put, path: str) -> Any:
+    ordered = isinstance(tree, OrderedDict)
+    if not ordered and all(type(key) is str for key in tree) and _MARK not in tree:
+        return {key: encode(value, put, f"{path}/{key}" if path else key) for key, value in tree.items()}
+    items = [[encode(k, put, path), encode(v, put, f"{path}/{k}" if path else str(k))] for k, v in tree.items()]
+    return {_MARK: "OrderedDict" if ordered else "dict", "v": items}
+
+
+def _encode_items(tree: Any, put: Put, path: str) -> Any:
+    # Sets have no order; a fixed one makes equal states equal files.
+    values = sorted(tree, key=repr) if isinstance(tree, set | frozenset) else tree
+    encoded = [encode(value, put, f"{path}/{index}") for index, value in enumerate(values)]
+    if isinstance(tree, torch.Size):
+        return {_MARK: "Size", "v": encoded}
+    for kind in (tuple, set, frozenset):
+        if isinstance(tree, kind):
+            return {_MARK: kind.__name__, "v": encoded}
+    return encoded
+
+
+def _scalar(tensor: Tensor) -> dict[str, Any]:
+    value = tensor.detach().cpu()
+    return {_MARK: "scalar", "dtype": str(value.dtype).removeprefix("torch."), "v": encode(value.item(), _no_tensor)}
+
+
+def _float(value: float) -> Any:
+    return value if math.isfinite(value) else {_MARK: "float", "v": repr(float(value))}
+
+
+def _no_tensor(path: str, tensor: Tensor) -> str:
+    raise AssertionError("a scalar holds no tensor")
+
+
+# In order: a subclass stands before what it is a subclass of. Subclasses of numbers and strings (members of an IntEnum,
+# for example) become plain ones.
+_WRITERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (np.generic, lambda v: {_MARK: "numpy", "dtype": v.dtype.str, "v": encode(v.item(), _no_tensor)}),
+    (bool, bool),
+    (int, int),
+    (float, lambda v: _float(float(v))),
+    (str, lambda v: str.__str__(v)),
+    (complex, lambda v: {_MARK: "complex", "v": [_float(v.real), _float(v.imag)]}),
+    (bytes, lambda v: {_MARK: "bytes", "v": base64.b64encode(v).decode("ascii")}),
+    (PurePath, lambda v: {_MARK: "path", "v": str(v)}),
+    (datetime, lambda v: {_MARK: "datetime", "v": v.isoformat()}),
+    (timedelta, lambda v: {_MARK: "timedelta", "v": [v.days, v.seconds, v.microseconds]}),
+    (torch.dtype, lambda v: {_MARK: "dtype", "v": str(v).removeprefix("torch.")}),
+    (torch.device, lambda v: {_MARK: "device", "v": str(v)}),
+)
+
+
+def decode(value: Any, get: Get) -> Any:
+    """What :func:`encode` was given.
+
+    Args:
+        value: from JSON.
+        get: what stands for the tensor with a key: the tensor, or something that reads it later.
+
+    Raises:
+        CheckpointError: if a mark is unknown (written by a newer version) or malformed.
+    """
+    if isinstance(value, list):
+        return [decode(item, get) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _MARK not in value:
+        return {key: decode(item, get) for key, item in value.items()}
+    kind = value[_MARK]
+    try:
+        if kind == "tensor":
+            return get(value["key"])
+        if kind in ("dict", "OrderedDict"):
+            items = [(decode(k, get), decode(v, get)) for k, v in value["v"]]
+            return OrderedDict(items) if kind == "OrderedDict" else dict(items)
+        if kind in _READERS:
+            return _READERS[kind](value, decode(value["v"], get))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"state.json holds a value of kind {kind!r} that cannot be read: {error!r}.") from error
+    raise CheckpointError(
+        f"state.json holds a value of unknown kind {kind!r}; this version knows {', '.join(sorted(_READERS))}. It was "
+        "written by a newer version: update trainwright."
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name} is no dtype")
+    return found
+
+
+def _array(value: Any) -> Any:
+    return value.numpy() if isinstance(value, Tensor) else value
+
+
+_READERS: dict[str, Callable[[dict[str, Any], Any], Any]] = {
+    "Size": lambda _, v: torch.Size(v),
+    "tuple": lambda _, v: tuple(v),
+    "set": lambda _, v: set(v),
+    "frozenset": lambda _, v: frozenset(v),
+    "scalar": lambda raw, v: torch.tensor(v, dtype=_dtype(raw["dtype"])),
+    "ndarray": lambda _, v: _array(v),
+    "numpy": lambda raw, v: np.dtype(raw["dtype"]).type(v),
+    "float": lambda _, v: float(v),
+    "complex": lambda _, v: complex(*v),
+    "bytes": lambda _, v: base64.b64decode(v, validate=True),
+    "path": lambda _, v: Path(v),
+    "datetime": lambda _, v: datetime.fromisoformat(v),
+    "timedelta": lambda _, v: timedelta(*v),
+    "dtype": lambda _, v: _dtype(v),
+    "device": lambda _, v: torch.device(v),
+    "class": lambda _, v: _CLASSES[v],
+    # Interpolations stay text until somebody asks for the value.
+    "omegaconf": lambda _, v: OmegaConf.create(v),
+}
