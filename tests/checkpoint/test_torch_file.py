@@ -1,0 +1,127 @@
+"""Files as torch.save writes them, without all tensors in memory."""
+
+from __future__ import annotations
+
+import io
+import weakref
+import zipfile
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from trainwright.checkpoint.torch_file import LazyTensor, bytes_of, write_torch_file
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+]
+
+
+def lazy(key, tensor):
+    return LazyTensor(key, tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
+def same(one, other):
+    return one.dtype == other.dtype and one.shape == other.shape and bytes_of(one) == bytes_of(other)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_every_dtype_is_read_by_torch_bit_for_bit(tmp_path, mmap):
+    tensors = {str(dtype): (torch.randn(7, 5) * 3).to(dtype) for dtype in DTYPES}
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "large": torch.randn(1000, 33)}
+    with (tmp_path / "x.pt").open("wb") as file:
+        write_torch_file(file, {name: lazy(name, tensor) for name, tensor in tensors.items()})
+    loaded = torch.load(tmp_path / "x.pt", weights_only=True, mmap=mmap)
+    assert list(loaded) == list(tensors)
+    for name, tensor in tensors.items():
+        assert same(loaded[name], tensor), name
+        assert loaded[name].stride() == tensor.stride()
+        assert loaded[name].data_ptr() % 64 == 0
+
+
+def test_the_archive_is_sound(tmp_path):
+    with (tmp_path / "x.pt").open("wb") as file:
+        write_torch_file(file, [lazy("a", torch.randn(100)), lazy("b", torch.randn(3))])
+    with zipfile.ZipFile(tmp_path / "x.pt") as archive:
+        assert archive.testzip() is None  # the checksums are right too
+        assert all(info.compress_type == zipfile.ZIP_STORED for info in archive.infolist())
+
+
+def test_values_beside_tensors_stay_what_they_are(tmp_path):
+    tree = OrderedDict(
+        step=3, loss=0.25, name="é", nothing=None, flag=True, pair=(1, [2, {"x": torch.Size([1, 2])}]), big=2**80
+    )
+    tree["memory"] = torch.arange(6).view(2, 3).t()
+    with (tmp_path / "x.pt").open("wb") as file:
+        write_torch_file(file, tree)
+    loaded = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert isinstance(loaded, OrderedDict)
+    assert torch.equal(loaded.pop("memory"), tree.pop("memory"))
+    assert loaded == tree
+
+
+def test_tensors_of_one_key_are_stored_once_and_share_memory(tmp_path):
+    weight = torch.randn(100, 100)
+    with (tmp_path / "x.pt").open("wb") as file:
+        write_torch_file(file, {"embedding": lazy("w", weight), "head": lazy("w", weight)})
+    loaded = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert loaded["embedding"].data_ptr() == loaded["head"].data_ptr()
+    assert (tmp_path / "x.pt").stat().st_size < 1.2 * weight.nbytes
+
+
+def test_a_tensor_is_read_when_its_turn_comes_and_then_forgotten(tmp_path):
+    alive, most = set(), 0
+
+    def reader(index):
+        def read():
+            nonlocal most
+            tensor = torch.full((1000,), float(index))
+            alive.add(index)
+            most = max(most, len(alive))
+            weakref.finalize(tensor, alive.discard, index)
+            return tensor
+
+        return read
+
+    tree = {str(i): LazyTensor(str(i), (1000,), torch.float32, reader(i)) for i in range(20)}
+    with (tmp_path / "x.pt").open("wb") as file:
+        write_torch_file(file, tree)
+    assert most == 1
+    assert torch.load(tmp_path / "x.pt", weights_only=True)["7"][0] == 7
+
+
+def test_a_file_that_cannot_seek_gets_a_readable_archive():
+    class Stream(io.RawIOBase):
+        def __init__(self):
+            self.data = bytearray()
+
+        def writable(self):
+            return True
+
+        def tell(self):
+            return len(self.data)
+
+        def write(self, data):
+            self.data += bytes(data)
+            return len(data)
+
+    stream, tensor = Stream(), torch.randn(33)
+    write_torch_file(stream, {"a": lazy("a", tensor)})
+    assert torch.equal(torch.load(io.BytesIO(bytes(stream.data)), weights_only=True)["a"], tensor)
+
+
+def test_a_tensor_that_is_not_what_it_said_is_an_error(tmp_path):
+    wrong = LazyTensor("w", (3,), torch.float32, lambda: torch.zeros(4))
+    with (tmp_path / "x.pt").open("wb") as file, pytest.raises(ValueError, match=r"w was said to have shape \(3,\)"):
+        write_torch_file(file, {"w": wrong})
