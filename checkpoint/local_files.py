@@ -1,0 +1,266 @@
+"""Checkpoints in folders of this machine.
+
+A new one grows in a hidden folder beside its target, ``.<name>.partial-<token>``, and gets its name by one renaming.
+What it replaces is swapped out in the same instant where the system can (Linux), and otherwise stands for an instant as
+``.<name>.replaced-<token>``. What is being deleted is called ``.<name>.removed-<token>``, so that no half of it is ever
+taken for whole. All three are in the target's folder, so no renaming crosses file systems.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.owners import TOKEN, left_behind, new_token, owner_lives
+from trainwright.checkpoint.reading import open_named, read_error
+from trainwright.checkpoint.records import MANIFEST
+from trainwright.checkpoint.write_errors import ELSEWHERE
+
+_HIDDEN = re.compile(rf"\.(?P<name>.+)\.(?P<what>partial|replaced|removed)-(?P<token>{TOKEN})", re.DOTALL)
+_BUFFER = 1 << 20
+
+
+class LocalFiles:
+    """Files of a folder, for reading."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def exists(self) -> bool:
+        return os.path.isdir(self.path)
+
+    def is_file(self) -> bool:
+        return os.path.isfile(self.path)
+
+    def open(self, file: str) -> BinaryIO:
+        path = os.path.join(self.path, file)
+        return open_named(path, lambda: open(path, "rb", buffering=0))
+
+    def size(self, file: str) -> int:
+        path = os.path.join(self.path, file)
+        try:
+            return os.stat(path).st_size
+        except OSError as error:
+            raise read_error(path, error) from error
+
+    def sizes(self) -> dict[str, int]:
+        try:
+            with os.scandir(self.path) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        except OSError as error:
+            raise read_error(self.path, error) from error
+
+
+class LocalOutput:
+    """A new file; see :class:`~trainwright.checkpoint.sealed.Output`."""
+
+    def __init__(self, path: str) -> None:
+        # "x": two ranks that write one file are an error of the caller, and must not become a mixture.
+        self._file = open(path, "xb", buffering=_BUFFER)  # noqa: SIM115 - closed by seal or abort
+
+    def write(self, block: memoryview) -> None:
+        self._file.write(block)
+
+    def seal(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def abort(self) -> None:
+        # Closing writes what is still buffered, and fails again where writing failed.
+        with contextlib.suppress(OSError, ValueError):
+            self._file.raw.close()
+        with contextlib.suppress(OSError, ValueError):
+            self._file.close()
+
+
+class LocalPending:
+    """The folder in which a checkpoint grows until it is published."""
+
+    def __init__(self, target: str, token: str) -> None:
+        self.target = target
+        self.token = token
+        self.path = _hidden(target, "partial", token)
+
+    def begin(self) -> None:
+        """Make the folder. The parent's folders are made as well.
+
+        Raises:
+            OSError: if that is not possible.
+            CheckpointError: if what stands at the target is no checkpoint, so that replacing it would lose it.
+        """
+        _refuse_what_is_no_checkpoint(self.target)
+        os.makedirs(os.path.dirname(self.target), exist_ok=True)
+        os.mkdir(self.path)
+
+    def stored_name(self, name: str) -> str:
+        return ""
+
+    def open_new(self, file: str) -> LocalOutput:
+        return LocalOutput(os.path.join(self.path, file))
+
+    def sizes(self) -> dict[str, int]:
+        return LocalFiles(self.path).sizes()
+
+    def publish(self, manifest: bytes) -> None:
+        """Write the manifest, then give the folder its name in one step; replaces what has it now."""
+        output = self.open_new(MANIFEST)
+        try:
+            output.write(memoryview(manifest))
+            output.seal()
+        finally:
+            output.abort()
+        _sync_folder(self.path)
+        _refuse_what_is_no_checkpoint(self.target)
+        if not os.path.lexists(self.target):
+            os.rename(self.path, self.target)
+        elif not _swap(self.path, self.target):
+            self._replace()
+        _sync_folder(os.path.dirname(self.target))
+
+    def clear_replaced(self) -> None:
+        """Remove what the published folder replaced."""
+        for path in (self.path, _hidden(self.target, "replaced", self.token)):
+            _erase(path)
+
+    def discard(self) -> None:
+        if os.path.lexists(self.path):
+            _erase(self.path)
+
+    def _replace(self) -> None:
+        """Two renamings; between them the old checkpoint waits under a hidden name, from which ``clean_up`` brings it
+        back if this process ends here."""
+        replaced = _hidden(self.target, "replaced", self.token)
+        os.rename(self.target, replaced)
+        try:
+            os.rename(self.path, self.target)
+        except BaseException:
+            os.rename(replaced, self.target)
+            raise
+
+
+def remove_local(path: str) -> None:
+    """Remove a checkpoint; a link is removed alone, not what it names."""
+    if os.path.islink(path):
+        os.unlink(path)
+    elif not os.path.isfile(os.path.join(path, MANIFEST)):
+        raise CheckpointError(f"{path} is no checkpoint (it has no {MANIFEST}), so it was not removed.")
+    else:
+        _erase(path)
+    _sync_folder(os.path.dirname(path))
+
+
+def clean_up_local(parent: str) -> list[str]:
+    """See :func:`~trainwright.checkpoint.storage.clean_up`."""
+    done = []
+    for path, found in _hidden_entries(parent):
+        what, target = found["what"], os.path.join(parent, found["name"])
+        # First the writer, then the target: one that lives when it is looked at may publish before the target is.
+        if what == "removed" or left_behind(found["token"], _idle_seconds(path)):
+            if what == "replaced" and not os.path.lexists(target):
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(path, target)
+            else:
+                _erase(path)
+            done.append(path)
+    if done:
+        _sync_folder(parent)
+    return done
+
+
+def waiting_checkpoints(parent: str) -> dict[str, bool | None]:
+    """Checkpoints that are without their name while they are being replaced: path, and whether their writer lives."""
+    return {
+        path: owner_lives(found["token"])
+        for path, found in _hidden_entries(parent)
+        if found["what"] == "replaced" and not os.path.lexists(os.path.join(parent, found["name"]))
+    }
+
+
+def _hidden_entries(parent: str) -> Iterator[tuple[str, re.Match[str]]]:
+    try:
+        names = sorted(os.listdir(parent))
+    except FileNotFoundError:
+        return
+    for name in names:
+        found = _HIDDEN.fullmatch(name)
+        if found:
+            yield os.path.join(parent, name), found
+
+
+def _hidden(target: str, what: str, token: str) -> str:
+    parent, name = os.path.split(target)
+    return os.path.join(parent, f".{name}.{what}-{token}")
+
+
+def _erase(path: str) -> None:
+    """Remove a folder or link. It loses its name first, so that nobody takes a half of it for whole, and so that a rank
+    that still writes into it by name fails instead of leaving a file behind."""
+    found = _HIDDEN.fullmatch(os.path.basename(path))
+    target = os.path.join(os.path.dirname(path), found["name"]) if found else path
+    if found is None or found["what"] != "removed":
+        removed = _hidden(target, "removed", new_token())
+        try:
+            os.rename(path, removed)
+        except FileNotFoundError:
+            return
+        path = removed
+    if os.path.islink(path):
+        os.unlink(path)
+    else:
+        shutil.rmtree(path, onerror=_unless_gone)
+
+
+def _unless_gone(function: object, path: str, error: tuple[type[BaseException], BaseException, object]) -> None:
+    # Two cleaners may meet in one folder.
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
+
+
+def _refuse_what_is_no_checkpoint(target: str) -> None:
+    if os.path.islink(target):
+        return  # the link is replaced, not what it names
+    if os.path.isfile(target):
+        raise CheckpointError(
+            f"{target} is a file; a checkpoint is a folder. Give another name, remove the file, or {ELSEWHERE}."
+        )
+    if os.path.isdir(target) and os.listdir(target) and not os.path.isfile(os.path.join(target, MANIFEST)):
+        raise CheckpointError(
+            f"{target} is a folder that is no checkpoint (it has no {MANIFEST}) and is not empty; it would be lost. "
+            f"Give another name, remove it, or {ELSEWHERE}."
+        )
+
+
+def _idle_seconds(path: str) -> float:
+    """Seconds since anything in a folder changed; 0 when it is going away right now."""
+    try:
+        newest = os.lstat(path).st_mtime
+        if not os.path.islink(path):
+            with os.scandir(path) as entries:
+                newest = max([newest, *(entry.stat(follow_symlinks=False).st_mtime for entry in entries)])
+    except OSError:
+        return 0.0
+    return time.time() - newest
+
+
+def _sync_folder(path: str) -> None:
+    """Bring the names in a folder to the disk: a renaming is lost with the power otherwise."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _swap(one: str, other: str) -> bool:
+    """Exchange two names in one step; false where the system or the file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2 is not None and renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0

@@ -1,0 +1,80 @@
+"""Errors of the operating system while writing, in words that say what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.paths import is_remote, local_path
+
+ELSEWHERE = "choose another folder (checkpoint.*.dirpath=...)"
+
+_FULL = {
+    errno.ENOSPC: "no space left",
+    errno.EDQUOT: "the quota is used up, no space left",
+    errno.EFBIG: "the limit on the size of a file (ulimit -f) is reached, no space left",
+}
+
+
+def write_error(error: Exception, path: str, needed: int | None = None) -> CheckpointError:
+    """What to raise from an error met while writing ``path``.
+
+    Args:
+        error: as raised by the operating system or a store.
+        path: of the file or folder.
+        needed: bytes that the file has at least; ``None``: not known.
+    """
+    if isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, OSError) and error.errno in _FULL:
+        size = "" if needed is None else f" needed {size_text(needed)},"
+        free = free_bytes(path)
+        left = "" if free is None else f" free {size_text(free)};"
+        return CheckpointError(
+            f"{path}: {_FULL[error.errno]} on {_mount(path)}:{size}{left} free space or {ELSEWHERE}. Nothing was "
+            "published; checkpoints that were complete before are untouched."
+        )
+    if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == errno.EROFS):
+        return CheckpointError(f"{path}: not allowed to write there ({error}); change the rights or {ELSEWHERE}.")
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return CheckpointError(f"{path}: there is a file where a folder is needed ({error}); remove it or {ELSEWHERE}.")
+    return CheckpointError(f"{path}: could not be written ({type(error).__name__}: {error}); {ELSEWHERE} or try again.")
+
+
+def free_bytes(path: str) -> int | None:
+    """Bytes that may still be written where ``path`` is or would be; ``None`` for a store that cannot tell."""
+    if is_remote(path):
+        return None
+    try:
+        stats = os.statvfs(_nearest(path))
+    except OSError:
+        return None
+    return stats.f_bavail * stats.f_frsize
+
+
+def size_text(size: int) -> str:
+    """Bytes for people, e.g. ``1.5 GiB``."""
+    value, unit = float(size), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{size} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+
+
+def _nearest(path: str) -> str:
+    """The nearest folder above ``path`` that exists."""
+    path = local_path(path)
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def _mount(path: str) -> str:
+    if is_remote(path):
+        return path.partition("://")[0] + "://"
+    path = os.path.realpath(_nearest(path))
+    while not os.path.ismount(path):
+        path = os.path.dirname(path)
+    return path
