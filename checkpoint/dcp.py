@@ -72,6 +72,14 @@ class PartsLoadPlanner(DefaultLoadPlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the boxes as they are: torch's own makes None of what is no tensor, on its way to fill meta tensors."""
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """The tensor of a box."""
         parts: TensorParts = self.state_dict[index.fqn]
@@ -159,7 +167,7 @@ def _write_file(
         name = _name_of(item)
         names.append(name)
         entries.append(TensorEntry(name, item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)))
-    file = pending.create_file(f"rank_{rank:05d}.safetensors")
+    file = pending.create_file(f"rank_{rank:05d}.safetensors", rank)
     try:
         writer = TensorFileWriter(file, entries)
         for item, name in zip(items, names, strict=True):

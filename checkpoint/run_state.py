@@ -15,13 +15,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from trainwright.checkpoint.dcp import TENSORS, PartsLoadPlanner, RunStateReader, StoredMetadata, from_json
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from trainwright.checkpoint.manifest import Manifest, read_manifest, verify
+from trainwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.save import STATE
 from trainwright.checkpoint.source import TensorSource
 from trainwright.checkpoint.storage import Folder
 from trainwright.checkpoint.tensor_file import TensorFileReader
 from trainwright.checkpoint.tree import decode
+
+
+def holds_run_state(path: str) -> bool:
+    """Whether a checkpoint of ours is published at ``path``."""
+    if path.startswith(("http://", "https://")):
+        return False  # such a server lists no folders
+    folder = Folder(path)
+    return folder.exists() and MANIFEST in folder.sizes()
 
 
 class StoredTensor:
@@ -78,7 +86,7 @@ class RunState:
     def __init__(self, path: str, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
-        self._folder = Folder(path)
+        self._folder = Folder(path, manifest)
         self._readers: dict[tuple[int, str], TensorFileReader] = {}
 
     @classmethod
@@ -178,8 +186,7 @@ class RunState:
     # ---- files ----------------------------------------------------------------------------------------------------
 
     def _read_file(self, name: str) -> bytes:
-        with self._folder.open(name) as file:
-            return file.read()
+        return self._folder.read(name)
 
     def _json(self, name: str) -> Any:
         try:

@@ -141,7 +141,7 @@ def _refuse_full(path: str, needed: int) -> None:
     if free is not None and free < needed:
         raise CheckpointError(
             f"{path}: a checkpoint of {needed / 2**20:,.1f} MiB does not fit into the {free / 2**20:,.1f} MiB that are "
-            "free there. Nothing was written; free space, or choose a folder on another disk (dirpath of the checkpoint)."
+            "free there. Nothing was written. Free space, or choose a folder on another disk (checkpoint.*.dirpath=...)."
         )
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainwright.strategies.cuts import Cut
-from trainwright.strategies.state import whole_on_device
+from trainwright.strategies.state import register_taking, whole_on_device
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ class Assembly:
             names: which, in order; the same on all ranks.
         """
         for name in self._held_by_owners(held, names):
-            part = self.whole_here(name, held[name]) if self._owns(name) else None
+            part = self.whole_here(name, held[name]) if self.owns(name) else None
             yield name, self._from_owner(part, self.owners.get(name, 0))
 
-    def _owns(self, name: str) -> bool:
+    def owns(self, name: str) -> bool:
         """Whether this rank's copy is the one that counts in its pipeline."""
         return self.pipeline is None or dist.get_rank(self.pipeline) == self.owners.get(name, 0)
 
     def _held_by_owners(self, held: Mapping[str, Tensor], names: Sequence[str]) -> list[str]:
         """Those of ``names``, in order, that their owners hold; a collective of the pipeline."""
-        flags = torch.tensor([name in held and self._owns(name) for name in names], dtype=torch.int32)
+        flags = torch.tensor([name in held and self.owns(name) for name in names], dtype=torch.int32)
         if self.pipeline is not None:
             flags = flags.to(self.device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.pipeline)
@@ -109,7 +109,7 @@ class Assembly:
         mine = [name_of(p) for group in optimizer.param_groups for p in group["params"]]
         by_name = {mine[index]: values for index, values in state["state"].items()}
         index_of = {name: index for index, name in enumerate(name for names in groups for name in names)}
-        kinds = self._gathered({n: {k: isinstance(v, Tensor) or v for k, v in vs.items()} for n, vs in by_name.items()})
+        kinds = self.gathered({n: {k: isinstance(v, Tensor) or v for k, v in vs.items()} for n, vs in by_name.items()})
         whole: dict[int, dict[str, Any]] = {}
         for name, index in index_of.items():
             owner = kinds[self.owners.get(name, 0) if self.pipeline is not None else 0].get(name)
@@ -126,7 +126,7 @@ class Assembly:
 
     def _whole_value(self, name: str, value: Any, keep: bool) -> Tensor | None:
         owner = self.owners.get(name, 0)
-        if not self._owns(name):
+        if not self.owns(name):
             value = None
         elif value.dim() == 0:  # a step count is the same on all ranks
             value = value.detach().cpu()
@@ -138,7 +138,7 @@ class Assembly:
     def group_names(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> list[list[str]]:
         """Names of the parameters of each group of ``optimizer`` on all stages together."""
         mine = [[name_of(p) for p in group["params"]] for group in optimizer.param_groups]
-        stages = self._gathered(mine)
+        stages = self.gathered(mine)
         if len(stages) == 1:
             return mine
         if len({len(groups) for groups in stages}) > 1:
@@ -149,7 +149,8 @@ class Assembly:
         order = {name: index for index, name in enumerate(self.names)}
         return [sorted({n for stage in stages for n in stage[g]}, key=order.__getitem__) for g in range(len(mine))]
 
-    def _gathered(self, value: Any) -> list[Any]:
+    def gathered(self, value: Any) -> list[Any]:
+        """What each rank of the pipeline gives, in order; a collective of it."""
         if self.pipeline is None:
             return [value]
         values: list[Any] = [None] * dist.get_world_size(self.pipeline)
@@ -177,7 +178,7 @@ class Assembly:
                 elif name in self.cuts and own.get(name) != state[key].shape:  # else it is this rank's part already
                     state[key] = self.part(name, state[key])
 
-        module.register_load_state_dict_pre_hook(take)
+        register_taking(module, take)
 
     def optimizer_parts(
         self, optimizer: Optimizer, state: Mapping[str, Any], name_of: Callable[[Tensor], str]

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +23,7 @@ from trainwright.strategies.blocks import (
     find_blocks,
     validate_checkpointing,
 )
+from trainwright.strategies.checkpointing import RunStateStrategy
 from trainwright.strategies.deferred import Piece, deferred_pieces, is_deferred
 from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.layout import Layout
@@ -51,7 +51,7 @@ class HeldBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-class LayoutStrategy(Strategy):
+class LayoutStrategy(RunStateStrategy):
     """Mixin before one of Lightning's strategies.
 
     Args:
@@ -60,7 +60,8 @@ class LayoutStrategy(Strategy):
         activation_checkpointing: ``"none"`` (off), ``"full"`` (every block) or ``"selective"``.
         checkpoint_modules: patterns of module names for ``"selective"``.
         compile: ``False`` is off; ``True`` or a mapping of ``torch.compile`` options compiles block by block.
-        **kwargs: for Lightning's strategy.
+        **kwargs: ``init_from``, see :class:`~trainwright.strategies.checkpointing.RunStateStrategy`; the others are for
+            Lightning's strategy.
 
     Raises:
         ValueError: if the options contradict each other.

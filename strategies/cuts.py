@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.checkpoint.parts import TensorParts
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -49,6 +51,28 @@ class Cut:
         lengths = [length // self.size for length in self.sections]
         split = [p.split(lengths, self.dim) for p in parts]
         return torch.cat([pieces[section] for section in range(len(lengths)) for pieces in split], self.dim)
+
+    def in_whole(self, held: TensorParts) -> TensorParts:
+        """Where boxes of this rank's part lie in the whole tensor.
+
+        Args:
+            held: boxes of the part, in the part's own coordinates.
+        """
+        dim, index = self.dim, dist.get_rank(self.group)
+        lengths = self.sections or (held.shape[dim] * self.size,)
+        shape = (*held.shape[:dim], held.shape[dim] * self.size, *held.shape[dim + 1 :])
+        parts = []
+        in_part = in_whole = 0  # where a section begins
+        for length in (section // self.size for section in lengths):
+            start = in_whole + index * length
+            for offsets, tensor in held.parts:
+                first = max(offsets[dim], in_part)
+                last = min(offsets[dim] + tensor.shape[dim], in_part + length)
+                if first < last:
+                    place = (*offsets[:dim], start + first - in_part, *offsets[dim + 1 :])
+                    parts.append((place, tensor.narrow(dim, first - offsets[dim], last - first)))
+            in_part, in_whole = in_part + length, in_whole + length * self.size
+        return TensorParts(shape, held.dtype, parts)
 
     def _sections(self, whole: Tensor) -> tuple[Tensor, ...]:
         lengths = self.sections or (whole.shape[self.dim],)

@@ -45,6 +45,7 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         self._materialise()
         self._prepare_blocks(self._find_blocks())
         super().setup(trainer)
+        self.begin_from_weights()
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only and drops them elsewhere without a word.

@@ -40,8 +40,18 @@ from trainwright.strategies.hybrid_rules import (
     validate_hybrid,
 )
 from trainwright.strategies.layout import Layout
+from trainwright.strategies.layout_placement import LayoutPlacement
 from trainwright.strategies.optimization import optimize_after_zero_grad
 from trainwright.strategies.precision import AgreedGradScaler
+from trainwright.strategies.run_state import (
+    CURRENT_WEIGHTS,
+    OPTIMIZERS,
+    WEIGHTS,
+    Placement,
+    is_stored,
+    misfit,
+    mismatch,
+)
 from trainwright.strategies.shared_gradients import SharedGradients
 from trainwright.strategies.state import whole_on_device
 from trainwright.strategies.zero import ZeroStrategy, averaged_copies
@@ -565,48 +575,47 @@ class HybridStrategy(ZeroStrategy):
             return
         yield from self._assembly.wholes(dict(self.named_gradients()), self._assembly.names)
 
-    def _name_of(self) -> Callable[[Tensor], str]:
-        assert self.lightning_module is not None
-        names: dict[int, str] = {}
-        for name, parameter in self.lightning_module.named_parameters():
-            shard = self._shards.get(parameter)
-            names[id(parameter if shard is None else shard.optimized)] = name
-        return lambda tensor: names[id(tensor)]
+    @property
+    def placement(self) -> Placement:
+        """How the ranks of this layout hold the module."""
+        if self._assembly is None:
+            return super().placement
+        place = self.layout.coordinates(self.global_rank)
+        leads = all(index == 0 for axis, index in place.items() if axis != "pipeline")
+        return LayoutPlacement(self._assembly, self.is_global_zero, leads)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Put the whole module and optimizer states together on rank 0, which writes one ordinary file."""
+    def _whole_keys(self) -> list[str]:
+        return super()._whole_keys() if self._assembly is None else list(self._assembly.keys)
+
+    def _save_plain(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        """Put the whole module and optimizer states together on rank 0."""
         if self._assembly is not None:
             keep, assembly = self.is_global_zero, self._assembly
-            for key in ("state_dict", "current_model_state"):  # the second is put there by averaging callbacks
+            for key in (WEIGHTS, CURRENT_WEIGHTS):
                 if key in checkpoint:
                     checkpoint[key] = assembly.whole_state(checkpoint[key], keep)
-            if "optimizer_states" in checkpoint:
-                checkpoint["optimizer_states"] = [
+            if OPTIMIZERS in checkpoint:
+                checkpoint[OPTIMIZERS] = [
                     assembly.whole_optimizer(optimizer, state, self._name_of(), keep)
-                    for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+                    for optimizer, state in zip(self.optimizers, checkpoint[OPTIMIZERS], strict=True)
                 ]
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        super()._save_plain(checkpoint, filepath, storage_options)
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give every optimizer the part of the saved state that this rank holds."""
+    def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         if self._assembly is not None:
             states = [
                 self._assembly.optimizer_parts(optimizer, state, self._name_of())
-                for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+                for optimizer, state in zip(self.optimizers, checkpoint[OPTIMIZERS], strict=True)
             ]
-            checkpoint = {**checkpoint, "optimizer_states": states}
-        super().load_optimizer_state_dict(checkpoint)
+            checkpoint = {**checkpoint, OPTIMIZERS: states}
+        super()._load_plain_optimizers(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load, by name, what this rank holds of whole saved weights."""
-        if self._assembly is not None and strict:
-            unknown = sorted(set(checkpoint["state_dict"]) - set(self._assembly.keys))
-            if unknown:
-                raise RuntimeError(
-                    f"The checkpoint holds {len(unknown)} tensor(s) that this module has not: {', '.join(unknown[:5])}"
-                    f"{', ...' if len(unknown) > 5 else ''}. Load it into the module that it was saved from, or set "
-                    "strict_loading=False on the module to leave them out."
-                )
+        if self._assembly is not None and strict and not is_stored(checkpoint[WEIGHTS]):
+            unexpected = sorted(set(checkpoint[WEIGHTS]) - set(self._assembly.keys))
+            if unexpected:  # each stage knows its own names only, and leaves out all others
+                raise misfit("The checkpoint", mismatch([], unexpected, []))
         super().load_model_state_dict(checkpoint, strict)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -123,5 +123,15 @@ def shard_weights_on_load(module: nn.Module) -> None:
             if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
                 state_dict[prefix + name] = part_like(value.to(parameter.dtype), parameter)
 
-    with torch.no_grad():
-        module.register_load_state_dict_pre_hook(split)
+    register_taking(module, split)
+
+
+def register_taking(module: nn.Module, hook: Callable[..., None]) -> None:
+    """Let ``hook`` take this rank's parts of what ``module.load_state_dict`` is given whole; it changes no value."""
+    hook.takes_parts = True  # type: ignore[attr-defined]
+    module.register_load_state_dict_pre_hook(hook)
+
+
+def only_takes_parts(hook: Any) -> bool:
+    """Whether a hook of ``load_state_dict`` is one that :func:`register_taking` has registered."""
+    return bool(getattr(getattr(hook, "hook", hook), "takes_parts", False))

@@ -199,6 +199,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self.setup_precision_plugin()
         if fitting and self._offload == "none":
             _optimizers_to_device(self.optimizers, self.root_device)
+        self.begin_from_weights()
 
     @property
     def _splits_parameters(self) -> bool:
@@ -486,20 +487,19 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     def _must_restore_late(self) -> bool:
         return self.stage == 3 or super()._must_restore_late()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Gather every sharded tensor, one at a time, into the memory of rank 0, which writes one ordinary file."""
-        super().save_checkpoint(gather_tree(checkpoint, keep=self.is_global_zero), filepath, storage_options)
+    def _as_optimized(self, parameter: nn.Parameter) -> Tensor:
+        shard = self._shards.get(parameter)
+        return parameter if shard is None else shard.optimized
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give every optimizer the part of the saved state that this rank holds."""
+    def _save_plain(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        """Gather every sharded tensor, one at a time, into the memory of rank 0."""
+        super()._save_plain(gather_tree(checkpoint, keep=self.is_global_zero), filepath, storage_options)
+
+    def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(shard_optimizer_state(optimizer, state))
-        if self._publishers and self._offload == "optimizer":
-            self._reload_offloaded()
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights, by name, into what this rank holds of them."""
-        super().load_model_state_dict(checkpoint, strict)
+    def _weights_changed(self) -> None:
         self._reload_offloaded()
 
     def _reload_offloaded(self) -> None:

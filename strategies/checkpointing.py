@@ -1,0 +1,398 @@
+"""What every strategy can do with checkpoints: write the run state, read any, and begin from foreign weights."""
+
+from __future__ import annotations
+
+import platform
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.core.hooks import CheckpointHooks
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from trainwright.checkpoint.hugging_face import hugging_face_facts
+from trainwright.checkpoint.manifest import read_manifest, verify
+from trainwright.checkpoint.names import match_names, tied_names
+from trainwright.checkpoint.run_state import RunState, StoredTensor, holds_run_state, materialised
+from trainwright.checkpoint.safetensors_folder import SafetensorsFolder
+from trainwright.checkpoint.save import Content, write
+from trainwright.checkpoint.source import TensorSource
+from trainwright.checkpoint.storage import remove
+from trainwright.strategies.layout import Layout
+from trainwright.strategies.random_state import random_state, set_random_state
+from trainwright.strategies.run_state import (
+    OPTIMIZERS,
+    WEIGHTS,
+    Collector,
+    Placement,
+    WholePlacement,
+    can_fill,
+    fill_weights,
+    is_stored,
+    optimizer_parts,
+)
+
+# Key of what this project adds to Lightning's dict of a run.
+OF_RUN = "trainwright"
+# An odd constant with bits all over: seeds of neighbouring ranks share none of their low bits.
+_STRIDE = 0x9E3779B97F4A7C15
+
+
+class RunStateStrategy(Strategy):
+    """Mixin: checkpoints that any layout writes and any other reads.
+
+    A checkpoint is a folder, see :mod:`trainwright.checkpoint`. Where the user gave Lightning a ``CheckpointIO`` plugin
+    of his own, that one is used instead, with a whole ordinary state on rank 0.
+
+    Args:
+        init_from: weights to begin from when no checkpoint is given: a safetensors file, a folder of them (as Hugging
+            Face writes it) or a run state; each rank reads what it keeps. ``None`` is off.
+        **kwargs: for Lightning's strategy.
+    """
+
+    layout: Layout
+    data_rank: int
+    num_data_ranks: int
+    strategy_name: str
+
+    def __init__(self, *, init_from: str | Path | None = None, **kwargs: Any) -> None:
+        self._own_io = kwargs.get("checkpoint_io") is not None
+        super().__init__(**kwargs)
+        self.init_from = None if init_from is None else str(init_from)
+        self._checkpoint_group: dist.ProcessGroup | None = None
+        self._random_state: dict[str, Tensor] | None = None
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin for checkpoints, or Lightning's default, which then only removes files."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._own_io = io is not None
+        self._checkpoint_io = io
+
+    # ---- who holds what -------------------------------------------------------------------------------------------
+
+    @property
+    def placement(self) -> Placement:
+        """How the ranks of this layout hold the module."""
+        return WholePlacement(is_first=self.is_global_zero)
+
+    def _name_of(self) -> Callable[[Tensor], str]:
+        """A function from a parameter, as an optimizer holds it, to its name."""
+        assert self.lightning_module is not None
+        names = {id(self._as_optimized(p)): name for name, p in self.lightning_module.named_parameters()}
+        # An optimizer may hold tensors that are no parameters of the module; every rank meets them in the same order.
+        return lambda tensor: names.setdefault(id(tensor), f"unnamed/{len(names)}")
+
+    def _as_optimized(self, parameter: torch.nn.Parameter) -> Tensor:
+        """What an optimizer holds in place of a parameter."""
+        return parameter
+
+    def _whole_keys(self) -> list[str]:
+        """Keys of the ``state_dict`` of the whole module."""
+        assert self.lightning_module is not None
+        return list(self.lightning_module.state_dict())
+
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all ranks for saving alone; ``None`` where there is one rank. The first call is a collective.
+
+        Saving in the background on a group that training uses mixes up their messages, and gloo aborts.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        if self._checkpoint_group is None:
+            self._checkpoint_group = dist.new_group(backend="gloo")
+        return self._checkpoint_group
+
+    def teardown(self) -> None:
+        """Let go of the group as well: the next run may meet anew."""
+        self._checkpoint_group = None
+        super().teardown()
+
+    # ---- saving ---------------------------------------------------------------------------------------------------
+
+    def run_state(self, checkpoint: Mapping[str, Any]) -> Content:
+        """What this rank contributes to a checkpoint: views of its tensors, no copies. A collective.
+
+        Args:
+            checkpoint: Lightning's dict of the run, as ``dump_checkpoint`` of its connector gives it.
+        """
+        assert self.lightning_module is not None
+        collector = Collector(self.lightning_module, self.placement, self._name_of())
+        tree = collector.collect(checkpoint, self.optimizers)
+        if OPTIMIZERS in checkpoint:
+            rank = getattr(self, "global_rank", 0)
+            collector.add_of_rank(rank, random_state(self.root_device))
+            tree[OF_RUN] = {"layout": asdict(self.layout), "rank_state": "rank"}
+        return Content(tree, collector.tensors, self._about(checkpoint))
+
+    def _about(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        module = self.lightning_module
+        assert module is not None
+        trainer: Any = module.trainer
+        batch = getattr(trainer, "global_batch", None)
+        return {
+            "kind": "run state" if OPTIMIZERS in checkpoint else "weights",
+            "step": int(checkpoint.get("global_step", 0)),
+            "epoch": int(checkpoint.get("epoch", 0)),
+            "strategy": self.strategy_name,
+            "layout": asdict(self.layout),
+            "world_size": getattr(self, "world_size", 1),
+            "data_ranks": self.num_data_ranks,
+            "global_batch_size": None if batch is None else batch.size,
+            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1},
+            "module": f"{type(module).__module__}.{type(module).__qualname__}",
+            "hugging_face": hugging_face_facts(module),
+            "versions": {
+                **{name: version(name) for name in ("trainwright", "torch", "lightning")},
+                "python": platform.python_version(),
+            },
+        }
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write the run state into the folder ``filepath``; all ranks together.
+
+        Raises:
+            CheckpointError: on every rank, if one failed; what was there before is untouched.
+        """
+        if self._own_io:
+            self._save_plain(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError(
+                "storage_options are for a CheckpointIO plugin of your own; a run state takes none. Leave them out, or "
+                "give Trainer(plugins=[...]) the plugin that understands them."
+            )
+        write(self.run_state(checkpoint), str(filepath), self.checkpoint_group())
+
+    def _save_plain(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        """Let rank 0 write a whole ordinary state through the user's plugin."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, never so that half of it could be taken for a whole one."""
+        if not self.is_global_zero:
+            return
+        if holds_run_state(str(filepath)):
+            remove(str(filepath))
+        else:
+            super().remove_checkpoint(filepath)
+
+    # ---- loading --------------------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Open a run state, or read an ordinary checkpoint file.
+
+        Every file of a run state is held against the manifest first; the ranks share that work. Its weights and
+        optimizer states are read later, by each rank what it holds, unless somebody overrides ``on_load_checkpoint``
+        and so may want to see them.
+
+        Args:
+            checkpoint_path: folder or file.
+            weights_only: of a file; ``False`` lets it execute code, and only that does.
+
+        Raises:
+            CheckpointError: if it cannot be used, on every rank.
+        """
+        path = str(checkpoint_path)
+        if not holds_run_state(path):
+            if self._own_io:
+                return super().load_checkpoint(checkpoint_path, weights_only)
+            from trainwright.checkpoint.ordinary import load_ordinary
+
+            return load_ordinary(path, trust=weights_only is False)
+        state = self.open_run_state(path)
+        checkpoint = dict(state.tree)
+        of_run = checkpoint.pop(OF_RUN, None)
+        if of_run is not None and self._is_fitting():
+            self._random_state = self._random_state_of(state, of_run)
+        if self._somebody_edits():
+            return {key: value if key == OPTIMIZERS else materialised(value) for key, value in checkpoint.items()}
+        late = (OPTIMIZERS, WEIGHTS)
+        return {key: value if key in late else materialised(value) for key, value in checkpoint.items()}
+
+    def open_run_state(self, path: str) -> RunState:
+        """Open and verify a run state; the ranks share the reading. A collective.
+
+        Raises:
+            CheckpointError: on every rank, as :meth:`RunState.open`.
+        """
+        manifest = read_manifest(path)
+        group = self.checkpoint_group()
+        if group is None:
+            problems = verify(path, manifest)
+        else:
+            mine = verify(path, manifest, part=(dist.get_rank(group), dist.get_world_size(group)))
+            found: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(found, mine, group=group)
+            problems = [problem for problems in found for problem in problems]
+        if problems:
+            raise DamagedCheckpoint(path, problems)
+        return RunState(path, manifest)
+
+    def _is_fitting(self) -> bool:
+        assert self.lightning_module is not None
+        return bool(self.lightning_module.trainer.state.fn == TrainerFn.FITTING)
+
+    def _somebody_edits(self) -> bool:
+        """Whether the module or a callback has an ``on_load_checkpoint``, which may look at all tensors."""
+        module = self.lightning_module
+        assert module is not None
+        if type(module).on_load_checkpoint is not CheckpointHooks.on_load_checkpoint:
+            return True
+        callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+        return any(type(callback).on_load_checkpoint is not Callback.on_load_checkpoint for callback in callbacks)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of a checkpoint, by name, into what this rank holds of them.
+
+        Raises:
+            CheckpointError: if names or shapes differ and ``strict`` is set.
+        """
+        state = checkpoint[WEIGHTS]
+        module = self.lightning_module
+        assert module is not None
+        if not is_stored(state):
+            super().load_model_state_dict(checkpoint, strict)
+        elif can_fill(module):
+            self._fill_weights(module, state, strict, "The checkpoint")
+        else:
+            super().load_model_state_dict({**checkpoint, WEIGHTS: materialised(state)}, strict)
+        self._weights_changed()
+
+    def _fill_weights(self, module: LightningModule, state: Mapping[str, Any], strict: bool, where: str) -> None:
+        fill_weights(module, self.placement, state, self._whole_keys(), strict=strict, where=where)
+
+    def _weights_changed(self) -> None:
+        """Called after weights were loaded in place."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give every optimizer the part of the saved state that this rank holds.
+
+        Raises:
+            CheckpointError: if the saved optimizers had other groups or parameters.
+        """
+        states = checkpoint[OPTIMIZERS]
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"The checkpoint holds {len(states)} optimizer(s), configure_optimizers made {len(self.optimizers)}. "
+                "Make the same ones, or begin from the weights alone with init_from=<the checkpoint>."
+            )
+        if not all(state.get("by_name") for state in states):
+            self._load_plain_optimizers(checkpoint)
+            return
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            parts = optimizer_parts(optimizer, state, self.placement, self._name_of(), "the checkpoint")
+            optimizer.load_state_dict(parts)
+
+    def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """From an ordinary file: whole tensors, parameters by position."""
+        super().load_optimizer_state_dict(checkpoint)
+
+    # ---- weights from elsewhere -------------------------------------------------------------------------------------
+
+    def begin_from_weights(self) -> None:
+        """Read the weights of ``init_from``, unless a checkpoint is to be loaded; at the end of setup."""
+        module = self.lightning_module
+        assert module is not None
+        if self.init_from is None or module.trainer.ckpt_path is not None:
+            return
+        source: TensorSource
+        names: Mapping[str, str]
+        if holds_run_state(self.init_from):
+            state = self.open_run_state(self.init_from)
+            source = state
+            names = {name: value.key for name, value in state.tree[WEIGHTS].items() if isinstance(value, StoredTensor)}
+        else:
+            source = SafetensorsFolder(self.init_from)
+            names = {}
+        self.load_weights(source, names, strict=bool(module.strict_loading))
+
+    def load_weights(self, source: TensorSource, names: Mapping[str, str], strict: bool = True) -> None:
+        """Read weights from ``source``; each rank what it holds.
+
+        Args:
+            source: where they are.
+            names: name in the module -> name in the source; empty: found by
+                :func:`~trainwright.checkpoint.names.match_names`.
+            strict: refuse what is missing, unexpected or of another shape.
+
+        Raises:
+            CheckpointError: if the tensors do not fit.
+        """
+        module = self.lightning_module
+        assert module is not None
+        where = str(self.init_from or "The source")
+        if not names:
+            tied = tied_names(module)
+            names = match_names(self._whole_shapes(), source, tied=tied, strict=strict, where=where)
+        self._fill_weights(module, {name: StoredTensor(source, key) for name, key in names.items()}, strict, where)
+        self._weights_changed()
+
+    def _whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor of the whole module's ``state_dict``. A collective of stages."""
+        assert self.lightning_module is not None
+        held = self.lightning_module.state_dict()
+        mine = {
+            name: list(self.placement.boxes(name, value).shape)
+            for name, value in held.items()
+            if isinstance(value, Tensor)
+        }
+        return {name: tuple(shape) for name, shape in self.placement.united(mine).items()}
+
+    # ---- random numbers -------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Draw the numbers that the saved run would have drawn next."""
+        super().on_train_start()
+        self.restore_random_state()
+
+    def restore_random_state(self) -> None:
+        """Put the random number generators back to where the loaded checkpoint had them; nothing without one.
+
+        Called when training begins, and again where iterating over data in mid-epoch has drawn numbers that the saved
+        run had drawn before.
+        """
+        if self._random_state is not None:
+            set_random_state(self._random_state, self.root_device)
+
+    def _random_state_of(self, state: RunState, of_run: Mapping[str, Any]) -> dict[str, Tensor]:
+        """This rank's generators: its own of before under the same layout, else those of its data rank."""
+        saved = Layout(**of_run["layout"])
+        if saved == self.layout:
+            return _of_rank(state, getattr(self, "global_rank", 0))
+        places = [saved.coordinates(rank) for rank in range(saved.world_size)]
+        data_ranks = [place["replicate"] * saved.shard + place["shard"] for place in places]
+        found = _of_rank(state, data_ranks.index(self.data_rank % saved.data_ranks))
+        return found if self.data_rank < saved.data_ranks else _seeded(found, self.data_rank, self.root_device)
+
+
+def _of_rank(state: RunState, rank: int) -> dict[str, Tensor]:
+    prefix = f"rank/{rank}/"
+    return {key.removeprefix(prefix): state.read(key) for key in state.stored if key.startswith(prefix)}
+
+
+def _seeded(state: Mapping[str, Tensor], data_rank: int, device: torch.device) -> dict[str, Tensor]:
+    """State of a data rank that the saved run had not: seeded by another's, so that it repeats nobody's numbers."""
+    before = random_state(device)
+    set_random_state(state, device)
+    seed = (int(torch.randint(2**62, ())) + data_rank * _STRIDE) % 2**63
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    seeded = random_state(device)
+    set_random_state(before, device)
+    return seeded
