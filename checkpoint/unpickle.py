@@ -1,0 +1,254 @@
+"""Torch files of classes that are not installed, or not trusted: read as data, with nothing in them run.
+
+Tensors, containers, numbers and arrays come out as they are; everything else as an
+:class:`~trainwright.checkpoint.pickle_machine.Inert` that tells its name and arguments.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import sys
+import zipfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import torch
+
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.paths import file_system, is_remote, local_path, normal_path
+from trainwright.checkpoint.pickle_machine import Inert, PickleMachine, UnreadablePickleError
+from trainwright.checkpoint.pickle_values import BUILDERS, CONSTANTS, MAKERS, Storage, is_plain, storage_dtype
+
+__all__ = ["Inert", "load_inert", "open_file", "unknown_names"]
+
+# What torch.save wrote before it wrote zip archives begins with this number and this version, each a pickle.
+_MAGIC = 0x1950A86A20F9469CFC6C
+_LEGACY_VERSION = 1001
+_ZIP = b"PK\3\4"
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_BYTE_ORDER = {"little": b"little", "big": b"big"}[sys.byteorder]
+
+
+def load_inert(path: str | os.PathLike[str]) -> Any:
+    """What a torch file holds, with nothing in it run.
+
+    Args:
+        path: a file of ``torch.save``, its present zip format or the one before; local or any fsspec path. Tensors of a
+            local zip file are mapped from disk, so their values are read when they are used, and writing to them does
+            not change the file.
+
+    Returns:
+        The saved object. Parameters are plain tensors; a ``Namespace``, ``defaultdict``, ``Counter`` or
+        ``AttributeDict`` is a plain dict; what else a file names or calls is an
+        :class:`~trainwright.checkpoint.pickle_machine.Inert`. Python attributes of tensors are dropped.
+
+    Raises:
+        CheckpointError: if there is no such file, or it is damaged or no torch file.
+    """
+    path = normal_path(path)
+    with open_file(path) as file:
+        return _read(path, file, _machine)
+
+
+def unknown_names(path: str, file: BinaryIO) -> set[str]:
+    """The classes and functions that a torch file names and that make no plain value.
+
+    Args:
+        path: of the file.
+        file: the same, open.
+
+    Raises:
+        CheckpointError: if it is damaged or no torch file.
+    """
+    machines: list[PickleMachine] = []
+
+    def machine(persistent: Callable[[Any], Any] | None) -> PickleMachine:
+        machines.append(_machine(persistent))
+        return machines[-1]
+
+    _read(normal_path(path), file, machine)
+    return {name for machine in machines for name in machine.names if not is_plain(name)}
+
+
+def open_file(path: str) -> AbstractContextManager[BinaryIO]:
+    """A file for reading, local or of any store.
+
+    Raises:
+        CheckpointError: if it cannot be opened.
+    """
+    try:
+        if not is_remote(path):
+            return open(local_path(path), "rb")
+        system, name = file_system(path)
+        if "http" in system.protocol:
+            # Not every server answers for a part of a file, and each part would cost a round trip.
+            return io.BytesIO(system.cat_file(name))
+        return cast(AbstractContextManager[BinaryIO], system.open(name, "rb"))
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"There is no file {path}.") from error
+    except IsADirectoryError as error:
+        raise CheckpointError(f"{path} is a folder; a file is expected here.") from error
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be opened: {type(error).__name__}: {error}.") from error
+
+
+Machine = Callable[[Callable[[Any], Any] | None], PickleMachine]
+
+
+def _machine(persistent: Callable[[Any], Any] | None) -> PickleMachine:
+    return PickleMachine(CONSTANTS, MAKERS, BUILDERS, persistent)
+
+
+def _read(path: str, file: BinaryIO, machine: Machine) -> Any:
+    try:
+        if zipfile.is_zipfile(file):
+            return _load_zip(path, file, machine)
+        file.seek(0)
+        if file.read(len(_ZIP)) == _ZIP:
+            raise UnreadablePickleError("its end is missing, where the list of its contents stands")
+        return _load_legacy(file, machine)
+    except Exception as error:  # a damaged file makes zipfile, struct and torch raise anything
+        raise CheckpointError(f"{path} {_what_is_wrong(file.seek(0, io.SEEK_END), error)}.") from error
+
+
+def _what_is_wrong(size: int, error: Exception) -> str:
+    if size == 0:
+        return "is empty: it was never written to its end. Use another checkpoint"
+    return f"({size} bytes) is no torch file, or a damaged one: {error}. Use another checkpoint"
+
+
+# ---- zip archives ----------------------------------------------------------------------------------------------------
+
+
+class _Archive:
+    """A zip archive of ``torch.save``.
+
+    Args:
+        path: of the file; a local one is mapped into memory.
+        file: the same, open.
+    """
+
+    def __init__(self, path: str, file: BinaryIO) -> None:
+        self._zip = zipfile.ZipFile(file)
+        self._file = file
+        self._size = file.seek(0, io.SEEK_END)
+        self._mapped = None if is_remote(path) else torch.UntypedStorage.from_file(local_path(path), False, self._size)
+        pickles = [name for name in self._zip.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise UnreadablePickleError(
+                f"it holds {len(pickles)} objects (data.pkl) where there is one in a torch file"
+            )
+        self._root = pickles[0].removesuffix("data.pkl")
+        if f"{self._root}constants.pkl" in self._zip.NameToInfo:
+            raise UnreadablePickleError("it is a TorchScript program (torch.jit.save), which is code")
+        if f"{self._root}byteorder" in self._zip.NameToInfo and self.read("byteorder") != _BYTE_ORDER:
+            raise UnreadablePickleError("it was written on a machine of the other byte order")
+
+    def read(self, name: str) -> bytes:
+        """Content of a small entry, checked by its checksum."""
+        self._place(name)
+        return self._zip.read(self._root + name)
+
+    def storage(self, name: str) -> torch.UntypedStorage:
+        """Bytes of an entry, mapped where the file is local."""
+        start, size = self._place(name)
+        if self._mapped is not None and start % 16 == 0:
+            return self._mapped[start : start + size]  # type: ignore[return-value]
+        self._file.seek(start)
+        return _filled(self._file, size)
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """Where the bytes of an entry begin and how many they are."""
+        try:
+            info = self._zip.getinfo(self._root + name)
+        except KeyError:
+            raise UnreadablePickleError(f"its part {name} is missing") from None
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            raise UnreadablePickleError(f"its part {name} is compressed or encrypted, which torch never does")
+        self._file.seek(info.header_offset)
+        mark, name_length, extra_length = _LOCAL_HEADER.unpack(self._file.read(_LOCAL_HEADER.size))
+        start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+        if mark != _ZIP or start + info.file_size > self._size:
+            raise UnreadablePickleError(f"its part {name} is cut short")
+        return start, info.file_size
+
+
+def _load_zip(path: str, file: BinaryIO, machine: Machine) -> Any:
+    archive = _Archive(path, file)
+    storages: dict[str, Storage] = {}
+
+    def persistent(identity: Any) -> Storage:
+        mark, kind, key, _, count = identity
+        dtype = storage_dtype(kind)
+        if mark != "storage" or not isinstance(key, str):
+            raise UnreadablePickleError(f"a reference to {identity}")
+        if key not in storages:
+            data = archive.storage(f"data/{key}") if count else torch.UntypedStorage(0)
+            storages[key] = Storage(data, dtype)
+        found = Storage(storages[key].data, dtype)
+        if found.data.nbytes() != count * dtype.itemsize:
+            raise UnreadablePickleError(f"its part data/{key} has {found.data.nbytes()} bytes for {count} of {dtype}")
+        return found
+
+    return machine(persistent).load(io.BytesIO(archive.read("data.pkl")))
+
+
+# ---- before zip archives ---------------------------------------------------------------------------------------------
+
+
+def _load_legacy(file: BinaryIO, machine: Machine) -> Any:
+    size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    head = machine(None).load(file)
+    if head != _MAGIC or machine(None).load(file) != _LEGACY_VERSION:
+        raise UnreadablePickleError("it does not begin as torch files do")
+    if machine(None).load(file).get("little_endian") != (sys.byteorder == "little"):
+        raise UnreadablePickleError("it was written on a machine of the other byte order")
+    storages: dict[str, Storage] = {}
+
+    def persistent(identity: Any) -> Storage:
+        mark, kind, key, _, count, part = identity
+        dtype = storage_dtype(kind)
+        if mark != "storage" or not isinstance(key, str) or not 0 <= count * dtype.itemsize <= size:
+            raise UnreadablePickleError(f"a reference to {identity}")
+        if key not in storages:
+            storages[key] = Storage(torch.UntypedStorage(count * dtype.itemsize), dtype)
+        data = storages[key].data
+        if part is not None:
+            _, start, length = part
+            data = data[start * dtype.itemsize : (start + length) * dtype.itemsize]  # type: ignore[assignment]
+        return Storage(data, dtype)
+
+    value = machine(persistent).load(file)
+    for key in machine(None).load(file):
+        storage = storages[key]
+        (count,) = struct.unpack("<q", file.read(8))
+        if count * storage.dtype.itemsize != storage.data.nbytes():
+            raise UnreadablePickleError(f"its part {key} has {count} values of {storage.dtype}")
+        _fill(storage.data, file)
+    return value
+
+
+def _filled(file: BinaryIO, size: int) -> torch.UntypedStorage:
+    data = torch.UntypedStorage(size)
+    _fill(data, file)
+    return data
+
+
+def _fill(data: torch.UntypedStorage, file: BinaryIO) -> None:
+    """Read the next bytes of a file into all of ``data``."""
+    if not data.nbytes():
+        return
+    target = memoryview(cast(np.ndarray, torch.empty(0, dtype=torch.uint8).set_(data).numpy()))  # type: ignore[type-arg]
+    while len(target):
+        block = file.read(min(len(target), 1 << 24))
+        if not block:
+            raise UnreadablePickleError(f"it ends {len(target)} bytes early")
+        target[: len(block)] = block
+        target = target[len(block) :]
