@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
 import re
 import shutil
@@ -18,13 +19,16 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.owners import TOKEN, left_behind, new_token, owner_lives
+from trainwright.checkpoint.owners import TOKEN, left_behind, new_token
 from trainwright.checkpoint.reading import open_named, read_error
 from trainwright.checkpoint.records import MANIFEST
 from trainwright.checkpoint.write_errors import ELSEWHERE
 
 _HIDDEN = re.compile(rf"\.(?P<name>.+)\.(?P<what>partial|replaced|removed)-(?P<token>{TOKEN})", re.DOTALL)
 _BUFFER = 1 << 20
+# How long a reader waits for a checkpoint that has no name because it is being replaced: that takes microseconds.
+_LOOKS = 20
+_BETWEEN_LOOKS = 0.01
 
 
 class LocalFiles:
@@ -63,7 +67,7 @@ class LocalOutput:
 
     def __init__(self, path: str) -> None:
         # "x": two ranks that write one file are an error of the caller, and must not become a mixture.
-        self._file = open(path, "xb", buffering=_BUFFER)  # noqa: SIM115 - closed by seal or abort
+        self._file = io.BufferedWriter(io.FileIO(path, "xb"), _BUFFER)
 
     def write(self, block: memoryview) -> None:
         self._file.write(block)
@@ -175,13 +179,34 @@ def clean_up_local(parent: str) -> list[str]:
     return done
 
 
-def waiting_checkpoints(parent: str) -> dict[str, bool | None]:
-    """Checkpoints that are without their name while they are being replaced: path, and whether their writer lives."""
-    return {
-        path: owner_lives(found["token"])
-        for path, found in _hidden_entries(parent)
-        if found["what"] == "replaced" and not os.path.lexists(os.path.join(parent, found["name"]))
-    }
+def folders_in_local(parent: str) -> list[str]:
+    """See :func:`~trainwright.checkpoint.storage.folders_in`."""
+    paths: list[str] = []
+    for _ in range(_LOOKS):
+        paths, waiting = _look_around(parent)
+        if not waiting:
+            return paths
+        time.sleep(_BETWEEN_LOOKS)
+    # Its writer was killed between two renamings, or is held there. It is whole, and clean_up gives it its name back.
+    return sorted(paths + waiting)
+
+
+def _look_around(parent: str) -> tuple[list[str], list[str]]:
+    """Visible folders, each once however many links name it; and checkpoints that lost their name to a new one."""
+    try:
+        # One look for both: between two, a checkpoint could be missing from each.
+        names = set(os.listdir(parent))
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        raise read_error(parent, error) from error
+    hidden = [found for found in map(_HIDDEN.fullmatch, names) if found and found["what"] == "replaced"]
+    waiting = [os.path.join(parent, found[0]) for found in hidden if found["name"] not in names]
+    visible = [os.path.join(parent, name) for name in names if not name.startswith(".")]
+    folders = [path for path in visible if os.path.isdir(path)]
+    # A folder under its own name goes before links to it.
+    by_place = {os.path.realpath(path): path for path in sorted(folders, key=os.path.islink, reverse=True)}
+    return sorted(by_place.values()), waiting
 
 
 def _hidden_entries(parent: str) -> Iterator[tuple[str, re.Match[str]]]:

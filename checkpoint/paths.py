@@ -64,9 +64,10 @@ def file_system(path: str) -> tuple[AbstractFileSystem, str]:
     from fsspec.core import url_to_fs
 
     try:
-        return url_to_fs(path)
+        store, root = url_to_fs(path)
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be opened: {type(error).__name__}: {error}. Install the fsspec package of this store (e.g. "
             "s3fs, gcsfs, adlfs), or give a folder of this machine."
         ) from error
+    return store, str(root)

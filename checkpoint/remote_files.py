@@ -185,6 +185,12 @@ def remove_remote(path: str) -> None:
         files.store.rm(files.root, recursive=True)
 
 
+def folders_in_remote(parent: str) -> list[str]:
+    """See :func:`~trainwright.checkpoint.storage.folders_in`."""
+    entries = RemoteFiles(parent).entries().items()
+    return sorted(join_path(parent, n) for n, info in entries if info["type"] == "directory" and not n.startswith("."))
+
+
 def clean_up_remote(parent: str) -> list[str]:
     """See :func:`~trainwright.checkpoint.storage.clean_up`."""
     done = []

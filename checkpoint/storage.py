@@ -14,12 +14,18 @@ from types import TracebackType
 from typing import BinaryIO
 
 from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.local_files import LocalFiles, LocalPending, clean_up_local, remove_local
+from trainwright.checkpoint.local_files import LocalFiles, LocalPending, clean_up_local, folders_in_local, remove_local
 from trainwright.checkpoint.owners import is_token, new_token
 from trainwright.checkpoint.paths import is_remote, join_path, normal_path, split_path
 from trainwright.checkpoint.reading import read_error
 from trainwright.checkpoint.records import FileRecord, Manifest, check_file_name
-from trainwright.checkpoint.remote_files import RemoteFiles, RemotePending, clean_up_remote, remove_remote
+from trainwright.checkpoint.remote_files import (
+    RemoteFiles,
+    RemotePending,
+    clean_up_remote,
+    folders_in_remote,
+    remove_remote,
+)
 from trainwright.checkpoint.sealed import SealedFile
 from trainwright.checkpoint.write_errors import free_bytes, write_error
 
@@ -28,6 +34,7 @@ __all__ = [
     "PendingFolder",
     "SealedFile",
     "clean_up",
+    "folders_in",
     "free_bytes",
     "is_remote",
     "join_path",
@@ -226,6 +233,18 @@ class PendingFolder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is not None:
             self.discard()
+
+
+def folders_in(parent: str | os.PathLike[str]) -> list[str]:
+    """Paths of the visible folders in a folder, which may hold checkpoints; empty if it does not exist.
+
+    A folder that links name as well is in it once. A checkpoint that is just being replaced is in it at any instant.
+
+    Raises:
+        CheckpointError: if the folder cannot be listed.
+    """
+    parent = normal_path(parent)
+    return folders_in_remote(parent) if is_remote(parent) else folders_in_local(parent)
 
 
 def remove(path: str | os.PathLike[str]) -> None:
