@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import io
 import os
 import re
@@ -92,6 +93,7 @@ class LocalPending:
         self.target = target
         self.token = token
         self.path = _hidden(target, "partial", token)
+        self._replaced = _hidden(target, "replaced", token)
 
     def begin(self) -> None:
         """Make the folder. The parent's folders are made as well.
@@ -131,22 +133,23 @@ class LocalPending:
 
     def clear_replaced(self) -> None:
         """Remove what the published folder replaced."""
-        for path in (self.path, _hidden(self.target, "replaced", self.token)):
+        for path in (self.path, self._replaced):
             _erase(path)
 
     def discard(self) -> None:
-        if os.path.lexists(self.path):
-            _erase(self.path)
+        """Remove the folder. A signal may have ended :meth:`publish` anywhere, so what it replaced is looked after too."""
+        if os.path.lexists(self._replaced) and not os.path.lexists(self.target):
+            os.rename(self._replaced, self.target)
+        self.clear_replaced()
 
     def _replace(self) -> None:
         """Two renamings; between them the old checkpoint waits under a hidden name, from which ``clean_up`` brings it
         back if this process ends here."""
-        replaced = _hidden(self.target, "replaced", self.token)
-        os.rename(self.target, replaced)
+        os.rename(self.target, self._replaced)
         try:
             os.rename(self.path, self.target)
-        except BaseException:
-            os.rename(replaced, self.target)
+        except OSError:
+            os.rename(self._replaced, self.target)
             raise
 
 
@@ -280,6 +283,9 @@ def _sync_folder(path: str) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such thing
+            raise
     finally:
         os.close(descriptor)
 

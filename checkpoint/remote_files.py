@@ -74,16 +74,24 @@ class RemoteFiles:
         Raises:
             CheckpointError: if the store does not answer.
         """
+        data = self.manifest_bytes()
         try:
-            data = self.store.cat_file(posixpath.join(self.root, MANIFEST))
+            return None if data is None else Manifest.from_bytes(data)
+        except ManifestError:
+            return None
+
+    def manifest_bytes(self) -> bytes | None:
+        """What ``manifest.json`` holds; ``None`` if there is none.
+
+        Raises:
+            CheckpointError: if the store does not answer.
+        """
+        try:
+            return bytes(self.store.cat_file(posixpath.join(self.root, MANIFEST)))
         except FileNotFoundError:
             return None
         except Exception as error:
             raise read_error(join_path(self.path, MANIFEST), error) from error
-        try:
-            return Manifest.from_bytes(data)
-        except ManifestError:
-            return None
 
 
 class RemoteOutput:
@@ -148,16 +156,16 @@ class RemotePending:
 
     def publish(self, manifest: bytes) -> None:
         """Put the manifest. A store may have taken it although it answered with an error: then it is published."""
-        before = self.files.manifest()
-        self._replaced = [record.file for record in before.files.values()] if before else []
-        path = posixpath.join(self.files.root, MANIFEST)
+        before = self.files.manifest_bytes()
+        replaced = self.files.manifest()
+        self._replaced = [record.file for record in replaced.files.values()] if replaced else []
         try:
-            self.files.store.pipe_file(path, manifest)
+            self._put_manifest(manifest)
         except Exception:
-            if not self._names_ours():
-                raise
-        if self.files.store.cat_file(path) != manifest:
-            raise OSError("the store keeps another manifest than was put")
+            if self.files.manifest_bytes() == manifest:
+                return
+            self._put_manifest(before)
+            raise
 
     def clear_replaced(self) -> None:
         for name in self._replaced:
@@ -169,6 +177,14 @@ class RemotePending:
             for name in self.files.entries():
                 if _token_of(name) == self.token:
                     _remove_object(self.files, name)
+
+    def _put_manifest(self, data: bytes | None) -> None:
+        if data is None:
+            _remove_object(self.files, MANIFEST)
+            return
+        self.files.store.pipe_file(posixpath.join(self.files.root, MANIFEST), data)
+        if self.files.manifest_bytes() != data:
+            raise OSError("the store keeps another manifest than was put")
 
     def _names_ours(self) -> bool:
         manifest = self.files.manifest()

@@ -332,7 +332,9 @@ def _entry(name: str, value: object) -> tuple[TensorEntry, int]:
     dtype, shape, place = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise _FormatError(f"{name!r} has the dtype {dtype!r}, which is not known; known are {', '.join(DTYPES)}")
-    if not _naturals(shape) or not _naturals(place) or len(place) != 2:
+    # Dimensions beside a 0 are bounded too: torch computes strides from them.
+    bounded = _naturals(shape) and math.prod(length or 1 for length in shape) < 1 << 60
+    if not bounded or not _naturals(place) or len(place) != 2:
         raise _FormatError(f"{name!r} has the shape {shape!r} and the place {place!r}")
     entry = TensorEntry(name, DTYPES[dtype], tuple(shape))
     if place[1] - place[0] != entry.num_bytes:
