@@ -1,0 +1,256 @@
+"""Saving while training goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from trainwright.checkpoint.dealing import Dealer
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.manifest import Manifest
+from trainwright.checkpoint.save import Content, write
+from trainwright.checkpoint.staging import Staged, Staging
+
+After = Callable[[Manifest], None]
+Write = Callable[[Content, str, dist.ProcessGroup | None], Manifest]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a save ended.
+
+    Args:
+        path: of the checkpoint.
+        error: why there is none, the same on every rank; ``None``: all went well.
+        blocked_seconds: how long the caller was kept from training.
+        written_seconds: how long it took from the beginning until the checkpoint could be read.
+    """
+
+    path: str
+    error: CheckpointError | None
+    blocked_seconds: float
+    written_seconds: float
+
+
+def save_together(
+    content: Content,
+    path: str,
+    group: dist.ProcessGroup | None,
+    after: After | None = None,
+    staged: Staged | None = None,
+    problem: BaseException | None = None,
+    write: Write = write,
+) -> None:
+    """Write a checkpoint, let the first rank do what comes after it, and end alike on every rank. A collective.
+
+    Args:
+        content: what this rank holds.
+        path: of the checkpoint.
+        group: a gloo group of all ranks that nothing else uses meanwhile; ``None``: this process alone.
+        after: called on the first rank with what was published.
+        staged: waited for before ``content`` is read.
+        problem: why this rank has nothing to contribute; then nothing is written.
+        write: writes a checkpoint.
+
+    Raises:
+        CheckpointError: on every rank, if anything failed on any of them.
+    """
+    if staged is not None and problem is None:
+        try:
+            staged.wait()
+        except Exception as error:
+            problem = error
+    _agree(problem, path, group)
+    manifest = write(content, path, group)
+    problem = None
+    if after is not None and (group is None or dist.get_rank(group) == 0):
+        try:
+            after(manifest)
+        except Exception as error:
+            problem = error
+    _agree(problem, path, group)
+
+
+def _agree(problem: BaseException | None, path: str, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank if one has a problem."""
+    texts: list[str | None] = [None if problem is None else str(problem) or type(problem).__name__]
+    if group is not None:
+        own, texts = texts[0], [None] * dist.get_world_size(group)
+        dist.all_gather_object(texts, own, group=group)
+    if any(text is not None for text in texts):
+        causes = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
+        raise CheckpointError(f"Saving {path} failed: {causes}") from problem
+
+
+class BlockingSaver:
+    """Writes checkpoints while the caller waits; to be used as :class:`AsyncSaver` is.
+
+    Args:
+        group: a gloo group of all ranks that nothing else uses during a save; ``None``: this process alone.
+        write: writes a checkpoint.
+    """
+
+    in_flight: str | None = None
+
+    def __init__(self, group: dist.ProcessGroup | None, write: Write = write) -> None:
+        self._group = group
+        self._write = write
+        self._saved: Saved | None = None
+
+    def save(self, content: Content, path: str, after: After | None = None) -> None:
+        """Write ``content``; how that ended is to be taken. A collective."""
+        begin = time.perf_counter()
+        error: CheckpointError | None = None
+        try:
+            save_together(content, path, self._group, after, write=self._write)
+        except CheckpointError as failure:
+            error = failure
+        taken = time.perf_counter() - begin
+        self._saved = Saved(path, error, taken, taken)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Nothing is ever on its way."""
+        return True
+
+    def all_done(self, group: dist.ProcessGroup | None) -> bool:
+        """Nothing is ever on its way, on any rank."""
+        return True
+
+    def take(self) -> Saved | None:
+        """How the last save ended, once; ``None`` if none has ended since."""
+        saved, self._saved = self._saved, None
+        return saved
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class AsyncSaver:
+    """Writes checkpoints in a thread while training goes on.
+
+    :meth:`save` copies the tensors that this rank shall write into memory that is used again and again, and returns; a
+    thread writes the copy. At most one save is on its way: the next one waits for it.
+
+    Args:
+        make_group: makes a gloo group of all ranks (or gives ``None`` where this process is alone); called once, on all
+            ranks, when first needed. Nothing else may use that group: collectives of two threads on one group mix up
+            their messages, which ends the process.
+        write: writes a checkpoint.
+    """
+
+    def __init__(self, make_group: Callable[[], dist.ProcessGroup | None], write: Write = write) -> None:
+        self._make_group = make_group
+        self._write = write
+        self._staging = Staging()
+        self._dealer: Dealer | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._path = ""
+        self._saved: Saved | None = None
+
+    @property
+    def in_flight(self) -> str | None:
+        """Path of the checkpoint that is being written; ``None`` if there is none."""
+        return self._path if self._thread is not None and self._thread.is_alive() else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory that are held for copies."""
+        return self._staging.num_bytes
+
+    def save(self, content: Content, path: str, after: After | None = None) -> None:
+        """Copy ``content`` and let it be written; returns when the copy is made. A collective.
+
+        The caller must have taken the outcome of the save before (:meth:`take`), so that no error is lost.
+
+        Args:
+            content: what this rank holds; it may change as soon as this returns.
+            path: of the checkpoint.
+            after: called on the first rank, in the thread, with what was published.
+        """
+        begin = time.perf_counter()
+        self.wait()
+        assert self._saved is None, "the outcome of the save before was not taken"
+        own, staged, problem = self._stage(content)
+        self._path = path
+        blocked = time.perf_counter() - begin
+
+        def run() -> None:
+            error: CheckpointError | None = None
+            try:
+                save_together(own, path, self._group, after, staged, problem, self._write)
+            except CheckpointError as failure:
+                error = failure
+            except BaseException as failure:  # torch's CheckpointException is no Exception; here nothing may get lost
+                error = CheckpointError(f"Saving {path} failed: {failure!r}")
+                error.__cause__ = failure
+            self._saved = Saved(path, error, blocked, time.perf_counter() - begin)
+
+        # A daemon: a writer that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=run, name="trainwright-save", daemon=True)
+        self._thread.start()
+
+    def _stage(self, content: Content) -> tuple[Content, Staged | None, BaseException | None]:
+        if self._dealer is None:
+            self._group = self._make_group()
+            self._dealer = Dealer(self._group)
+        tensors = self._dealer.deal(content.tensors)
+        try:
+            staged = self._staging.stage(tensors)
+        except Exception as error:  # no memory; the other ranks must hear of it, or they would wait for this one
+            return content, None, error
+        return replace(content, tensors=staged.tensors), staged, None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is being written.
+
+        Args:
+            timeout: seconds; ``None``: as long as it takes.
+
+        Returns:
+            Whether that is so.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return False
+            self._thread = None
+        return True
+
+    def all_done(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether every rank has finished its part of the save. A collective that does not wait for the save.
+
+        Args:
+            group: a gloo group of all ranks, not the one of this saver; ``None``: this process alone.
+        """
+        busy = torch.tensor(int(self.in_flight is not None))
+        if group is not None:
+            dist.all_reduce(busy, op=dist.ReduceOp.MAX, group=group)
+        return not busy.item()
+
+    def take(self) -> Saved | None:
+        """How the last save ended, once; ``None`` if none has ended since. Waits for one that is on its way."""
+        self.wait()
+        saved, self._saved = self._saved, None
+        return saved
+
+    def release(self) -> None:
+        """Give the memory of the copies back; a save on its way is waited for."""
+        self.wait()
+        self._staging.release()
+
+    def close(self) -> None:
+        """Give memory and group back. A collective."""
+        self.release()
+        if self._group is not None:
+            dist.barrier(self._group)  # one rank must not hang up while another one still listens
+            dist.destroy_process_group(self._group)
+            self._group = self._dealer = None

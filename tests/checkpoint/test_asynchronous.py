@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from trainwright.checkpoint.asynchronous import AsyncSaver, BlockingSaver
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.parts import TensorParts
+from trainwright.checkpoint.run_state import RunState
+from trainwright.checkpoint.save import Content, write
+
+SIZE = 1000
+
+
+def new_group():
+    return dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def content(value: float, step: int) -> Content:
+    """What every rank holds alike, what is cut, and what is a rank's own."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    row = torch.full((1, 4), value + rank())
+    tensors = {f"weights/{index}": TensorParts.whole(torch.full((SIZE,), value + index)) for index in range(6)}
+    tensors["weights/cut"] = TensorParts((size, 4), torch.float32, [((rank(), 0), row)])
+    tensors[f"rank/{rank()}/rng"] = TensorParts.whole(torch.tensor([rank(), step]))
+    return Content({"step": step}, tensors, {"step": step, "kind": "run state"})
+
+
+def check(path: str, value: float, step: int, ranks: int) -> None:
+    state = RunState.open(path)
+    assert state.tree["step"] == step
+    for index in range(6):
+        assert state.read(f"weights/{index}").unique().tolist() == [value + index]
+    assert state.read("weights/cut")[:, 0].tolist() == [value + r for r in range(ranks)]
+    for r in range(ranks):
+        assert state.read(f"rank/{r}/rng").tolist() == [r, step]
+
+
+class Held:
+    """Writes as usual, once it is let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def __call__(self, content, path, group):
+        assert self.go.wait(60)
+        return write(content, path, group)
+
+
+def train_while_it_is_written(folder):
+    held, seen = Held(), []
+    saver = AsyncSaver(new_group, held)
+    state = content(1.0, 10)
+    saver.save(state, f"{folder}/a", lambda manifest: seen.append(manifest.step))
+    assert saver.in_flight == f"{folder}/a"
+    assert not saver.all_done(dist.group.WORLD if new_group() else None)
+    for parts in state.tensors.values():  # training goes on, in place
+        for _, box in parts.parts:
+            box.add_(100)
+    assert not Path(folder, "a").exists()
+    held.go.set()
+    saved = saver.take()
+    assert saved is not None
+    assert saved.error is None
+    assert saver.in_flight is None
+    assert saver.take() is None
+    check(f"{folder}/a", 1.0, 10, dist.get_world_size() if dist.is_initialized() else 1)
+    saver.close()
+    assert saver.num_bytes == 0
+    return seen, saved.written_seconds > 0
+
+
+def test_values_are_those_of_the_step_that_was_asked_for(tmp_path):
+    assert train_while_it_is_written(str(tmp_path)) == ([10], True)
+
+
+def test_values_are_those_of_the_step_on_every_rank(ranks, tmp_path):
+    assert ranks(train_while_it_is_written, 3, str(tmp_path)) == [([10], True), ([], True), ([], True)]
+
+
+def save_while_training_reduces(folder):
+    saver = AsyncSaver(new_group)
+    for step in range(1, 6):
+        saver.save(content(float(step), step), f"{folder}/{step}")
+        for _ in range(50):  # collectives of training, on the default group, in the main thread
+            total = torch.ones(300)
+            dist.all_reduce(total)
+            assert total.unique().tolist() == [dist.get_world_size()]
+        saved = saver.take()
+        assert saved is not None
+        assert saved.error is None
+    saver.close()
+
+
+def test_saving_does_not_meddle_with_the_collectives_of_training(ranks, tmp_path):
+    ranks(save_while_training_reduces, 2, str(tmp_path))
+    for step in range(1, 6):
+        check(str(tmp_path / str(step)), float(step), step, 2)
+
+
+def copied_bytes():
+    saver = AsyncSaver(new_group)
+    saver.save(content(0.0, 1), f"{Path.cwd()}/a")
+    held = saver.num_bytes
+    saver.take()
+    saver.close()
+    return held
+
+
+def test_what_all_ranks_hold_is_copied_once(ranks):
+    whole = 6 * SIZE * 4
+    held = ranks(copied_bytes, 3)
+    assert whole <= sum(held) <= whole + 3 * 1000, held
+    assert max(held) <= whole / 3 + 1000
+
+
+def change_what_is_held(folder):
+    saver = AsyncSaver(new_group)
+    for step, count in enumerate([2, 2, 5], 1):
+        tensors = {f"w{index}": TensorParts.whole(torch.full((3,), float(step + index))) for index in range(count)}
+        saver.save(Content({}, tensors), f"{folder}/{step}")
+        saved = saver.take()
+        assert saved is not None
+        assert saved.error is None, saved.error
+    saver.close()
+
+
+def test_a_new_tensor_is_dealt_anew(ranks, tmp_path):
+    ranks(change_what_is_held, 2, str(tmp_path))
+    state = RunState.open(str(tmp_path / "3"))
+    assert {key: state.read(key)[0].item() for key in state.keys()} == {f"w{i}": 3.0 + i for i in range(5)}  # noqa: SIM118
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+def fail_on_one_rank(folder, asynchronous, failing):
+    def write_or_fail(content, path, group):
+        if rank() == failing:
+            content.tensors["weights/0"].parts[0] = ((0,), None)
+        return write(content, path, group)
+
+    saver = AsyncSaver(new_group, write_or_fail) if asynchronous else BlockingSaver(new_group(), write_or_fail)
+    state = content(1.0, 1)
+    # A tensor that only the failing rank holds, so that it is that rank's to write.
+    state.tensors = {"weights/0": state.tensors["weights/0"]} if rank() == failing else {}
+    saver.save(state, f"{folder}/a")
+    failed = saver.take()
+    saver.close()
+    assert failed is not None
+    return type(failed.error).__name__, str(failed.error)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_an_error_of_one_rank_is_the_error_of_all(ranks, tmp_path, asynchronous):
+    outcomes = ranks(fail_on_one_rank, 2, str(tmp_path), asynchronous, 1)
+    assert [kind for kind, _ in outcomes] == ["CheckpointError"] * 2
+    assert all("rank 1" in text for _, text in outcomes)
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def fail_before_writing(folder):
+    saver = AsyncSaver(new_group)
+    if rank() == 1:
+        saver._staging.stage = no_memory
+    saver.save(content(1.0, 1), f"{folder}/a")
+    failed = saver.take()
+    saver.close()
+    return str(failed.error)
+
+
+def no_memory(tensors):
+    raise MemoryError("no memory for a copy")
+
+
+def test_no_memory_on_one_rank_is_the_error_of_all(ranks, tmp_path):
+    texts = ranks(fail_before_writing, 2, str(tmp_path))
+    assert texts == [f"Saving {tmp_path}/a failed: rank 1: no memory for a copy"] * 2
+    assert not list(tmp_path.iterdir())
+
+
+def fail_afterwards(folder):
+    def clear(manifest):
+        raise CheckpointError("cannot delete the old one")
+
+    saver = AsyncSaver(new_group)
+    saver.save(content(1.0, 1), f"{folder}/a", clear)
+    failed = saver.take()
+    saver.close()
+    return str(failed.error)
+
+
+def test_what_fails_afterwards_on_the_first_rank_is_told_everywhere(ranks, tmp_path):
+    texts = ranks(fail_afterwards, 2, str(tmp_path))
+    assert texts == [f"Saving {tmp_path}/a failed: rank 0: cannot delete the old one"] * 2
+    check(str(tmp_path / "a"), 1.0, 1, 2)
+
+
+def test_an_error_that_is_no_exception_is_kept(tmp_path):
+    def write(content, path, group):
+        raise CheckpointException("torch's own", {})
+
+    saver = AsyncSaver(new_group, write)
+    saver.save(content(1.0, 1), str(tmp_path / "a"))
+    saved = saver.take()
+    assert saved is not None
+    assert "torch's own" in str(saved.error)
+
+
+def test_waiting_has_an_end(tmp_path):
+    held = Held()
+    saver = AsyncSaver(new_group, held)
+    saver.save(content(1.0, 1), str(tmp_path / "a"))
+    assert not saver.wait(timeout=0.05)
+    held.go.set()
+    assert saver.wait(timeout=60)
+    saved = saver.take()
+    assert saved is not None
+    assert saved.error is None
+
+
+def test_a_second_save_waits_for_the_first(tmp_path):
+    held = Held()
+    saver = AsyncSaver(new_group, held)
+    saver.save(content(1.0, 1), str(tmp_path / "a"))
+    threading.Timer(0.2, held.go.set).start()
+    assert saver.take().error is None
+    saver.save(content(2.0, 2), str(tmp_path / "b"))
+    assert saver.take().error is None
+    check(str(tmp_path / "a"), 1.0, 1, 1)
+    check(str(tmp_path / "b"), 2.0, 2, 1)

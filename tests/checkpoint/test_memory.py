@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.memory import NeighbourCopies
+from trainwright.checkpoint.parts import TensorParts
+from trainwright.checkpoint.save import Content
+
+
+def new_group():
+    return dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def content(step: int) -> Content:
+    """Another one on every rank at every step, of another size on every rank."""
+    generator = torch.Generator().manual_seed(100 * step + rank())
+    table = torch.randn(4 + rank(), 6, generator=generator)
+    tensors = {
+        "weights/a": TensorParts((20, 6), torch.float32, [((0, 0), table[:2]), ((6, 0), table[2:])]),
+        "weights/half": TensorParts.whole(torch.randn(7, generator=generator).bfloat16()),
+        "weights/none": TensorParts.whole(torch.empty(0, 3)),
+        f"rank/{rank()}/rng": TensorParts.whole(torch.tensor([rank(), step])),
+    }
+    return Content({"step": step, "rank": rank(), "text": "ü"}, tensors, {"step": step})
+
+
+def assert_is(held, step):
+    expected = content(step)
+    assert held is not None
+    assert held.step == step
+    assert held.content.tree == expected.tree
+    assert held.content.about == expected.about
+    target = content(step + 50)
+    held.fill(target.tensors)
+    for key, parts in expected.tensors.items():
+        for offsets, box in parts.parts:
+            assert torch.equal(target.tensors[key].part_at(offsets), box), key
+
+
+def lose(copies: NeighbourCopies) -> NeighbourCopies:
+    """What a rank has that was started anew: nothing but its place in the group."""
+    fresh = NeighbourCopies(lambda: None, copies._given_distance)
+    fresh._ring = copies._ring
+    return fresh
+
+
+def lose_and_restore(distance, losers, steps):
+    copies = NeighbourCopies(new_group, distance)
+    for step in steps:
+        state = content(step)
+        copies.save(state, step)
+        for parts in state.tensors.values():  # training goes on
+            for _, box in parts.parts:
+                box.zero_()
+    copies.wait()
+    if rank() in losers:
+        copies = lose(copies)
+    held = copies.restore()
+    assert_is(held, steps[-1])
+    # What was restored is saved again and lost again, elsewhere.
+    copies.save(content(steps[-1] + 1), steps[-1] + 1)
+    copies.wait()
+    if rank() not in losers:
+        copies = lose(copies)
+    held = copies.restore()
+    if dist.get_world_size() == 2:  # one rank alone is lost now
+        assert_is(held, steps[-1] + 1)
+    return None if held is None else held.step
+
+
+@pytest.mark.parametrize(("world_size", "loser", "then"), [(2, 1, 11), (3, 0, None)])
+def test_a_lost_rank_gets_its_state_back(ranks, world_size, loser, then):
+    assert ranks(lose_and_restore, world_size, 1, (loser,), [8, 9, 10]) == [then] * world_size
+
+
+def test_without_a_copy_of_every_rank_there_is_nothing_to_restore(ranks):
+    # Rank 0 keeps the copy of rank 1: both copies of rank 1 are lost.
+    assert ranks(restore_nothing, 3, 2, (0, 1)) == [None] * 3
+
+
+def restore_nothing(distance, losers):
+    copies = NeighbourCopies(new_group, distance)
+    copies.save(content(5), 5)
+    copies.wait()
+    if rank() in losers:
+        copies = lose(copies)
+    return copies.restore()
+
+
+def disown():
+    copies = NeighbourCopies(new_group, 1)
+    for step in (1, 2):
+        copies.save(content(step), step)
+    copies.wait()
+    held = copies.restore(have=rank() != 2)
+    assert_is(held, 2)
+
+
+def test_a_rank_may_refuse_its_own_copy(ranks):
+    ranks(disown, 3)
+
+
+def interrupt(moment):
+    copies = NeighbourCopies(new_group, 1)
+    for step in (1, 2):
+        copies.save(content(step), step)
+    copies.wait()
+    if rank() == 1:
+        break_at(copies, moment)
+    copies.save(content(3), 3)
+    with pytest.raises(CheckpointError, match="the one before is whole"):
+        copies.wait()
+    mend(copies)
+    assert_is(copies.restore(have=rank() != 0), 2)
+    # The next ones work again, and the one that all fell back to is not overwritten before it is replaced.
+    copies.save(content(3), 3)
+    copies.wait()
+    assert_is(copies.restore(have=rank() != 1), 3)
+
+
+def break_at(copies, moment):
+    def fail(*args):
+        raise MemoryError("no memory")
+
+    if moment == "copying":
+        for generation in copies._generations:
+            generation.staging.stage = fail
+    else:
+        for generation in copies._generations:
+            generation.arena.reserve = fail
+
+
+def mend(copies):
+    for generation in copies._generations:
+        vars(generation.staging).pop("stage", None)
+        vars(generation.arena).pop("reserve", None)
+
+
+@pytest.mark.parametrize("moment", ["copying", "receiving"])
+def test_an_interrupted_copy_leaves_the_one_before(ranks, moment):
+    ranks(interrupt, 3, moment)
+
+
+def test_one_process_keeps_its_own():
+    copies = NeighbourCopies(new_group)
+    assert copies.restore() is None
+    for step in (1, 2, 3):
+        copies.save(content(step), step)
+    copies.wait()
+    assert copies.steps() == [3, 2]
+    assert_is(copies.restore(), 3)
+    copies.release()
+    assert copies.num_bytes == 0
+    assert copies.restore() is None
+
+
+def test_another_cut_is_refused_and_nothing_changed():
+    copies = NeighbourCopies(new_group)
+    copies.save(content(1), 1)
+    held = copies.restore()
+    assert held is not None
+    target = {"weights/half": TensorParts.whole(torch.zeros(7, dtype=torch.bfloat16))}
+    target["weights/a"] = TensorParts((20, 6), torch.float32, [((1, 0), torch.zeros(2, 6))])
+    with pytest.raises(CheckpointError, match=r"weights/a at \(1, 0\)"):
+        held.fill(target)
+    assert not target["weights/half"].parts[0][1].any()
+
+
+def test_an_impossible_distance_is_refused():
+    with pytest.raises(ValueError, match="1 or more ranks"):
+        NeighbourCopies(new_group, 0)
+
+
+def default_distance(local):
+    os.environ["LOCAL_WORLD_SIZE"] = str(local)
+    copies = NeighbourCopies(new_group)
+    return copies._connect().distance
+
+
+@pytest.mark.parametrize(("local", "distance"), [(2, 2), (4, 1), (1, 1)])
+def test_the_keeper_is_on_another_node(ranks, local, distance):
+    assert ranks(default_distance, 4, local) == [distance] * 4

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainwright.checkpoint.dealing import boxes_of, share_out
+from trainwright.checkpoint.parts import TensorParts
+from trainwright.checkpoint.staging import Staging, lay_out
+
+
+def mixed():
+    table = torch.arange(24.0).view(4, 6)
+    return {
+        "weights/a": TensorParts((8, 6), torch.float32, [((0, 0), table[:2]), ((6, 0), table[2:])]),
+        "weights/strided": TensorParts((4, 3), torch.float32, [((0, 0), table[:, ::2])]),
+        "weights/half": TensorParts.whole(torch.randn(5, 3).bfloat16()),
+        "weights/flag": TensorParts.whole(torch.tensor([True, False, True])),
+        "weights/none": TensorParts.whole(torch.empty(0, 3)),
+        "tree/scalar": TensorParts.whole(torch.tensor(7)),
+        "rank/0/rng": TensorParts.whole(torch.arange(9, dtype=torch.uint8)),
+        "weights/complex": TensorParts.whole(torch.tensor([1 + 2j])),
+    }
+
+
+def values(tensors):
+    return {key: [(offsets, box.clone()) for offsets, box in parts.parts] for key, parts in tensors.items()}
+
+
+def assert_same(tensors, expected):
+    assert tensors.keys() == expected.keys()
+    for key, parts in tensors.items():
+        for (offsets, box), (other, value) in zip(parts.parts, expected[key], strict=True):
+            assert offsets == other
+            assert box.dtype == value.dtype
+            assert torch.equal(box, value), key
+
+
+def test_a_copy_keeps_the_values_of_its_moment():
+    tensors = mixed()
+    before = values(tensors)
+    staged = Staging().stage(tensors)
+    staged.wait()
+    for parts in tensors.values():
+        for _, box in parts.parts:
+            box.copy_(torch.zeros_like(box))
+    assert_same(staged.tensors, before)
+    assert [parts.shape for parts in staged.tensors.values()] == [parts.shape for parts in tensors.values()]
+
+
+def test_memory_is_used_again():
+    staging = Staging()
+    first = staging.stage({"a": TensorParts.whole(torch.ones(2**20))})
+    held = staging.num_bytes
+    again = staging.stage({"a": TensorParts.whole(torch.full((2**20,), 2.0))})
+    assert again.block.data_ptr() == first.block.data_ptr()
+    assert first.tensors["a"].parts[0][1][0] == 2
+    smaller = staging.stage({"a": TensorParts.whole(torch.ones(3))})
+    assert smaller.block.data_ptr() == first.block.data_ptr()
+    assert staging.num_bytes == held
+    staging.stage({"a": TensorParts.whole(torch.ones(2**21))})
+    assert staging.num_bytes == 2 * held
+    staging.release()
+    assert staging.num_bytes == 0
+
+
+def test_boxes_lie_apart_and_can_be_found_again():
+    tensors = mixed()
+    slots, length = lay_out(tensors)
+    ends = 0
+    for slot in slots:
+        assert slot.start >= ends
+        assert slot.start % slot.dtype.itemsize == 0
+        ends = slot.start + torch.Size(slot.sizes).numel() * slot.dtype.itemsize
+    assert ends <= length
+    staged = Staging().stage(tensors)
+    expected = values(tensors)
+    for slot in staged.slots:
+        box = next(value for offsets, value in expected[slot.key] if offsets == slot.offsets)
+        assert torch.equal(slot.view(staged.block), box)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_copy_from_a_device_keeps_the_values_of_its_moment():
+    staging = Staging()
+    source = torch.full((2**26,), 1.0, device="cuda")
+    tensors = {"a": TensorParts.whole(source), "b": TensorParts.whole(torch.ones(3))}
+    for value in range(1, 6):
+        source.fill_(value)
+        staged = staging.stage(tensors)
+        for _ in range(20):
+            source.add_(100.0)
+        staged.wait()
+        assert staged.tensors["a"].parts[0][1].unique().tolist() == [value]
+        assert staged.block.is_pinned()
+        source.zero_()
+
+
+# ---- who writes what ------------------------------------------------------------------------------------------------
+
+
+def test_what_all_hold_is_shared_out_evenly():
+    boxes = [(f"w{index}", (0,), (size,), 4 * size) for index, size in enumerate([100, 90, 50, 40, 10, 10])]
+    shares = share_out([boxes, boxes, boxes])
+    assert sorted(position for share in shares for position in share) == list(range(6))
+    loads = [sum(boxes[position][3] for position in share) for share in shares]
+    assert max(loads) - min(loads) <= 40
+
+
+def test_what_one_rank_holds_alone_stays_with_it_and_counts():
+    shared = [(f"w{index}", (0,), (10,), 40) for index in range(4)]
+    alone = ("rank/1/rng", (0,), (50,), 200)
+    shares = share_out([shared, [alone, *shared]])
+    assert shares == [[0, 1, 2, 3], [0]]
+
+
+def test_boxes_of_one_tensor_may_go_to_several_ranks():
+    tensors = {"a": TensorParts((4,), torch.float32, [((0,), torch.ones(2)), ((2,), torch.ones(2))])}
+    boxes = boxes_of(tensors)
+    assert boxes == [("a", (0,), (2,), 8), ("a", (2,), (2,), 8)]
+    assert share_out([boxes, boxes]) == [[0], [1]]
