@@ -1,4 +1,8 @@
-"""Checkpoints under layouts: full state, resumed under the same layout to the bit, on one process within rounding."""
+"""Ordinary files under layouts: full state, resumed under the same layout to the bit, on one process within rounding.
+
+A user who gives a ``CheckpointIO`` plugin of his own gets whole ordinary files; without one run states are written, see
+``test_run_state.py``, and averaged weights are tested in those here.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
 from torch.utils.data import DataLoader
 
 from tests.parity.harness import Record, make_trainer, world_size
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import LayoutCase, Texts, WholeRecorder
+from trainwright.checkpoint.run_state import RunState, materialised
 from trainwright.strategies.layout import Layout
 
 SAVED_AT, STEPS = 2, 4
@@ -42,6 +48,7 @@ def fit(case: LayoutCase, folder: Path | None, resumed: Path | None, seed: int, 
         max_epochs=-1,
         callbacks=[recorder, saver] if folder else [recorder],
         enable_checkpointing=folder is not None,
+        plugins=[TorchCheckpointIO()],
     )
     module = make_module(case.network, "adamw")
     if seed:  # what is resumed must not depend on what it was built with
@@ -75,7 +82,7 @@ def test_checkpoints_hold_the_whole_state(ranks, tmp_path, name):
         for key, value in whole.parameters.items():
             assert torch.equal(resumed.parameters[key], value), key
 
-    checkpoint = torch.load(tmp_path / f"step={SAVED_AT}.ckpt", weights_only=False)
+    checkpoint = torch.load(tmp_path / f"step={SAVED_AT}.ckpt", weights_only=True)
     module = make_module(case.network)
     assert list(checkpoint["state_dict"]) == list(module.state_dict())
     for key, value in module.state_dict().items():
@@ -130,7 +137,7 @@ def test_averaged_weights(ranks, tmp_path, size, options):
             for name, parameter in expected.parameters.items():
                 assert torch.allclose(record.parameters[name], parameter, atol=1e-5), name
     files = [tmp_path / folder / f"step={SAVED_AT}.ckpt" for folder in ("one", "many")]
-    one, many = (torch.load(file, weights_only=False) for file in files)
+    one, many = (materialised(RunState.open(str(file)).tree) for file in files)
     for key in ("state_dict", "current_model_state"):
         assert list(many[key]) == list(one[key])
         for name, value in one[key].items():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
 
 from tests.parity.harness import (
     Record,
@@ -129,9 +130,9 @@ def test_resumed_under_another_layout(ranks, tmp_path, written, read, step):
 
 
 @pytest.mark.parametrize(("strategy", "ranks_used"), LAYOUTS)
-def test_a_checkpoint_is_an_ordinary_file(ranks, tmp_path, strategy, ranks_used):
+def test_a_plugin_of_the_users_writes_ordinary_files(ranks, tmp_path, strategy, ranks_used):
     """Whole tensors under the module's own names, readable without this project and without executing code."""
-    ranks(run, ranks_used, strategy, 2, 1, save_to=str(tmp_path))
+    ranks(run, ranks_used, strategy, 2, 1, save_to=str(tmp_path), plugins=[TorchCheckpointIO()])
     saved = torch.load(checkpoint_at(tmp_path, 2), weights_only=True)
     module = Scheduled()
     assert list(saved["state_dict"]) == list(module.state_dict())

@@ -1,0 +1,130 @@
+"""A run state that one layout wrote, read by every other: the next losses are those of the run that went on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from tests.parity.harness import Record, make_trainer, world_size
+from tests.parity.layout_modules import make_module
+from tests.parity.layouts import Texts, WholeRecorder
+from trainwright.checkpoint.run_state import RunState
+from trainwright.strategies.layout import Layout
+
+SAVED_AT, STEPS = 3, 6
+GLOBAL_BATCH = 8
+SAMPLES = 32
+
+
+@dataclass(frozen=True)
+class Place:
+    """A strategy on a number of ranks."""
+
+    name: str
+    ranks: int
+    strategy: str = "hybrid"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def data_ranks(self) -> int:
+        axes = {k: v for k, v in self.options.items() if k in Layout().sizes or k == "expert"}
+        return Layout(**{"shard": -1, **axes}).resolve(self.ranks).data_ranks
+
+
+def fit(place: Place, steps: int, save_to: str | None = None, resume: str | None = None, spoil: bool = False) -> Record:
+    recorder = WholeRecorder()
+    callbacks: list[Any] = [recorder]
+    if save_to is not None:
+        callbacks.append(ModelCheckpoint(save_to, "{step}", every_n_train_steps=SAVED_AT, save_top_k=-1))
+    trainer = make_trainer(
+        place.strategy,
+        dict(place.options),
+        global_batch_size=GLOBAL_BATCH,
+        data_seed=3,
+        max_steps=steps,
+        max_epochs=-1,
+        callbacks=callbacks,
+        enable_checkpointing=save_to is not None,
+    )
+    module = make_module("gpt2", "adamw")
+    if spoil:  # what is resumed must not depend on what it was built with
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(0.1)
+    loader = DataLoader(Texts(SAMPLES, 16), batch_size=max(GLOBAL_BATCH // place.data_ranks // 1, 1), shuffle=True)
+    trainer.fit(module, loader, ckpt_path=resume)
+    return recorder.record
+
+
+PLACES = {
+    place.name: place
+    for place in (
+        Place("single", 1, "single"),
+        Place("ddp-2", 2, "ddp"),
+        Place("zero1-2", 2, "zero1"),
+        Place("zero2-4", 4, "zero2"),
+        Place("zero3-2", 2, "zero3"),
+        Place("tensor-2", 2, options={"tensor": 2, "shard": 1}),
+        Place("pipeline-2", 2, options={"pipeline": 2, "shard": 1}),
+        Place("pipeline2 x tensor2", 4, options={"pipeline": 2, "tensor": 2, "shard": 1}),
+        Place("tensor2 x shard2", 4, options={"tensor": 2, "shard": 2}),
+        Place("pipeline2 x shard2 x tensor2", 8, options={"pipeline": 2, "shard": 2, "tensor": 2}),
+    )
+}
+
+
+def chain(places: list[tuple[str, str]]) -> list[Any]:
+    return [pytest.param(PLACES[a], PLACES[b], id=f"{a} to {b}") for a, b in places]
+
+
+# Every layout is written once and read once by another kind, small and large world sizes either way.
+MOVES = chain(
+    [
+        ("single", "pipeline2 x shard2 x tensor2"),
+        ("pipeline2 x shard2 x tensor2", "zero3-2"),
+        ("zero3-2", "tensor2 x shard2"),
+        ("tensor2 x shard2", "ddp-2"),
+        ("ddp-2", "pipeline-2"),
+        ("pipeline-2", "zero2-4"),
+        ("zero2-4", "tensor-2"),
+        ("tensor-2", "pipeline2 x tensor2"),
+        ("pipeline2 x tensor2", "zero1-2"),
+        ("zero1-2", "single"),
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(pool: Any) -> Record:
+    """The whole run on one process."""
+    (record,) = pool.run(fit, 1, PLACES["single"], STEPS, init_group=False)
+    return record
+
+
+def start(ranks: Any, place: Place, *arguments: Any) -> list[Record]:
+    return ranks(fit, place.ranks, place, *arguments, init_group=place.ranks > 1, timeout=120)
+
+
+@pytest.mark.parametrize(("written", "read"), MOVES)
+def test_resumed_under_another_layout(ranks, tmp_path, uninterrupted, written, read):
+    start(ranks, written, SAVED_AT, str(tmp_path))
+    for record in start(ranks, read, STEPS, None, str(tmp_path / f"step={SAVED_AT}.ckpt"), True):
+        assert record.losses == pytest.approx(uninterrupted.losses[SAVED_AT:], rel=1e-5)
+        for name, value in uninterrupted.parameters.items():
+            assert torch.allclose(record.parameters[name], value, atol=2e-5), name
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=lambda place: place.name)
+def test_resumed_under_the_same_layout_to_the_bit(ranks, tmp_path, place):
+    whole = start(ranks, place, STEPS, str(tmp_path))
+    again = start(ranks, place, STEPS, None, str(tmp_path / f"step={SAVED_AT}.ckpt"), True)
+    for expected, found in zip(whole, again, strict=True):
+        assert found.losses == expected.losses[SAVED_AT:]
+        for name, value in expected.parameters.items():
+            assert torch.equal(found.parameters[name], value), name
