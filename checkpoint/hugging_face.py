@@ -17,8 +17,6 @@ from trainwright.checkpoint.names import tied_names
 def hugging_face_facts(module: nn.Module) -> list[dict[str, Any]]:
     """What an export needs to know of each Hugging Face model in ``module`` that lies in no other one.
 
-    To be called before a layout changes the module: names, ties and dtypes are those of the user's.
-
     Returns:
         One JSON value per model, none if there are no such models::
 
@@ -35,17 +33,24 @@ def hugging_face_facts(module: nn.Module) -> list[dict[str, Any]]:
 def _facts(prefix: str, model: nn.Module) -> dict[str, Any]:
     dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()), None)
     config = json.loads(model.config.to_json_string())  # type: ignore[union-attr, operator]
-    config["architectures"] = [type(model).__name__]
+    name = _class_name(model)
+    config["architectures"] = [name]
     config["dtype"] = dtype
     generation = getattr(model, "generation_config", None)
     return {
         "prefix": prefix,
-        "class": type(model).__name__,
+        "class": name,
         "config": config,
         "generation_config": None if generation is None else json.loads(generation.to_json_string()),
         "tied": [_source_first(names, model) for names in tied_names(model)],
         "dtype": dtype,
     }
+
+
+def _class_name(model: nn.Module) -> str:
+    """The model's own class: sharding may have put another one before it."""
+    own = next(c for c in type(model).__mro__ if not any(base.__name__ == "FSDPModule" for base in c.__mro__))
+    return own.__name__
 
 
 def _source_first(names: Sequence[str], model: nn.Module) -> list[str]:

@@ -164,9 +164,9 @@ def _endings(name: str) -> Iterator[str]:
 
 def _add_tied(pairs: dict[str, str], module_names: Mapping[str, Shape], tied: Iterable[Collection[str]]) -> None:
     for group in tied:
-        key = next((pairs[name] for name in group if name in pairs), None)
-        if key is not None:
-            pairs.update({name: key for name in group if name not in pairs and name in module_names})
+        found = next((pairs[name] for name in group if name in pairs), None)
+        if found is not None:
+            pairs.update({name: found for name in group if name not in pairs and name in module_names})
 
 
 def _leftovers(

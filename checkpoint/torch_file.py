@@ -16,10 +16,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+
+from trainwright.checkpoint.errors import CheckpointError
 
 # Bytes; what `torch.save` aligns storages to.
 _ALIGNMENT = 64
@@ -138,7 +141,7 @@ class _TensorPickler(pickle.Pickler):
         if not isinstance(obj, LazyTensor):
             return NotImplemented
         strides = tuple(prod(obj.shape[dim + 1 :]) for dim in range(len(obj.shape)))
-        arguments = (self._storage(obj), 0, obj.shape, strides, False, OrderedDict())
+        arguments: tuple[Any, ...] = (self._storage(obj), 0, obj.shape, strides, False, OrderedDict())
         if obj.dtype in self._typed:
             return torch._utils._rebuild_tensor_v2, arguments
         return torch._utils._rebuild_tensor_v3, (*arguments, obj.dtype)
@@ -156,3 +159,11 @@ class _TensorPickler(pickle.Pickler):
             self._storages[lazy.key] = _Storage(kind, len(self.tensors), numel)
             self.tensors[lazy.key] = lazy
         return self._storages[lazy.key]
+
+
+def check_torch_file(path: Path) -> None:
+    """Raise :class:`CheckpointError` unless ``torch.load(weights_only=True)`` reads the file. Tensors are not read."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"torch.load(weights_only=True) does not take what was to be written: {error}") from error
