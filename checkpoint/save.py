@@ -19,6 +19,7 @@ from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.manifest import FileRecord, Manifest
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.storage import PendingFolder, free_bytes
+from trainwright.checkpoint.write_errors import size_text
 
 STATE = "state.json"
 
@@ -140,8 +141,8 @@ def _refuse_full(path: str, needed: int) -> None:
     free = free_bytes(path)
     if free is not None and free < needed:
         raise CheckpointError(
-            f"{path}: a checkpoint of {needed / 2**20:,.1f} MiB does not fit into the {free / 2**20:,.1f} MiB that are "
-            "free there. Nothing was written. Free space, or choose a folder on another disk (checkpoint.*.dirpath=...)."
+            f"{path}: a checkpoint of {size_text(needed)} does not fit into the {size_text(free)} that are free there. "
+            "Nothing was written. Free space, or choose a folder on another disk (checkpoint.*.dirpath=...)."
         )
 
 

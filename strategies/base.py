@@ -27,8 +27,13 @@ from trainwright.strategies.checkpointing import RunStateStrategy
 from trainwright.strategies.deferred import Piece, deferred_pieces, is_deferred
 from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.layout import Layout
+from trainwright.strategies.loading import teach_lightning
 from trainwright.strategies.precision import adapt_precision
 from trainwright.strategies.state import whole_tensor
+
+
+# Before anybody can have written a run state with a strategy.
+teach_lightning()
 
 
 @dataclass(frozen=True)

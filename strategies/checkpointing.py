@@ -24,6 +24,7 @@ from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from trainwright.checkpoint.hugging_face import hugging_face_facts
 from trainwright.checkpoint.manifest import read_manifest, verify
 from trainwright.checkpoint.names import match_names, tied_names
+from trainwright.checkpoint.ordinary import load_ordinary
 from trainwright.checkpoint.run_state import RunState, StoredTensor, holds_run_state, materialised
 from trainwright.checkpoint.safetensors_folder import SafetensorsFolder
 from trainwright.checkpoint.save import Content, write
@@ -211,8 +212,6 @@ class RunStateStrategy(Strategy):
         if not holds_run_state(path):
             if self._own_io:
                 return super().load_checkpoint(checkpoint_path, weights_only)
-            from trainwright.checkpoint.ordinary import load_ordinary
-
             return load_ordinary(path, trust=weights_only is False)
         state = self.open_run_state(path)
         checkpoint = dict(state.tree)

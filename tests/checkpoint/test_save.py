@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_made_is_said_on_all_ranks(ranks, tmp_path):
 
 def test_no_room_is_known_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(save, "free_bytes", lambda path: 100)
-    with pytest.raises(CheckpointError, match=r"does not fit into the 0\.0 MiB that are free there"):
+    with pytest.raises(CheckpointError, match=r"does not fit into the .* that are free there"):
         write(content_of(1), str(tmp_path / "x"))
     assert list(tmp_path.iterdir()) == []
 

@@ -4,7 +4,7 @@ import enum
 import json
 import threading
 from collections import OrderedDict, namedtuple
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Colour(enum.IntEnum):
         b"\x00\xff",
         complex(1, float("inf")),
         Path("a/b"),
-        datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=timezone.utc),
+        datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=UTC),
         timedelta(days=-1, microseconds=1),
         torch.float16,
         torch.device("cuda", 1),
