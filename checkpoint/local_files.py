@@ -137,7 +137,7 @@ class LocalPending:
             _erase(path)
 
     def discard(self) -> None:
-        """Remove the folder. A signal may have ended :meth:`publish` anywhere, so what it replaced is looked after too."""
+        """Remove the folder. A signal may have ended :meth:`publish` anywhere, so see to what it replaced too."""
         if os.path.lexists(self._replaced) and not os.path.lexists(self.target):
             os.rename(self._replaced, self.target)
         self.clear_replaced()

@@ -162,9 +162,11 @@ class RemotePending:
         try:
             self._put_manifest(manifest)
         except Exception:
-            if self.files.manifest_bytes() == manifest:
+            now = self.files.manifest_bytes()
+            if now == manifest:
                 return
-            self._put_manifest(before)
+            if now != before:
+                self._put_manifest(before)
             raise
 
     def clear_replaced(self) -> None:

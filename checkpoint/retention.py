@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,7 +75,12 @@ class Retention:
 
 
 def apply(
-    folder: str | os.PathLike[str], retention: Retention, newest: str | os.PathLike[str], *, verified: bool = False
+    folder: str | os.PathLike[str],
+    retention: Retention,
+    newest: str | os.PathLike[str],
+    *,
+    verified: bool = False,
+    among: Callable[[Found], bool] | None = None,
 ) -> list[str]:
     """Delete what nothing keeps, once the newest checkpoint was read back and is whole.
 
@@ -88,6 +93,7 @@ def apply(
         retention: what is kept.
         newest: path of the one that was written last.
         verified: the caller has verified it already, deeply, e.g. by all ranks together.
+        among: which checkpoints count and may be deleted; ``None``: all.
 
     Returns:
         Paths of the deleted ones.
@@ -99,6 +105,7 @@ def apply(
     newest = _real(newest)
     manifest = read_manifest(newest)
     rivals = [each for each in list_checkpoints(folder) if _kind(each.manifest) == _kind(manifest)]
+    rivals = rivals if among is None else [each for each in rivals if among(each)]
     stays = {newest} | _linked(folder)
     doomed = [each for each in retention.doomed(rivals) if _real(each.path) not in stays]
     # Nothing is read back when nothing depends on it.

@@ -179,7 +179,7 @@ class TensorFileReader:
         """
         entry = self.entries[name]
         offsets = tuple(offsets) if offsets is not None else (0,) * len(entry.shape)
-        sizes = tuple(sizes) if sizes is not None else tuple(s - o for s, o in zip(entry.shape, offsets, strict=True))
+        sizes = tuple(sizes) if sizes is not None else tuple(s - o for s, o in zip(entry.shape, offsets, strict=False))
         _check_box(entry, offsets, sizes)
         # One dimension at least: a number is a row of one.
         out = torch.empty(sizes or (1,), dtype=entry.dtype)

@@ -1,0 +1,75 @@
+"""Small checkpoints whose values follow from their step, written by threads in the place of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainwright.checkpoint.errors import DamagedCheckpoint
+from trainwright.checkpoint.manifest import FileRecord, Manifest, read_manifest, verify
+from trainwright.checkpoint.storage import Folder, PendingFolder
+from trainwright.checkpoint.tensor_file import TensorEntry, TensorFileReader, TensorFileWriter
+
+RANKS = 2
+
+
+def tensors_of(step: int, rank: int, size: int = 100) -> dict[str, Tensor]:
+    base = torch.arange(size, dtype=torch.float32) + 1000 * rank + step
+    return {"a": base, "b": (base * 2).bfloat16().reshape(-1, 10), "c": torch.tensor(step)}
+
+
+def write_tensors(pending: PendingFolder, step: int, rank: int, size: int = 100) -> FileRecord:
+    tensors = tensors_of(step, rank, size)
+    with pending.create_file(f"rank_{rank:05d}.safetensors", rank) as file:
+        writer = TensorFileWriter(file, [TensorEntry(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()])
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        writer.close()
+        return file.close()
+
+
+def write(target: str | Path, step: int, size: int = 100, metrics: dict[str, float] | None = None) -> Manifest:
+    """Write the checkpoint of a step: four files and the manifest."""
+    with PendingFolder.create(target) as pending:
+        members = [PendingFolder.join(target, pending.token) for _ in range(RANKS)]
+        with ThreadPoolExecutor(RANKS) as pool:
+            records = list(pool.map(lambda rank: write_tensors(members[rank], step, rank, size), range(RANKS)))
+        records.append(pending.write_file("state.json", json.dumps({"step": step, "loops": [step] * 20}).encode(), 0))
+        records.append(pending.write_file("tensors.json", json.dumps({"a": [size], "step": step}).encode(), 1))
+        about = {
+            "step": step,
+            "created": datetime.now(UTC).isoformat(),
+            "kind": "run state",
+            "metrics": metrics or {},
+        }
+        manifest = Manifest({record.name: record for record in records}, about)
+        pending.publish(manifest)
+    return manifest
+
+
+def read(path: str | Path) -> int:
+    """The step of a checkpoint, every value of which is what was written."""
+    manifest = read_manifest(path)
+    problems = verify(path, manifest)
+    if problems:
+        raise DamagedCheckpoint(str(path), problems)
+    folder = Folder(path, manifest)
+    step = json.loads(folder.read("state.json"))["step"]
+    size = json.loads(folder.read("tensors.json"))["a"][0]
+    for rank in range(RANKS):
+        with TensorFileReader(lambda rank=rank: folder.open(f"rank_{rank:05d}.safetensors")) as reader:
+            for name, tensor in tensors_of(step, rank, size).items():
+                assert torch.equal(reader.read(name), tensor)
+    assert manifest.step == step
+    return int(step)
+
+
+def hidden(folder: str | Path) -> list[str]:
+    """What is not finished in a folder."""
+    return sorted(name for name in os.listdir(folder) if name.startswith("."))

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import os
+import uuid
+
+import fsspec
+import pytest
+
+from tests.checkpoint import small
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.find import list_checkpoints, newest_good
+from trainwright.checkpoint.storage import join_path
+
+
+@pytest.fixture(params=["local", "memory"])
+def folder(request, tmp_path):
+    if request.param == "local":
+        yield str(tmp_path)
+        return
+    name = f"/{uuid.uuid4().hex}"
+    yield f"memory:/{name}"
+    store = fsspec.filesystem("memory")
+    if store.exists(name):
+        store.rm(name, recursive=True)
+
+
+def flip(path):
+    """Change one bit of a file."""
+    store, root = fsspec.core.url_to_fs(path)
+    data = bytearray(store.cat_file(root))
+    data[len(data) // 2] ^= 1
+    store.pipe_file(root, bytes(data))
+
+
+def test_newest_first_by_step(folder):
+    for name, step in (("z", 1), ("a", 3), ("m", 20)):
+        small.write(join_path(folder, name), step)
+    assert [found.step for found in list_checkpoints(folder)] == [20, 3, 1]
+    assert newest_good(folder).path == join_path(folder, "m")
+
+
+def test_of_one_step_the_later_is_newer(folder):
+    for name in ("b", "c", "a"):
+        small.write(join_path(folder, name), 5)
+    assert [os.path.basename(found.path) for found in list_checkpoints(folder)] == ["a", "c", "b"]
+
+
+def test_damaged_ones_are_passed_over_and_named(folder):
+    for step in (1, 2, 3, 4):
+        manifest = small.write(join_path(folder, f"step_{step}"), step)
+    flip(join_path(join_path(folder, "step_4"), manifest.files["rank_00001.safetensors"].file))
+    flip(join_path(join_path(folder, "step_3"), "manifest.json"))
+    said = []
+    found = newest_good(folder, say=said.append)
+    assert found.step == 2
+    assert len(said) == 2
+    manifest_said, content_said = said
+    assert "step_3" in manifest_said
+    assert "manifest.json (written by rank 0)" in manifest_said
+    assert "step_4 of step 4 was passed over" in content_said
+    assert "rank_00001.safetensors (written by rank 1" in content_said
+    assert newest_good(folder, deep=False).step == 4, "sizes alone do not show a flipped bit"
+
+
+def test_one_that_lost_its_manifest_is_named(folder):
+    small.write(join_path(folder, "a"), 1)
+    store, root = fsspec.core.url_to_fs(join_path(folder, "a/manifest.json"))
+    store.rm_file(root)
+    said = []
+    assert newest_good(folder, say=said.append) is None
+    (text,) = said
+    assert "has no manifest.json: it was not completely written" in text
+
+
+def test_nothing_there(folder):
+    assert list_checkpoints(join_path(folder, "none")) == []
+    assert newest_good(join_path(folder, "none")) is None
+
+
+def test_what_is_no_checkpoint_says_nothing(tmp_path):
+    small.write(tmp_path / "a", 1)
+    small.write(tmp_path / ".hidden", 9)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "log.txt").write_text("x")
+    (tmp_path / "old.ckpt").write_bytes(b"x")
+    (tmp_path / "dangling").symlink_to("gone")
+    said = []
+    assert [found.step for found in list_checkpoints(tmp_path, said.append)] == [1]
+    assert said == []
+
+
+def test_links_count_once(tmp_path):
+    small.write(tmp_path / "step_1", 1)
+    small.write(tmp_path / "elsewhere" / "step_2", 2)
+    (tmp_path / "last.ckpt").symlink_to("step_1")
+    (tmp_path / "again").symlink_to("last.ckpt")
+    (tmp_path / "linked").symlink_to("elsewhere/step_2")
+    assert [found.path for found in list_checkpoints(tmp_path)] == [str(tmp_path / "linked"), str(tmp_path / "step_1")]
+
+
+def test_a_file_is_no_folder_of_checkpoints(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="could not be read"):
+        list_checkpoints(tmp_path / "file")
