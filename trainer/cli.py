@@ -1,6 +1,7 @@
 """The command `trainwright`: what happens before anything is imported.
 
     trainwright <verb> [Hydra overrides] [options]
+    trainwright checkpoint <verb> PATH [options]
 
 Importing is most of what starting costs, so this module imports next to nothing: it installs the signal handlers,
 starts the fork server, which imports torch and Lightning on another core, and only then imports the rest of the
@@ -28,12 +29,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `trainwright`; None = those of this process.
 
     Returns:
-        The exit code: 0 all went well, 1 a rank or job failed or `verify` found a difference, 2 the command or
-        configuration was refused and nothing was started, 130 and 143 ended by Ctrl-C and SIGTERM.
+        The exit code: 0 all went well, 1 a rank or job failed, `verify` found a difference or a checkpoint is damaged,
+        2 the command or configuration was refused and nothing was started, 130 and 143 ended by Ctrl-C and SIGTERM.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
+        if _is_about_checkpoints(words):
+            from trainwright.trainer.checkpoint_command import run_checkpoint_command
+
+            return run_checkpoint_command(words)
         _make_cwd_importable()
         if _wants_several_processes(words) and detect_launcher() is None:
             # What the ranks of `verify` print must not mix with its report.
@@ -51,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         stop_forkserver()
         signal.signal(signal.SIGTERM, previous)
+
+
+def _is_about_checkpoints(words: Sequence[str]) -> bool:
+    """`checkpoint` has verbs and options of its own, and needs neither a configuration nor ranks."""
+    return [word for word in words if word not in ("-h", "--help")][:1] == ["checkpoint"]
 
 
 def _wants_several_processes(words: Sequence[str]) -> bool:

@@ -21,8 +21,8 @@ from trainwright.trainer.run import RunResult, launch, plan, prepare
 from trainwright.trainer.validate import VERBS, Surroundings, closed_layout
 
 OK, FAILED, REFUSED = 0, 1, 2
-VERIFY, LAYOUT = "verify", "layout"
-_ALL_VERBS = (*VERBS, VERIFY, LAYOUT)
+VERIFY, LAYOUT, CHECKPOINT = "verify", "layout", "checkpoint"
+_ALL_VERBS = (*VERBS, VERIFY, LAYOUT, CHECKPOINT)
 
 
 def run_command(words: Sequence[str]) -> int:
@@ -74,8 +74,8 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
         if agreed is None:
             return REFUSED  # rank 0 says why
         cfg = agreed
-    if cfg.ckpt_path is not None and _speaks(launcher):
-        print(f"going on from {_relative(cfg.ckpt_path)}", flush=True)
+    if _speaks(launcher):
+        _say_start(cfg)
     try:
         result = launch(cfg, verb, launcher)
     except (RankError, ConfigError, SystemExit):
@@ -223,6 +223,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     arguments.overrides = plain
     if arguments.verb is not None and arguments.verb not in _ALL_VERBS:
         problems.append(f"{arguments.verb}: there is no such verb; {did_you_mean(arguments.verb, _ALL_VERBS, 'verbs')}")
+    elif arguments.verb == CHECKPOINT:  # as the first word it does not come here
+        problems.append(
+            "checkpoint takes options of its own, behind its verb: type trainwright checkpoint <verb> PATH [options]"
+        )
     elif arguments.verb is None and plain:
         problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")
     if arguments.json and arguments.verb != VERIFY and not arguments.help:
@@ -230,6 +234,15 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if problems:
         raise ConfigError(problems)
     return arguments
+
+
+def _say_start(cfg: DictConfig) -> None:
+    if cfg.ckpt_path is not None:
+        print(f"going on from {_relative(cfg.ckpt_path)}", flush=True)
+    elif cfg.resume is not None and cfg.resume_folders:
+        print(f"resume={cfg.resume}: no good checkpoint among those in {', '.join(cfg.resume_folders)}", flush=True)
+    elif cfg.resume is not None:
+        print(f"resume={cfg.resume}: there is no checkpoint yet; starting afresh", flush=True)
 
 
 def _speaks(launcher: Launcher | None) -> bool:
@@ -248,5 +261,7 @@ def _say_where(result: RunResult, verb: str) -> None:
 
 def _relative(path: Path | str) -> str:
     """As a person would type it from here."""
+    if "://" in str(path):
+        return str(path)
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

@@ -35,6 +35,10 @@ _REFERRED = {
 }
 # Typed keys whose value is a mapping from names of the user's.
 _OPEN_MAPPINGS = re.compile(r"strategy\.(plan|batch_dims)[.=]")
+# Keys whose value is a path. Paths of checkpoints have an = in them (step=4), which Hydra takes in quotes only.
+_PATH_WITH_EQUALS = re.compile(
+    r"(?P<key>\+{0,2}(?:ckpt_path|init_from|run_dir))=(?P<path>[^'\"\[\]{}(),$]*=[^'\"\[\]{}(),$]*)"
+)
 # What the checks of a whole configuration hang on; without knowing what was meant, they would report nonsense.
 _DECISIVE = frozenset(
     (
@@ -95,7 +99,13 @@ def compose_checked(overrides: Sequence[str], config_dir: str | Path | None = No
     problems = _problems_of_config_dir(config_dir)
     if problems:
         return Composition(problems=problems)
-    return _Composer(config_loader(config_dir)).compose(overrides)
+    return _Composer(config_loader(config_dir)).compose(quote_paths(overrides))
+
+
+def quote_paths(overrides: Sequence[str]) -> list[str]:
+    """Overrides with quotes around paths that Hydra would not understand without."""
+    matches = [(text, _PATH_WITH_EQUALS.fullmatch(text)) for text in overrides]
+    return [text if match is None else f"{match['key']}={_quoted(match['path'])}" for text, match in matches]
 
 
 def config_loader(config_dir: str | Path | None = None) -> ConfigLoaderImpl:

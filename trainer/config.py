@@ -229,8 +229,19 @@ class RunConfig:
     micro_batch_size: int | None = None
     # Directory of the run; null = runs/<name>/<date>_<time>.
     run_dir: str | None = None
-    # Checkpoint to go on from: a path, or last (the newest of this recipe, or of run_dir); null = start afresh.
+    # Checkpoint to go on from: a path, or last (the newest good one of run_dir, or of this recipe); null = start
+    # afresh.
     ckpt_path: str | None = None
+    # auto = go on from the newest good checkpoint of run_dir (or of this recipe) when there is one, else start afresh;
+    # null = as ckpt_path says.
+    resume: str | None = None
+    # Let the file named by ckpt_path run code when it is a pickle; false = off, nothing that is loaded runs code.
+    trust: bool = False
+    # Names and shapes of what ckpt_path or init_from holds must be those of the module; false = leave out what does not
+    # fit.
+    strict: bool = True
+    # Weights to begin from, nothing else: a .safetensors file, a folder of them, or a checkpoint; null = the module's.
+    init_from: str | None = None
     # Numeric precision, set by the group: 32, bf16-mixed, bf16-true, 16-mixed.
     precision: str = "32"
     # The LightningModule: _target_ and its arguments. Set by the recipe.
@@ -241,6 +252,8 @@ class RunConfig:
     checks: list[str] = field(default_factory=list)
     # Lightning callbacks of the recipe: name -> _target_ and arguments; {} = none.
     callbacks: dict[str, Any] = field(default_factory=dict)
+    # Folders that ckpt_path=last and resume=auto look through, decided by the command; [] = neither was asked for.
+    resume_folders: list[str] = field(default_factory=list)
     # Set by the groups of the same name.
     strategy: Any = MISSING
     accumulation: Any = MISSING

@@ -25,6 +25,7 @@ _VERBS = {
     "predict": "write a module's predictions to predictions.pt in the run directory",
     "verify": "check that a layout trains as one process does: a few steps of both, compared",
     "layout": "show which rank would do and hold what, in bytes; no process is started",
+    "checkpoint": "verify, inspect, list, export or import a checkpoint: `trainwright checkpoint --help`",
 }
 _TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
 # Plain, but set by the recipe and by a group.
@@ -34,7 +35,7 @@ _GROUP_ORDER = ("recipe", "size", "strategy", "precision", "accumulation", "opti
 
 def overview() -> str:
     """The text of `trainwright --help`."""
-    verbs = "\n".join(f"  {verb:<10}{text}" for verb, text in _VERBS.items())
+    verbs = "\n".join(f"  {verb:<11}{text}" for verb, text in _VERBS.items())
     return f"""trainwright: train one LightningModule on any layout of devices, chosen by configuration alone.
 
 usage: trainwright <verb> [key=value ...] [options]
@@ -46,6 +47,8 @@ examples:
   trainwright fit recipe=digits
   trainwright fit recipe=gpt strategy=zero3 devices=2 precision=bf16-mixed
   trainwright fit recipe=gpt ckpt_path=last
+  trainwright fit recipe=gpt run_dir=runs/mine resume=auto
+  trainwright checkpoint list runs/gpt
 
 `trainwright fit --help` lists every recipe, group and key. Options: --version, --help.
 """
@@ -195,6 +198,6 @@ def _examples(verb: str) -> str:
   trainwright layout --config-dir my_conf recipe=mine strategy=tensor devices=2"""
     return f"""examples:
   trainwright {verb} recipe=digits ckpt_path=last
-  trainwright {verb} recipe=digits ckpt_path=runs/digits/2026-01-31_14-05-09/checkpoints/last.ckpt
+  trainwright {verb} recipe=digits ckpt_path=runs/digits/2026-01-31_14-05-09/checkpoints/step=500
   trainwright {verb} recipe=gpt strategy=ddp devices=2 ckpt_path=last
   trainwright {verb} --config-dir my_conf recipe=mine ckpt_path=last"""

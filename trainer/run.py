@@ -9,13 +9,14 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.trainer.check_resume import decide_resume
 from trainwright.trainer.launch.external import agree
 from trainwright.trainer.launch.interrupt import Interrupted
 from trainwright.trainer.launch.launcher import Launcher, detect_launcher
 from trainwright.trainer.launch.watch import ShutdownWatch
 from trainwright.trainer.problems import ConfigError
-from trainwright.trainer.run_directory import LAST, default_run_dir, write_config
-from trainwright.trainer.validate import Surroundings, find_last_checkpoint, resolve_devices, validate
+from trainwright.trainer.run_directory import default_run_dir, write_config
+from trainwright.trainer.validate import Surroundings, resolve_devices, validate
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,11 @@ def plan(cfg: DictConfig, verb: str, launcher: Launcher | None = None) -> tuple[
     """
     cfg = cfg.copy()
     OmegaConf.set_readonly(cfg, False)
-    problems: list[str] = []
-    if cfg.ckpt_path == LAST:
-        found, problems = find_last_checkpoint(cfg)
-        cfg.ckpt_path = None if found is None else str(found)
-    elif cfg.ckpt_path is not None:
-        cfg.ckpt_path = str(cfg.ckpt_path) if "://" in cfg.ckpt_path else str(Path(cfg.ckpt_path).expanduser())
-    run_dir = cfg.run_dir or default_run_dir("unnamed" if OmegaConf.is_missing(cfg, "name") else cfg.name)
-    cfg.run_dir = str(Path(run_dir).expanduser())
+    if cfg.run_dir is not None:
+        cfg.run_dir = str(Path(cfg.run_dir).expanduser())
+    problems = decide_resume(cfg, verb)
+    if cfg.run_dir is None:
+        cfg.run_dir = str(default_run_dir("unnamed" if OmegaConf.is_missing(cfg, "name") else cfg.name))
     problems += validate(cfg, Surroundings(verb, None if launcher is None else launcher.world_size))
     if not problems:
         if launcher is not None:

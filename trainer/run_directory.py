@@ -4,7 +4,7 @@ runs/<name>/<date>_<time>/
     config.yaml        the resolved configuration
     metrics.csv        everything logged, one row per logged step
     events.out.*       the same for TensorBoard
-    checkpoints/       written by the checkpoint group
+    checkpoints/       written by the checkpoint group; one folder per checkpoint
     logs/rank_<n>.log  what rank n had to say (rank 0 also speaks to the terminal)
     predictions.pt     written by `predict`
 """
@@ -15,10 +15,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.trainer.candidates import newest_good
+
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
-LAST = "last"
 
 
 def default_run_dir(name: str, now: datetime | None = None) -> Path:
@@ -64,23 +65,23 @@ def read_config(run_dir: Path | str) -> DictConfig:
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint of a run that was written last; None when there is none.
+    """The newest checkpoint of a run that nothing speaks against; None when there is none.
 
-    `last.ckpt` is followed to the checkpoint it stands for, so that the name says which step it is.
+    Unfinished ones do not count, and damaged ones are passed over as far as their sizes tell.
     """
-    folder = run_dir / CHECKPOINTS
-    found = [path for path in folder.glob("*.ckpt") if path.exists()] if folder.is_dir() else []
-    if not found:
-        return None
-    newest = max(found, key=lambda path: path.stat().st_mtime_ns)
-    return folder / newest.resolve().name if newest.is_symlink() else newest
+    found, _ = newest_good([str(run_dir / CHECKPOINTS)], for_fit=False)
+    return None if found is None else Path(found)
+
+
+def runs_of(name: str) -> list[Path]:
+    """The directories of the runs of a recipe under runs/<name>/ that have checkpoints or had them, newest first."""
+    folder = RUNS / name
+    return sorted((path.parent for path in folder.glob(f"*/{CHECKPOINTS}")), reverse=True)
 
 
 def newest_run_with_checkpoint(name: str) -> Path | None:
     """The newest directory under runs/<name>/ that has a checkpoint; None when there is none."""
-    folder = RUNS / name
-    runs = sorted((path for path in folder.iterdir() if path.is_dir()), reverse=True) if folder.is_dir() else []
-    return next((path for path in runs if newest_checkpoint(path) is not None), None)
+    return next((path for path in runs_of(name) if newest_checkpoint(path) is not None), None)
 
 
 def _free(path: Path) -> Path:

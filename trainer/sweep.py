@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from trainwright.trainer.compose import compose_checked, config_loader
+from trainwright.trainer.compose import compose_checked, config_loader, quote_paths
 from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.forkserver import start_forkserver
 from trainwright.trainer.problems import ConfigError
@@ -58,7 +58,7 @@ def expand(overrides: Sequence[str], config_dir: str | Path | None = None) -> li
     parser = OverridesParser.create(config_loader=config_loader(config_dir))
     alternatives: list[list[str]] = []
     problems: list[str] = []
-    for text in overrides:
+    for text in quote_paths(overrides):
         try:
             # Unlike parse_override, this lets glob() see the choices.
             [override] = parser.parse_overrides([text])

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn, has_iterable_dataset, sized_len
+from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -22,6 +23,7 @@ from trainwright.trainer.batch import GlobalBatch, solve_accumulation
 from trainwright.trainer.data_order import (
     DealtBatchSampler,
     EpochOrder,
+    OrderedSampler,
     RankBatchSampler,
     can_order,
     has_plain_batches,
@@ -32,6 +34,7 @@ from trainwright.trainer.evaluation import ExactEvaluationLoop, OrderedPredictio
 from trainwright.trainer.even import EvenLoader
 from trainwright.trainer.loop import LeanEpochLoop
 from trainwright.trainer.loss_weighting import LossWeighting, TokenCount, make_token_weights
+from trainwright.trainer.resume import ResumeConnector
 from trainwright.trainer.signals import FlagOnSignal
 
 
@@ -52,6 +55,16 @@ class Trainer(LightningTrainer):
         token_count: with ``"tokens"``, batch -> number of tokens over which ``training_step`` takes its mean, a
             function or ``"package.module:function"``; ``None`` counts the targets of the one ``cross_entropy`` or
             ``nll_loss`` in ``training_step``.
+        data_partition: which data rank trains on which samples: ``"interleave"`` deals them in the order of the epoch;
+            ``"range"`` gives each rank a contiguous range of indices; ``"hash"`` gives a sample to the same rank in every
+            epoch, and to another one only if it must when ranks come or go. Evaluation always interleaves.
+        data_key: with ``"hash"``, what a sample is known by: a function ``(dataset, index) -> str | int | bytes`` or
+            ``"package.module:function"``; ``None`` takes the index.
+        seed_samples: draw each sample of map-style training data under random number generators seeded from (seed,
+            epoch, index), so that augmentations do not depend on layout, workers or resuming; ``False`` (off) leaves
+            them to the generators of the process.
+        allow_changed_data: ``False`` refuses to resume with another global batch, data set, order or partition than
+            the run that saved; ``True`` goes on and warns of what that means.
         error_if_nonfinite: stop with an error when ``gradient_clip_val`` meets a norm that is NaN or infinite; off by
             default, as in Lightning.
         **kwargs: everything that ``lightning.pytorch.Trainer`` takes, with the same meaning.
@@ -68,15 +81,23 @@ class Trainer(LightningTrainer):
         data_seed: int | None = None,
         loss_weighting: LossWeighting = "micro_batch",
         token_count: str | TokenCount | None = None,
+        data_partition: str = "interleave",
+        data_key: str | DataKey | None = None,
+        seed_samples: bool = False,
+        allow_changed_data: bool = False,
         error_if_nonfinite: bool = False,
         **kwargs: Any,
     ) -> None:
         _check_batch_options(global_batch_size, kwargs)
+        _check_partition(data_partition, data_key, kwargs)
         kwargs.update(_fp16_on_cpu(kwargs))
         super().__init__(strategy=_resolve(strategy, kwargs), **kwargs)
         self.global_batch_size = global_batch_size
         self.global_batch: GlobalBatch | None = None
+        self.settled_accumulation: int | None = None
         self._data_seed = data_seed
+        self.data_partition, self.data_key = data_partition, resolve_data_key(data_key)
+        self.seed_samples, self.allow_changed_data = seed_samples, allow_changed_data
         self._agreement_group: dist.ProcessGroup | None = None
         self.token_weights = make_token_weights(self.strategy, loss_weighting, token_count)
         _set_error_if_nonfinite(self, error_if_nonfinite)
@@ -87,6 +108,7 @@ class Trainer(LightningTrainer):
         # Parameters gathered under inference_mode could not be trained with afterwards.
         inference_mode = inference_mode and not getattr(self.strategy, "forward_is_collective", False)
         old = self.fit_loop.epoch_loop
+        self.fit_loop = ResumableFitLoop(self, self.fit_loop.min_epochs, self.fit_loop.max_epochs)
         self.fit_loop.epoch_loop = LeanEpochLoop(self, old.min_steps, old.max_steps)
 
         def evaluation(fn: TrainerFn, stage: RunningStage, verbose: bool, inference: bool) -> ExactEvaluationLoop:
@@ -99,10 +121,11 @@ class Trainer(LightningTrainer):
         self.predict_loop = OrderedPredictionLoop(self, inference_mode=inference_mode)
 
     def _use_own_connectors(self) -> None:
-        data, signals = OrderedDataConnector(self), FlagOnSignal(self)
+        data, signals, checkpoints = OrderedDataConnector(self), FlagOnSignal(self), ResumeConnector(self)
         data.__dict__.update(self._data_connector.__dict__)
         signals.__dict__.update(self._signal_connector.__dict__)
-        self._data_connector, self._signal_connector = data, signals
+        checkpoints.__dict__.update(self._checkpoint_connector.__dict__)
+        self._data_connector, self._signal_connector, self._checkpoint_connector = data, signals, checkpoints
 
     @property
     def data_seed(self) -> int:
@@ -119,10 +142,21 @@ class Trainer(LightningTrainer):
             ValueError: if ``global_batch_size`` cannot be made of such micro-batches.
         """
         if self.global_batch_size is not None:
-            self.accumulate_grad_batches = solve_accumulation(self.global_batch_size, micro_batch_size, data_ranks)
+            accumulation = solve_accumulation(self.global_batch_size, micro_batch_size, data_ranks)
+            self._refuse_unlike(accumulation, micro_batch_size)
+            self.accumulate_grad_batches = self.settled_accumulation = accumulation
             self._refuse_manual_accumulation(micro_batch_size * data_ranks)
         self.global_batch = GlobalBatch(micro_batch_size, self.accumulate_grad_batches, data_ranks)
         return self.accumulate_grad_batches
+
+    def _refuse_unlike(self, accumulation: int, micro_batch_size: int) -> None:
+        if self.settled_accumulation not in (None, accumulation):
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} needs {self.settled_accumulation} accumulated micro-batches "
+                f"for one training loader and {accumulation} for another (batch_size={micro_batch_size}), but all are "
+                "read together. Give them the same batch_size, or leave global_batch_size out and set "
+                "accumulate_grad_batches."
+            )
 
     def _refuse_manual_accumulation(self, wave_size: int) -> None:
         if self.accumulate_grad_batches > 1 and not self.lightning_module.automatic_optimization:
@@ -138,6 +172,11 @@ class Trainer(LightningTrainer):
             self._agreement_group = dist.new_group(backend="gloo")
         return self._agreement_group
 
+    def _run(self, model: LightningModule, ckpt_path: Any = None, weights_only: bool | None = None) -> Any:
+        # Lightning does not pass it on to strategies that restore after they are set up.
+        self._checkpoint_connector.weights_only = weights_only
+        return super()._run(model, ckpt_path, weights_only)
+
     def _teardown(self) -> None:
         super()._teardown()
         self._agreement_group = None
@@ -152,39 +191,83 @@ class OrderedDataConnector(_DataConnector):
         strategy = self.trainer.strategy
         ranks, rank = getattr(strategy, "num_data_ranks", None), getattr(strategy, "data_rank", 0)
         training = mode == RunningStage.TRAINING
-        if ranks is None or not self.trainer._accelerator_connector.use_distributed_sampler:
-            loader = super()._prepare_dataloader(dataloader, shuffle, mode)
-            if training and isinstance(loader, DataLoader) and loader.batch_size:
-                self.trainer.settle_global_batch(loader.batch_size, ranks or self.trainer.world_size)
-            return self._even(loader, ranks, training)
-        if not can_order(dataloader):
-            loader = super()._prepare_dataloader(dataloader, shuffle, mode)
+        ours = ranks is not None and self.trainer._accelerator_connector.use_distributed_sampler
+        if ours and can_order(dataloader):
+            assert isinstance(dataloader, DataLoader)
+            _check_enough_samples(dataloader, ranks, mode)
+            return self._deal(dataloader, rank, ranks, mode)
+        if training:
+            self._refuse_undealt(dataloader)
+        if ours and uses_stream(dataloader):
+            return self._deal_stream(dataloader, rank, ranks, training)  # type: ignore[arg-type]
+        loader = super()._prepare_dataloader(dataloader, shuffle, mode)
+        if ours:
             self._settle_other(loader, ranks, training)
-            return self._even(loader, ranks, training)
-        assert isinstance(dataloader, DataLoader)
-        _check_enough_samples(dataloader, ranks, mode)
-        return self._deal(dataloader, rank, ranks, mode)
+        elif training and isinstance(loader, DataLoader) and loader.batch_size:
+            self.trainer.settle_global_batch(loader.batch_size, ranks or self.trainer.world_size)
+        if training and state_source(loader) is not None:
+            _auto_add_worker_init_fn(loader, self.trainer.global_rank)
+            loader = RememberedStates(loader, lambda: self.trainer.accumulate_grad_batches)
+        return self._even(loader, ranks, training)
+
+    def _refuse_undealt(self, loader: object) -> None:
+        """Samples that we do not deal cannot be dealt, or drawn, as asked."""
+        trainer = self.trainer
+        asked = [
+            *([f"data_partition={trainer.data_partition!r}"] if trainer.data_partition != "interleave" else []),
+            *(["seed_samples=True"] if trainer.seed_samples else []),
+        ]
+        if asked:
+            raise ValueError(
+                f"{' and '.join(asked)} cannot be had with this training loader ({type(loader).__name__}), whose "
+                "samples are not dealt by index: it reads a stream, has a DistributedSampler or no batches, or "
+                "use_distributed_sampler=False was set, or the strategy is not one of Trainwright's. Use a DataLoader "
+                f"over a map-style data set, or leave {' and '.join(a.split('=')[0] for a in asked)} out."
+            )
 
     def _deal(self, loader: DataLoader[Any], rank: int, ranks: int, mode: RunningStage) -> DataLoader[Any]:
         trainer, training = self.trainer, mode == RunningStage.TRAINING
-        seed = trainer.data_seed
-        if not has_plain_batches(loader):
+        sampler: OrderedSampler
+        if has_plain_batches(loader):
+            sampler = self._rank_sampler(loader, rank, ranks, mode)
+        else:
+            _refuse_partition_of_batches(trainer.data_partition if training else "interleave")
             self._settle_other(loader, ranks, training)
-            return replace_batches(loader, DealtBatchSampler(loader.batch_sampler, seed, rank, ranks), mode)
-        micro = loader.batch_sampler.batch_size  # type: ignore[union-attr]
-        group = trainer.settle_global_batch(micro, ranks) if training else 0
-        if training:
-            trainer.fit_loop.epoch_loop.set_wave(micro * ranks)  # type: ignore[attr-defined]
-        drop_last = loader.drop_last and mode != RunningStage.PREDICTING
-        order = EpochOrder(loader.sampler, seed)
-        if trainer.global_batch_size is None:
-            group = min(group, 1)
-        sampler = RankBatchSampler(order, micro, rank, ranks, group, drop_last)
-        sampler.consumed = lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            sampler = DealtBatchSampler(loader.batch_sampler, trainer.data_seed, rank, ranks)
         dealt = replace_batches(loader, sampler, mode)
         if training:
+            current = trainer.fit_loop.epoch_loop.batch_progress.current
+            sampler.consumed = lambda: current.ready
             # By these Lightning knows that the loader can go on in mid-epoch.
-            dealt.state_dict, dealt.load_state_dict = sampler.state_dict, sampler.load_state_dict
+            dealt.state_dict, dealt.load_state_dict = sampler.state_dict, sampler.load_state_dict  # type: ignore[attr-defined]
+            if trainer.seed_samples:
+                seed_samples(dealt, sampler, trainer.data_seed)
+        return dealt
+
+    def _rank_sampler(self, loader: DataLoader[Any], rank: int, ranks: int, mode: RunningStage) -> RankBatchSampler:
+        trainer, training = self.trainer, mode == RunningStage.TRAINING
+        micro = loader.batch_sampler.batch_size  # type: ignore[union-attr]
+        group = trainer.settle_global_batch(micro, ranks) if training else 0
+        partition = self._partition(loader.dataset) if training else None
+        if trainer.global_batch_size is None and partition is None:
+            group = min(group, 1)
+        drop_last = loader.drop_last and mode != RunningStage.PREDICTING
+        order = EpochOrder(loader.sampler, trainer.data_seed)
+        return RankBatchSampler(order, micro, rank, ranks, group, drop_last, partition)
+
+    def _partition(self, dataset: object) -> Partition | None:
+        if self.trainer.data_partition == "interleave":
+            return None
+        if self.trainer.data_partition == "range":
+            return RangePartition()
+        return hash_partition(self.trainer.data_key, dataset)
+
+    def _deal_stream(self, loader: DataLoader[Any], rank: int, ranks: int, training: bool) -> StreamLoader:
+        trainer = self.trainer
+        assert loader.batch_size is not None
+        group = trainer.settle_global_batch(loader.batch_size, ranks) if training else 1
+        dealt = StreamLoader(loader, rank, ranks, 1 if trainer.global_batch_size is None else group)
+        _auto_add_worker_init_fn(dealt.loader, trainer.global_rank)
         return dealt
 
     def _settle_other(self, loader: object, ranks: int, training: bool) -> None:
@@ -220,6 +303,32 @@ class OrderedDataConnector(_DataConnector):
         return EvenLoader(loader, group, pad=not training)
 
 
+def _refuse_partition_of_batches(partition: str) -> None:
+    if partition != "interleave":
+        raise ValueError(
+            f"data_partition={partition!r} deals samples, but the training loader has a batch sampler of its own, whose "
+            "batches are dealt whole. Use data_partition='interleave', or a DataLoader with batch_size."
+        )
+
+
+def _check_partition(partition: str, data_key: object, kwargs: dict[str, Any]) -> None:
+    problems = []
+    if partition not in PARTITIONS:
+        problems.append(f"data_partition={partition!r} (allowed: {', '.join(map(repr, PARTITIONS))})")
+    elif data_key is not None and partition != "hash":
+        problems.append(
+            f"data_key={data_key!r} together with data_partition={partition!r}, which asks for no key (set "
+            "data_partition='hash', or leave data_key out)"
+        )
+    if partition != "interleave" and _has_accumulation_schedule(kwargs):
+        problems.append(
+            f"GradientAccumulationScheduler together with data_partition={partition!r}, which deals whole steps (give "
+            "one of them)"
+        )
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
 def _check_enough_samples(loader: DataLoader[Any], ranks: int, mode: RunningStage) -> None:
     samples = sized_len(loader.dataset)
     if mode == RunningStage.TRAINING and samples is not None and samples < ranks:
@@ -240,12 +349,16 @@ def _check_batch_options(global_batch_size: int | None, kwargs: dict[str, Any]) 
             f"accumulate_grad_batches={kwargs['accumulate_grad_batches']} together with global_batch_size="
             f"{global_batch_size} (give one of them: the accumulation follows from the global batch)"
         )
-    callbacks = kwargs.get("callbacks") or []
-    callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+    if _has_accumulation_schedule(kwargs):
         problems.append("GradientAccumulationScheduler together with global_batch_size (give one of them)")
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def _has_accumulation_schedule(kwargs: dict[str, Any]) -> bool:
+    callbacks = kwargs.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+    return any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
 
 
 def _resolve(strategy: str | Strategy, kwargs: dict[str, Any]) -> str | Strategy:

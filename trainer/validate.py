@@ -25,10 +25,12 @@ from trainwright.strategies.hybrid_rules import (
 )
 from trainwright.strategies.layout import Layout
 from trainwright.trainer.batch import solve_accumulation
+from trainwright.trainer.candidates import AUTO
+from trainwright.trainer.check_resume import resume_problems
 from trainwright.trainer.config import ACCELERATORS, PRECISIONS
 from trainwright.trainer.machine import num_gpus, port_is_taken
 from trainwright.trainer.problems import did_you_mean
-from trainwright.trainer.run_directory import LAST, holds_run, newest_checkpoint, newest_run_with_checkpoint
+from trainwright.trainer.run_directory import holds_run
 from trainwright.trainer.targets import problem_of_target, targets_in
 
 VERBS = ("fit", "validate", "test", "predict")
@@ -408,41 +410,14 @@ def _run_dir(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
 
 
 def _continues(cfg: DictConfig, run_dir: Path) -> bool:
+    """Whether the run goes on in its own directory; with resume=auto it may have ended before its first checkpoint."""
+    if cfg.resume == AUTO:
+        return True
     return cfg.ckpt_path is not None and Path(cfg.ckpt_path).absolute().is_relative_to(run_dir.absolute())
 
 
-def _checkpoint_there(cfg: DictConfig, _: Surroundings) -> list[str]:
-    if cfg.ckpt_path is None or Path(cfg.ckpt_path).exists():
-        return []
-    if "://" in str(cfg.ckpt_path):
-        return [f"ckpt_path={cfg.ckpt_path}: only local paths are read; fetch the file, then type its path"]
-    run = newest_run_with_checkpoint(cfg.name)
-    newest = newest_checkpoint(run) if run is not None else None
-    advice = f"the newest of {cfg.name}: ckpt_path={newest}" if newest else f"{cfg.name} has none under runs/ yet"
-    return [f"ckpt_path={cfg.ckpt_path}: there is no such file or folder; {advice}"]
-
-
-def find_last_checkpoint(cfg: DictConfig) -> tuple[Path | None, list[str]]:
-    """What `ckpt_path=last` stands for: the newest checkpoint of `run_dir` if that is given, else of this recipe.
-
-    Returns:
-        The path, or None with the problem to report.
-    """
-    if cfg.run_dir is not None:
-        run_dir = Path(cfg.run_dir)
-        found = newest_checkpoint(run_dir)
-        if found is None:
-            return None, [
-                f"ckpt_path={LAST}: there is no checkpoint in {run_dir}/checkpoints; leave it out to start afresh"
-            ]
-        return found, []
-    run = newest_run_with_checkpoint(cfg.name)
-    if run is None:
-        return None, [
-            f"ckpt_path={LAST}: no run of {cfg.name} under runs/{cfg.name}/ has a checkpoint; leave ckpt_path out to "
-            "start afresh, or type ckpt_path=<path>"
-        ]
-    return newest_checkpoint(run), []
+def _resume(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    return resume_problems(cfg, surroundings.verb)
 
 
 def _module_given(cfg: DictConfig, _: Surroundings) -> list[str]:
@@ -506,5 +481,5 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _with_cut_module,
     _ends,
     _run_dir,
-    _checkpoint_there,
+    _resume,
 )

@@ -21,7 +21,9 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger  # no
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.trainer.candidates import LAST
 from trainwright.trainer.launch.failure import log_file
+from trainwright.trainer.resume import look_in
 from trainwright.trainer.trainer import Trainer
 
 PREDICTIONS = "predictions.pt"
@@ -52,6 +54,8 @@ def run_verb(
     module = instantiate(cfg.module, _convert_="all")
     data = instantiate(cfg.data, _convert_="all") if cfg.data else None
     trainer = build_trainer(cfg, on_exception)
+    if not cfg.strict:
+        module.strict_loading = False
     _VERBS[verb](trainer, module, data, cfg)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
@@ -103,20 +107,30 @@ def _loggers(cfg: DictConfig) -> list[Logger]:
     return loggers
 
 
+def _loading(trainer: Trainer, cfg: DictConfig) -> dict[str, Any]:
+    """What fit and its like are told of checkpoints. Only a trusted file may be more than weights and plain values."""
+    ckpt_path = cfg.ckpt_path
+    if cfg.resume_folders:
+        # The ranks look again, into the contents: the launching process has read manifests alone.
+        look_in(trainer, cfg.resume_folders)
+        ckpt_path = cfg.resume or LAST
+    return {"ckpt_path": ckpt_path, "weights_only": not cfg.trust}
+
+
 def _fit(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, cfg: DictConfig) -> None:
-    trainer.fit(module, datamodule=data, ckpt_path=cfg.ckpt_path)
+    trainer.fit(module, datamodule=data, **_loading(trainer, cfg))
 
 
 def _validate(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, cfg: DictConfig) -> None:
-    trainer.validate(module, datamodule=data, ckpt_path=cfg.ckpt_path)
+    trainer.validate(module, datamodule=data, **_loading(trainer, cfg))
 
 
 def _test(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, cfg: DictConfig) -> None:
-    trainer.test(module, datamodule=data, ckpt_path=cfg.ckpt_path)
+    trainer.test(module, datamodule=data, **_loading(trainer, cfg))
 
 
 def _predict(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, cfg: DictConfig) -> None:
-    predictions = trainer.predict(module, datamodule=data, ckpt_path=cfg.ckpt_path)
+    predictions = trainer.predict(module, datamodule=data, **_loading(trainer, cfg))
     if trainer.is_global_zero:
         path = Path(cfg.run_dir) / PREDICTIONS
         partial = path.with_suffix(".pt.partial")

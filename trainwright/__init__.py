@@ -8,6 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.run_state import RunStateCheckpoint
+    from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
     from trainwright.strategies.ddp import DDPStrategy
     from trainwright.strategies.hybrid import HybridStrategy
     from trainwright.strategies.layout import Layout
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from trainwright.strategies.zero import ZeroStrategy
     from trainwright.trainer.compose import compose
     from trainwright.trainer.run import run
+    from trainwright.trainer.stream import DealtStream
     from trainwright.trainer.trainer import Trainer
 
     __version__: str
@@ -38,18 +41,25 @@ _LOCATIONS = {
     "ExpertParallelStrategy": "trainwright.strategies.one_axis",
     "Layout": "trainwright.strategies.layout",
     "ModelPlan": "trainwright.strategies.plan",
+    "RunStateCheckpoint": "trainwright.callbacks.run_state",
+    "CheckpointError": "trainwright.checkpoint.errors",
+    "DamagedCheckpoint": "trainwright.checkpoint.errors",
+    "DealtStream": "trainwright.trainer.stream",
     "compose": "trainwright.trainer.compose",
     "run": "trainwright.trainer.run",
 }
 
 __all__ = [
+    "CheckpointError",
     "ContextParallelStrategy",
     "DDPStrategy",
+    "DamagedCheckpoint",
     "ExpertParallelStrategy",
     "HybridStrategy",
     "Layout",
     "ModelPlan",
     "PipelineStrategy",
+    "RunStateCheckpoint",
     "SingleDeviceStrategy",
     "TensorParallelStrategy",
     "Trainer",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +53,7 @@ def test_refused(words: list[str], parts: list[str], conf: Path, capfd: pytest.C
 
 def test_help_and_version(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert "validate  measure" in capsys.readouterr().out
+    assert "validate   measure" in capsys.readouterr().out
     assert main(["fit", "--help", "--config-dir", str(conf)]) == 0
     assert "A recipe of my own." in capsys.readouterr().out
     assert main(["--version"]) == 0
@@ -79,7 +78,7 @@ def test_every_verb_with_one_process(conf: Path) -> None:
         "from trainwright.trainer.cli import main\n"
         f"words = ['--config-dir', {str(conf)!r}, 'recipe=mine', *{QUIET!r}]\n"
         "codes = [main(['fit', *words, 'run_dir=first'])]\n"
-        "codes += [main([verb, *words, 'run_dir=' + verb, 'ckpt_path=first/checkpoints/last.ckpt'])\n"
+        "codes += [main([verb, *words, 'run_dir=' + verb, 'ckpt_path=first/checkpoints/step=4'])\n"
         "          for verb in ('validate', 'test', 'predict')]\n"
         "codes += [main(['fit', *words, 'run_dir=first', 'ckpt_path=last', 'max_steps=6'])]\n"
         "codes += [main(['fit', *words, 'module.fail_rank=0'])]\n"
@@ -94,7 +93,7 @@ def test_every_verb_with_one_process(conf: Path) -> None:
     assert json.loads(last) == [[0, 0, 0, 0, 0, 1], "api", ["loss"]]
     # A failing run in this process shows its own traceback.
     assert "ValueError: boom in rank 0" in done.stderr
-    assert "going on from first/checkpoints/epoch=0-step=4.ckpt" in done.stdout
+    assert "going on from first/checkpoints/step=4" in done.stdout
     _check_first_run()
     assert "test_loss" in Path("test/metrics.csv").read_text()
     import torch  # here, so that the other tests of this file stay light
@@ -109,7 +108,7 @@ def _check_first_run() -> None:
     assert {"config.yaml", "config.1.yaml", "metrics.csv", "metrics.1.csv", "checkpoints", "logs"} <= names
     assert OmegaConf.load("first/config.1.yaml").max_steps == 4  # type: ignore[union-attr]
     assert OmegaConf.load("first/config.yaml").max_steps == 6  # type: ignore[union-attr]
-    assert os.readlink("first/checkpoints/last.ckpt").endswith("epoch=0-step=6.ckpt")
+    assert [path.name for path in Path("first/checkpoints").iterdir()] == ["step=6"]
     assert "max_steps=6" in Path("first/logs/rank_0.log").read_text()
 
 
@@ -140,4 +139,4 @@ def test_multirun_goes_on_after_a_failing_job(conf: Path) -> None:
     assert "1 of 2 jobs ended well" in done.stdout
     assert "failed: job 1 (module.fail_rank=0)" in done.stdout
     [sweep] = Path("multirun").iterdir()
-    assert (sweep / "1_module.fail_rank=-1/checkpoints/last.ckpt").exists()
+    assert (sweep / "1_module.fail_rank=-1/checkpoints/step=4/manifest.json").exists()

@@ -160,7 +160,7 @@ def test_precision_is_chosen_by_its_name(conf: Path, precision: str) -> None:
         (["ckpt_path=nowhere.ckpt"], ["ckpt_path=nowhere.ckpt", "no such file"]),
         (["ckpt_path=last"], ["ckpt_path=last", "runs/mine/", "leave ckpt_path out"]),
         (["ckpt_path=last", "run_dir=here"], ["ckpt_path=last", "here/checkpoints"]),
-        (["ckpt_path=http://somewhere/a.ckpt"], ["ckpt_path=http://somewhere/a.ckpt", "only local paths"]),
+        (["ckpt_path=http://somewhere/a"], ["ckpt_path=http://somewhere/a", "only single files", "fetch the folder"]),
         (["launch=torchrun"], ["launch=torchrun", "torchrun --nproc-per-node", "launch=local"]),
         (["strategy=ddp", "nodes=2"], ["nodes=2", "torchrun --nnodes=2"]),
         (["launch.port=99999"], ["launch.port=99999", "65535"]),

@@ -214,7 +214,7 @@ def test_two_ranks_and_the_ways_they_fail(conf: Path) -> None:
         "go('raise', 'module.fail_rank=1')\n"
         "go('kill', 'module.fail_rank=1', 'module.how=kill')\n"
         "go('exit', 'module.fail_rank=0', 'module.how=exit')\n"
-        "go('predict', 'ckpt_path=good/checkpoints/last.ckpt', verb='predict')\n"
+        "go('predict', 'ckpt_path=good/checkpoints/step=4', verb='predict')\n"
     )
     started = time.monotonic()
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment(), timeout=150)
@@ -316,7 +316,7 @@ def test_torchrun_starts_the_ranks_and_rank_0_decides(conf: Path, tmp_path: Path
     assert done.returncode == 0, done.stdout
     [run_dir] = Path("runs/mine").iterdir()
     assert {path.name for path in (run_dir / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
-    assert (run_dir / "checkpoints/last.ckpt").exists()
+    assert (run_dir / "checkpoints/step=4/manifest.json").exists()
 
 
 def test_the_fork_server_has_one_thread_when_it_forks() -> None:

@@ -1,0 +1,45 @@
+"""Checkpoints of a few bytes, and ways to damage them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.checkpoint.parts import TensorParts
+from trainwright.checkpoint.save import Content, write
+
+RANK_FILE = "rank_00000.safetensors"
+
+
+def write_checkpoint(path: Path | str, step: int = 1, tensors: int = 2, **about: Any) -> str:
+    """A checkpoint as one rank writes it.
+
+    Args:
+        path: of its folder.
+        step: that its manifest tells.
+        tensors: how many it holds, of four elements each.
+        **about: what else its manifest tells.
+    """
+    content = Content(
+        tree={"global_step": step},
+        tensors={f"weights/layer.{i}": TensorParts.whole(torch.full((2, 2), float(i + step))) for i in range(tensors)},
+        about={"kind": "run state", "step": step, "epoch": 0, "world_size": 1, "data_ranks": 1, **about},
+    )
+    write(content, str(path))
+    return str(path)
+
+
+def flip_bit(path: Path | str, file: str = RANK_FILE, at: int = -1) -> None:
+    """Change one bit of a file; its size stays."""
+    target = Path(path) / file
+    data = bytearray(target.read_bytes())
+    data[at] ^= 1
+    target.write_bytes(data)
+
+
+def cut_short(path: Path | str, file: str = RANK_FILE) -> None:
+    """Leave out the last byte of a file."""
+    target = Path(path) / file
+    target.write_bytes(target.read_bytes()[:-1])

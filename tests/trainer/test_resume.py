@@ -1,0 +1,196 @@
+"""`ckpt_path="last"` and `"auto"`: the newest checkpoint that is good, on every rank alike."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.trainer.checkpoints import RANK_FILE, cut_short, flip_bit, write_checkpoint
+from trainwright import RunStateCheckpoint, Trainer
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.trainer.resume import look_in
+
+STRATEGIES = [("single", 1), ("ddp", 2), ("zero3", 2)]
+LAST, AUTO = "last", "auto"
+
+
+class Small(pl.LightningModule):
+    """Remembers the step at which training begins."""
+
+    began = -1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.began < 0:
+            self.began = self.trainer.global_step
+        return self.layer(batch[0]).pow(2).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("norm", self.layer.weight.norm())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 0.1)
+
+
+def trainer_of(strategy: str, folder: Path, max_steps: int, **options: Any) -> Trainer:
+    import torch.distributed as dist
+
+    devices = dist.get_world_size() if dist.is_initialized() else 1
+    saver = RunStateCheckpoint(str(folder), every_n_steps=1, keep_last=10)
+    return Trainer(
+        strategy=strategy,
+        devices=devices,
+        accelerator="cpu",
+        max_steps=max_steps,
+        max_epochs=-1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"callbacks": [saver], **options},
+    )
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(64.0).view(16, 4)), batch_size=2)
+
+
+def fit(strategy: str, folder: Path, max_steps: int, ckpt_path: str | None = None) -> dict[str, Any]:
+    """Train; returns the step it began at, where it went on from, what it warned of, or how it failed."""
+    module, trainer = Small(), trainer_of(strategy, folder, max_steps)
+    error = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, loader(), ckpt_path=ckpt_path)
+        except CheckpointError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    warned = [str(each.message) for each in caught if str(each.message).startswith("ckpt_path=")]
+    return {"began": module.began, "from": trainer.ckpt_path, "warned": warned, "error": error}
+
+
+@pytest.mark.parametrize(("strategy", "count"), STRATEGIES)
+@pytest.mark.parametrize("word", [LAST, AUTO])
+def test_the_newest_good_one(ranks, tmp_path, strategy, count, word):
+    ranks(fit, count, strategy, tmp_path, 4)
+    flip_bit(tmp_path / "step=4", f"rank_{count - 1:05d}.safetensors")
+    cut_short(tmp_path / "step=3", "state.json")
+    results = ranks(fit, count, strategy, tmp_path, 5, word)
+    assert [result["began"] for result in results] == [2] * count
+    assert {result["from"] for result in results} == {str(tmp_path / "step=2")}
+    damaged, truncated = results[0]["warned"]
+    assert f"step=4: rank_{count - 1:05d}.safetensors (written by rank {count - 1}): changed content" in damaged
+    assert "step=3: state.json (written by rank 0): truncated" in truncated
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_good_one(ranks, tmp_path, count):
+    strategy = "single" if count == 1 else "ddp"
+    ranks(fit, count, strategy, tmp_path, 2)
+    for step in (1, 2):
+        flip_bit(tmp_path / f"step={step}", "tensors.json", at=9)
+    for result in ranks(fit, count, strategy, tmp_path, 3, LAST):
+        assert result["began"] == -1
+        assert "there is no good checkpoint; passed over" in result["error"]
+        assert "tensors.json (written by rank 0)" in result["error"]
+    results = ranks(fit, count, strategy, tmp_path, 3, AUTO)
+    assert [result["began"] for result in results] == [0] * count
+    assert "starting afresh" in results[0]["warned"][-1]
+    assert {result["from"] for result in results} == {None}
+
+
+@pytest.mark.parametrize("word", [LAST, AUTO])
+def test_none_at_all(ranks, tmp_path, word):
+    [result] = ranks(fit, 1, "single", tmp_path, 1, word)
+    assert result["began"] == 0
+    # As in Lightning, "last" may be set before there is one; "auto" says by its name that this is as it should be.
+    assert len(result["warned"]) == (word == LAST)
+
+
+@pytest.mark.parametrize(("strategy", "count"), STRATEGIES)
+def test_a_path_is_not_replaced_by_another(ranks, tmp_path, strategy, count):
+    ranks(fit, count, strategy, tmp_path, 2)
+    flip_bit(tmp_path / "step=2")
+    for result in ranks(fit, count, strategy, tmp_path, 3, str(tmp_path / "step=2")):
+        assert result["error"].startswith("DamagedCheckpoint")
+        assert f"{RANK_FILE} (written by rank 0)" in result["error"]
+        assert result["began"] == -1
+
+
+def test_weights_alone_are_not_gone_on_from(tmp_path):
+    fit("single", tmp_path, 1)
+    write_checkpoint(tmp_path / "weights", 5, kind="weights")
+    result = fit("single", tmp_path, 2, AUTO)
+    assert result["began"] == 1
+    assert "holds weights alone" in result["warned"][0]
+
+
+def test_measuring_the_last(tmp_path):
+    fit("single", tmp_path, 3)
+    norms = []
+    for path in (str(tmp_path / "step=2"), LAST):
+        trainer = trainer_of("single", tmp_path, 1)
+        norms.append(trainer.validate(Small(), loader(), ckpt_path=path, verbose=False)[0]["norm"])
+        flip_bit(tmp_path / "step=3")  # after the first: the last is then the one that was measured
+    assert norms[0] == norms[1]
+
+
+def test_other_folders(tmp_path):
+    fit("single", tmp_path / "old", 3)
+    fit("single", tmp_path / "older", 6)
+    module, trainer = Small(), trainer_of("single", tmp_path / "new", 4)
+    look_in(trainer, [str(tmp_path / "empty"), str(tmp_path / "old"), str(tmp_path / "older")])
+    trainer.fit(module, loader(), ckpt_path=LAST)
+    assert module.began == 3
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"step=4"}
+
+
+def test_what_lightnings_callback_saves(tmp_path):
+    """Folders under our strategies, so a damaged one is found as well."""
+    saver = ModelCheckpoint(str(tmp_path), "{step}", every_n_train_steps=1, save_top_k=-1, save_last=True)
+    trainer_of("single", tmp_path, 3, callbacks=[saver]).fit(Small(), loader())
+    flip_bit(tmp_path / "last.ckpt")
+    saver = ModelCheckpoint(str(tmp_path), save_last=True)
+    module, trainer = Small(), trainer_of("single", tmp_path, 4, callbacks=[saver])
+    with pytest.raises(CheckpointError, match="no good checkpoint.*\n.*last.ckpt: rank_00000"):
+        trainer.fit(module, loader(), ckpt_path=LAST)
+    assert module.began == -1
+
+
+def fit_from_file(strategy: str, folder: Path, weights_only: bool | None) -> str:
+    """Go on from a file of Lightning's that holds an object; returns the error, or the step that training began at."""
+    module, trainer = Small(), trainer_of(strategy, folder, 3, callbacks=[], enable_checkpointing=False)
+    try:
+        trainer.fit(module, loader(), ckpt_path=str(folder / "file.ckpt"), weights_only=weights_only)
+    except CheckpointError as error:
+        return str(error)
+    return f"began at {module.began}"
+
+
+@pytest.mark.parametrize(("strategy", "count"), STRATEGIES)
+def test_a_file_is_trusted_only_when_told(ranks, tmp_path, strategy, count):
+    """Also by strategies that restore late, for which Lightning forgets `weights_only`."""
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=2, **quiet)
+    trainer.fit(Small(), loader())
+    trainer.save_checkpoint(tmp_path / "file.ckpt")
+    saved = torch.load(tmp_path / "file.ckpt", weights_only=True)
+    torch.save({**saved, "an object": Path("x")}, tmp_path / "file.ckpt")
+    for weights_only in (None, True):
+        for error in ranks(fit_from_file, count, strategy, tmp_path, weights_only):
+            assert "trust=true" in error
+    assert ranks(fit_from_file, count, strategy, tmp_path, False) == ["began at 2"] * count

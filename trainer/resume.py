@@ -1,0 +1,161 @@
+"""Which checkpoint a run goes on from, when it is not told: `ckpt_path="last"` and `ckpt_path="auto"`.
+
+Lightning takes the file that was written last, whatever is in it. Here the ranks hold the contents of the newest
+checkpoint against its manifest, as the strategy does with every checkpoint before anything of it is used, and go to the
+next older one, with a warning that names the file and the rank that wrote it, until they have a good one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from trainwright.callbacks.run_state import RunStateCheckpoint
+from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from trainwright.checkpoint.storage import join_path
+from trainwright.trainer.candidates import AUTO, LAST, Candidate, candidate_at, candidates_of, newest_first
+from trainwright.trainer.run_directory import CHECKPOINTS
+
+if TYPE_CHECKING:
+    from trainwright.trainer.trainer import Trainer
+
+T = TypeVar("T")
+
+
+def look_in(trainer: Trainer, folders: Sequence[str]) -> None:
+    """Let `ckpt_path="last"` and `"auto"` mean the checkpoints of other folders than those that the trainer saves in.
+
+    Args:
+        trainer: that will run.
+        folders: local or of a store; what the first one holds is taken before what the others hold.
+    """
+    trainer._checkpoint_connector.folders = tuple(folders)
+
+
+class ResumeConnector(_CheckpointConnector):
+    """Chooses the checkpoint once the ranks can talk to each other; Lightning chooses before.
+
+    Attributes:
+        folders: where to look, the first folder first; empty: where the callbacks of the trainer save.
+        weights_only: as given to ``fit`` and its like; Lightning forgets it for strategies that restore late.
+    """
+
+    trainer: Trainer
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self.folders: Sequence[str] = ()
+        self.weights_only: bool | None = None
+
+    def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
+        if ckpt_path in (LAST, AUTO):
+            return ckpt_path
+        return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
+
+    def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        """Load the checkpoint, after choosing it where it is not given.
+
+        Raises:
+            CheckpointError: if there are checkpoints, but no good one (``"last"`` only: ``"auto"`` starts afresh).
+        """
+        weights_only = self.weights_only if weights_only is None else weights_only
+        if checkpoint_path in (LAST, AUTO):
+            self._load_newest_good(str(checkpoint_path), weights_only)
+        else:
+            super().resume_start(checkpoint_path, weights_only)
+
+    # ---- choosing -----------------------------------------------------------------------------------------------
+
+    def _load_newest_good(self, word: str, weights_only: bool | None) -> None:
+        passed_over = []
+        for candidate in self._agreed(self._candidates):
+            problem = self._problem(candidate, weights_only)
+            if problem is None:
+                rank_zero_info(f"ckpt_path={word!r}: going on from {candidate.path}")
+                return
+            passed_over.append(f"{candidate.path}: {problem}")
+            rank_zero_warn(f"ckpt_path={word!r}: passed over {passed_over[-1]}")
+        self._start_afresh(word, passed_over)
+
+    def _problem(self, candidate: Candidate, weights_only: bool | None) -> str | None:
+        """Why a checkpoint was not loaded, the same on every rank; ``None``: it was."""
+        for_fit = self.trainer.state.fn == TrainerFn.FITTING
+        problem = self._agreed(partial(candidate.problem, for_fit=for_fit))
+        if problem is not None:
+            return problem
+        try:
+            super().resume_start(candidate.path, weights_only)
+        except DamagedCheckpoint as error:
+            return "; ".join(error.problems)
+        return None
+
+    def _start_afresh(self, word: str, passed_over: Sequence[str]) -> None:
+        if passed_over and word == LAST:
+            raise CheckpointError(
+                f"ckpt_path={word!r}: there is no good checkpoint; passed over:\n  " + "\n  ".join(passed_over) + "\n"
+                "Give the path of another one, or leave ckpt_path out (or say 'auto') to start afresh."
+            )
+        super().resume_start(None)
+        where = ", ".join(self._folders()) or "no callback saves any"
+        text = f"ckpt_path={word!r}: there is no {'good ' if passed_over else ''}checkpoint ({where}); starting afresh."
+        if passed_over or word == LAST:
+            rank_zero_warn(text)
+        else:
+            rank_zero_info(text)
+
+    def _candidates(self) -> list[Candidate]:
+        """Newest first; those of several folders in the order of the folders."""
+        if self.folders:
+            return list(candidates_of(self.folders))
+        found = {os.path.realpath(each.path): each for each in candidates_of(self._folders())}
+        for candidate in self._candidates_of_lightning():
+            found.setdefault(os.path.realpath(candidate.path), candidate)
+        return newest_first(found.values())
+
+    def _folders(self) -> list[str]:
+        if self.folders:
+            return list(self.folders)
+        callbacks = [each for each in self.trainer.checkpoint_callbacks if isinstance(each, RunStateCheckpoint)]
+        beside = join_path(str(self.trainer.default_root_dir), CHECKPOINTS)
+        return list(dict.fromkeys(callback.dirpath or beside for callback in callbacks))
+
+    def _candidates_of_lightning(self) -> Iterator[Candidate]:
+        """What Lightning would choose from."""
+        trainer: Any = self.trainer
+        savers = [each for each in trainer.callbacks if isinstance(each, OnExceptionCheckpoint)]
+        paths = {str(each.ckpt_path) for each in savers}
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                paths |= set(map(str, callback._find_last_checkpoints(trainer)))
+        for path in sorted(filter(None, paths)):
+            store = get_filesystem(path)
+            if store.exists(path):
+                yield candidate_at(path, store.modified(path))
+
+    # ---- agreeing -----------------------------------------------------------------------------------------------
+
+    def _agreed(self, compute: Callable[[], T]) -> T:
+        """What the first rank finds, on every rank: another one may see a folder a moment later."""
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return compute()
+        group = self.trainer.agreement_group()
+        answer: list[Any] = [None, None]
+        if dist.get_rank(group) == 0:
+            try:
+                answer[0] = compute()
+            except (CheckpointError, OSError) as error:
+                answer[1] = str(error)
+        dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
+        if answer[1] is not None:
+            raise CheckpointError(answer[1])
+        return answer[0]  # type: ignore[no-any-return]
