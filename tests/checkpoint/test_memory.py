@@ -182,8 +182,7 @@ def test_an_impossible_distance_is_refused():
 
 def default_distance(local):
     os.environ["LOCAL_WORLD_SIZE"] = str(local)
-    copies = NeighbourCopies(new_group)
-    return copies._connect().distance
+    return NeighbourCopies(lambda: dist.group.WORLD)._connect().distance
 
 
 @pytest.mark.parametrize(("local", "distance"), [(2, 2), (4, 1), (1, 1)])
