@@ -1,0 +1,184 @@
+"""Files of other tools as a checkpoint of this package: safetensors, Hugging Face, Lightning, torch, DeepSpeed.
+
+Files are mapped into memory or read tensor by tensor, so a model larger than this machine's memory is imported too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trainwright.checkpoint.deepspeed import is_deepspeed
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.import_deepspeed import of_deepspeed
+from trainwright.checkpoint.imported import Encoder, StreamedTensor, about, reference
+from trainwright.checkpoint.lightning_file import with_cursors
+from trainwright.checkpoint.ordinary import load_ordinary
+from trainwright.checkpoint.paths import join_path, local_path
+from trainwright.checkpoint.records import MANIFEST
+from trainwright.checkpoint.safetensors_folder import SafetensorsFolder
+from trainwright.checkpoint.save import Content, write
+from trainwright.checkpoint.storage import Folder
+
+WEIGHTS = "state_dict"
+# Keys under which tools put a model's weights in a file that holds more.
+_NESTED = (WEIGHTS, "model_state_dict", "model", "module")
+_LIGHTNING = "pytorch-lightning_version"
+_KINDS = (
+    "a .safetensors file or a folder of them, a Hugging Face folder, a Lightning .ckpt file, a torch file with "
+    "{name: tensor}, or a folder of DeepSpeed"
+)
+
+
+def import_checkpoint(source: str, to: str | Path, *, trust: bool = False, overwrite: bool = False) -> Path | str:
+    """Make a checkpoint of this package from another tool's file or folder, which stays as it is.
+
+    Weights keep their names. A Lightning ``.ckpt`` keeps everything, and DeepSpeed's folder its optimizer: the run goes
+    on from these with ``ckpt_path=<to>``. Of the other kinds there are weights alone: begin from them with
+    ``init_from=<to>``.
+
+    Args:
+        source: a ``.safetensors`` file or a folder of them (a ``config.json`` beside them is kept), a Lightning
+            ``.ckpt``, a torch file with ``{name: tensor}``, or a folder of DeepSpeed; local or any fsspec path that is
+            not a web address.
+        to: folder of the checkpoint to be, local or any fsspec path.
+        trust: read files whose objects run code when they are read. Off: refuse them. DeepSpeed's are read as data
+            either way.
+        overwrite: replace a checkpoint that is there; off: refuse if ``to`` exists.
+
+    Returns:
+        The checkpoint's path: a :class:`~pathlib.Path`, or a text if ``to`` is not on this machine.
+
+    Raises:
+        CheckpointError: if ``source`` is none of these, cannot be read, would need ``trust``, or holds what a
+            checkpoint cannot.
+    """
+    source, target = os.fspath(source), os.fspath(to)
+    if source.startswith(("http://", "https://")):
+        raise CheckpointError(f"{source} lies on a web server: download it first, then import the local file.")
+    taken = Folder(target)
+    if not overwrite and (taken.exists() or taken.is_file()):
+        raise CheckpointError(f"{target} exists already. Give another path, or overwrite=True (--overwrite).")
+    write(_content(source, trust), target)
+    return target if "://" in target else Path(local_path(target))
+
+
+def _content(source: str, trust: bool) -> Content:
+    folder = Folder(source)
+    if folder.is_file():
+        return _of_safetensors(source) if source.endswith(".safetensors") else _of_torch_file(source, trust)
+    if not folder.exists():
+        raise CheckpointError(f"{source} does not exist. Give {_KINDS}.")
+    names = folder.names()
+    if MANIFEST in names:
+        raise CheckpointError(f"{source} is a checkpoint of Trainwright already; copy it, or export it.")
+    if any(name.endswith(".safetensors") for name in names):
+        return _of_safetensors(source)
+    return _of_folder(source, names, trust)
+
+
+def _of_folder(source: str, names: Sequence[str], trust: bool) -> Content:
+    if is_deepspeed(source):
+        return of_deepspeed(source)
+    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if pickled:
+        raise CheckpointError(f"{source} is a folder with {', '.join(sorted(pickled)[:5])}; give one file of it.")
+    # A folder of torch.distributed.checkpoint: what must be said about it is said there.
+    return _of_torch_file(source, trust)
+
+
+# ---- safetensors and Hugging Face -----------------------------------------------------------------------------------
+
+
+def _of_safetensors(source: str) -> Content:
+    tensors = SafetensorsFolder(source)
+    keys = list(tensors.keys())
+    state = {key: reference(f"weights/{key}") for key in keys}
+    facts = _hugging_face(tensors)
+    streamed = {
+        f"weights/{key}": StreamedTensor(tensors.shape(key), tensors.dtype(key), partial(tensors.read, key))
+        for key in keys
+    }
+    told = about("weights") | ({} if facts is None else {"hugging_face": [facts]})
+    return Content({WEIGHTS: state, "epoch": 0, "global_step": 0}, streamed, told)
+
+
+def _hugging_face(tensors: SafetensorsFolder) -> dict[str, Any] | None:
+    """What the files beside the weights say of a Hugging Face model; see :mod:`.hugging_face`."""
+    config = _json_beside(tensors, "config.json")
+    architectures = config.get("architectures") if config else None
+    if not config or not isinstance(architectures, list) or not architectures:
+        return None
+    return {
+        "prefix": "",
+        "class": str(architectures[0]),
+        "config": config,
+        "generation_config": _json_beside(tensors, "generation_config.json"),
+        "tied": [],
+        "dtype": config.get("dtype") or config.get("torch_dtype"),
+    }
+
+
+def _json_beside(tensors: SafetensorsFolder, name: str) -> dict[str, Any] | None:
+    folder = tensors.folder
+    if name not in folder.names():
+        return None
+    try:
+        content = json.loads(folder.read(name))
+    except ValueError as error:
+        raise CheckpointError(f"{join_path(folder.path, name)} is not JSON: {error}.") from error
+    return content if isinstance(content, dict) else None
+
+
+# ---- Lightning and torch --------------------------------------------------------------------------------------------
+
+
+def _of_torch_file(source: str, trust: bool) -> Content:
+    loaded = load_ordinary(source, trust=trust)
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(f"{source} holds a {type(loaded).__name__}, not a mapping of tensors. Give {_KINDS}.")
+    if isinstance(loaded.get(WEIGHTS), Mapping) and _LIGHTNING in loaded:
+        return _of_lightning(loaded)
+    weights = _weights_of(loaded, source)
+    encoder = Encoder()
+    tree = {WEIGHTS: encoder.weights(weights, "weights"), "epoch": 0, "global_step": 0}
+    return Content(tree, encoder.tensors, about("weights"))
+
+
+def _of_lightning(loaded: Mapping[str, Any]) -> Content:
+    encoder = Encoder()
+    tree = {key: encoder.entry(key, value) for key, value in with_cursors(loaded).items()}
+    kind = "run state" if "optimizer_states" in loaded else "weights"
+    told = about(kind, loaded.get("global_step", 0), loaded.get("epoch", 0))
+    told["versions"]["lightning"] = str(loaded[_LIGHTNING])
+    return Content(tree, encoder.tensors, told)
+
+
+def _weights_of(loaded: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    if loaded and all(isinstance(value, Tensor) for value in loaded.values()):
+        return loaded
+    nested = [key for key in _NESTED if isinstance(loaded.get(key), Mapping) and _has_tensors(loaded[key])]
+    if not nested:
+        kinds = sorted({type(value).__name__ for value in loaded.values()})
+        raise CheckpointError(
+            f"{source} holds no weights that are found: values of the kinds {', '.join(kinds) or 'none'} under "
+            f"{', '.join(map(str, list(loaded)[:8]))}. Save {{name: tensor}} with torch.save, and import that."
+        )
+    others = [str(key) for key in loaded if key != nested[0]]
+    if others:
+        warnings.warn(
+            f"Of {source} the weights under {nested[0]!r} are imported; left out: {', '.join(others)}.", stacklevel=2
+        )
+    weights: Mapping[str, Any] = loaded[nested[0]]
+    return weights
+
+
+def _has_tensors(values: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Tensor) for value in values.values())
