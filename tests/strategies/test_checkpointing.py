@@ -1,0 +1,373 @@
+"""Checkpoints as users meet them: ModelCheckpoint, Trainer(ckpt_path=...), save_checkpoint, load_from_checkpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.parity.harness import make_trainer
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.run_state import RunState, StoredTensor
+
+WIDTH = 8
+TWO = [("ddp", {}), ("zero1", {}), ("zero3", {}), ("hybrid", {"tensor": 2, "shard": 1})]
+
+
+class Net(pl.LightningModule):
+    """Dropout, a running statistic, a tied weight, a scalar and a frozen parameter."""
+
+    def __init__(self, hidden: int = 16, dropout: float = 0.5, extra: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.embed = nn.Linear(WIDTH, hidden, bias=False)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(hidden, hidden), nn.Dropout(dropout)) for _ in range(2)])
+        self.norm = nn.BatchNorm1d(hidden)
+        self.tied = nn.Linear(WIDTH, hidden, bias=False)
+        self.tied.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.frozen = nn.Parameter(torch.randn(3, 2), requires_grad=False)
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.norm(hidden) * self.scale + self.tied(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self(batch).pow(2).mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self(batch).pow(2).mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def data(batch_size: int = 4) -> DataLoader[Any]:
+    return DataLoader(torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1)), batch_size=batch_size)
+
+
+def trainer_of(strategy: str = "single", options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    return make_trainer(strategy, options, **{"max_steps": 2, "max_epochs": -1, **kwargs})
+
+
+def saved(path: Path, module: pl.LightningModule | None = None, **kwargs: Any) -> Any:
+    trainer = trainer_of(**kwargs)
+    trainer.fit(module or Net(), data())
+    trainer.save_checkpoint(path)
+    return trainer
+
+
+# ---- what is in it --------------------------------------------------------------------------------------------------
+
+
+def test_what_a_checkpoint_holds(tmp_path):
+    trainer = saved(tmp_path / "x.ckpt")
+    state = RunState.open(str(tmp_path / "x.ckpt"))
+    module = trainer.lightning_module
+    assert sorted(path.name for path in (tmp_path / "x.ckpt").iterdir()) == [
+        "manifest.json",
+        "rank_00000.safetensors",
+        "state.json",
+        "tensors.json",
+    ]
+    tree = state.tree
+    assert list(tree["state_dict"]) == list(module.state_dict())
+    for name, value in module.state_dict().items():
+        assert torch.equal(tree["state_dict"][name].whole(), value), name
+    # A tied weight is kept once.
+    assert tree["state_dict"]["tied.weight"].key == tree["state_dict"]["embed.weight"].key == "weights/embed.weight"
+    assert tree["optimizer_states"][0]["state"].keys() == {
+        name for name, parameter in module.named_parameters() if parameter.requires_grad
+    }
+    assert state.about["kind"] == "run state"
+    assert (state.about["step"], state.about["strategy"], state.about["world_size"]) == (2, "single", 1)
+    assert {"torch", "lightning", "trainwright", "python"} == state.about["versions"].keys()
+
+
+def save_on_two(strategy: str, options: dict[str, Any], path: str) -> None:
+    saved(Path(path), strategy=strategy, options=options)
+
+
+@pytest.mark.parametrize(("strategy", "options"), TWO)
+def test_the_ranks_share_the_writing_and_nothing_is_written_twice(ranks, tmp_path, strategy, options):
+    saved(tmp_path / "alone.ckpt")
+    ranks(save_on_two, 2, strategy, options, str(tmp_path / "two.ckpt"))
+    alone, two = (RunState.open(str(tmp_path / name)) for name in ("alone.ckpt", "two.ckpt"))
+    shared = {key for key in alone.keys() if not key.startswith("rank/")}  # noqa: SIM118 - a source is no dict
+    assert {key for key in two.keys() if not key.startswith("rank/")} == shared  # noqa: SIM118
+    written: Counter[int] = Counter()
+    for key in shared:
+        assert two.shape(key) == alone.shape(key)
+        for box in two.stored[key].boxes:
+            written[two.manifest.files[box.file].rank] += box_bytes(two, key, box.sizes)
+    total = sum(box_bytes(alone, key, alone.shape(key)) for key in shared)
+    assert sum(written.values()) == total
+    assert max(written.values()) < 0.62 * total
+
+
+def box_bytes(state: RunState, key: str, sizes: tuple[int, ...]) -> int:
+    return torch.Size(sizes).numel() * state.dtype(key).itemsize
+
+
+def read_on_two(path: str) -> int:
+    """Bytes of weights and optimizer state that this rank reads from files to go on under ZeRO-3."""
+    count = 0
+    read = RunState._read_box
+
+    def counting(self: RunState, file: str, name: str, offsets: Any, sizes: Any) -> Tensor:
+        nonlocal count
+        box = read(self, file, name, offsets, sizes)
+        count += 0 if name.startswith("rank/") else box.numel() * box.element_size()
+        return box
+
+    RunState._read_box = counting  # type: ignore[method-assign]
+    try:
+        trainer_of("zero3", max_steps=3).fit(Net(), data(2), ckpt_path=path)
+    finally:
+        RunState._read_box = read  # type: ignore[method-assign]
+    return count
+
+
+def test_a_rank_reads_only_what_it_keeps(ranks, tmp_path):
+    saved(tmp_path / "x.ckpt")
+    state = RunState.open(str(tmp_path / "x.ckpt"))
+    total = sum(box_bytes(state, key, state.shape(key)) for key in state.stored if not key.startswith("rank/"))
+    for count in ranks(read_on_two, 2, str(tmp_path / "x.ckpt")):
+        assert count < 0.62 * total
+
+
+# ---- going on -------------------------------------------------------------------------------------------------------
+
+
+def fit_and_go_on(strategy: str, options: dict[str, Any], folder: str, step: int) -> tuple[Any, ...]:
+    torch.manual_seed(5)
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=step, save_top_k=-1)
+    whole = Net()
+    trainer_of(strategy, options, max_steps=12, callbacks=[saver], enable_checkpointing=True).fit(whole, data())
+    torch.manual_seed(6)
+    again = Net()
+    trainer_of(strategy, options, max_steps=12).fit(again, data(), ckpt_path=f"{folder}/step={step}.ckpt")
+    buffers = [dict(module.named_buffers()) for module in (whole, again)]
+    equal = all(torch.equal(buffers[0][name], buffers[1][name]) for name in buffers[0])
+    return whole.losses[step:], again.losses, equal
+
+
+@pytest.mark.parametrize("step", [3, 4, 8])  # in mid-epoch and at its end, where a data rank reads 8 or 4 batches
+@pytest.mark.parametrize(("strategy", "options", "size"), [("single", {}, 1), *((*two, 2) for two in TWO)])
+def test_random_numbers_go_on_to_the_bit(ranks, tmp_path, strategy, options, size, step):
+    for expected, found, buffers in ranks(
+        fit_and_go_on, size, strategy, options, str(tmp_path), step, init_group=size > 1
+    ):
+        assert found == expected
+        assert buffers
+
+
+def numbers_after(strategy: str, path: str) -> list[float]:
+    """The first random numbers that each rank draws once training has gone on."""
+    trainer = trainer_of(strategy, max_steps=3)
+    numbers: list[float] = []
+
+    class Draws(Net):
+        def on_train_start(self) -> None:
+            numbers.append(torch.rand(()).item())
+
+    trainer.fit(Draws(), data(2), ckpt_path=path)
+    return numbers
+
+
+def test_new_data_ranks_draw_numbers_of_their_own(ranks, tmp_path):
+    saved(tmp_path / "x.ckpt")
+    drawn = [numbers[0] for numbers in ranks(numbers_after, 3, "ddp", str(tmp_path / "x.ckpt"))]
+    assert len(set(drawn)) == 3
+
+
+def test_weights_only(tmp_path):
+    trainer = trainer_of()
+    trainer.fit(Net(), data())
+    trainer.save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
+    state = RunState.open(str(tmp_path / "x.ckpt"))
+    assert state.about["kind"] == "weights"
+    assert "optimizer_states" not in state.tree
+    fresh = Net()
+    (metrics,) = trainer_of().validate(fresh, data(), ckpt_path=tmp_path / "x.ckpt", verbose=False)
+    (expected,) = trainer_of().validate(trainer.lightning_module, data(), verbose=False)
+    assert metrics == expected
+
+
+def test_load_from_checkpoint(tmp_path):
+    trainer = saved(tmp_path / "x.ckpt", Net(hidden=12, dropout=0.25))
+    found = Net.load_from_checkpoint(tmp_path / "x.ckpt")
+    assert (found.hparams.hidden, found.hparams.dropout) == (12, 0.25)
+    for name, value in trainer.lightning_module.state_dict().items():
+        assert torch.equal(found.state_dict()[name], value), name
+
+
+def test_hyper_parameters_that_are_no_plain_data_are_named_and_left_out(tmp_path):
+    with pytest.warns(UserWarning, match=r"extra \(Lock\)? ?.*left out|extra .*left out"):
+        saved(tmp_path / "x.ckpt", Net(extra=torch.nn.functional.relu))
+    found = Net.load_from_checkpoint(tmp_path / "x.ckpt", extra=1)
+    assert found.hparams.extra == 1
+
+
+class Sees(Net):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert not any(isinstance(value, StoredTensor) for value in checkpoint["state_dict"].values())
+        checkpoint["state_dict"]["scale"] = checkpoint["state_dict"]["scale"] * 0 + 7
+
+
+def test_a_module_may_change_what_is_loaded(tmp_path):
+    saved(tmp_path / "x.ckpt")
+    module = Sees()
+    trainer_of(max_steps=2).fit(module, data(), ckpt_path=tmp_path / "x.ckpt")
+    assert module.scale.item() == 7
+
+
+class Converts(Net):
+    """Its tensors were called otherwise in the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(self.rename)
+
+    @staticmethod
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state["scale"] = state.pop("scale") + 1
+
+
+def test_hooks_of_load_state_dict_are_heard(tmp_path):
+    trainer = saved(tmp_path / "x.ckpt")
+    module = Converts()
+    trainer_of(max_steps=2).fit(module, data(), ckpt_path=tmp_path / "x.ckpt")
+    assert module.scale.item() == trainer.lightning_module.scale.item() + 1
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+class Other(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
+        self.tail = nn.ModuleList([nn.Linear(2, 2) for _ in range(20)])
+
+
+def test_another_model_is_refused_with_all_that_differs(tmp_path):
+    saved(tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError) as error:
+        trainer_of().fit(Other(), data(), ckpt_path=tmp_path / "x.ckpt")
+    text = str(error.value)
+    assert "40 tensor(s) missing: tail.0.weight" in text
+    assert "and 32 more" in text
+    assert "5 tensor(s) unexpected: norm.bias" in text
+    assert "strict=false" in text
+    with pytest.raises(
+        CheckpointError, match=r"shape: embed.weight: saved \(16, 8\), the module has \(6, 8\)"
+    ):
+        trainer_of().fit(Net(hidden=6), data(), ckpt_path=tmp_path / "x.ckpt")
+
+
+def test_what_fits_is_loaded_when_that_is_asked_for(tmp_path):
+    trainer = saved(tmp_path / "x.ckpt")
+    module = Other()
+    module.strict_loading = False
+    with pytest.warns(UserWarning, match="was loaded in part: 40 tensor"):
+        trainer_of().validate(module, data(), ckpt_path=tmp_path / "x.ckpt", verbose=False)
+    assert torch.equal(module.embed.weight, trainer.lightning_module.embed.weight)
+
+
+class TwoGroups(Net):
+    def configure_optimizers(self) -> Any:
+        own = [p for name, p in self.named_parameters() if name != "scale"]
+        return torch.optim.AdamW([{"params": own}, {"params": [self.scale], "lr": 0.1}])
+
+
+class LessTrained(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for name, p in self.named_parameters() if name != "scale"])
+
+
+class TwoOptimizers(Net):
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.embed.parameters()), torch.optim.SGD([self.scale])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (TwoGroups, "1 parameter group.*this one has 2"),
+        (LessTrained, "group 0.*unexpected: scale"),
+        (TwoOptimizers, "holds 1 optimizer.*made 2"),
+    ],
+)
+def test_other_optimizers_are_refused(tmp_path, kind, text):
+    saved(tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError, match=text):
+        trainer_of().fit(kind(), data(), ckpt_path=tmp_path / "x.ckpt")
+
+
+def test_options_that_nobody_would_read_are_refused(tmp_path):
+    trainer = trainer_of()
+    trainer.fit(Net(), data())
+    with pytest.raises(TypeError, match="storage_options"):
+        trainer.save_checkpoint(tmp_path / "x.ckpt", storage_options={"a": 1})
+    assert list(tmp_path.glob("*.ckpt")) == []
+
+
+class Holds(pl.Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"why": object()}
+
+
+def test_a_callback_that_holds_no_plain_data_is_named(tmp_path):
+    trainer = trainer_of(callbacks=[Holds()])
+    trainer.fit(Net(), data())
+    with pytest.raises(CheckpointError, match="callbacks/Holds/why is a builtins.object"):
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert list(tmp_path.glob("*.ckpt")) == []
+
+
+# ---- in Lightning's own Trainer -------------------------------------------------------------------------------------
+
+
+def test_in_a_plain_trainer(tmp_path):
+    from trainwright.strategies.single import SingleDeviceStrategy
+
+    def trainer(**kwargs: Any) -> pl.Trainer:
+        return pl.Trainer(
+            strategy=SingleDeviceStrategy(),
+            accelerator="cpu",
+            devices=1,
+            max_steps=kwargs.pop("steps"),
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **kwargs,
+        )
+
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1, save_last="link")
+    torch.manual_seed(1)
+    whole = Net()
+    trainer(steps=12, callbacks=[saver]).fit(whole, data())
+    assert (tmp_path / "last.ckpt").is_symlink()
+    again = Net()
+    trainer(steps=12, enable_checkpointing=False).fit(again, data(), ckpt_path=tmp_path / "step=8.ckpt")
+    assert again.losses == whole.losses[8:]
+    best = ModelCheckpoint(tmp_path / "best", monitor="val_loss", save_top_k=1)
+    run = trainer(steps=24, callbacks=[best])
+    run.fit(Net(), data(), data())
+    assert len(list((tmp_path / "best").iterdir())) == 1
+    run.validate(ckpt_path="best", dataloaders=data(), verbose=False)
