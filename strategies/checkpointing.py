@@ -30,6 +30,7 @@ from trainwright.checkpoint.safetensors_folder import SafetensorsFolder
 from trainwright.checkpoint.save import Content, write
 from trainwright.checkpoint.source import TensorSource
 from trainwright.checkpoint.storage import remove
+from trainwright.checkpoint.weights import SavedWeights
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.random_state import random_state, set_random_state
 from trainwright.strategies.run_state import (
@@ -291,7 +292,8 @@ class RunStateStrategy(Strategy):
                 "Make the same ones, or begin from the weights alone with init_from=<the checkpoint>."
             )
         if not all(state.get("by_name") for state in states):
-            self._load_plain_optimizers(checkpoint)
+            # An imported file knows parameters by their position.
+            self._load_plain_optimizers({**checkpoint, OPTIMIZERS: materialised(states)})
             return
         for optimizer, state in zip(self.optimizers, states, strict=True):
             parts = optimizer_parts(optimizer, state, self.placement, self._name_of(), "the checkpoint")
@@ -310,15 +312,12 @@ class RunStateStrategy(Strategy):
         if self.init_from is None or module.trainer.ckpt_path is not None:
             return
         source: TensorSource
-        names: Mapping[str, str]
         if holds_run_state(self.init_from):
-            state = self.open_run_state(self.init_from)
-            source = state
-            names = {name: value.key for name, value in state.tree[WEIGHTS].items() if isinstance(value, StoredTensor)}
+            # By name as well: an imported one has the names of its origin.
+            source = SavedWeights(self.open_run_state(self.init_from))
         else:
             source = SafetensorsFolder(self.init_from)
-            names = {}
-        self.load_weights(source, names, strict=bool(module.strict_loading))
+        self.load_weights(source, {}, strict=bool(module.strict_loading))
 
     def load_weights(self, source: TensorSource, names: Mapping[str, str], strict: bool = True) -> None:
         """Read weights from ``source``; each rank what it holds.
