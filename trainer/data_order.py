@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +19,18 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.trainer.batch import Waves
+from trainwright.trainer.partition import (
+    Dealing,
+    HashPartition,
+    InOrder,
+    InQueues,
+    Partition,
+    RangePartition,
+    Read,
+    add_read,
+    as_indices,
+    what_is_left,
+)
 
 
 class EpochOrder:
@@ -26,7 +40,7 @@ class EpochOrder:
         sampler: the loader's own sampler. ``SequentialSampler`` stays sequential; a plain ``RandomSampler`` becomes a
             permutation drawn from ``seed + epoch``; any other is run on every rank under random number generators
             (torch, numpy, python) seeded by ``seed + epoch``.
-        seed: seed of the run; a generator given to a ``RandomSampler`` goes before it.
+        seed: seed of the run; that of a generator which the sampler was given goes before it.
     """
 
     def __init__(self, sampler: Iterable[int], seed: int) -> None:
@@ -34,10 +48,28 @@ class EpochOrder:
         self.seed = seed
         self.epoch = 0
         self._drawn: tuple[int, Sequence[int]] | None = None
+        self._seed_of: dict[int, int] = {}
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order comes next (0 is the first)."""
         self.epoch = epoch
+
+    @property
+    def order_seed(self) -> int | None:
+        """The seed by which this order is drawn; ``None`` if it is not shuffled."""
+        if isinstance(self.sampler, SequentialSampler):
+            return None
+        return self.seed if self._generator is None else self._generator.initial_seed()
+
+    @property
+    def _generator(self) -> torch.Generator | None:
+        generator = getattr(self.sampler, "generator", None)
+        return generator if isinstance(generator, torch.Generator) else None
+
+    def use_seed(self, epoch: int, seed: int | None) -> None:
+        """Draw one epoch by another seed; ``None`` takes that back."""
+        self._seed_of = {} if seed is None else {epoch: seed}
+        self._drawn = None
 
     def __len__(self) -> int:
         return len(self.sampler) if self._is_plain else len(self.indices())  # type: ignore[arg-type]
@@ -56,12 +88,24 @@ class EpochOrder:
 
     def _draw(self) -> Sequence[int]:
         if isinstance(self.sampler, RandomSampler) and _is_permutation(self.sampler):
-            seed = self.seed if self.sampler.generator is None else self.sampler.generator.initial_seed()
-            generator = torch.Generator().manual_seed(seed + self.epoch)
+            generator = torch.Generator().manual_seed(self._seed + self.epoch)
             permutation: list[int] = torch.randperm(len(self.sampler), generator=generator).tolist()
             return permutation
-        drawn: list[int] = run_seeded(lambda: list(self.sampler), self.seed + self.epoch)
-        return drawn
+        own = self._generator
+        if own is None:
+            return run_seeded(lambda: list(self.sampler), self._seed + self.epoch)  # type: ignore[no-any-return]
+        # Else its order would depend on how often it was drawn before.
+        before = own.initial_seed()
+        own.manual_seed(self._seed + self.epoch)
+        try:
+            return run_seeded(lambda: list(self.sampler), self._seed + self.epoch)  # type: ignore[no-any-return]
+        finally:
+            own.manual_seed(before)
+
+    @property
+    def _seed(self) -> int:
+        seed = self.order_seed
+        return self._seed_of.get(self.epoch, self.seed if seed is None else seed)
 
 
 def _is_permutation(sampler: object) -> bool:
@@ -77,7 +121,135 @@ def run_seeded(draw: Callable[[], Any], seed: int) -> Any:
         return draw()
 
 
-class RankBatchSampler(Sampler[list[int]]):
+@dataclass(frozen=True)
+class Resumed:
+    """Where an epoch goes on that was begun before.
+
+    Args:
+        epoch: the epoch.
+        first_batch: index in the epoch, as the loop counts, of the first batch that is dealt anew.
+        samples: samples of the present pass over the data that have been read.
+        history: how they were read.
+        passes: whole passes over the data before, in this epoch (loaders that are cycled beside a longer one).
+        seed: seed of the order of this epoch; ``None`` takes the sampler's own.
+    """
+
+    epoch: int
+    first_batch: int
+    samples: int
+    history: tuple[Read, ...] = ()
+    passes: int = 0
+    seed: int | None = None
+
+
+class Drawn(NamedTuple):
+    """A sample of one epoch."""
+
+    epoch: int
+    index: Any
+
+
+class DealingSampler(Sampler[list[int]]):
+    """What samplers that deal to data ranks have in common: passes over the data, and resuming within one.
+
+    Args:
+        data_rank: this rank.
+        data_ranks: number of ranks.
+    """
+
+    # Yield a `Drawn` for each sample, for a data set that draws by the epoch too.
+    with_epoch = False
+    # Batches of the present epoch that reached the loop.
+    consumed: Callable[[], int]
+
+    def __init__(self, data_rank: int, data_ranks: int) -> None:
+        self.data_rank = data_rank
+        self.data_ranks = data_ranks
+        self.consumed = lambda: 0
+        self._resumed: Resumed | None = None
+        self._passed: tuple[int, int] = (0, 0)  # epoch, passes begun in it
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch whose samples come next (0 is the first)."""
+        raise NotImplementedError
+
+    def _deal(self, resumed: Resumed | None, draw: bool = False) -> Any:
+        """A whole pass over the data, or what is left of one; with its indices only if ``draw``."""
+        raise NotImplementedError
+
+    def _position(self, dealing: Any, waves: int, before: Resumed | None) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _batch(self, dealing: Any, wave: int) -> list[int]:
+        raise NotImplementedError
+
+    @property
+    def _of_this_epoch(self) -> Resumed | None:
+        resumed = self._resumed
+        return resumed if resumed is not None and resumed.epoch == self.current_epoch else None
+
+    @property
+    def first_batch(self) -> int:
+        """Index in the epoch of the first batch that is dealt now: 0, unless the epoch was begun in another run."""
+        resumed = self._of_this_epoch
+        return 0 if resumed is None else resumed.first_batch
+
+    @property
+    def dealing(self) -> Any:
+        """How the present epoch is dealt from :attr:`first_batch` on."""
+        return self._deal(self._of_this_epoch)
+
+    def __len__(self) -> int:
+        resumed = self._of_this_epoch
+        if resumed is not None and resumed.passes:
+            # A loader that is cycled must not make the epoch longer than the one beside which it is.
+            return min(resumed.first_batch, len(self._deal(None)))
+        return self.first_batch + len(self.dealing)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A DataLoader with workers makes two iterators and reads one: a pass begins when the first batch is asked for.
+        epoch = self.current_epoch
+        passed = self._passed[1] if self._passed[0] == epoch else 0
+        self._passed = (epoch, passed + 1)
+        dealing = self._deal(None if passed else self._of_this_epoch, draw=True)
+        for wave in range(len(dealing)):
+            batch = self._batch(dealing, wave)
+            yield [Drawn(epoch, index) for index in batch] if self.with_epoch else batch  # type: ignore[misc]
+
+    def resume(self, resumed: Resumed) -> None:
+        """Go on within an epoch when the next iteration of it begins."""
+        self._resumed = resumed
+        self._passed = (resumed.epoch, 0)
+
+    def position(self, batches: int) -> dict[str, Any]:
+        """What has been read when the loop has used so many batches of the epoch, :attr:`first_batch` included.
+
+        Returns:
+            ``samples`` of the present pass and ``history``, how they were read; ``passes``, whole passes before it.
+        """
+        resumed, waves = self._of_this_epoch, batches - self.first_batch
+        passes, dealing = 0 if resumed is None else resumed.passes, self.dealing
+        if waves > len(dealing):
+            waves -= len(dealing)
+            resumed, dealing = None, self._deal(None)
+            more, waves = divmod(waves, max(len(dealing), 1))
+            if more and not waves:
+                more, waves = more - 1, len(dealing)
+            passes += more + 1
+        return {**self._position(dealing, waves, resumed), "passes": passes}
+
+    def state_dict(self) -> dict[str, Any]:
+        """:meth:`position` of what has reached the loop. By this Lightning knows that the loader can be resumed."""
+        return self.position(self.consumed())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after what a :meth:`state_dict` has read, when the next iteration begins."""
+        history = tuple(Read.from_json(entry) for entry in state.get("history", ()))
+        self.resume(Resumed(self.current_epoch, 0, state["samples"], history, state.get("passes", 0)))
+
+
+class RankBatchSampler(DealingSampler):
     """The batches that one data rank reads: its part of every wave.
 
     A rank that has no sample of its own in a wave reads one of another rank's, so that it takes part in the
@@ -90,56 +262,115 @@ class RankBatchSampler(Sampler[list[int]]):
         data_ranks: number of ranks.
         group: waves of one global batch; 1 if none is defined, 0 outside of training.
         drop_last: leave out the last wave, or the last global batch, if it is not full.
+        partition: whose is what; ``None`` interleaves.
     """
 
     def __init__(
-        self, order: EpochOrder, micro_batch_size: int, data_rank: int, data_ranks: int, group: int, drop_last: bool
+        self,
+        order: EpochOrder,
+        micro_batch_size: int,
+        data_rank: int,
+        data_ranks: int,
+        group: int,
+        drop_last: bool,
+        partition: Partition | None = None,
     ) -> None:
+        super().__init__(data_rank, data_ranks)
         self.sampler = order  # by this name Lightning finds set_epoch
         self.batch_size = micro_batch_size
         self.drop_last = drop_last
-        self.data_rank = data_rank
-        self.data_ranks = data_ranks
         self.group = group
-        self._start = 0
-        self.consumed: Callable[[], int] = lambda: 0
+        self.partition = partition
+        # Knows the partitions of older parts of an epoch, too.
+        self.partition_named: Callable[[str], Partition] = self._known_partition
+        self._dealt: tuple[Any, Dealing] | None = None
+
+    @property
+    def current_epoch(self) -> int:
+        """See :class:`DealingSampler`."""
+        return self.sampler.epoch
+
+    @property
+    def whole_step(self) -> bool:
+        """Whether losses must be weighed over whole optimizer steps, since ranks read unequal numbers."""
+        return self.partition is not None
 
     @property
     def waves(self) -> Waves:
-        """How the samples of the current epoch are dealt."""
-        samples = len(self.sampler)
+        """How the samples of the current epoch are dealt, if they are interleaved."""
+        dealing = self.dealing
+        assert isinstance(dealing, InOrder)
+        return dealing.waves
+
+    def resume(self, resumed: Resumed) -> None:
+        """See :class:`DealingSampler`; the order of that epoch is the one it was begun in."""
+        super().resume(resumed)
+        self._dealt = None
+        self.sampler.use_seed(resumed.epoch, resumed.seed)
+
+    def _deal(self, resumed: Resumed | None, draw: bool = False) -> Dealing:
+        if self.partition is None and not (resumed is not None and resumed.history):
+            samples = len(self.sampler)
+            start = 0 if resumed is None else min(resumed.samples, samples)
+            # Numbers follow from lengths alone; an order that is asked for early would be drawn for nothing.
+            return self._in_order(self.sampler.indices() if draw else (), start, samples)
+        key = (self.sampler.epoch, resumed)
+        if self._dealt is None or self._dealt[0] != key:
+            self._dealt = (key, self._deal_rest(resumed))
+        return self._dealt[1]
+
+    def _known_partition(self, name: str) -> Partition:
+        if self.partition is not None and self.partition.name == name:
+            return self.partition
+        return RangePartition() if name == "range" else HashPartition()
+
+    def _deal_rest(self, resumed: Resumed | None) -> Dealing:
+        indices, start = self.sampler.indices(), 0
+        if resumed is not None and resumed.history:
+            indices, start = what_is_left(indices, resumed.history, self.partition_named)
+        elif resumed is not None:
+            start = min(resumed.samples, len(indices))
+        if self.partition is None:
+            return self._in_order(indices, start, len(indices))
+        rest = as_indices(indices[start:], self.partition.name)
+        return InQueues(rest, self.partition, self.data_ranks, self.batch_size, self.group, self.drop_last)
+
+    def _in_order(self, indices: Sequence[int], start: int, total: int) -> InOrder:
+        samples = total - start
         if self.drop_last:
             samples -= samples % (self.batch_size * self.data_ranks * max(self.group, 1))
-        return Waves(samples, self.batch_size, self.data_ranks, self.group)
+        return InOrder(indices, start, Waves(samples, self.batch_size, self.data_ranks, self.group))
 
-    def __len__(self) -> int:
-        return len(self.waves)
+    def _batch(self, dealing: Dealing, wave: int) -> list[int]:
+        return dealing.batch(wave, self.data_rank)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        indices, waves = self.sampler.indices(), self.waves
-        start, self._start = self._start, 0
-        for wave in range(start, len(waves)):
-            first, last = waves.share(wave, self.data_rank)
-            yield list(indices[first:last]) or [indices[waves.bounds(wave)[0]]]
+    def _position(self, dealing: Dealing, waves: int, before: Resumed | None) -> dict[str, Any]:
+        read = dealing.read(waves)
+        samples = sum(dealing.wave_total(wave) for wave in range(waves)) if read.waves else read.samples
+        if before is None:
+            history: tuple[Read, ...] = ()
+        else:
+            samples += before.samples
+            history = before.history or add_read((), Read("interleave", before.samples))
+        history = add_read(history, read)
+        plain = all(entry.partition == "interleave" for entry in history)
+        return {"samples": samples, "history": [] if plain else [entry.to_json() for entry in history]}
 
     @property
     def regular_waves(self) -> int:
-        """Waves, from the first on, whose loss is divided by nothing but the accumulation."""
-        waves = self.waves
-        # The samples of a global batch that ends within the epoch are all there.
-        return waves.regular if waves.group <= 1 else waves.samples // (waves.group * waves.wave_size) * waves.group
+        """Batches, from the first of the epoch on, whose loss is divided by nothing but the accumulation."""
+        return self.first_batch + self.dealing.regular
 
-    def is_padding(self, wave: int) -> bool:
-        """Whether this rank has no sample of its own in ``wave``."""
-        first, last = self.waves.share(wave, self.data_rank)
-        return first == last
+    def is_padding(self, batch_idx: int) -> bool:
+        """Whether this rank has no sample of its own in the ``batch_idx``-th batch of the epoch."""
+        return self.dealing.count(batch_idx - self.first_batch, self.data_rank) == 0
 
-    def loss_divisor(self, wave: int, accumulation: int, whole_step: bool) -> float:
+    def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
         """What to divide this rank's mean loss by, so that the average over ranks, summed over the waves of a step, is
         the mean over samples.
 
         Args:
-            wave: index of the wave in the epoch.
+            batch_idx: index of the wave in the epoch.
             accumulation: waves of one optimizer step.
             whole_step: mean over all samples of the optimizer step; else over those of each wave, which then all weigh
                 ``1 / accumulation``, as in Lightning.
@@ -147,27 +378,15 @@ class RankBatchSampler(Sampler[list[int]]):
         Returns:
             ``accumulation`` for full waves; infinity for padding.
         """
-        waves = self.waves
-        first, last = waves.share(wave, self.data_rank)
-        own, (begin, end) = last - first, waves.bounds(wave)
+        dealing, wave = self.dealing, batch_idx - self.first_batch
+        own = dealing.count(wave, self.data_rank)
         if own == 0:
             return float("inf")
-        total = waves.group_size(wave) if whole_step else (end - begin) * accumulation
+        total = dealing.step_total(wave) if whole_step else dealing.wave_total(wave) * accumulation
         return total / (own * self.data_ranks)
 
-    def state_dict(self) -> dict[str, int]:
-        """Samples of the global order that the epoch has consumed, and how many all ranks read at a time."""
-        waves = self.waves
-        done = min(self.consumed(), len(waves))
-        return {"samples": waves.bounds(done)[0] if done < len(waves) else waves.samples, "wave_size": waves.wave_size}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after the samples already consumed, when the next iteration begins."""
-        waves = self.waves
-        self._start = 0 if state["samples"] >= waves.samples else state["samples"] // waves.wave_size
-
-
-class DealtBatchSampler(Sampler[list[int]]):
+class DealtBatchSampler(DealingSampler):
     """The batches of a user's own batch sampler, dealt whole: in wave k, rank r reads batch ``k x ranks + r``.
 
     The batch sampler runs on every rank under the same seed.
@@ -180,13 +399,18 @@ class DealtBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(self, batches: Any, seed: int, data_rank: int, data_ranks: int) -> None:
+        super().__init__(data_rank, data_ranks)
         self.batches = batches
         self.seed = seed
         self.epoch = 0
-        self.data_rank = data_rank
-        self.data_ranks = data_ranks
         self.sampler = self  # by this name Lightning finds set_epoch
-        self._drawn: tuple[int, list[list[int]]] | None = None
+        self._drawn: tuple[tuple[int, int], list[list[int]]] | None = None
+        self._dealt: tuple[Any, WholeBatches] | None = None
+
+    @property
+    def current_epoch(self) -> int:
+        """See :class:`DealingSampler`."""
+        return self.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose batches come next; the user's sampler is told too, if it listens."""
@@ -200,32 +424,80 @@ class DealtBatchSampler(Sampler[list[int]]):
         """None: the user's batches may have any size."""
         return 0
 
+    @property
+    def whole_step(self) -> bool:
+        """Never: see :meth:`loss_divisor`."""
+        return False
+
     def _all(self) -> list[list[int]]:
-        if self._drawn is None or self._drawn[0] != self.epoch:
-            self._drawn = (self.epoch, run_seeded(lambda: [list(b) for b in self.batches], self.seed + self.epoch))
+        resumed = self._of_this_epoch
+        seed = self.seed if resumed is None or resumed.seed is None else resumed.seed
+        if self._drawn is None or self._drawn[0] != (self.epoch, seed):
+            drawn = run_seeded(lambda: [list(b) for b in self.batches], seed + self.epoch)
+            self._drawn = ((self.epoch, seed), drawn)
         return self._drawn[1]
 
-    def _wave(self, wave: int) -> list[list[int]]:
-        return self._all()[wave * self.data_ranks : (wave + 1) * self.data_ranks]
+    def _deal(self, resumed: Resumed | None, draw: bool = False) -> WholeBatches:
+        key = (self.epoch, resumed)
+        if self._dealt is None or self._dealt[0] != key:
+            batches = self._all()
+            start = 0 if resumed is None else _batches_of(batches, resumed.samples)
+            self._dealt = (key, WholeBatches(batches, start, self.data_ranks))
+        return self._dealt[1]
 
-    def __len__(self) -> int:
-        return -(-len(self._all()) // self.data_ranks)
+    def _batch(self, dealing: WholeBatches, wave: int) -> list[int]:
+        batches = dealing.wave(wave)
+        return batches[self.data_rank] if self.data_rank < len(batches) else batches[0][:1]
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for wave in range(len(self)):
-            batches = self._wave(wave)
-            yield batches[self.data_rank] if self.data_rank < len(batches) else batches[0][:1]
+    def _position(self, dealing: WholeBatches, waves: int, before: Resumed | None) -> dict[str, Any]:
+        return {"samples": dealing.samples(waves), "history": []}
 
-    def is_padding(self, wave: int) -> bool:
-        """Whether this rank has no batch of its own in ``wave``."""
-        return self.data_rank >= len(self._wave(wave))
+    def is_padding(self, batch_idx: int) -> bool:
+        """Whether this rank has no batch of its own in the ``batch_idx``-th wave of the epoch."""
+        return self.data_rank >= len(self.dealing.wave(batch_idx - self.first_batch))
 
-    def loss_divisor(self, wave: int, accumulation: int, whole_step: bool) -> float:
+    def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
         """As :meth:`RankBatchSampler.loss_divisor`; always over the samples of each wave."""
-        batches = self._wave(wave)
-        if self.is_padding(wave):
+        batches = self.dealing.wave(batch_idx - self.first_batch)
+        if self.data_rank >= len(batches):
             return float("inf")
         return sum(map(len, batches)) * accumulation / (len(batches[self.data_rank]) * self.data_ranks)
+
+
+class WholeBatches:
+    """The user's batches from the ``start``-th on, in waves."""
+
+    def __init__(self, batches: list[list[int]], start: int, data_ranks: int) -> None:
+        self._batches = batches
+        self._start = start
+        self._ranks = data_ranks
+
+    def __len__(self) -> int:
+        return -(-(len(self._batches) - self._start) // self._ranks)
+
+    def wave(self, wave: int) -> list[list[int]]:
+        """The batches that all ranks read at the same time."""
+        first = self._start + wave * self._ranks
+        return self._batches[first : first + self._ranks]
+
+    def samples(self, waves: int) -> int:
+        """Samples of the epoch that have been read after so many waves."""
+        return sum(map(len, self._batches[: self._start + waves * self._ranks]))
+
+
+def _batches_of(batches: list[list[int]], samples: int) -> int:
+    """How many batches, from the first on, hold so many samples."""
+    sums = list(itertools.accumulate(map(len, batches), initial=0))
+    if samples >= sums[-1]:
+        return len(batches)
+    if samples in sums:
+        return sums.index(samples)
+    after = next(i for i, total in enumerate(sums) if total > samples)
+    raise ValueError(
+        f"The checkpoint had read {samples} samples of this epoch, but the batch sampler now ends batches after "
+        f"{sums[after - 1]} and {sums[after]} samples, so the epoch cannot go on between two of them. "
+        "Give the batch sampler the batch size of the run that saved, or one that divides it."
+    )
 
 
 OrderedSampler = RankBatchSampler | DealtBatchSampler
@@ -260,6 +532,12 @@ def has_plain_batches(loader: DataLoader[Any]) -> bool:
 
 def replace_batches(loader: DataLoader[Any], batches: OrderedSampler, stage: RunningStage) -> DataLoader[Any]:
     """A copy of ``loader`` (of its own class, with its own arguments) that reads ``batches``."""
+    wrapped = _IndexBatchSamplerWrapper(batches) if stage == RunningStage.PREDICTING else batches
+    return rebuild(loader, batch_sampler=wrapped, batch_size=1, shuffle=False, sampler=None, drop_last=False)
+
+
+def rebuild(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """A copy of ``loader``, of its own class and with its own arguments but for ``changes``."""
     held = loader.__dict__["batch_sampler"]
     # Lightning would insist on rebuilding a user's batch sampler around another sampler; we replace it as a whole.
     loader.__dict__["batch_sampler"] = BatchSampler(SequentialSampler(range(1)), 1, False)
@@ -268,9 +546,7 @@ def replace_batches(loader: DataLoader[Any], batches: OrderedSampler, stage: Run
     finally:
         loader.__dict__["batch_sampler"] = held
     # Positional arguments by name: a positional batch_size would contradict batch_sampler.
-    kwargs = {**dict(zip(getattr(loader, "__pl_saved_arg_names", ()), args, strict=False)), **kwargs}
-    wrapped = _IndexBatchSamplerWrapper(batches) if stage == RunningStage.PREDICTING else batches
-    kwargs.update(batch_sampler=wrapped, batch_size=1, shuffle=False, sampler=None, drop_last=False)
+    kwargs = {**dict(zip(getattr(loader, "__pl_saved_arg_names", ()), args, strict=False)), **kwargs, **changes}
     return _reinstantiate_wrapped_cls(loader, **kwargs)  # type: ignore[no-any-return]
 
 

@@ -15,8 +15,8 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torchmetrics import Metric
 
-from trainwright.trainer.data_order import ordered_sampler
 from trainwright.trainer.even import EvenLoader
+from trainwright.trainer.reading import dealer_of
 from trainwright.trainer.results import LeanResults
 
 
@@ -80,7 +80,7 @@ class OrderedPredictionLoop(_PredictionLoop):
 
     def _merge(self, by_rank: tuple[list[Any], ...], dataloader_idx: int) -> list[Any]:
         assert self._combined_loader is not None
-        if ordered_sampler(self._combined_loader.flattened[dataloader_idx]) is None:
+        if dealer_of(self._combined_loader.flattened[dataloader_idx]) is None:
             # Not dealt by us: there is no order between ranks but their own.
             return [batch for batches in by_rank for batch in batches]
         waves = max(map(len, by_rank))
@@ -91,8 +91,8 @@ def _is_padding(combined_loader: Any, batch_idx: int, dataloader_idx: int) -> bo
     loader = combined_loader.flattened[dataloader_idx]
     if isinstance(loader, EvenLoader):
         return loader.is_padding(batch_idx)
-    sampler = ordered_sampler(loader)
-    return sampler is not None and sampler.is_padding(batch_idx)
+    dealer = dealer_of(loader)
+    return dealer is not None and dealer.is_padding(batch_idx)
 
 
 @contextmanager

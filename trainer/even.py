@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from trainwright.trainer.wrapped_loader import WrappedLoader
 
-class EvenLoader:
+
+class EvenLoader(WrappedLoader):
     """Gives every rank the same number of batches of a loader of unknown length.
 
     Args:
@@ -26,16 +28,10 @@ class EvenLoader:
     """
 
     def __init__(self, loader: Any, group: dist.ProcessGroup, pad: bool) -> None:
-        self.loader = loader
+        super().__init__(loader)
         self._group = group
         self._pad = pad
         self._real = float("inf")
-
-    def __getattr__(self, name: str) -> Any:
-        # What else people read of a loader: batch_size, dataset, num_workers, state_dict, ...
-        if name in ("loader", "__setstate__"):
-            raise AttributeError(name)
-        return getattr(self.loader, name)
 
     def is_padding(self, batch_idx: int) -> bool:
         """Whether the ``batch_idx``-th batch of the current pass is a repetition."""

@@ -42,8 +42,8 @@ from torch.optim import Optimizer
 
 from trainwright.strategies.hooks import HookTable
 from trainwright.strategies.optimization import ZeroGradFirst
-from trainwright.trainer.data_order import OrderedSampler, ordered_sampler
 from trainwright.trainer.loss_weighting import TokenWeights, refuse_impossible
+from trainwright.trainer.reading import Dealer, dealer_of
 from trainwright.trainer.results import LeanResults, RepeatedLog
 
 # Micro-batches between two agreements of the ranks on whether a SIGTERM has come in.
@@ -53,17 +53,17 @@ _SIGNAL_CHECK_EVERY = 64
 class LossScale:
     """Divides the loss of a micro-batch so that gradients are means over the samples of the whole optimizer step."""
 
-    def __init__(self, sampler: OrderedSampler | None, accumulation: int, whole_step: bool) -> None:
-        self._sampler = sampler
+    def __init__(self, dealer: Dealer | None, accumulation: int, whole_step: bool) -> None:
+        self._dealer = dealer
         self._accumulation = accumulation
         self._whole_step = whole_step
-        self._regular = float("inf") if sampler is None else sampler.regular_waves
+        self._regular = float("inf") if dealer is None else dealer.regular_waves
 
     def divisor(self, batch_idx: int) -> float:
         """Divisor for the ``batch_idx``-th micro-batch of the epoch: the accumulation, unless samples are missing."""
-        if self._sampler is None or batch_idx < self._regular:
+        if self._dealer is None or batch_idx < self._regular:
             return self._accumulation
-        return self._sampler.loss_divisor(batch_idx, self._accumulation, self._whole_step)
+        return self._dealer.loss_divisor(batch_idx, self._accumulation, self._whole_step)
 
 
 class LeanOptimization(_AutomaticOptimization):
@@ -247,15 +247,13 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self._step_takes_index = True
         self._moves_batch = True
         self._since_signal_check = 0
-        self._saved_wave: int | None = None
-        self._wave: int | None = None
+        self._in_batch = False
 
     # ---- once an epoch --------------------------------------------------------------------------------------------
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         """Find out, once, what the steps of this epoch need."""
-        sampler = self._only_sampler()
-        self._skip_what_was_read(data_fetcher, sampler)
+        dealer = self._only_dealer()
         super().on_run_start(data_fetcher)
         trainer = self.trainer
         module = trainer.lightning_module
@@ -269,10 +267,11 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if hasattr(trainer.precision_plugin, "hooks"):
             trainer.precision_plugin.hooks = self.hooks if passes_through else None
         self.automatic_optimization.loss_scale = LossScale(
-            sampler,
+            dealer,
             trainer.accumulate_grad_batches,
             # In manual optimization the user decides what a step is; then each wave stands for itself.
-            whole_step=trainer.global_batch_size is not None and module.automatic_optimization,
+            whole_step=(trainer.global_batch_size is not None or (dealer is not None and dealer.whole_step))
+            and module.automatic_optimization,
         )
         if trainer.token_weights is not None:
             refuse_impossible(trainer.token_weights, module)
@@ -292,16 +291,9 @@ class LeanEpochLoop(_TrainingEpochLoop):
         with log_again.installed():
             super().run(data_fetcher)
 
-    def _only_sampler(self) -> OrderedSampler | None:
+    def _only_dealer(self) -> Dealer | None:
         loaders = self.trainer.fit_loop._combined_loader.flattened
-        return ordered_sampler(loaders[0]) if len(loaders) == 1 else None
-
-    def _skip_what_was_read(self, data_fetcher: _DataFetcher, sampler: OrderedSampler | None) -> None:
-        """Resuming in mid-epoch: begin after the samples that were read before."""
-        read = self.batch_progress.current.ready
-        if self.restarting and 0 < read < self.trainer.num_training_batches and hasattr(sampler, "load_state_dict"):
-            sampler.load_state_dict({"samples": read * sampler.waves.wave_size})  # type: ignore[union-attr]
-            iter(data_fetcher)
+        return dealer_of(loaders[0]) if len(loaders) == 1 else None
 
     # ---- once a micro-batch ---------------------------------------------------------------------------------------
 
@@ -311,7 +303,13 @@ class LeanEpochLoop(_TrainingEpochLoop):
         Raises:
             StopIteration: if the data or the user (``on_train_batch_start`` returned -1) ended the epoch.
         """
-        if self.restarting or not self._lean:
+        if self.restarting:
+            if self._must_end_first(data_fetcher):
+                return
+            # Lightning would look once more for a validation to end, and count it as one.
+            self._restarting = False
+        self._in_batch = True
+        if not self._lean:
             super().advance(data_fetcher)
             return
         trainer, hooks, progress = self.trainer, self.hooks, self.batch_progress
@@ -347,6 +345,14 @@ class LeanEpochLoop(_TrainingEpochLoop):
         progress.increment_completed()
         if self._results:
             connector.update_train_step_metrics()
+
+    def _must_end_first(self, data_fetcher: _DataFetcher) -> bool:
+        """Resuming: whether the end of an epoch, or a validation that was begun, comes before a batch."""
+        validating = self.val_loop.restarted_mid_evaluation
+        if self._num_ready_batches_reached():
+            self._skip_next_val = not validating
+            return True
+        return validating and self._should_check_val_fx(data_fetcher)
 
     def _is_padding(self, batch_idx: int) -> bool:
         scale = self.automatic_optimization.loss_scale
@@ -399,6 +405,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if self._lean and not self._validates:
             self._end_lean_batch()
             received = signals.received_sigterm
+            self._in_batch = False
         else:
             # Lightning would raise on this rank alone and leave the others waiting in their next collective.
             received, signals.received_sigterm = signals.received_sigterm, False
@@ -406,6 +413,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
                 super().on_advance_end(data_fetcher)
             finally:
                 received = signals.received_sigterm = signals.received_sigterm or received
+            self._in_batch = False
         if self.trainer.world_size > 1:
             self._agree_on_signal()
         elif received and not self._is_training_done:
@@ -425,36 +433,20 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if self.trainer.strategy.reduce_boolean_decision(self.trainer.received_sigterm, all=False):
             raise SIGTERMException
 
-    # ---- progress that survives another layout ----------------------------------------------------------------------
+    # ---- the cursor -----------------------------------------------------------------------------------------------
 
-    def set_wave(self, samples: int) -> None:
-        """Tell how many samples all data ranks together read per micro-batch."""
-        self._wave = samples
-        self._rescale()
-
-    def on_save_checkpoint(self) -> dict[str, Any]:
-        """Lightning's state and the number of samples per micro-batch of all ranks."""
-        return {**super().on_save_checkpoint(), "wave_size": self._wave}
-
-    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
-        """Take up the state; the counts of micro-batches are converted once this run's layout is known."""
-        super().on_load_checkpoint(state_dict)
-        self._saved_wave = state_dict.get("wave_size")
-
-    def _rescale(self) -> None:
-        if self._saved_wave is None or self._wave is None:
-            return
-        saved, self._saved_wave = self._saved_wave, None
-        for tracker in (self.batch_progress.current, self.batch_progress.total):
-            behind = {name: tracker.ready - getattr(tracker, name) for name in ("started", "processed", "completed")}
-            tracker.ready = tracker.ready * saved // self._wave
-            for name, gap in behind.items():
-                setattr(tracker, name, tracker.ready - gap)
+    @property
+    def stepped(self) -> int:
+        """Micro-batches of the run that stepped, the present one included once it has been optimized."""
+        progress = self.batch_progress.current
+        uncounted = self._in_batch and progress.processed == progress.ready and not self._should_accumulate()
+        return self._batches_that_stepped + uncounted
 
     def reset(self) -> None:
         """Begin an epoch, or go on with one."""
-        self._rescale()
         super().reset()
+        self._in_batch = False
+        self.trainer.fit_loop.begin_epoch()  # type: ignore[attr-defined]
 
 
 def _nothing() -> None:

@@ -32,10 +32,16 @@ from trainwright.trainer.data_order import (
 )
 from trainwright.trainer.evaluation import ExactEvaluationLoop, OrderedPredictionLoop
 from trainwright.trainer.even import EvenLoader
+from trainwright.trainer.fit_loop import ResumableFitLoop
 from trainwright.trainer.loop import LeanEpochLoop
 from trainwright.trainer.loss_weighting import LossWeighting, TokenCount, make_token_weights
+from trainwright.trainer.partition import PARTITIONS, DataKey, Partition, RangePartition, resolve_data_key
+from trainwright.trainer.reading import hash_partition
+from trainwright.trainer.remembered_states import RememberedStates, state_source
 from trainwright.trainer.resume import ResumeConnector
+from trainwright.trainer.seeded_samples import seed_samples as draw_seeded
 from trainwright.trainer.signals import FlagOnSignal
+from trainwright.trainer.stream import StreamLoader, uses_stream
 
 
 class Trainer(LightningTrainer):
@@ -56,8 +62,8 @@ class Trainer(LightningTrainer):
             function or ``"package.module:function"``; ``None`` counts the targets of the one ``cross_entropy`` or
             ``nll_loss`` in ``training_step``.
         data_partition: which data rank trains on which samples: ``"interleave"`` deals them in the order of the epoch;
-            ``"range"`` gives each rank a contiguous range of indices; ``"hash"`` gives a sample to the same rank in every
-            epoch, and to another one only if it must when ranks come or go. Evaluation always interleaves.
+            ``"range"`` gives each rank a contiguous range of indices; ``"hash"`` gives a sample to the same rank in
+            every epoch, and to another one only if it must when ranks come or go. Evaluation always interleaves.
         data_key: with ``"hash"``, what a sample is known by: a function ``(dataset, index) -> str | int | bytes`` or
             ``"package.module:function"``; ``None`` takes the index.
         seed_samples: draw each sample of map-style training data under random number generators seeded from (seed,
@@ -72,6 +78,8 @@ class Trainer(LightningTrainer):
     Raises:
         ValueError: if an argument is impossible, alone or with another.
     """
+
+    _checkpoint_connector: ResumeConnector
 
     def __init__(
         self,
@@ -152,9 +160,9 @@ class Trainer(LightningTrainer):
     def _refuse_unlike(self, accumulation: int, micro_batch_size: int) -> None:
         if self.settled_accumulation not in (None, accumulation):
             raise ValueError(
-                f"global_batch_size={self.global_batch_size} needs {self.settled_accumulation} accumulated micro-batches "
-                f"for one training loader and {accumulation} for another (batch_size={micro_batch_size}), but all are "
-                "read together. Give them the same batch_size, or leave global_batch_size out and set "
+                f"global_batch_size={self.global_batch_size} needs {self.settled_accumulation} accumulated "
+                f"micro-batches for one training loader and {accumulation} for another (batch_size={micro_batch_size}),"
+                " but all are read together. Give them the same batch_size, or leave global_batch_size out and set "
                 "accumulate_grad_batches."
             )
 
@@ -241,7 +249,7 @@ class OrderedDataConnector(_DataConnector):
             # By these Lightning knows that the loader can go on in mid-epoch.
             dealt.state_dict, dealt.load_state_dict = sampler.state_dict, sampler.load_state_dict  # type: ignore[attr-defined]
             if trainer.seed_samples:
-                seed_samples(dealt, sampler, trainer.data_seed)
+                draw_seeded(dealt, sampler, trainer.data_seed)
         return dealt
 
     def _rank_sampler(self, loader: DataLoader[Any], rank: int, ranks: int, mode: RunningStage) -> RankBatchSampler:
@@ -306,8 +314,8 @@ class OrderedDataConnector(_DataConnector):
 def _refuse_partition_of_batches(partition: str) -> None:
     if partition != "interleave":
         raise ValueError(
-            f"data_partition={partition!r} deals samples, but the training loader has a batch sampler of its own, whose "
-            "batches are dealt whole. Use data_partition='interleave', or a DataLoader with batch_size."
+            f"data_partition={partition!r} deals samples, but the training loader has a batch sampler of its own, "
+            "whose batches are dealt whole. Use data_partition='interleave', or a DataLoader with batch_size."
         )
 
 

@@ -54,6 +54,7 @@ __all__ = [
     "ContextParallelStrategy",
     "DDPStrategy",
     "DamagedCheckpoint",
+    "DealtStream",
     "ExpertParallelStrategy",
     "HybridStrategy",
     "Layout",

@@ -121,7 +121,7 @@ def test_a_cursor_is_counted_in_samples():
     written = sampler(4, 2)
     written.consumed = lambda: 3
     state = written.state_dict()
-    assert state == {"samples": 24, "wave_size": 8}
+    assert state == {"samples": 24, "history": [], "passes": 0}
     read = sampler(2, 3)
     read.load_state_dict(state)
     assert next(iter(read)) == [24, 25]

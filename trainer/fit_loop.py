@@ -1,0 +1,302 @@
+"""The outer loop of training, which knows where it stands in its data and goes on from there under another layout.
+
+Lightning counts the micro-batches of one rank, which mean nothing to another layout. Here a :class:`Cursor` is saved,
+and the counters are set from it when a run is resumed: to whole optimizer steps in the middle of an epoch, and to the
+beginning of the next epoch at the end of one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from trainwright.trainer.cursor import Cursor, LoaderCursor, differences, permission, refusal
+from trainwright.trainer.loop import LeanEpochLoop
+from trainwright.trainer.reading import dealer_of, describe, position, remembered, resume_samples, resume_states
+
+if TYPE_CHECKING:
+    from trainwright.trainer.trainer import Trainer
+
+_COUNTS = ("ready", "started", "processed", "completed")
+
+
+class ResumableFitLoop(_FitLoop):
+    """Lightning's fit loop with a cursor of the data.
+
+    Args:
+        trainer: the Trainer.
+        min_epochs: as Lightning's.
+        max_epochs: as Lightning's.
+    """
+
+    trainer: Trainer
+    epoch_loop: LeanEpochLoop
+
+    def __init__(self, trainer: Trainer, min_epochs: int | None, max_epochs: int | None) -> None:
+        super().__init__(trainer, min_epochs=min_epochs, max_epochs=max_epochs)
+        self._loaded: Cursor | None = None
+        self._pending = False
+        self._begun: int | None = None
+
+    # ---- saving ---------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        """The epoch loop tells that its counters are now those of the current epoch."""
+        self._begun = self.epoch_progress.current.processed
+
+    def cursor(self) -> Cursor | None:
+        """Where the run stands in its data; ``None`` before any training. A collective if a loader keeps a state."""
+        if self._begun is None or self._combined_loader is None:
+            return self._loaded
+        progress, accumulation = self.epoch_loop.batch_progress, self.trainer.accumulate_grad_batches
+        now = progress.current
+        finished = now.processed == now.ready and (progress.is_last_batch or now.ready >= self.max_batches)
+        batches = now.processed if finished else now.processed // accumulation * accumulation
+        return Cursor(
+            epoch=self._begun,
+            steps=math.ceil(batches / accumulation),
+            finished=finished,
+            stepped=self.epoch_loop.stepped,
+            accumulation=accumulation,
+            batches=None if self.max_batches == float("inf") else int(self.max_batches),
+            data_ranks=self._data_ranks,
+            loaders=tuple(self._loader_cursors(batches, finished)),
+        )
+
+    def _loader_cursors(self, batches: int, finished: bool) -> list[LoaderCursor]:
+        found = self._describe()
+        assert self._combined_loader is not None
+        for index, loader in enumerate(self._combined_loader.flattened):
+            where = position(loader, batches, finished)
+            if "state" in where:
+                states = self._of_data_ranks(where["state"])
+                found[index] = LoaderCursor(**{**vars(found[index]), "states": states})
+            else:
+                found[index] = LoaderCursor(**{**vars(found[index]), "position": where})
+        return found
+
+    def _of_data_ranks(self, state: Any) -> list[Any]:
+        """The state of each data rank."""
+        if self._data_ranks == 1:
+            return [state]
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (self._data_rank, state), group=self.trainer.agreement_group())
+        by_rank = dict(gathered)
+        return [by_rank[rank] for rank in range(self._data_ranks)]
+
+    def _describe(self) -> list[LoaderCursor]:
+        assert self._combined_loader is not None
+        accumulation = self.trainer.accumulate_grad_batches
+        return [describe(loader, self._data_ranks, accumulation) for loader in self._combined_loader.flattened]
+
+    @property
+    def _data_ranks(self) -> int:
+        return int(getattr(self.trainer.strategy, "num_data_ranks", None) or self.trainer.world_size)
+
+    @property
+    def _data_rank(self) -> int:
+        return int(getattr(self.trainer.strategy, "data_rank", self.trainer.global_rank))
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """The cursor, in place of the states of loaders, which Lightning has of rank 0 alone."""
+        cursor = self.cursor()
+        return {} if cursor is None else {"cursor": cursor.to_json()}
+
+    # ---- loading --------------------------------------------------------------------------------------------------
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """Take the cursor; the counters are set once this run's loaders are known."""
+        saved = state_dict.get("cursor")
+        self._loaded = None if saved is None else Cursor.from_json(saved)
+        self._pending, self._begun = True, None
+        if saved is None and state_dict.get("combined_loader"):
+            rank_zero_warn(
+                "The checkpoint holds states of data loaders that Lightning saved, which are those of one rank and "
+                "begin where a loader had read ahead. They are not used: the epoch goes on after the batches counted."
+            )
+        if self._loaded is not None and not self._loaded.finished:
+            self._reopen(self._loaded.epoch)
+
+    def _reopen(self, epoch: int) -> None:
+        """Lightning counts an epoch as done when the run stopped in the midst of it."""
+        current, total = self.epoch_progress.current, self.epoch_progress.total
+        for name in ("processed", "completed"):
+            excess = max(getattr(current, name) - epoch, 0)
+            for tracker in (current, total):
+                setattr(tracker, name, getattr(tracker, name) - excess)
+
+    def setup_data(self) -> None:
+        """Set up the loaders, where the cursor says if there is one."""
+        if self._combined_loader is None or self._should_reload_train_dl:
+            self.trainer.settled_accumulation = None
+        super().setup_data()
+        if self._pending and self._combined_loader is not None:
+            # The loaders were there before the checkpoint was read, since somebody asked for the number of steps.
+            self._take_up()
+            self.max_batches = self._length()
+            iter(self._data_fetcher)  # type: ignore[call-overload]
+            self._set_val_check()
+
+    def _load_combined_loader_states(self) -> None:
+        # Called once the loaders are known and before they are read: workers read ahead at once.
+        if self._pending:
+            self._take_up()
+        else:
+            self._set_epoch(self.epoch_progress.current.processed)
+
+    def on_advance_start(self) -> None:
+        """Begin an epoch; its number of batches may be another than that of the one before."""
+        self.setup_data()
+        self._set_epoch(self.epoch_progress.current.processed)
+        if self._set_limits():
+            self.max_batches = self._length()
+            self._set_val_check()
+        super().on_advance_start()
+
+    def _take_up(self) -> None:
+        """Go on where the loaded cursor stands."""
+        self._pending = False
+        loaded = self._loaded
+        cursor = self._cursor_of_counters() if loaded is None else loaded
+        self._use_accumulation_of(cursor.epoch)
+        now = self._describe()
+        if loaded is not None:
+            self._compare(loaded, now)
+        counters = self.epoch_loop.batch_progress.current
+        # Saved after the last validation of an epoch: what comes at its end is still to be done.
+        in_place = (
+            cursor.finished
+            and self.epoch_progress.current.processed == cursor.epoch
+            and counters.completed == counters.ready
+        )
+        next_epoch = cursor.finished and not in_place
+        self._resume_loaders(cursor, now, in_place)
+        self._set_epoch(cursor.epoch + next_epoch)
+        self._set_limits()
+        self._set_counters(cursor, in_place)
+        if next_epoch:
+            for tracker in (self.epoch_progress.current, self.epoch_progress.total):
+                _set_all(tracker, max(tracker.ready, cursor.epoch + 1))
+            _set_all(self.epoch_progress.current, cursor.epoch + 1)
+            _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
+
+    def _cursor_of_counters(self) -> Cursor:
+        """For a checkpoint without a cursor: Lightning's counters, taken to be those of this layout."""
+        progress, accumulation = self.epoch_loop.batch_progress, self.trainer.accumulate_grad_batches
+        finished = progress.is_last_batch or progress.current.ready >= self._length() > 0
+        loaders = []
+        steps = progress.current.ready // accumulation
+        for entry in self._describe():
+            samples = {"samples": steps * (entry.global_batch_size or 0)}
+            loaders.append(LoaderCursor(**{**vars(entry), "position": samples}))
+        return Cursor(
+            epoch=self.epoch_progress.current.processed,
+            steps=steps,
+            finished=finished,
+            stepped=self.epoch_loop._batches_that_stepped,
+            accumulation=accumulation,
+            batches=None,
+            data_ranks=self._data_ranks,
+            loaders=tuple(loaders),
+        )
+
+    def _use_accumulation_of(self, epoch: int) -> None:
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, GradientAccumulationScheduler):
+                self.trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(epoch)
+
+    def _compare(self, saved: Cursor, now: list[LoaderCursor]) -> None:
+        found = differences(saved.loaders, now)
+        if not found:
+            return
+        if not self.trainer.allow_changed_data:
+            raise ValueError(refusal(found))
+        rank_zero_warn(permission(found))
+
+    def _resume_loaders(self, cursor: Cursor, now: list[LoaderCursor], in_place: bool) -> None:
+        assert self._combined_loader is not None
+        loaders = self._combined_loader.flattened
+        if len(loaders) != len(cursor.loaders):
+            cursor_loaders = [LoaderCursor("other") for _ in loaders]
+        else:
+            cursor_loaders = list(cursor.loaders)
+        first = cursor.steps * self.trainer.accumulate_grad_batches
+        for loader, saved, entry in zip(loaders, cursor_loaders, now, strict=True):
+            if not cursor.finished:
+                resume_samples(loader, saved, entry, cursor.epoch, first)
+            resume_states(
+                loader, saved, self._data_rank, self._data_ranks, 0 if cursor.finished else first, cursor.finished
+            )
+            keeper = remembered(loader)
+            if keeper is not None and in_place:
+                keeper.wait_for_next_pass()
+
+    def _set_counters(self, cursor: Cursor, in_place: bool) -> None:
+        """Lightning's counters as if the whole run had been under this layout."""
+        accumulation = self.trainer.accumulate_grad_batches
+        progress, length = self.epoch_loop.batch_progress, self._length()
+        before = progress.total.ready - progress.current.ready
+        if before == cursor.epoch * (cursor.batches or 0) and length != float("inf"):
+            before = cursor.epoch * int(length)
+        else:
+            before = before // cursor.accumulation * accumulation
+        current = cursor.steps * accumulation
+        if cursor.finished and length != float("inf"):
+            current = int(length)
+        _set_all(progress.total, before + current)
+        _set_all(progress.current, 0 if cursor.finished and not in_place else current)
+        progress.is_last_batch = in_place
+        # The end of the batch, which counts it, still comes.
+        self.epoch_loop._batches_that_stepped = cursor.stepped - in_place
+
+    # ---- lengths --------------------------------------------------------------------------------------------------
+
+    def _set_epoch(self, epoch: int) -> None:
+        assert self._combined_loader is not None
+        for loader in self._combined_loader.flattened:
+            _set_sampler_epoch(loader, epoch)
+
+    def _set_limits(self) -> bool:
+        """Measure the loaders that we deal; says whether anything changed."""
+        combined = self._combined_loader
+        assert combined is not None
+        assert combined.limits is not None
+        limits = list(combined.limits)
+        for index, loader in enumerate(combined.flattened):
+            length = sized_len(loader)
+            if dealer_of(loader) is not None and length is not None:
+                limits[index] = _parse_num_batches(RunningStage.TRAINING, length, self.trainer.limit_train_batches)
+        changed = limits != combined.limits
+        combined.limits = limits
+        if combined._iterator is not None:
+            combined._iterator.limits = limits
+        return changed
+
+    def _length(self) -> int | float:
+        """Batches of the present epoch on each data rank."""
+        combined = self._combined_loader
+        assert combined is not None
+        length: int | float = _SUPPORTED_MODES[combined._mode]["fn"](combined.limits)  # type: ignore[arg-type]
+        return length
+
+    def _set_val_check(self) -> None:
+        trainer = self.trainer
+        by_time = getattr(trainer, "_val_check_time_interval", None) is not None
+        if by_time or isinstance(trainer.val_check_interval, int) or self.max_batches == float("inf"):
+            return
+        trainer.val_check_batch = max(1, int(self.max_batches * trainer.val_check_interval))
+
+
+def _set_all(tracker: Any, value: int) -> None:
+    for name in _COUNTS:
+        setattr(tracker, name, value)
