@@ -121,6 +121,7 @@ class RunStateCheckpoint(Checkpoint):
         self._measured: tuple[int, float] | None = None  # the monitored value, and the step it belongs to
         self._validated = False  # in this fit
         self._fits = False
+        self._prepared = False
         self._blocked = 0.0  # seconds that training stood still for the last save
 
     # ---- what others may read ---------------------------------------------------------------------------------------
@@ -209,6 +210,7 @@ class RunStateCheckpoint(Checkpoint):
         self._saved_step = -1
         self._pending = self._measured = None
         self._validated = False
+        self._prepared = not self.asynchronous
         self._saver = self._make_saver(trainer)
         if trainer.is_global_zero:
             self._warn_of_later_ones()
@@ -236,6 +238,8 @@ class RunStateCheckpoint(Checkpoint):
         if step == self._step or _is_trial(trainer):
             return
         before, self._step = self._step, step
+        if not self._prepared:
+            self._prepare(trainer)
         self._settle_if_done(trainer)
         content = None
         if self._schedule.is_due_after_step(step):
@@ -333,6 +337,17 @@ class RunStateCheckpoint(Checkpoint):
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
         content: Content = trainer.strategy.run_state(checkpoint)  # type: ignore[attr-defined]
         return content
+
+    def _prepare(self, trainer: Trainer) -> None:
+        """After the first step, when optimizers have a state: let memory for the copy be got ready."""
+        self._prepared = True
+        strategy: Any = trainer.strategy
+        # Not the whole dict of a checkpoint: making that calls hooks of the user's, which belong to real saves.
+        checkpoint = {"state_dict": strategy.lightning_module_state_dict()}
+        if not self.save_weights_only:
+            checkpoint["optimizer_states"] = [strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers]
+        assert self._saver is not None
+        self._saver.prepare(strategy.run_state(checkpoint).tensors)
 
     def _clear_older(self, newest: Manifest) -> None:
         """On the first rank, once the newest is there: verify it, then delete those that need not be kept."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from trainwright.checkpoint.dealing import Dealer
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.manifest import Manifest
+from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.save import Content, write
 from trainwright.checkpoint.staging import Staged, Staging
 
@@ -97,6 +99,9 @@ class BlockingSaver:
 
     in_flight: str | None = None
 
+    def prepare(self, tensors: Mapping[str, TensorParts]) -> None:
+        """Nothing is copied."""
+
     def __init__(self, group: dist.ProcessGroup | None, write: Write = write) -> None:
         self._group = group
         self._write = write
@@ -153,6 +158,7 @@ class AsyncSaver:
         self._dealer: Dealer | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
+        self._preparing: threading.Thread | None = None
         self._path = ""
         self._saved: Saved | None = None
 
@@ -165,6 +171,21 @@ class AsyncSaver:
     def num_bytes(self) -> int:
         """Bytes of host memory that are held for copies."""
         return self._staging.num_bytes
+
+    def prepare(self, tensors: Mapping[str, TensorParts]) -> None:
+        """Get memory for a copy, in a thread, before the first save needs it. A collective.
+
+        Args:
+            tensors: what is going to be saved, or most of it.
+        """
+        own = self._connect().deal(tensors)
+
+        def run() -> None:
+            with suppress(Exception):  # no memory: the save will say so, on every rank
+                self._staging.prepare(own)
+
+        self._preparing = threading.Thread(target=run, name="trainwright-prepare", daemon=True)
+        self._preparing.start()
 
     def save(self, content: Content, path: str, after: After | None = None) -> None:
         """Copy ``content`` and let it be written; returns when the copy is made. A collective.
@@ -199,15 +220,21 @@ class AsyncSaver:
         self._thread.start()
 
     def _stage(self, content: Content) -> tuple[Content, Staged | None, BaseException | None]:
-        if self._dealer is None:
-            self._group = self._make_group()
-            self._dealer = Dealer(self._group)
-        tensors = self._dealer.deal(content.tensors)
+        tensors = self._connect().deal(content.tensors)
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
         try:
             staged = self._staging.stage(tensors)
         except Exception as error:  # no memory; the other ranks must hear of it, or they would wait for this one
             return content, None, error
         return replace(content, tensors=staged.tensors), staged, None
+
+    def _connect(self) -> Dealer:
+        if self._dealer is None:
+            self._group = self._make_group()
+            self._dealer = Dealer(self._group)
+        return self._dealer
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is being written.
@@ -245,6 +272,9 @@ class AsyncSaver:
     def release(self) -> None:
         """Give the memory of the copies back; a save on its way is waited for."""
         self.wait()
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
         self._staging.release()
 
     def close(self) -> None:

@@ -20,8 +20,9 @@ _HUGE_PAGE = 2 * 2**20
 class Arena:
     """One block of host memory that grows and is used again.
 
-    Fresh memory costs more than copying into it: the kernel hands it out page by page, each with a fault. So the block
-    stays, and where the system offers huge pages (Linux) it is asked for them.
+    Fresh memory costs many times more than copying into it, since the kernel hands it out page by page when it is first
+    touched. So the block stays, it can be touched beforehand, and where the system has huge pages (Linux) it is asked
+    for them.
 
     Args:
         pinned: page-locked memory, into which a CUDA device copies while the host does something else.
@@ -30,22 +31,29 @@ class Arena:
     def __init__(self, pinned: bool = False) -> None:
         self.pinned = pinned
         self._block: Tensor | None = None
+        self._used = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are held."""
-        return 0 if self._block is None else self._block.numel()
+        return self._used
 
     def reserve(self, num_bytes: int) -> Tensor:
         """``num_bytes`` of the block, uint8; what was in it before is lost."""
-        if self._block is None or self.num_bytes < num_bytes:
-            self._block = None  # give the old one back before asking for another
+        if self._block is None or self._block.numel() < num_bytes:
+            self.release()  # before asking for another
             self._block = _pinned(num_bytes) if self.pinned else _plain(num_bytes)
+        self._used = max(self._used, num_bytes)
         return self._block[:num_bytes]
+
+    def prepare(self, num_bytes: int) -> None:
+        """Let the kernel hand out ``num_bytes`` now, so that nobody waits for that later."""
+        if self._used < num_bytes:
+            self.reserve(num_bytes).zero_()
 
     def release(self) -> None:
         """Give the memory back."""
-        self._block = None
+        self._block, self._used = None, 0
 
 
 def _pinned(num_bytes: int) -> Tensor:
@@ -53,11 +61,13 @@ def _pinned(num_bytes: int) -> Tensor:
 
 
 def _plain(num_bytes: int) -> Tensor:
-    if num_bytes < _HUGE_PAGE:
+    if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(num_bytes, dtype=torch.uint8)
-    block = mmap.mmap(-1, -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        block.madvise(mmap.MADV_HUGEPAGE)
+    # Addresses for a quarter more than is needed: they cost nothing until they are touched, and a state that grows a
+    # little then keeps the memory that it has.
+    pages = -(-num_bytes * 5 // 4 // _HUGE_PAGE)
+    block = mmap.mmap(-1, pages * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(block, dtype=torch.uint8)  # keeps the mapping alive
 
 
@@ -136,6 +146,11 @@ class Staging:
         """Bytes of host memory that are held."""
         return sum(arena.num_bytes for arena in self._arenas.values())
 
+    def prepare(self, tensors: Mapping[str, TensorParts]) -> None:
+        """Get the memory that a copy of ``tensors`` takes."""
+        device = _device_of(tensors)
+        self._arenas[device is not None].prepare(lay_out(tensors)[1])
+
     def stage(self, tensors: Mapping[str, TensorParts]) -> Staged:
         """Copy; what was staged before is overwritten.
 
@@ -144,7 +159,7 @@ class Staging:
         """
         slots, num_bytes = lay_out(tensors)
         sources = [box.detach() for parts in tensors.values() for _, box in parts.parts]
-        device = next((source.device for source in sources if source.is_cuda), None)
+        device = _device_of(tensors)
         block = self._arenas[device is not None].reserve(num_bytes)
         targets = [slot.view(block) for slot in slots]
         copied = _copy(targets, sources) if device is None else self._copy_from(device, targets, sources)
@@ -170,6 +185,12 @@ class Staging:
         """Give the memory back."""
         for arena in self._arenas.values():
             arena.release()
+
+
+def _device_of(tensors: Mapping[str, TensorParts]) -> torch.device | None:
+    """The CUDA device that some of the boxes are on; ``None``: all are on the CPU."""
+    boxes = (box for parts in tensors.values() for _, box in parts.parts)
+    return next((box.device for box in boxes if box.is_cuda), None)
 
 
 @torch.no_grad()

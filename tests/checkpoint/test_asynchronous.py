@@ -107,8 +107,10 @@ def test_saving_does_not_meddle_with_the_collectives_of_training(ranks, tmp_path
         check(str(tmp_path / str(step)), float(step), step, 2)
 
 
-def copied_bytes():
+def copied_bytes(prepare):
     saver = AsyncSaver(new_group)
+    if prepare:
+        saver.prepare(content(0.0, 1).tensors)
     saver.save(content(0.0, 1), f"{Path.cwd()}/a")
     held = saver.num_bytes
     saver.take()
@@ -116,9 +118,10 @@ def copied_bytes():
     return held
 
 
-def test_what_all_ranks_hold_is_copied_once(ranks):
+@pytest.mark.parametrize("prepare", [False, True])
+def test_what_all_ranks_hold_is_copied_once(ranks, prepare):
     whole = 6 * SIZE * 4
-    held = ranks(copied_bytes, 3)
+    held = ranks(copied_bytes, 3, prepare)
     assert whole <= sum(held) <= whole + 3 * 1000, held
     assert max(held) <= whole / 3 + 1000
 

@@ -57,10 +57,25 @@ def test_memory_is_used_again():
     smaller = staging.stage({"a": TensorParts.whole(torch.ones(3))})
     assert smaller.block.data_ptr() == first.block.data_ptr()
     assert staging.num_bytes == held
-    staging.stage({"a": TensorParts.whole(torch.ones(2**21))})
-    assert staging.num_bytes == 2 * held
+    grown = staging.stage({"a": TensorParts.whole(torch.ones(2**20 + 2**17))})
+    assert grown.block.data_ptr() == first.block.data_ptr()
+    staging.stage({"a": TensorParts.whole(torch.ones(2**22))})
+    assert staging.num_bytes == 4 * held
     staging.release()
     assert staging.num_bytes == 0
+
+
+def test_memory_can_be_had_beforehand():
+    staging, tensors = Staging(), {"a": TensorParts.whole(torch.ones(2**20))}
+    staging.prepare(tensors)
+    block = staging._arenas[False]._block
+    assert block is not None
+    assert staging.num_bytes == 2**22
+    staged = staging.stage(tensors)
+    assert staged.block.data_ptr() == block.data_ptr()
+    assert staged.tensors["a"].parts[0][1].unique().tolist() == [1]
+    staging.prepare(tensors)  # what is there is not touched again
+    assert staged.tensors["a"].parts[0][1].unique().tolist() == [1]
 
 
 def test_boxes_lie_apart_and_can_be_found_again():
