@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.owners import TOKEN, left_behind, new_token
+from trainwright.checkpoint.owners import TOKEN, left_behind, new_token, owner_lives
 from trainwright.checkpoint.reading import open_named, read_error
 from trainwright.checkpoint.records import MANIFEST
 from trainwright.checkpoint.write_errors import ELSEWHERE
@@ -94,6 +94,7 @@ class LocalPending:
         self.token = token
         self.path = _hidden(target, "partial", token)
         self._replaced = _hidden(target, "replaced", token)
+        self._removed = _hidden(target, "removed", token)
 
     def begin(self) -> None:
         """Make the folder. The parent's folders are made as well.
@@ -132,9 +133,9 @@ class LocalPending:
         _sync_folder(os.path.dirname(self.target))
 
     def clear_replaced(self) -> None:
-        """Remove what the published folder replaced."""
-        for path in (self.path, self._replaced):
-            _erase(path)
+        """Remove what the published folder replaced; may be called again when it was interrupted."""
+        for path in (self._removed, self.path, self._replaced):
+            _erase(path, self._removed)
 
     def discard(self) -> None:
         """Remove the folder. A signal may have ended :meth:`publish` anywhere, so see to what it replaced too."""
@@ -160,7 +161,7 @@ def remove_local(path: str) -> None:
     elif not os.path.isfile(os.path.join(path, MANIFEST)):
         raise CheckpointError(f"{path} is no checkpoint (it has no {MANIFEST}), so it was not removed.")
     else:
-        _erase(path)
+        _erase(path, _hidden(path, "removed", new_token()))
     _sync_folder(os.path.dirname(path))
 
 
@@ -175,7 +176,7 @@ def clean_up_local(parent: str) -> list[str]:
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(path, target)
             else:
-                _erase(path)
+                _erase(path, path if what == "removed" else _hidden(target, "removed", new_token()))
             done.append(path)
     if done:
         _sync_folder(parent)
@@ -187,24 +188,26 @@ def folders_in_local(parent: str) -> list[str]:
     paths: list[str] = []
     for _ in range(_LOOKS):
         paths, waiting = _look_around(parent)
-        if not waiting:
-            return paths
+        if all(owner_lives(token) is False for token in waiting.values()):
+            break
         time.sleep(_BETWEEN_LOOKS)
-    # Its writer was killed between two renamings, or is held there. It is whole, and clean_up gives it its name back.
-    return sorted(paths + waiting)
+    # The writer of what is left was killed between two renamings, or is held there. It is whole, and clean_up gives it
+    # its name back.
+    return sorted([*paths, *waiting])
 
 
-def _look_around(parent: str) -> tuple[list[str], list[str]]:
-    """Visible folders, each once however many links name it; and checkpoints that lost their name to a new one."""
+def _look_around(parent: str) -> tuple[list[str], dict[str, str]]:
+    """Visible folders, each once however many links name it; and checkpoints that are without their name while they are
+    replaced, with the tokens of those who do it."""
     try:
         # One look for both: between two, a checkpoint could be missing from each.
         names = set(os.listdir(parent))
     except FileNotFoundError:
-        return [], []
+        return [], {}
     except OSError as error:
         raise read_error(parent, error) from error
     hidden = [found for found in map(_HIDDEN.fullmatch, names) if found and found["what"] == "replaced"]
-    waiting = [os.path.join(parent, found[0]) for found in hidden if found["name"] not in names]
+    waiting = {os.path.join(parent, found[0]): found["token"] for found in hidden if found["name"] not in names}
     visible = [os.path.join(parent, name) for name in names if not name.startswith(".")]
     folders = [path for path in visible if os.path.isdir(path)]
     # A folder under its own name goes before links to it.
@@ -228,22 +231,18 @@ def _hidden(target: str, what: str, token: str) -> str:
     return os.path.join(parent, f".{name}.{what}-{token}")
 
 
-def _erase(path: str) -> None:
-    """Remove a folder or link. It loses its name first, so that nobody takes a half of it for whole, and so that a rank
-    that still writes into it by name fails instead of leaving a file behind."""
-    found = _HIDDEN.fullmatch(os.path.basename(path))
-    target = os.path.join(os.path.dirname(path), found["name"]) if found else path
-    if found is None or found["what"] != "removed":
-        removed = _hidden(target, "removed", new_token())
+def _erase(path: str, removed: str) -> None:
+    """Remove a folder or link, if it is there. It is renamed to ``removed`` first, so that nobody takes a half of it
+    for whole, and so that a rank that still writes into it by name fails instead of leaving a file behind."""
+    if path != removed:
         try:
             os.rename(path, removed)
         except FileNotFoundError:
             return
-        path = removed
-    if os.path.islink(path):
-        os.unlink(path)
+    if os.path.islink(removed):
+        os.unlink(removed)
     else:
-        shutil.rmtree(path, onerror=_unless_gone)
+        shutil.rmtree(removed, onerror=_unless_gone)
 
 
 def _unless_gone(function: object, path: str, error: tuple[type[BaseException], BaseException, object]) -> None:

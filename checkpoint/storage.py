@@ -184,10 +184,11 @@ class PendingFolder:
             CheckpointError: if a file that it names is not there, or publishing failed; then the target is as before.
         """
         self._check_present(manifest)
+        data = manifest.to_bytes()
         try:
-            self._files.publish(manifest.to_bytes())
+            self._files.publish(data)
         except Exception as error:
-            raise write_error(error, self.target) from error
+            raise write_error(error, self.target, len(data)) from error
         self._published = True
         try:
             self._files.clear_replaced()
@@ -195,7 +196,8 @@ class PendingFolder:
             warnings.warn(f"{self.target} is written, but what it replaced could not be deleted: {error}", stacklevel=2)
 
     def discard(self) -> None:
-        """Give up: everything written so far is deleted. Does nothing after :meth:`publish`, or when called again.
+        """Give up: everything written so far is deleted. After :meth:`publish` the checkpoint
+        stays. May be called again.
 
         What cannot be deleted is warned of, not raised: the error that led here matters more. ``clean_up`` deletes it
         once this process has ended.
@@ -203,10 +205,9 @@ class PendingFolder:
         for file in self._open:
             file.abort()
         self._open.clear()
-        if self._published:
-            return
         try:
-            self._files.discard()
+            # Something may have ended the clearing after publishing halfway.
+            (self._files.clear_replaced if self._published else self._files.discard)()
         except Exception as error:
             warnings.warn(f"{self._files.path} could not be deleted: {error}", stacklevel=2)
 

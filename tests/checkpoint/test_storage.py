@@ -104,6 +104,37 @@ def test_an_error_discards_everything(parent):
         assert small.hidden(parent) == []
 
 
+@pytest.mark.parametrize("swap", [True, False])
+def test_everything_is_on_the_disk_before_it_is_seen(tmp_path, monkeypatch, swap):
+    """Power that fails must not leave a name without its bytes: files, manifest, folder, name, in this order."""
+    small.write(tmp_path / "a", 1)
+    events = []
+
+    def sync(descriptor, sync=os.fsync):
+        events.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        sync(descriptor)
+
+    def rename(source, target, rename=os.rename):
+        events.append(("rename", os.path.basename(target)))
+        rename(source, target)
+
+    def swapped(one, other, exchange=local_files._swap):
+        events.append(("rename", os.path.basename(other)))
+        return swap and exchange(one, other)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(local_files, "_swap", swapped)
+    manifest = small.write(tmp_path / "a", 2)
+    named = events.index(("rename", "a"))
+    assert {name for _, name in events[:4]} == set(manifest.files)
+    assert events[4] == ("sync", "manifest.json")
+    assert events[5][1].startswith(".a.partial-")
+    assert named == 6
+    visible = max(index for index, event in enumerate(events) if event == ("rename", "a"))
+    assert ("sync", tmp_path.name) in events[visible:]
+
+
 def test_a_file_that_a_manifest_names_must_be_there(parent, monkeypatch):
     monkeypatch.setattr("trainwright.checkpoint.storage._PATIENCE_SECONDS", 0.0)
     target = join_path(parent, "a.ckpt")

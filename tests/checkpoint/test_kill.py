@@ -1,0 +1,143 @@
+"""A process that saves is ended at any instant: what was complete is there, and after cleaning nothing else is."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+import uuid
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint import killed, small
+from trainwright.checkpoint.find import newest_good
+from trainwright.checkpoint.retention import Retention, apply
+from trainwright.checkpoint.storage import clean_up
+
+ROUNDS = 25
+SIZE = 60_000  # elements of the largest tensor: two files of 360 kB
+
+
+@pytest.fixture(params=["disk", "memory"])
+def places(request, tmp_path):
+    """A folder for checkpoints, and one for temporary files on another file system."""
+    other = Path("/dev/shm") / f"trainwright-{uuid.uuid4().hex}"
+    other.mkdir()
+    folders = (
+        (tmp_path / "checkpoints", other) if request.param == "disk" else (other / "checkpoints", tmp_path / "tmp")
+    )
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    yield folders
+    shutil.rmtree(other)
+
+
+def save_for_ever(folder, step, same_name, swap, report):
+    if not swap:
+        killed.without_swap()
+    while True:
+        step += 1
+        target = folder / ("last.ckpt" if same_name else f"step_{step}.ckpt")
+        small.write(target, step, size=SIZE)
+        report(step)
+        if not same_name:
+            apply(folder, Retention(keep_last=2), target)
+
+
+def check(folder, reported):
+    """The newest whole checkpoint is one that was at least as far as the last one reported. Returns its step."""
+    said = []
+    found = newest_good(folder, say=said.append)
+    assert said == []
+    assert found is not None
+    assert small.read(found.path) == found.step >= reported
+    return found.step
+
+
+def check_cleaned(folder, step):
+    clean_up(folder)
+    assert small.hidden(folder) == []
+    assert check(folder, step) == step
+    for path in folder.iterdir():
+        small.read(path)
+
+
+@pytest.mark.parametrize(("same_name", "swap"), [(False, True), (True, True), (True, False)])
+def test_ended_at_random(places, monkeypatch, same_name, swap):
+    folder, temporary = places
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    draw = random.Random(f"{same_name} {swap} {folder.parts[1]}")
+    step, left, saved = 0, 0, 0
+    small.write(folder / "last.ckpt", 0, size=SIZE)
+    for turn in range(ROUNDS):
+        number = signal.SIGTERM if turn % 8 == 7 else signal.SIGKILL
+        with killed.forked(partial(save_for_ever, folder, step, same_name, swap)) as child:
+            child.wait_until_begun()
+            time.sleep(draw.uniform(0, 0.05))
+            reported, status = child.end(number)
+        assert os.WTERMSIG(status) == number, "it ended before it was killed"
+        left += bool(small.hidden(folder))
+        saved += len(reported)
+        step = check(folder, reported[-1] if reported else step)
+        check_cleaned(folder, step)
+    assert list(temporary.iterdir()) == []
+    assert left, "no save was hit: the test shows nothing"
+    assert saved, "no save was complete: the test shows nothing"
+
+
+def save_once(folder, call, act, swap, report):
+    if not swap:
+        killed.without_swap()
+    killed.at_call(call, act)
+    small.write(folder / "last.ckpt", 2)
+    report(2)
+
+
+def kill_self():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def calls_of_a_save(tmp_path, act, swap):
+    """Saves that something happens to before each single change of the disk: folder, reported steps, exit status."""
+    call, status = 0, -1
+    while status != 0:
+        folder = tmp_path / str(call)
+        small.write(folder / "last.ckpt", 1)
+        with killed.forked(partial(save_once, folder, call, act, swap)) as child:
+            child.wait_until_begun()
+            reported, status = child.end()
+        yield folder, reported, status
+        call += 1
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_killed_before_each_change_of_the_disk(tmp_path, swap):
+    steps = []
+    for folder, reported, status in calls_of_a_save(tmp_path, kill_self, swap):
+        assert status in (0, signal.SIGKILL)
+        steps.append(check(folder, reported[-1] if reported else 1))
+        check_cleaned(folder, steps[-1])
+        assert os.listdir(folder) == ["last.ckpt"]
+    assert len(steps) > 20
+    assert steps == sorted(steps), "once it is published, it stays"
+    assert set(steps) == {1, 2}
+
+
+def leave():
+    raise SystemExit(7)
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_left_before_each_change_of_the_disk(tmp_path, swap):
+    """As from a signal's handler that raises: the process tidies up by itself."""
+    steps = []
+    for folder, reported, status in calls_of_a_save(tmp_path, leave, swap):
+        assert os.waitstatus_to_exitcode(status) in (0, 7)
+        assert os.listdir(folder) == ["last.ckpt"]
+        steps.append(check(folder, reported[-1] if reported else 1))
+    assert len(steps) > 20
+    assert steps == sorted(steps)
