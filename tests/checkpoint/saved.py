@@ -77,6 +77,9 @@ class LanguageModule(pl.LightningModule):
         self.log("train_loss", loss)
         return loss
 
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        pass
+
     def configure_optimizers(self) -> Any:
         decayed = [p for p in self.parameters() if p.dim() > 1]
         others = [p for p in self.parameters() if p.dim() <= 1]
