@@ -76,7 +76,7 @@ def newest_good(folders: Sequence[str], *, for_fit: bool = True) -> tuple[str | 
     Returns:
         Its path, None when there is none, and why each one before it was passed over.
     """
-    reasons = []
+    reasons: list[str] = []
     for candidate in candidates_of(folders):
         problem = candidate.problem(for_fit=for_fit)
         if problem is None:

@@ -191,7 +191,9 @@ def _problem_of_folder(cfg: DictConfig, path: Path) -> str | None:
 
 
 def _advice(cfg: DictConfig) -> str:
-    newest, _ = newest_good(_folders(cfg))
+    # The directory of the run is decided by now, whether it was given or not.
+    everywhere = [*_folders(cfg), *(str(run / CHECKPOINTS) for run in runs_of(_name(cfg)))]
+    newest, _ = newest_good(everywhere)
     return f"the newest of {cfg.name}: ckpt_path={newest}" if newest else f"{cfg.name} has none under runs/ yet"
 
 

@@ -18,6 +18,7 @@ SCHEMA_NAME = "_schema"
 
 PRECISIONS = ("32", "bf16-mixed", "bf16-true", "16-mixed")
 ACCELERATORS = ("auto", "cpu", "gpu")
+PARTITIONS = ("interleave", "range", "hash")
 
 
 @dataclass
@@ -202,6 +203,17 @@ class TrainerConfig:
     token_count: str | None = None
     # Seed of the order of the training samples; null = the seed of the run.
     data_seed: int | None = None
+    # Which data rank reads which sample: interleave (in turn), range (a contiguous part each) or hash (by data_key, so
+    # that a sample keeps its rank when ranks come and go).
+    data_partition: str = "interleave"
+    # With data_partition=hash: function from data set and index to what the sample is known by, as
+    # package.module:function; null = the index.
+    data_key: str | None = None
+    # Go on from a checkpoint whose global batch, data set, seed or partition of the data was another; false = refuse.
+    allow_changed_data: bool = False
+    # Draw every sample under random numbers seeded by the seed, the epoch and its index, so that augmentations do not
+    # depend on the layout; false = off.
+    seed_samples: bool = False
 
 
 @dataclass

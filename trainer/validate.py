@@ -27,7 +27,7 @@ from trainwright.strategies.layout import Layout
 from trainwright.trainer.batch import solve_accumulation
 from trainwright.trainer.candidates import AUTO
 from trainwright.trainer.check_resume import resume_problems
-from trainwright.trainer.config import ACCELERATORS, PRECISIONS
+from trainwright.trainer.config import ACCELERATORS, PARTITIONS, PRECISIONS
 from trainwright.trainer.machine import num_gpus, port_is_taken
 from trainwright.trainer.problems import did_you_mean
 from trainwright.trainer.run_directory import holds_run
@@ -160,6 +160,7 @@ def _known_words(cfg: DictConfig, _: Surroundings) -> list[str]:
     ):
         if key in cfg.strategy:
             words.append((f"strategy.{key}", cfg.strategy[key], allowed, "choices"))
+    words.append(("trainer.data_partition", cfg.trainer.data_partition, PARTITIONS, "partitions"))
     algorithm = cfg.trainer.gradient_clip_algorithm
     if algorithm is not None:
         words.append(("trainer.gradient_clip_algorithm", algorithm, ("norm", "value"), "algorithms"))
@@ -405,7 +406,10 @@ def _run_dir(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     if not os.access(existing, os.W_OK | os.X_OK):
         return [f"run_dir={run_dir}: {existing} is not writable for this user; type another run_dir=..."]
     if surroundings.verb == "fit" and holds_run(run_dir) and not _continues(cfg, run_dir):
-        return [f"run_dir={run_dir}: holds a run already; type ckpt_path=last to go on from it, or another run_dir=..."]
+        return [
+            f"run_dir={run_dir}: holds a run already; type ckpt_path=last or resume=auto to go on from it, or "
+            "another run_dir=..."
+        ]
     return []
 
 
@@ -418,6 +422,16 @@ def _continues(cfg: DictConfig, run_dir: Path) -> bool:
 
 def _resume(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     return resume_problems(cfg, surroundings.verb)
+
+
+def _data_options(cfg: DictConfig, _: Surroundings) -> list[str]:
+    trainer = cfg.trainer
+    if trainer.data_key is not None and trainer.data_partition != "hash":
+        return [
+            f"trainer.data_key={trainer.data_key} with trainer.data_partition={trainer.data_partition}: only hash asks "
+            "for keys; type trainer.data_partition=hash, or leave trainer.data_key out"
+        ]
+    return []
 
 
 def _module_given(cfg: DictConfig, _: Surroundings) -> list[str]:
@@ -482,4 +496,5 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _ends,
     _run_dir,
     _resume,
+    _data_options,
 )

@@ -85,6 +85,8 @@ def problems_of(cfg: DictConfig, options: VerifyOptions) -> list[str]:
         )
     if cfg.ckpt_path is not None:
         problems.append(f"ckpt_path={cfg.ckpt_path}: verify starts from the initial weights; leave ckpt_path out")
+    if cfg.resume is not None:
+        problems.append(f"resume={cfg.resume}: verify starts from the initial weights; leave resume out")
     if cfg.run_dir is not None:
         problems.append(f"run_dir={cfg.run_dir}: verify leaves nothing behind; leave run_dir out")
     if cfg.global_batch_size is None and cfg.micro_batch_size is None:
@@ -109,7 +111,7 @@ def _planned(cfg: DictConfig, options: VerifyOptions, folder: Path) -> DictConfi
     problems = problems_of(cfg, options)
     cfg = cfg.copy()
     OmegaConf.set_readonly(cfg, False)
-    cfg.run_dir, cfg.ckpt_path = str(folder / "layout"), None
+    cfg.run_dir, cfg.ckpt_path, cfg.resume = str(folder / "layout"), None, None
     if cfg.max_steps is None and cfg.max_epochs is None:
         cfg.max_steps = options.steps  # only so that the run has an end; a recipe may read what was there
     planned, found = plan(cfg, "fit")

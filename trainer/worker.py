@@ -64,9 +64,11 @@ def build_trainer(cfg: DictConfig, on_exception: Callable[[BaseException], None]
     """The Trainer of a resolved configuration, with its strategy, callbacks and loggers."""
     callbacks = [built for group in (cfg.monitor, cfg.checkpoint, cfg.callbacks) for built in _build_all(group)]
     options: Any = OmegaConf.to_container(cfg.trainer)
+    # Only where it is asked for: a strategy of another library takes no such argument.
+    begin = {} if cfg.init_from is None else {"init_from": cfg.init_from}
     has_end = cfg.max_steps is not None or cfg.max_epochs is not None
     return Trainer(
-        strategy=instantiate(cfg.strategy, _convert_="all"),
+        strategy=instantiate(cfg.strategy, _convert_="all", **begin),
         devices=cfg.devices,
         num_nodes=cfg.nodes,
         accelerator=cfg.accelerator,
