@@ -21,6 +21,7 @@ from trainwright.checkpoint.import_deepspeed import of_deepspeed
 from trainwright.checkpoint.imported import Encoder, StreamedTensor, about, reference
 from trainwright.checkpoint.lightning_file import with_cursors
 from trainwright.checkpoint.ordinary import load_ordinary
+from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.paths import join_path, local_path
 from trainwright.checkpoint.records import MANIFEST
 from trainwright.checkpoint.safetensors_folder import SafetensorsFolder
@@ -102,7 +103,7 @@ def _of_safetensors(source: str) -> Content:
     keys = list(tensors.keys())
     state = {key: reference(f"weights/{key}") for key in keys}
     facts = _hugging_face(tensors)
-    streamed = {
+    streamed: dict[str, TensorParts] = {
         f"weights/{key}": StreamedTensor(tensors.shape(key), tensors.dtype(key), partial(tensors.read, key))
         for key in keys
     }

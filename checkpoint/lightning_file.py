@@ -81,7 +81,8 @@ def positional(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not optimizer.get("by_name"):
         return dict(optimizer)
-    groups, positions = [], {}
+    groups: list[dict[str, Any]] = []
+    positions: dict[str, int] = {}
     for group in optimizer["param_groups"]:
         first = len(positions)
         positions.update({name: first + index for index, name in enumerate(group["params"])})

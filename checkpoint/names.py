@@ -150,9 +150,9 @@ def _prefixes(names: Sequence[str], keys: Sequence[str]) -> Iterator[tuple[str, 
             by_ending.setdefault(ending, []).append(name)
     votes: Counter[tuple[str, str]] = Counter()
     for key in keys[:: max(1, len(keys) // _SAMPLE)]:
-        ending = next((e for e in _endings(key) if e in by_ending), None)
-        if ending is not None:
-            votes.update((name.removesuffix(ending), key.removesuffix(ending)) for name in by_ending[ending])
+        shared = next((ending for ending in _endings(key) if ending in by_ending), None)
+        if shared is not None:
+            votes.update((name.removesuffix(shared), key.removesuffix(shared)) for name in by_ending[shared])
     yield from (pair for pair, _ in votes.most_common(_TRIED) if pair != ("", ""))
 
 

@@ -83,7 +83,7 @@ def write_torch_file(file: BinaryIO, tree: Any) -> None:
 def bytes_of(tensor: Tensor) -> memoryview:
     """The values of a CPU tensor as bytes, without a copy if it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _write_storage(archive: zipfile.ZipFile, file: BinaryIO, name: str, lazy: LazyTensor) -> None:

@@ -38,13 +38,14 @@ verbs:
       --format      safetensors, hf (a folder for transformers' from_pretrained), lightning (a .ckpt) or torch
                     ({name: tensor})
       --to DEST     where; default: named after the checkpoint, in the current directory
-      --max-shard-size SIZE   of a safetensors file, like 500MB or 5GB (default 5GB)
+      --max-shard-size SIZE   of a safetensors file, like 500MB (default 5GB in a folder)
       --dtype       float32, bfloat16 or float16; default: as stored
       --overwrite   replace what is at DEST
   import SOURCE   make a checkpoint that ckpt_path= and init_from= take, of safetensors, a Hugging Face folder, a
                   Lightning .ckpt, a torch file of weights or a DeepSpeed folder
       --to DEST     the new checkpoint
       --trust       let SOURCE run code if it is a pickle that needs to; only for files of people you trust
+      --overwrite   replace the checkpoint at DEST
 
 examples:
   trainwright checkpoint list runs/gpt
@@ -124,7 +125,7 @@ def _arguments_of_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH")
     parser.add_argument("--format", choices=FORMATS, required=True)
     parser.add_argument("--to", metavar="DEST")
-    parser.add_argument("--max-shard-size", metavar="SIZE", type=size_in_bytes, default="5GB")
+    parser.add_argument("--max-shard-size", metavar="SIZE", type=size_in_bytes)
     parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--overwrite", action="store_true")
 
@@ -133,6 +134,7 @@ def _arguments_of_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE")
     parser.add_argument("--to", metavar="DEST", required=True)
     parser.add_argument("--trust", action="store_true")
+    parser.add_argument("--overwrite", action="store_true")
 
 
 def size_in_bytes(text: str) -> int:
@@ -198,7 +200,7 @@ def _import(arguments: argparse.Namespace) -> int:
     _say(f"reading {arguments.source}")
     from trainwright.checkpoint.importing import import_checkpoint
 
-    written = import_checkpoint(arguments.source, arguments.to, trust=arguments.trust)
+    written = import_checkpoint(arguments.source, arguments.to, trust=arguments.trust, overwrite=arguments.overwrite)
     _say("done")
     print(written)
     return OK
