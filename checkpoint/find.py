@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from trainwright.checkpoint.manifest import Manifest, read_manifest, verify
 from trainwright.checkpoint.records import MANIFEST
 from trainwright.checkpoint.storage import Folder, folders_in
 
 Say = Callable[[str], object]
+
+_TRIES = 5
+_INSTANT = 0.02
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,7 @@ def list_checkpoints(folder: str | os.PathLike[str], say: Say | None = None) -> 
     found = []
     for path in folders_in(folder):
         try:
-            if _is_meant_as_checkpoint(path):
-                manifest = read_manifest(path)
-                found.append(Found(path, manifest.step, manifest.created, manifest))
+            found += _found_at(path)
         except CheckpointError as error:
             if say is not None:
                 say(str(error))
@@ -72,16 +74,44 @@ def newest_good(folder: str | os.PathLike[str], deep: bool = True, say: Say | No
     Raises:
         CheckpointError: if the folder cannot be listed.
     """
-    for found in list_checkpoints(folder, say):
+    good = None
+    reasons: list[str] = []
+    for _ in range(_TRIES):
+        reasons.clear()
+        found = list_checkpoints(folder, reasons.append)
+        good = _first_good(found, deep, reasons)
+        # What is replaced or deleted while it is read looks damaged: then something new is there to be looked at.
+        if good is not None or list_checkpoints(folder) == found:
+            break
+    if say is not None:
+        for reason in reasons:
+            say(reason)
+    return good
+
+
+def _first_good(newest_first: Sequence[Found], deep: bool, reasons: list[str]) -> Found | None:
+    for found in newest_first:
         try:
             problems = verify(found.path, found.manifest, deep=deep)
         except CheckpointError as error:
             problems = [str(error)]
         if not problems:
             return found
-        if say is not None:
-            say(f"The checkpoint {found.path} of step {found.step} was passed over: {'; '.join(problems)}")
+        reasons.append(f"The checkpoint {found.path} of step {found.step} was passed over: {'; '.join(problems)}")
     return None
+
+
+def _found_at(path: str) -> list[Found]:
+    """The checkpoint in a folder, or none if it was never meant to be one."""
+    try:
+        manifest = read_manifest(path) if _is_meant_as_checkpoint(path) else None
+    except DamagedCheckpoint:
+        raise
+    except CheckpointError:
+        # Where two names cannot be exchanged, one that is replaced has none for an instant.
+        time.sleep(_INSTANT)
+        manifest = read_manifest(path)
+    return [] if manifest is None else [Found(path, manifest.step, manifest.created, manifest)]
 
 
 def _is_meant_as_checkpoint(path: str) -> bool:

@@ -89,6 +89,32 @@ def test_ended_at_random(places, monkeypatch, same_name, swap):
     assert saved, "no save was complete: the test shows nothing"
 
 
+@pytest.mark.parametrize("swap", [True, False])
+def test_a_reader_finds_one_while_it_is_replaced(tmp_path, swap):
+    small.write(tmp_path / "last.ckpt", 0)
+    steps = [0]
+    with killed.forked(partial(replace_for_ever, tmp_path / "last.ckpt", swap)) as child:
+        child.wait_until_begun()
+        while len(steps) < 150:
+            found = newest_good(tmp_path)
+            assert found is not None
+            steps.append(found.step)
+        reported, _ = child.end(signal.SIGKILL)
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 3, "it was hardly ever replaced: the test shows nothing"
+    check_cleaned(tmp_path, check(tmp_path, reported[-1]))
+
+
+def replace_for_ever(target, swap, report):
+    if not swap:
+        killed.without_swap()
+    step = 0
+    while True:
+        step += 1
+        small.write(target, step)
+        report(step)
+
+
 def save_once(folder, call, act, swap, report):
     if not swap:
         killed.without_swap()
