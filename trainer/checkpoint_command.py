@@ -17,7 +17,7 @@ from trainwright.trainer.problems import did_you_mean
 
 OK, DAMAGED, REFUSED = 0, 1, 2
 FORMATS = ("safetensors", "hf", "lightning", "torch")
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 _SUFFIX = {"safetensors": "-safetensors", "hf": "-hf", "lightning": ".ckpt", "torch": ".pt"}
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -39,8 +39,9 @@ verbs:
                     ({name: tensor})
       --to DEST     where; default: named after the checkpoint, in the current directory
       --max-shard-size SIZE   of a safetensors file, like 500MB (default 5GB in a folder)
-      --dtype       float32, bfloat16 or float16; default: as stored
-      --overwrite   replace what is at DEST
+      --dtype       float32, bfloat16, float16 or float64; default: as stored
+      --model       hf: the attribute that holds the model to export, where the module has several
+      --overwrite   replace an earlier export at DEST
   import SOURCE   make a checkpoint that ckpt_path= and init_from= take, of safetensors, a Hugging Face folder, a
                   Lightning .ckpt, a torch file of weights or a DeepSpeed folder
       --to DEST     the new checkpoint
@@ -127,6 +128,7 @@ def _arguments_of_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", metavar="DEST")
     parser.add_argument("--max-shard-size", metavar="SIZE", type=size_in_bytes)
     parser.add_argument("--dtype", choices=DTYPES)
+    parser.add_argument("--model", metavar="ATTRIBUTE")
     parser.add_argument("--overwrite", action="store_true")
 
 
@@ -190,6 +192,7 @@ def _export(arguments: argparse.Namespace) -> int:
         max_shard_bytes=arguments.max_shard_size,
         dtype=arguments.dtype,
         overwrite=arguments.overwrite,
+        model=arguments.model,
     )
     _say("done")
     print(written)

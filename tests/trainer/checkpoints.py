@@ -22,9 +22,15 @@ def write_checkpoint(path: Path | str, step: int = 1, tensors: int = 2, **about:
         tensors: how many it holds, of four elements each.
         **about: what else its manifest tells.
     """
+    names = [f"layer.{i}" for i in range(tensors)]
     content = Content(
-        tree={"global_step": step},
-        tensors={f"weights/layer.{i}": TensorParts.whole(torch.full((2, 2), float(i + step))) for i in range(tensors)},
+        tree={
+            "global_step": step,
+            "state_dict": {name: {"~": "tensor", "key": f"weights/{name}"} for name in names},
+        },
+        tensors={
+            f"weights/{name}": TensorParts.whole(torch.full((2, 2), float(i + step))) for i, name in enumerate(names)
+        },
         about={"kind": "run state", "step": step, "epoch": 0, "world_size": 1, "data_ranks": 1, **about},
     )
     write(content, str(path))

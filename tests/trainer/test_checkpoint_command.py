@@ -40,8 +40,9 @@ def output(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> st
     assert "Traceback" not in err
     if code == 2:
         assert out == ""
-        assert err.startswith("trainwright: ")
-        return err
+        progress, _, message = err.partition("trainwright: ")
+        assert all(line.startswith("checkpoint: ") for line in progress.splitlines())
+        return message
     return out
 
 
@@ -225,3 +226,36 @@ def test_list_a_store(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(output(capsys, "list", "memory://listed", "--deep", "--json"))
     assert [(row["step"], row["state"]) for row in rows] == [(2, "good"), (1, "good")]
     assert "step          2" in output(capsys, "inspect", rows[0]["path"])
+
+
+# ---- export and import ----------------------------------------------------------------------------------------------
+
+
+def test_export_and_import(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        output(capsys, "export", checkpoint, "--format", "torch", "--dtype", "bfloat16").strip().endswith("step=7.pt")
+    )
+    weights = torch.load("step=7.pt", weights_only=True)
+    assert {name: tensor.dtype for name, tensor in weights.items()} == dict.fromkeys(
+        ("layer.0", "layer.1"), torch.bfloat16
+    )
+    output(capsys, "export", checkpoint, "--format", "safetensors", "--max-shard-size", "16", "--to", "shards")
+    assert len(list(Path("shards").glob("*.safetensors"))) == 2
+    assert "exists" in output(capsys, "export", checkpoint, "--format", "safetensors", "--to", "shards", code=2)
+    output(capsys, "export", checkpoint, "--format", "safetensors", "--to", "shards", "--overwrite")
+    for source in ("shards", "step=7.pt"):
+        assert output(capsys, "import", source, "--to", "imported", "--overwrite").strip().endswith("imported")
+        assert "weights/layer.1" in output(capsys, "inspect", "imported")
+    assert "exists" in output(capsys, "import", "shards", "--to", "imported", code=2)
+
+
+def test_what_export_and_import_refuse(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nowhere" in output(capsys, "export", "nowhere", "--format", "torch", code=2)
+    assert "Hugging Face" in output(capsys, "export", checkpoint, "--format", "hf", code=2)
+    torch.save({"path": Path("x")}, "object.pt")
+    assert "--trust" in output(capsys, "import", "object.pt", "--to", "imported", code=2)
+    assert not Path("imported").exists()
+    flip_bit(checkpoint)
+    assert main(["checkpoint", "export", checkpoint, "--format", "torch"]) == 1
+    assert f"{RANK_FILE} (written by rank 0)" in capsys.readouterr().err
+    assert not Path("step=7.pt").exists()
