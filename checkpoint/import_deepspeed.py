@@ -36,8 +36,7 @@ def of_deepspeed(source: str) -> Content:
     tree.setdefault(_LIGHTNING, version("lightning"))
     if found.optimizer:
         tree["optimizer_states"] = [_optimizer(found, encoder)]
-        own = [] if found.lr_scheduler is None else [encode(found.lr_scheduler, encoder.put, "lr_schedulers/0")]
-        tree.setdefault("lr_schedulers", own)
+        tree.setdefault("lr_schedulers", _schedulers(found, encoder))
         if "loops" not in tree:
             warnings.warn(
                 f"{source} was not saved by Lightning, so it does not say where the run was in its data: a run that "
@@ -45,8 +44,24 @@ def of_deepspeed(source: str) -> Content:
                 stacklevel=2,
             )
     told = about("run state" if found.optimizer else "weights", found.global_step, found.epoch)
-    told["versions"]["deepspeed"] = found.version
-    return Content(tree, encoder.tensors, told)
+    return Content(
+        tree, encoder.tensors, {**told, **found.about, "versions": told["versions"] | found.about["versions"]}
+    )
+
+
+def _schedulers(found: DeepSpeedCheckpoint, encoder: Encoder) -> list[Any]:
+    """The scheduler that the user gave to DeepSpeed; its own ones mean nothing to torch's."""
+    state = found.lr_scheduler
+    if state is None:
+        return []
+    if "last_epoch" in state:
+        return [encode(state, encoder.put, "lr_schedulers/0")]
+    warnings.warn(
+        f"{found.path} has the state of a scheduler of DeepSpeed ({', '.join(state)}), which is left out: set "
+        "last_epoch of the scheduler that takes its place.",
+        stacklevel=2,
+    )
+    return []
 
 
 def _weights(found: DeepSpeedCheckpoint, encoder: Encoder) -> dict[str, Any]:

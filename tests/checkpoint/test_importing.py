@@ -7,12 +7,14 @@ import os
 import pickle
 import weakref
 from collections import OrderedDict
+from dataclasses import replace
 
 import lightning.pytorch as pl
 import pytest
 import safetensors.torch
 import torch
 
+from tests.checkpoint.deepspeed_files import make_trained, write_deepspeed
 from tests.checkpoint.saved import LanguageModule, Losses, loader, logits, model, save
 from tests.parity.harness import QUIET, make_trainer
 from trainwright.checkpoint.errors import CheckpointError
@@ -185,6 +187,81 @@ def test_hyper_parameters_that_are_no_values_are_left_out(tmp_path):
     with pytest.warns(UserWarning, match=r"loss \(MSELoss\) are left out"):
         path = import_checkpoint(str(tmp_path / "l.ckpt"), tmp_path / "run.ckpt", trust=True)
     assert RunState.open(str(path)).tree["hyper_parameters"] == {"width": 3}
+
+
+# ---- DeepSpeed ------------------------------------------------------------------------------------------------------
+
+
+class Trained(pl.LightningModule):
+    """A module of the parameters of a DeepSpeed checkpoint, with a loss that has no gradient but zero."""
+
+    def __init__(self, trained):
+        super().__init__()
+        self.groups = [list(group) for group in trained.groups]
+        for name, value in trained.everything().items():
+            *path, last = name.split(".")
+            place = self
+            for part in path:
+                if not hasattr(place, part):
+                    place.add_module(part, torch.nn.Module())
+                place = getattr(place, part)
+            if name in trained.buffers:
+                place.register_buffer(last, torch.zeros_like(value))
+            else:
+                place.register_parameter(last, torch.nn.Parameter(torch.zeros_like(value), name not in trained.frozen))
+        self.tail.weight = self.emb.weight
+
+    def training_step(self, batch, index):
+        return sum((p * 0).sum() for p in self.parameters() if p.requires_grad)
+
+    def configure_optimizers(self):
+        parameters = dict(self.named_parameters())
+        return torch.optim.AdamW([{"params": [parameters[name] for name in names]} for names in self.groups], lr=0.1)
+
+
+def make_tied():
+    """The tied name stands last, as in a module that was made in this order."""
+    return replace(make_trained(), shared={"tail.weight": "emb.weight"})
+
+
+def step_from_deepspeed(path, strategy):
+    """Weights before and states after one step of a run that goes on, whole and by name."""
+    from trainwright.strategies.state import gather_tree
+
+    module = Trained(make_tied())
+    before = {}
+
+    class Watch(pl.Callback):
+        def on_train_start(self, trainer, module):
+            before.update(trainer.strategy.whole_parameters())
+
+    trainer = make_trainer(strategy, max_steps=1, max_epochs=-1, callbacks=[Watch()])
+    trainer.fit(module, loader(), ckpt_path=path)
+    names = [name for group in module.groups for name in group]
+    (optimizer,) = trainer.optimizers
+    states = gather_tree(optimizer.state_dict()["state"], keep=True)
+    return before, {names[position]: values for position, values in states.items()}, dict(module.named_buffers())
+
+
+@pytest.mark.parametrize(("stage", "strategy"), [(2, "ddp"), (3, "zero3")])
+def test_a_run_of_deepspeed_goes_on(ranks, tmp_path, stage, strategy):
+    trained = make_tied()
+    write_deepspeed(tmp_path / "theirs", trained, stage=stage, ranks=3)
+    scheduler = pytest.warns(UserWarning, match=r"scheduler of DeepSpeed \(last_batch_iteration\)")
+    with scheduler, pytest.warns(UserWarning, match="not saved by Lightning"):
+        path = import_checkpoint(str(tmp_path / "theirs"), tmp_path / "run.ckpt")
+    assert equal(weights_of(path), trained.everything())
+    about = RunState.open(str(path)).about
+    assert (about["kind"], about["step"], about["strategy"]) == ("run state", 5, f"deepspeed_stage_{stage}")
+    before, states, buffers = ranks(step_from_deepspeed, 2, str(path), strategy)[0]
+    for name, value in before.items():
+        assert torch.equal(value, trained.everything()[name]), name
+    for name, value in buffers.items():
+        assert torch.equal(value, trained.buffers[name]), name
+    for name, moments in trained.moments.items():  # a gradient of zero only shrinks them
+        assert states[name]["step"] == 6
+        torch.testing.assert_close(states[name]["exp_avg"], 0.9 * moments["exp_avg"])
+        torch.testing.assert_close(states[name]["exp_avg_sq"], 0.999 * moments["exp_avg_sq"])
 
 
 # ---- beginning from weights -----------------------------------------------------------------------------------------
