@@ -90,13 +90,19 @@ def view(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ..
     return torch.empty(0, dtype=dtype).set_(storage.data, offset, torch.Size(size), tuple(stride))
 
 
-def _tensor(storage: Storage, offset: int, size: Any, stride: Any, *more: Any) -> Tensor:
-    return view(storage, offset, size, stride, storage.dtype)
+def _tensor(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = (), meant: Any = None
+) -> Tensor:
+    dtype = storage.dtype if isinstance(storage, Storage) else None
+    return _tensor_of_dtype(storage, offset, size, stride, grad, hooks, dtype, meant)
 
 
 def _tensor_of_dtype(
-    storage: Any, offset: int, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, meant: Any = None
 ) -> Tensor:
+    if meant or not isinstance(dtype, torch.dtype):
+        # A mark such as "conj" says that the values are meant changed.
+        raise UnreadablePickleError(f"a tensor of {dtype} with the marks {meant}")
     return view(storage, offset, size, stride, dtype)
 
 
