@@ -31,7 +31,6 @@ from trainwright.strategies.loading import teach_lightning
 from trainwright.strategies.precision import adapt_precision
 from trainwright.strategies.state import whole_tensor
 
-
 # Before anybody can have written a run state with a strategy.
 teach_lightning()
 

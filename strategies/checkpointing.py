@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.hooks import CheckpointHooks
 from lightning.pytorch.plugins import CheckpointIO
@@ -47,6 +48,8 @@ from trainwright.strategies.run_state import (
 
 # Key of what this project adds to Lightning's dict of a run.
 OF_RUN = "trainwright"
+# Prefix of buffers among what a rank has of its own.
+_BUFFERS = "buffers/"
 # An odd constant with bits all over: seeds of neighbouring ranks share none of their low bits.
 _STRIDE = 0x9E3779B97F4A7C15
 
@@ -73,7 +76,8 @@ class RunStateStrategy(Strategy):
         super().__init__(**kwargs)
         self.init_from = None if init_from is None else str(init_from)
         self._checkpoint_group: dist.ProcessGroup | None = None
-        self._random_state: dict[str, Tensor] | None = None
+        # What to put back when training begins, while that has not been done.
+        self.pending_rank_state: dict[str, Tensor] | None = None
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -122,6 +126,7 @@ class RunStateStrategy(Strategy):
     def teardown(self) -> None:
         """Let go of the group as well: the next run may meet anew."""
         self._checkpoint_group = None
+        self.pending_rank_state = None
         super().teardown()
 
     # ---- saving ---------------------------------------------------------------------------------------------------
@@ -136,10 +141,29 @@ class RunStateStrategy(Strategy):
         collector = Collector(self.lightning_module, self.placement, self._name_of())
         tree = collector.collect(checkpoint, self.optimizers)
         if OPTIMIZERS in checkpoint:
-            rank = getattr(self, "global_rank", 0)
-            collector.add_of_rank(rank, random_state(self.root_device))
-            tree[OF_RUN] = {"layout": asdict(self.layout), "rank_state": "rank"}
+            collector.add_of_rank(self._rank, {**random_state(self.root_device), **self._own_buffers()})
+            tree[OF_RUN] = {"layout": asdict(self.layout)}
         return Content(tree, collector.tensors, self._about(checkpoint))
+
+    @property
+    def _rank(self) -> int:
+        return int(getattr(self, "global_rank", 0))
+
+    def _own_buffers(self) -> dict[str, Tensor]:
+        """Buffers that differ from those of the rank that writes them, such as running statistics. A collective."""
+        group = self.checkpoint_group()
+        if group is None:
+            return {}
+        assert self.lightning_module is not None
+        kept = self.lightning_module.state_dict().keys()
+        buffers = {name: buffer for name, buffer in self.lightning_module.named_buffers() if name in kept}
+        mine = {name: (_digest(buffer), self.placement.writes(name, False)) for name, buffer in buffers.items()}
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, mine, group=group)
+        written = {name: digest for rank in found for name, (digest, writes) in rank.items() if writes}
+        return {
+            f"{_BUFFERS}{name}": buffer.detach() for name, buffer in buffers.items() if mine[name][0] != written[name]
+        }
 
     def _about(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         module = self.lightning_module
@@ -152,7 +176,7 @@ class RunStateStrategy(Strategy):
             "epoch": int(checkpoint.get("epoch", 0)),
             "strategy": self.strategy_name,
             "layout": asdict(self.layout),
-            "world_size": getattr(self, "world_size", 1),
+            "world_size": int(getattr(self, "world_size", 1)),
             "data_ranks": self.num_data_ranks,
             "global_batch_size": None if batch is None else batch.size,
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1},
@@ -218,7 +242,7 @@ class RunStateStrategy(Strategy):
         checkpoint = dict(state.tree)
         of_run = checkpoint.pop(OF_RUN, None)
         if of_run is not None and self._is_fitting():
-            self._random_state = self._random_state_of(state, of_run)
+            self.pending_rank_state = self._rank_state_of(state, of_run)
         if self._somebody_edits():
             return {key: value if key == OPTIMIZERS else materialised(value) for key, value in checkpoint.items()}
         late = (OPTIMIZERS, WEIGHTS)
@@ -351,30 +375,36 @@ class RunStateStrategy(Strategy):
         }
         return {name: tuple(shape) for name, shape in self.placement.united(mine).items()}
 
-    # ---- random numbers -------------------------------------------------------------------------------------------
+    # ---- what each rank has of its own ------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
         """Draw the numbers that the saved run would have drawn next."""
         super().on_train_start()
-        self.restore_random_state()
+        self.restore_rank_state()
 
-    def restore_random_state(self) -> None:
-        """Put the random number generators back to where the loaded checkpoint had them; nothing without one.
+    def restore_rank_state(self) -> None:
+        """Put random number generators and this rank's own buffers back to where the loaded checkpoint had them.
 
-        Called when training begins, and again where iterating over data in mid-epoch has drawn numbers that the saved
-        run had drawn before.
+        Called when training begins, and again where beginning to read data in mid-epoch has drawn numbers that the
+        saved run had drawn before. Does nothing without a checkpoint.
         """
-        if self._random_state is not None:
-            set_random_state(self._random_state, self.root_device)
+        if self.pending_rank_state is None:
+            return
+        set_random_state(self.pending_rank_state, self.root_device)
+        assert self.lightning_module is not None
+        for key, value in self.pending_rank_state.items():
+            if key.startswith(_BUFFERS):
+                self.lightning_module.get_buffer(key.removeprefix(_BUFFERS)).copy_(value)
 
-    def _random_state_of(self, state: RunState, of_run: Mapping[str, Any]) -> dict[str, Tensor]:
-        """This rank's generators: its own of before under the same layout, else those of its data rank."""
+    def _rank_state_of(self, state: RunState, of_run: Mapping[str, Any]) -> dict[str, Tensor]:
+        """This rank's own of before under the same layout, else the generators of its data rank."""
         saved = Layout(**of_run["layout"])
         if saved == self.layout:
-            return _of_rank(state, getattr(self, "global_rank", 0))
+            return _of_rank(state, self._rank)
         places = [saved.coordinates(rank) for rank in range(saved.world_size)]
         data_ranks = [place["replicate"] * saved.shard + place["shard"] for place in places]
         found = _of_rank(state, data_ranks.index(self.data_rank % saved.data_ranks))
+        found = {key: value for key, value in found.items() if not key.startswith(_BUFFERS)}
         return found if self.data_rank < saved.data_ranks else _seeded(found, self.data_rank, self.root_device)
 
 
@@ -394,3 +424,7 @@ def _seeded(state: Mapping[str, Tensor], data_rank: int, device: torch.device) -
     seeded = random_state(device)
     set_random_state(before, device)
     return seeded
+
+
+def _digest(tensor: Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

@@ -227,9 +227,15 @@ def can_fill(module: nn.Module) -> bool:
         if loads_itself and any(key.startswith(f"{name}." if name else "") for key in keys):
             return False
         hooks = (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
-        if not all(only_takes_parts(hook) for hook in hooks):
+        if not all(_changes_nothing(hook) for hook in hooks):
             return False
     return True
+
+
+def _changes_nothing(hook: Any) -> bool:
+    """Whether a hook of ``load_state_dict`` is ours, or FSDP2's, which only wants its parameters split."""
+    function = getattr(hook, "hook", hook)
+    return only_takes_parts(hook) or str(getattr(function, "__module__", "")).startswith("torch.distributed.")
 
 
 def fill_weights(
@@ -267,10 +273,21 @@ def fill_weights(
     if report:
         rank_zero_warn(f"{where} was loaded in part: {report}")
     misfits = {text.partition(":")[0] for text in wrong}
-    read_into({name: parts for name, parts in boxes.items() if name not in misfits}, state)
+    once = {(_key_of(state[name]), _place_of(targets[name])): name for name in boxes if name not in misfits}
+    read_into({name: boxes[name] for name in once.values()}, state)
     for name, value in state.items():
         if name in targets and not isinstance(targets[name], Tensor):
             _set_extra_state(module, name, materialised(value))
+
+
+def _key_of(value: Any) -> Any:
+    return value.key if isinstance(value, StoredTensor) else id(value)
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor lies in memory: a tied one, under whatever name, lies in one place."""
+    part = local_tensor(tensor)
+    return part.data_ptr(), part.numel()
 
 
 def misfit(where: str, report: str) -> CheckpointError:
@@ -354,7 +371,7 @@ def optimizer_parts(
         for parameter in group["params"]:
             values = saved["state"].get(name_of(parameter))
             if values is not None:
-                state[position] = {k: reader.value(name_of(parameter), parameter, v) for k, v in values.items()}
+                state[position] = {k: reader.value(name_of(parameter), parameter, k, v) for k, v in values.items()}
             position += 1
         param_groups.append({**materialised(dict(saved_group)), "params": list(range(first, position))})
     reader.read()
@@ -370,30 +387,29 @@ class _OptimizerReader:
         self._boxes: dict[str, TensorParts] = {}
         self._stored: dict[str, StoredTensor] = {}
 
-    def value(self, name: str, parameter: Tensor, saved: Any) -> Any:
+    def value(self, name: str, parameter: Tensor, key: str, saved: Any) -> Any:
+        if isinstance(saved, Tensor) and parameter.dim() == 0 and key != "step":  # of a scalar; steps are never split
+            return _like(parameter, saved.to(parameter.device))
         if not isinstance(saved, StoredTensor):
             return saved
         whole = self._placement.boxes(name, parameter).shape
         if tuple(saved.shape) != tuple(whole):
             return saved.whole()
-        local = local_tensor(parameter).detach()
-        part = torch.empty_like(local, dtype=saved.dtype)
-        value: Tensor = part
-        if isinstance(parameter, DTensor):
-            value = DTensor.from_local(
-                part,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+        value = _like(parameter, torch.empty_like(local_tensor(parameter).detach(), dtype=saved.dtype))
         self._boxes[saved.key] = self._placement.boxes(name, value)
         self._stored[saved.key] = saved
         return value
 
     def read(self) -> None:
         read_into(self._boxes, self._stored)
+
+
+def _like(parameter: Tensor, part: Tensor) -> Tensor:
+    """``part`` spread over ranks as ``parameter`` is."""
+    if not isinstance(parameter, DTensor):
+        return part
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 
 def _refuse_other_groups(names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]], where: str) -> None:

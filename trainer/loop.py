@@ -254,8 +254,9 @@ class LeanEpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         """Find out, once, what the steps of this epoch need."""
         dealer = self._only_dealer()
-        super().on_run_start(data_fetcher)
         trainer = self.trainer
+        reads_anew = trainer.current_epoch > 0 and not trainer.fit_loop.is_resuming and not self.restarting
+        super().on_run_start(data_fetcher)
         module = trainer.lightning_module
         passes_through = isinstance(trainer.profiler, PassThroughProfiler)
         self._lean = passes_through and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
@@ -283,6 +284,18 @@ class LeanEpochLoop(_TrainingEpochLoop):
         )
         if self._lean:
             data_fetcher._start_profiler = data_fetcher._stop_profiler = _nothing
+        self._go_on_with_random_numbers(data_fetcher, reads_anew)
+
+    def _go_on_with_random_numbers(self, data_fetcher: _DataFetcher, reads_anew: bool) -> None:
+        """Draw what the saved run would have drawn next: beginning to read a loader draws a number too."""
+        strategy: Any = self.trainer.strategy
+        if getattr(strategy, "pending_rank_state", None) is None:
+            return
+        if self.batch_progress.current.ready:
+            strategy.restore_rank_state()  # the loader was begun before the run was saved
+        elif not reads_anew and self._only_dealer() is not None:
+            iter(data_fetcher)  # begun before the state was restored, or not at all
+        strategy.pending_rank_state = None
 
     def run(self, data_fetcher: _DataFetcher) -> None:
         """Train for one epoch."""

@@ -18,7 +18,8 @@ from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.run_state import RunState, StoredTensor
 
 WIDTH = 8
-TWO = [("ddp", {}), ("zero1", {}), ("zero3", {}), ("hybrid", {"tensor": 2, "shard": 1})]
+TENSOR = {"tensor": 2, "shard": 1, "plan": {"tensor": {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}}}
+TWO = [("ddp", {}), ("zero1", {}), ("zero3", {}), ("hybrid", TENSOR)]
 
 
 class Net(pl.LightningModule):
@@ -28,7 +29,12 @@ class Net(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.embed = nn.Linear(WIDTH, hidden, bias=False)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(hidden, hidden), nn.Dropout(dropout)) for _ in range(2)])
+        self.blocks = nn.ModuleList(
+            [
+                nn.Sequential(nn.Linear(hidden, 20), nn.ReLU(), nn.Linear(20, hidden), nn.Dropout(dropout))
+                for _ in range(2)
+            ]
+        )
         self.norm = nn.BatchNorm1d(hidden)
         self.tied = nn.Linear(WIDTH, hidden, bias=False)
         self.tied.weight = self.embed.weight
@@ -62,9 +68,9 @@ def trainer_of(strategy: str = "single", options: dict[str, Any] | None = None, 
     return make_trainer(strategy, options, **{"max_steps": 2, "max_epochs": -1, **kwargs})
 
 
-def saved(path: Path, module: pl.LightningModule | None = None, **kwargs: Any) -> Any:
+def saved(path: Path, module: pl.LightningModule | None = None, batch_size: int = 4, **kwargs: Any) -> Any:
     trainer = trainer_of(**kwargs)
-    trainer.fit(module or Net(), data())
+    trainer.fit(module or Net(), data(batch_size))
     trainer.save_checkpoint(path)
     return trainer
 
@@ -180,7 +186,7 @@ def numbers_after(strategy: str, path: str) -> list[float]:
     numbers: list[float] = []
 
     class Draws(Net):
-        def on_train_start(self) -> None:
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             numbers.append(torch.rand(()).item())
 
     trainer.fit(Draws(), data(2), ckpt_path=path)
@@ -188,7 +194,7 @@ def numbers_after(strategy: str, path: str) -> list[float]:
 
 
 def test_new_data_ranks_draw_numbers_of_their_own(ranks, tmp_path):
-    saved(tmp_path / "x.ckpt")
+    saved(tmp_path / "x.ckpt", batch_size=6)
     drawn = [numbers[0] for numbers in ranks(numbers_after, 3, "ddp", str(tmp_path / "x.ckpt"))]
     assert len(set(drawn)) == 3
 
@@ -250,7 +256,7 @@ def test_hooks_of_load_state_dict_are_heard(tmp_path):
     trainer = saved(tmp_path / "x.ckpt")
     module = Converts()
     trainer_of(max_steps=2).fit(module, data(), ckpt_path=tmp_path / "x.ckpt")
-    assert module.scale.item() == trainer.lightning_module.scale.item() + 1
+    assert module.scale.item() == pytest.approx(trainer.lightning_module.scale.item() + 1)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -272,9 +278,7 @@ def test_another_model_is_refused_with_all_that_differs(tmp_path):
     assert "and 32 more" in text
     assert "5 tensor(s) unexpected: norm.bias" in text
     assert "strict=false" in text
-    with pytest.raises(
-        CheckpointError, match=r"shape: embed.weight: saved \(16, 8\), the module has \(6, 8\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"shape: embed.weight: saved \(16, 8\), the module has \(6, 8\)"):
         trainer_of().fit(Net(hidden=6), data(), ckpt_path=tmp_path / "x.ckpt")
 
 
@@ -359,11 +363,10 @@ def test_in_a_plain_trainer(tmp_path):
         )
 
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1, save_last="link")
-    torch.manual_seed(1)
-    whole = Net()
+    whole = Net(dropout=0)
     trainer(steps=12, callbacks=[saver]).fit(whole, data())
     assert (tmp_path / "last.ckpt").is_symlink()
-    again = Net()
+    again = Net(dropout=0)
     trainer(steps=12, enable_checkpointing=False).fit(again, data(), ckpt_path=tmp_path / "step=8.ckpt")
     assert again.losses == whole.losses[8:]
     best = ModelCheckpoint(tmp_path / "best", monitor="val_loss", save_top_k=1)
