@@ -98,6 +98,7 @@ class BlockingSaver:
     """
 
     in_flight: str | None = None
+    num_bytes = 0
 
     def prepare(self, tensors: Mapping[str, TensorParts]) -> None:
         """Nothing is copied."""
