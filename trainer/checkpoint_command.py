@@ -203,7 +203,14 @@ def _import(arguments: argparse.Namespace) -> int:
     _say(f"reading {arguments.source}")
     from trainwright.checkpoint.importing import import_checkpoint
 
-    written = import_checkpoint(arguments.source, arguments.to, trust=arguments.trust, overwrite=arguments.overwrite)
+    try:
+        written = import_checkpoint(
+            arguments.source, arguments.to, trust=arguments.trust, overwrite=arguments.overwrite
+        )
+    except CheckpointError as error:
+        if "trust=true" not in str(error):
+            raise
+        raise CheckpointError(str(error).replace("trust=true", "--trust")) from error  # the word for it here
     _say("done")
     print(written)
     return OK

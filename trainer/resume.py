@@ -57,6 +57,15 @@ class ResumeConnector(_CheckpointConnector):
         self.folders: Sequence[str] = ()
         self.weights_only: bool | None = None
 
+    def _select_ckpt_path(
+        self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool
+    ) -> Any:
+        path = super()._select_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
+        # Strategies that restore late ask before whether there is anything to restore; the answer must not be that of
+        # the run before.
+        self._ckpt_path = None if path in (LAST, AUTO) else path
+        return path
+
     def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
         if ckpt_path in (LAST, AUTO):
             return ckpt_path

@@ -166,6 +166,29 @@ def test_what_lightnings_callback_saves(tmp_path):
     assert module.began == -1
 
 
+def fit_from_weights(folder: Path, strategy: str, word: str | None) -> tuple[int, float]:
+    """Begin with the weights in ``folder/weights``; returns the step that training began at, and the norm there."""
+    torch.manual_seed(5)
+    module, trainer = Small(), trainer_of(strategy, folder / "run", 3)
+    trainer.strategy.init_from = str(folder / "weights/step=1")
+    trainer.validate(module, loader(), verbose=False)
+    norm = float(trainer.callback_metrics["norm"])
+    trainer.fit(module, loader(), ckpt_path=word)
+    return module.began, norm
+
+
+@pytest.mark.parametrize(("strategy", "count"), STRATEGIES)
+def test_auto_begins_with_weights_once(ranks, tmp_path, strategy, count):
+    """The first start begins with them, the next ones go on."""
+    ranks(fit, count, strategy, tmp_path / "weights", 1)
+    starts = [ranks(fit_from_weights, count, tmp_path, strategy, AUTO) for _ in range(2)]
+    assert [began for began, _ in starts[0]] == [0] * count
+    assert [began for began, _ in starts[1]] == [-1] * count  # at its end: nothing was left to train
+    assert len({norm for start in starts for _, norm in start}) == 1
+    torch.manual_seed(5)
+    assert starts[0][0][1] != float(Small().layer.weight.norm())
+
+
 def fit_from_file(strategy: str, folder: Path, weights_only: bool | None) -> str:
     """Go on from a file of Lightning's that holds an object; returns the error, or the step that training began at."""
     module, trainer = Small(), trainer_of(strategy, folder, 3, callbacks=[], enable_checkpointing=False)
