@@ -6,6 +6,7 @@ import platform
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ OF_RUN = "trainwright"
 _BUFFERS = "buffers/"
 # An odd constant with bits all over: seeds of neighbouring ranks share none of their low bits.
 _STRIDE = 0x9E3779B97F4A7C15
+# Read once: a package's metadata takes milliseconds, in which training would stand still at each save.
+_version = cache(version)
 
 
 class RunStateStrategy(Strategy):
@@ -183,7 +186,7 @@ class RunStateStrategy(Strategy):
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
             "hugging_face": hugging_face_facts(module),
             "versions": {
-                **{name: version(name) for name in ("trainwright", "torch", "lightning")},
+                **{name: _version(name) for name in ("trainwright", "torch", "lightning")},
                 "python": platform.python_version(),
             },
         }
