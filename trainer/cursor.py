@@ -96,7 +96,7 @@ class Difference:
 
     Args:
         what: in words, both values included.
-        remedy: what to type instead.
+        remedy: what to type instead, a sentence without its stop.
         consequence: what is done if it is allowed.
     """
 
@@ -111,7 +111,7 @@ def differences(saved: Sequence[LoaderCursor], now: Sequence[LoaderCursor]) -> l
         return [
             Difference(
                 f"the checkpoint was saved with {len(saved)} training loader(s), now there are {len(now)}",
-                f"give fit {len(saved)} loader(s)",
+                f"Give fit {len(saved)} loader(s)",
                 "the epoch begins anew in every loader",
             )
         ]
@@ -131,7 +131,7 @@ def _between(before: LoaderCursor, after: LoaderCursor) -> list[Difference]:
         return [
             Difference(
                 f"the loader was {_KINDS[before.kind]} when saved, now it is {_KINDS[after.kind]}",
-                "use the loader of the run that saved",
+                "Use the loader of the run that saved",
                 "the epoch begins anew in this loader",
             )
         ]
@@ -151,7 +151,7 @@ def _data(before: LoaderCursor, after: LoaderCursor) -> list[Difference]:
     return [
         Difference(
             f"the {name} of the data set was {before.data[name]!r} when saved, now it is {after.data[name]!r}",
-            "use the data set of the run that saved",
+            "Use the data set of the run that saved",
             "the epoch goes on after as many samples of the new data set's order as were read of the old one's",
         )
         for name in before.data
@@ -162,7 +162,7 @@ def _data(before: LoaderCursor, after: LoaderCursor) -> list[Difference]:
 def _order(before: LoaderCursor, after: LoaderCursor) -> list[Difference]:
     found = []
     if before.seed != after.seed:
-        remedy = "load the data in order (shuffle=False)" if before.seed is None else f"data_seed={before.seed}"
+        remedy = "Load the data in order (shuffle=False)" if before.seed is None else f"Type data_seed={before.seed}"
         found.append(
             Difference(
                 f"the order of samples was {_in_words(before.seed)} when saved, now it is {_in_words(after.seed)}",
@@ -177,7 +177,7 @@ def _order(before: LoaderCursor, after: LoaderCursor) -> list[Difference]:
         found.append(
             Difference(
                 f"data_partition was {before.partition!r}{key} when saved, now it is {after.partition!r}{now}",
-                f"data_partition={before.partition}{key.replace(' with', ' and')}",
+                f"Type data_partition={before.partition}{key.replace(' with', ' and')}",
                 "the samples of this epoch that are left are dealt in the new way",
             )
         )
@@ -195,18 +195,18 @@ def _batch(before: LoaderCursor, after: LoaderCursor) -> list[Difference]:
         if sizes[0] == sizes[1]:
             return []
         what = f"an optimizer step had {sizes[0]} samples when saved, now it has {sizes[1]}"
-        return [Difference(what, f"global_batch_size={sizes[0]}", consequence)]
+        return [Difference(what, f"Type global_batch_size={sizes[0]}", consequence)]
     counts = before.batches_per_step, after.batches_per_step
     if None in counts or counts[0] == counts[1]:
         return []
     what = f"an optimizer step had {counts[0]} batches of all ranks when saved, now it has {counts[1]}"
-    remedy = f"accumulate_grad_batches so that it is {counts[0]} over all data ranks"
+    remedy = f"Choose accumulate_grad_batches so that it is {counts[0]} over all data ranks"
     return [Difference(what, remedy, consequence)]
 
 
 def refusal(found: Sequence[Difference]) -> str:
     """The message that refuses to resume."""
-    lines = [f"  - {difference.what}. Type {difference.remedy}." for difference in found]
+    lines = [f"  - {difference.what}. {difference.remedy}." for difference in found]
     return "\n".join(
         [
             "The run would not go on in the data where the checkpoint stopped:",

@@ -74,10 +74,11 @@ class ResumableFitLoop(_FitLoop):
         )
 
     def _loader_cursors(self, batches: int, finished: bool) -> list[LoaderCursor]:
-        found = self._describe()
+        found = self._describe(self.trainer.accumulate_grad_batches)
         assert self._combined_loader is not None
+        cycles = self._combined_loader._mode == "max_size_cycle"
         for index, loader in enumerate(self._combined_loader.flattened):
-            where = position(loader, batches, finished)
+            where = position(loader, batches, finished, cycles)
             if "state" in where:
                 states = self._of_data_ranks(where["state"])
                 found[index] = LoaderCursor(**{**vars(found[index]), "states": states})
@@ -94,9 +95,8 @@ class ResumableFitLoop(_FitLoop):
         by_rank = dict(gathered)
         return [by_rank[rank] for rank in range(self._data_ranks)]
 
-    def _describe(self) -> list[LoaderCursor]:
+    def _describe(self, accumulation: int) -> list[LoaderCursor]:
         assert self._combined_loader is not None
-        accumulation = self.trainer.accumulate_grad_batches
         return [describe(loader, self._data_ranks, accumulation) for loader in self._combined_loader.flattened]
 
     @property
@@ -168,8 +168,8 @@ class ResumableFitLoop(_FitLoop):
         self._pending = False
         loaded = self._loaded
         cursor = self._cursor_of_counters() if loaded is None else loaded
-        self._use_accumulation_of(cursor.epoch)
-        now = self._describe()
+        accumulation = self._accumulation_of(cursor.epoch)
+        now = self._describe(accumulation)
         if loaded is not None:
             self._compare(loaded, now)
         counters = self.epoch_loop.batch_progress.current
@@ -180,10 +180,10 @@ class ResumableFitLoop(_FitLoop):
             and counters.completed == counters.ready
         )
         next_epoch = cursor.finished and not in_place
-        self._resume_loaders(cursor, now, in_place)
+        self._resume_loaders(cursor, now, in_place, accumulation)
         self._set_epoch(cursor.epoch + next_epoch)
         self._set_limits()
-        self._set_counters(cursor, in_place)
+        self._set_counters(cursor, in_place, accumulation)
         if next_epoch:
             for tracker in (self.epoch_progress.current, self.epoch_progress.total):
                 _set_all(tracker, max(tracker.ready, cursor.epoch + 1))
@@ -192,15 +192,16 @@ class ResumableFitLoop(_FitLoop):
 
     def _cursor_of_counters(self) -> Cursor:
         """For a checkpoint without a cursor: Lightning's counters, taken to be those of this layout."""
-        progress, accumulation = self.epoch_loop.batch_progress, self.trainer.accumulate_grad_batches
+        progress, epoch = self.epoch_loop.batch_progress, self.epoch_progress.current.processed
+        accumulation = self._accumulation_of(epoch)
         finished = progress.is_last_batch or progress.current.ready >= self._length() > 0
         loaders = []
         steps = progress.current.ready // accumulation
-        for entry in self._describe():
+        for entry in self._describe(accumulation):
             samples = {"samples": steps * (entry.global_batch_size or 0)}
             loaders.append(LoaderCursor(**{**vars(entry), "position": samples}))
         return Cursor(
-            epoch=self.epoch_progress.current.processed,
+            epoch=epoch,
             steps=steps,
             finished=finished,
             stepped=self.epoch_loop._batches_that_stepped,
@@ -210,10 +211,18 @@ class ResumableFitLoop(_FitLoop):
             loaders=tuple(loaders),
         )
 
-    def _use_accumulation_of(self, epoch: int) -> None:
+    def _accumulation_of(self, epoch: int) -> int:
+        """Micro-batches of an optimizer step in an epoch, by the schedule if there is one."""
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, GradientAccumulationScheduler):
-                self.trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(epoch)
+                return int(callback.get_accumulate_grad_batches(epoch))
+        return int(self.trainer.accumulate_grad_batches)
+
+    def on_run_start(self) -> None:
+        """Begin training; in the middle of an epoch with the accumulation that its beginning would have set."""
+        super().on_run_start()
+        if self.restarted_mid_epoch:
+            self.trainer.accumulate_grad_batches = self._accumulation_of(self.epoch_progress.current.processed)
 
     def _compare(self, saved: Cursor, now: list[LoaderCursor]) -> None:
         found = differences(saved.loaders, now)
@@ -223,14 +232,13 @@ class ResumableFitLoop(_FitLoop):
             raise ValueError(refusal(found))
         rank_zero_warn(permission(found))
 
-    def _resume_loaders(self, cursor: Cursor, now: list[LoaderCursor], in_place: bool) -> None:
+    def _resume_loaders(self, cursor: Cursor, now: list[LoaderCursor], in_place: bool, accumulation: int) -> None:
         assert self._combined_loader is not None
         loaders = self._combined_loader.flattened
-        if len(loaders) != len(cursor.loaders):
-            cursor_loaders = [LoaderCursor("other") for _ in loaders]
-        else:
-            cursor_loaders = list(cursor.loaders)
-        first = cursor.steps * self.trainer.accumulate_grad_batches
+        # Of another number of loaders, nothing is known of any: each begins anew.
+        known = len(loaders) == len(cursor.loaders)
+        cursor_loaders = cursor.loaders if known else [LoaderCursor("none") for _ in loaders]
+        first = cursor.steps * accumulation
         for loader, saved, entry in zip(loaders, cursor_loaders, now, strict=True):
             if not cursor.finished:
                 resume_samples(loader, saved, entry, cursor.epoch, first)
@@ -241,9 +249,8 @@ class ResumableFitLoop(_FitLoop):
             if keeper is not None and in_place:
                 keeper.wait_for_next_pass()
 
-    def _set_counters(self, cursor: Cursor, in_place: bool) -> None:
+    def _set_counters(self, cursor: Cursor, in_place: bool, accumulation: int) -> None:
         """Lightning's counters as if the whole run had been under this layout."""
-        accumulation = self.trainer.accumulate_grad_batches
         progress, length = self.epoch_loop.batch_progress, self._length()
         before = progress.total.ready - progress.current.ready
         if before == cursor.epoch * (cursor.batches or 0) and length != float("inf"):

@@ -11,7 +11,7 @@ import hashlib
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from numbers import Integral
 from typing import Any, Protocol
 
@@ -122,8 +122,7 @@ class HashPartition:
 
     def queues(self, indices: Indices, data_ranks: int) -> list[Indices]:
         """See :class:`Partition`."""
-        table = np.array([jump_hash(_mixed(shard), data_ranks) for shard in range(VIRTUAL_SHARDS)])
-        owners = table[self._shards_of(indices)]
+        owners = np.array(_ranks_of_shards(data_ranks))[self._shards_of(indices)]
         return [np.flatnonzero(owners == rank) for rank in range(data_ranks)]
 
     def _shards_of(self, indices: Indices) -> Indices:
@@ -153,9 +152,11 @@ def shard_of(key: str | int | bytes) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") % VIRTUAL_SHARDS
 
 
-def _mixed(shard: int) -> int:
+@lru_cache
+def _ranks_of_shards(data_ranks: int) -> list[int]:
     # Jump hashing wants keys that differ in all their bits.
-    return int.from_bytes(hashlib.blake2b(shard.to_bytes(4, "little"), digest_size=8).digest(), "little")
+    digests = (hashlib.blake2b(shard.to_bytes(4, "little"), digest_size=8) for shard in range(VIRTUAL_SHARDS))
+    return [jump_hash(int.from_bytes(digest.digest(), "little"), data_ranks) for digest in digests]
 
 
 def jump_hash(key: int, buckets: int) -> int:

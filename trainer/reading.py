@@ -98,17 +98,19 @@ def _identity(loader: Any, dealer: Dealer | None) -> dict[str, Any]:
     return found
 
 
-def position(loader: Any, batches: int, finished: bool) -> dict[str, Any]:
+def position(loader: Any, batches: int, finished: bool, cycles: bool) -> dict[str, Any]:
     """How far ``loader`` has come on this rank when the loop has used so many batches of the epoch.
 
     Args:
         loader: a training loader as the loop has it.
         batches: batches of the epoch.
         finished: whether they were all.
+        cycles: whether a loader that has run out begins again; else it gives nothing more in this epoch.
     """
     dealer, keeper = dealer_of(loader), remembered(loader)
     if dealer is not None:
-        return dealer.position(batches)
+        length = None if cycles else sized_len(dealer)
+        return dealer.position(batches if length is None else min(batches, length))
     return {} if keeper is None else keeper.position(batches, finished)
 
 
