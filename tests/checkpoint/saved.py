@@ -114,6 +114,14 @@ def save(
     return gather_tree(dict(trainer.strategy.lightning_module_state_dict()), keep=True)
 
 
+def save_cut(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """As :func:`save`, under a layout that cuts the module; the whole parameters."""
+    trainer = make_trainer("hybrid", options, max_steps=2, max_epochs=-1)
+    trainer.fit(LanguageModule(), loader())
+    trainer.save_checkpoint(path)
+    return dict(trainer.strategy.whole_parameters())
+
+
 def logits(network: nn.Module) -> Tensor:
     """What a model says to a fixed text."""
     tokens = torch.arange(2 * LENGTH).remainder(VOCABULARY).reshape(2, LENGTH)

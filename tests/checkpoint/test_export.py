@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.checkpoint.saved import LanguageModule, Losses, loader, logits, model, save
+from tests.checkpoint.saved import LanguageModule, Losses, loader, logits, model, save, save_cut
 from tests.parity.harness import QUIET
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from trainwright.checkpoint.export import export
@@ -145,6 +145,26 @@ def test_other_models(tmp_path, kind, tied):
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert torch.equal(logits(loaded), logits(network))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"pipeline": 2, "shard": 1, "plan": {"last": ["temperature"]}}, {"tensor": 2, "shard": 1}],
+    ids=["pipeline", "tensor"],
+)
+def test_from_a_layout_that_cuts_the_module(ranks, tmp_path, options):
+    import transformers
+
+    weights = ranks(save_cut, 2, str(tmp_path / "run.ckpt"), options)[0]
+    folder = export(str(tmp_path / "run.ckpt"), tmp_path / "hf", "hf")
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert type(loaded) is transformers.LlamaForCausalLM
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert all(torch.equal(value, weights[f"model.{name}"]) for name, value in loaded.named_parameters())
+    assert "lm_head.weight" not in safetensors.torch.load_file(folder / "model.safetensors")
+    ckpt = export(str(tmp_path / "run.ckpt"), tmp_path / "l.ckpt", "lightning")
+    assert equal(dict(LanguageModule.load_from_checkpoint(ckpt).named_parameters()), weights)
 
 
 def test_converted_model_says_its_dtype(llama, tmp_path):
