@@ -23,9 +23,13 @@ class Child:
     def __init__(self, pid: int, pipe: int) -> None:
         self.pid = pid
         self._pipe = pipe
+        self._reported: list[int] = []
 
     def wait_until_begun(self) -> None:
         assert STEP.unpack(os.read(self._pipe, STEP.size)) == (BEGUN,)
+
+    def wait_for_report(self) -> None:
+        self._reported += STEP.unpack(os.read(self._pipe, STEP.size))
 
     def end(self, number: int | None = None) -> tuple[list[int], int]:
         """Send a signal, if any, and wait: the reported steps, and the exit status as ``os.waitpid`` gives it."""
@@ -36,7 +40,7 @@ class Child:
             data += block
         os.close(self._pipe)
         _, status = os.waitpid(self.pid, 0)
-        return [step for (step,) in STEP.iter_unpack(data) if step != BEGUN], status
+        return [*self._reported, *(step for (step,) in STEP.iter_unpack(data) if step != BEGUN)], status
 
 
 @contextmanager

@@ -77,6 +77,8 @@ def test_ended_at_random(places, monkeypatch, same_name, swap):
         number = signal.SIGTERM if turn % 8 == 7 else signal.SIGKILL
         with killed.forked(partial(save_for_ever, folder, step, same_name, swap)) as child:
             child.wait_until_begun()
+            if turn % 2:  # a slow disk saves nothing within the longest wait
+                child.wait_for_report()
             time.sleep(draw.uniform(0, 0.05))
             reported, status = child.end(number)
         assert os.WTERMSIG(status) == number, "it ended before it was killed"
@@ -95,13 +97,12 @@ def test_a_reader_finds_one_while_it_is_replaced(tmp_path, swap):
     steps = [0]
     with killed.forked(partial(replace_for_ever, tmp_path / "last.ckpt", swap)) as child:
         child.wait_until_begun()
-        while len(steps) < 150:
+        while len(steps) < 100 or len(set(steps)) < 5:
             found = newest_good(tmp_path)
             assert found is not None
             steps.append(found.step)
         reported, _ = child.end(signal.SIGKILL)
     assert steps == sorted(steps)
-    assert len(set(steps)) > 3, "it was hardly ever replaced: the test shows nothing"
     check_cleaned(tmp_path, check(tmp_path, reported[-1]))
 
 
