@@ -8,8 +8,6 @@ directory are part of ours.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,14 +17,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.alternate import alternate
+from benchmarks.commands import environment_of, run_command
 from benchmarks.peers.moment import MOMENT_FOLDER, read_moments
 from benchmarks.ranks import end_on_sigterm, threads_per_rank
 from benchmarks.report import Goal, finish, say, table_of
 
 MOST_SECONDS_FOR_TWO = 8.0
-_ROOT = Path(__file__).parents[1]
-# Seconds after which a command that has not ended is taken to hang.
-_PATIENCE = 300
 _MICRO_BATCH = 4
 
 
@@ -68,36 +64,13 @@ def seconds_to_first_step(side: str, processes: int) -> float:
     with tempfile.TemporaryDirectory(prefix="trainwright-benchmark-") as name:
         folder, moments = Path(name), Path(name, "moments")
         moments.mkdir()
-        environment = {
-            **os.environ,
-            MOMENT_FOLDER: str(moments),
-            "OMP_NUM_THREADS": str(threads_per_rank(processes)),
-            "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
-        }
+        environment = {**environment_of(threads_per_rank(processes)), MOMENT_FOLDER: str(moments)}
         begin = time.monotonic()
-        printed = _run(SIDES[side](processes, folder), environment, folder)
+        printed = run_command(SIDES[side](processes, folder), environment, folder)
         found = read_moments(moments)
         if len(found) != processes:
             raise RuntimeError(f"{side}: {len(found)} of {processes} rank(s) made a step. It printed:\n{printed}")
         return max(found) - begin
-
-
-def _run(command: list[str], environment: dict[str, str], folder: Path) -> str:
-    process = subprocess.Popen(
-        command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        printed = process.communicate(timeout=_PATIENCE)[0]
-    except BaseException:
-        process.terminate()  # each of these launchers then ends its ranks
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        raise
-    if process.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{printed}")
-    return printed
 
 
 def measure(processes: int, repeats: int) -> list[dict[str, Any]]:

@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import startup
+from benchmarks.commands import PATIENCE
 
 
 def test_the_moment_of_the_first_step_comes_from_the_rank():
-    assert 0 < startup.seconds_to_first_step("trainwright fit", 1) < startup._PATIENCE
+    assert 0 < startup.seconds_to_first_step("trainwright fit", 1) < PATIENCE
 
 
 def test_a_command_that_fails_says_why(monkeypatch):
