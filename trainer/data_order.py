@@ -359,11 +359,13 @@ class RankBatchSampler(DealingSampler):
     @property
     def regular_waves(self) -> int:
         """Batches, from the first of the epoch on, whose loss is divided by nothing but the accumulation."""
-        return self.first_batch + self.dealing.regular
+        dealing: Dealing = self.dealing
+        return self.first_batch + dealing.regular
 
     def is_padding(self, batch_idx: int) -> bool:
         """Whether this rank has no sample of its own in the ``batch_idx``-th batch of the epoch."""
-        return self.dealing.count(batch_idx - self.first_batch, self.data_rank) == 0
+        dealing: Dealing = self.dealing
+        return dealing.count(batch_idx - self.first_batch, self.data_rank) == 0
 
     def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
         """What to divide this rank's mean loss by, so that the average over ranks, summed over the waves of a step, is
@@ -378,7 +380,8 @@ class RankBatchSampler(DealingSampler):
         Returns:
             ``accumulation`` for full waves; infinity for padding.
         """
-        dealing, wave = self.dealing, batch_idx - self.first_batch
+        dealing: Dealing = self.dealing
+        wave = batch_idx - self.first_batch
         own = dealing.count(wave, self.data_rank)
         if own == 0:
             return float("inf")
@@ -458,7 +461,8 @@ class DealtBatchSampler(DealingSampler):
 
     def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
         """As :meth:`RankBatchSampler.loss_divisor`; always over the samples of each wave."""
-        batches = self.dealing.wave(batch_idx - self.first_batch)
+        dealing: WholeBatches = self.dealing
+        batches = dealing.wave(batch_idx - self.first_batch)
         if self.data_rank >= len(batches):
             return float("inf")
         return sum(map(len, batches)) * accumulation / (len(batches[self.data_rank]) * self.data_ranks)

@@ -52,14 +52,14 @@ class ResumableFitLoop(_FitLoop):
 
     def begin_epoch(self) -> None:
         """The epoch loop tells that its counters are now those of the current epoch."""
-        self._begun = self.epoch_progress.current.processed
+        self._begun = self._epochs_done
 
     def cursor(self) -> Cursor | None:
         """Where the run stands in its data; ``None`` before any training. A collective if a loader keeps a state."""
         if self._begun is None or self._combined_loader is None:
             return self._loaded
         progress, accumulation = self.epoch_loop.batch_progress, self.trainer.accumulate_grad_batches
-        now = progress.current
+        now: Any = progress.current
         finished = now.processed == now.ready and (progress.is_last_batch or now.ready >= self.max_batches)
         batches = now.processed if finished else now.processed // accumulation * accumulation
         return Cursor(
@@ -98,6 +98,12 @@ class ResumableFitLoop(_FitLoop):
     def _describe(self, accumulation: int) -> list[LoaderCursor]:
         assert self._combined_loader is not None
         return [describe(loader, self._data_ranks, accumulation) for loader in self._combined_loader.flattened]
+
+    @property
+    def _epochs_done(self) -> int:
+        """Epochs that have been read, which is the number of the one that is read now or next."""
+        current: Any = self.epoch_progress.current
+        return int(current.processed)
 
     @property
     def _data_ranks(self) -> int:
@@ -144,7 +150,8 @@ class ResumableFitLoop(_FitLoop):
             # The loaders were there before the checkpoint was read, since somebody asked for the number of steps.
             self._take_up()
             self.max_batches = self._length()
-            iter(self._data_fetcher)  # type: ignore[call-overload]
+            assert self._data_fetcher is not None
+            iter(self._data_fetcher)
             self._set_val_check()
 
     def _load_combined_loader_states(self) -> None:
@@ -152,12 +159,12 @@ class ResumableFitLoop(_FitLoop):
         if self._pending:
             self._take_up()
         else:
-            self._set_epoch(self.epoch_progress.current.processed)
+            self._set_epoch(self._epochs_done)
 
     def on_advance_start(self) -> None:
         """Begin an epoch; its number of batches may be another than that of the one before."""
         self.setup_data()
-        self._set_epoch(self.epoch_progress.current.processed)
+        self._set_epoch(self._epochs_done)
         if self._set_limits():
             self.max_batches = self._length()
             self._set_val_check()
@@ -174,11 +181,7 @@ class ResumableFitLoop(_FitLoop):
             self._compare(loaded, now)
         counters = self.epoch_loop.batch_progress.current
         # Saved after the last validation of an epoch: what comes at its end is still to be done.
-        in_place = (
-            cursor.finished
-            and self.epoch_progress.current.processed == cursor.epoch
-            and counters.completed == counters.ready
-        )
+        in_place = cursor.finished and self._epochs_done == cursor.epoch and counters.completed == counters.ready
         next_epoch = cursor.finished and not in_place
         self._resume_loaders(cursor, now, in_place, accumulation)
         self._set_epoch(cursor.epoch + next_epoch)
@@ -192,7 +195,7 @@ class ResumableFitLoop(_FitLoop):
 
     def _cursor_of_counters(self) -> Cursor:
         """For a checkpoint without a cursor: Lightning's counters, taken to be those of this layout."""
-        progress, epoch = self.epoch_loop.batch_progress, self.epoch_progress.current.processed
+        progress, epoch = self.epoch_loop.batch_progress, self._epochs_done
         accumulation = self._accumulation_of(epoch)
         finished = progress.is_last_batch or progress.current.ready >= self._length() > 0
         loaders = []
@@ -222,7 +225,7 @@ class ResumableFitLoop(_FitLoop):
         """Begin training; in the middle of an epoch with the accumulation that its beginning would have set."""
         super().on_run_start()
         if self.restarted_mid_epoch:
-            self.trainer.accumulate_grad_batches = self._accumulation_of(self.epoch_progress.current.processed)
+            self.trainer.accumulate_grad_batches = self._accumulation_of(self._epochs_done)
 
     def _compare(self, saved: Cursor, now: list[LoaderCursor]) -> None:
         found = differences(saved.loaders, now)

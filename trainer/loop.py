@@ -451,7 +451,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
     @property
     def stepped(self) -> int:
         """Micro-batches of the run that stepped, the present one included once it has been optimized."""
-        progress = self.batch_progress.current
+        progress: Any = self.batch_progress.current
         uncounted = self._in_batch and progress.processed == progress.ready and not self._should_accumulate()
         return self._batches_that_stepped + uncounted
 
@@ -459,7 +459,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         """Begin an epoch, or go on with one."""
         super().reset()
         self._in_batch = False
-        self.trainer.fit_loop.begin_epoch()  # type: ignore[attr-defined]
+        self.trainer.fit_loop.begin_epoch()
 
 
 def _nothing() -> None:

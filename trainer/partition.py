@@ -134,8 +134,8 @@ class HashPartition:
         return self._shards[indices]
 
 
-def shard_of(key: str | int | bytes) -> int:
-    """Virtual shard of a key, the same in every process and version.
+def shard_of(key: Any) -> int:
+    """Virtual shard of a key, a ``str``, ``int`` or ``bytes``; the same in every process and version.
 
     Raises:
         ValueError: if the key is of another type.
@@ -403,5 +403,5 @@ def what_is_left(
             continue
         rest = as_indices(indices[start:], read.partition)
         queues = InQueues(rest, partitions(read.partition), read.data_ranks, read.micro_batch_size, 1, False)
-        indices, start = queues.left(read.waves), 0
+        indices, start = queues.left(read.waves).tolist(), 0
     return indices, start

@@ -201,6 +201,7 @@ class OrderedDataConnector(_DataConnector):
         training = mode == RunningStage.TRAINING
         ours = ranks is not None and self.trainer._accelerator_connector.use_distributed_sampler
         if ours and can_order(dataloader):
+            assert ranks is not None
             assert isinstance(dataloader, DataLoader)
             _check_enough_samples(dataloader, ranks, mode)
             return self._deal(dataloader, rank, ranks, mode)
@@ -210,7 +211,7 @@ class OrderedDataConnector(_DataConnector):
             return self._deal_stream(dataloader, rank, ranks, training)  # type: ignore[arg-type]
         loader = super()._prepare_dataloader(dataloader, shuffle, mode)
         if ours:
-            self._settle_other(loader, ranks, training)
+            self._settle_other(loader, int(ranks or 1), training)
         elif training and isinstance(loader, DataLoader) and loader.batch_size:
             self.trainer.settle_global_batch(loader.batch_size, ranks or self.trainer.world_size)
         if training and state_source(loader) is not None:
@@ -247,7 +248,7 @@ class OrderedDataConnector(_DataConnector):
             current = trainer.fit_loop.epoch_loop.batch_progress.current
             sampler.consumed = lambda: current.ready
             # By these Lightning knows that the loader can go on in mid-epoch.
-            dealt.state_dict, dealt.load_state_dict = sampler.state_dict, sampler.load_state_dict  # type: ignore[attr-defined]
+            dealt.state_dict, dealt.load_state_dict = sampler.state_dict, sampler.load_state_dict
             if trainer.seed_samples:
                 draw_seeded(dealt, sampler, trainer.data_seed)
         return dealt
