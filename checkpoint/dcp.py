@@ -23,7 +23,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -161,12 +168,13 @@ class RunStateWriter(StorageWriter):
 def _write_file(
     pending: PendingFolder, rank: int, items: Sequence[WriteItem], planner: SavePlanner
 ) -> list[WriteResult]:
+    # Widest dtypes first, so that every tensor begins at a multiple of its element's size and can be mapped.
+    items = sorted(items, key=lambda item: -_data(item).properties.dtype.itemsize)
     names, entries = [], []
     for item in items:
-        assert item.tensor_data is not None
         name = _name_of(item)
         names.append(name)
-        entries.append(TensorEntry(name, item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)))
+        entries.append(TensorEntry(name, _data(item).properties.dtype, tuple(_data(item).chunk.sizes)))
     file = pending.create_file(f"rank_{rank:05d}.safetensors", rank)
     try:
         writer = TensorFileWriter(file, entries)
@@ -185,10 +193,14 @@ def _write_file(
     ]
 
 
+def _data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None
+    return item.tensor_data
+
+
 def _name_of(item: WriteItem) -> str:
     """Name of a box in its file: the key alone for a tensor that is one box."""
-    assert item.tensor_data is not None
-    is_whole = item.tensor_data.chunk.sizes == item.tensor_data.size
+    is_whole = _data(item).chunk.sizes == _data(item).size
     offsets = ",".join(map(str, item.index.offset or ()))
     return item.index.fqn if is_whole else f"{item.index.fqn}@{offsets}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,10 +13,11 @@ from trainwright.recipes.gpt import GPTModule
 from trainwright.recipes.text_corpus import TextCorpus
 
 
-def main(devices: int) -> None:
-    """Train one step; with several devices Lightning starts the other ranks itself."""
+def main(devices: int, save: str | None, resume: str | None) -> None:
+    """Train one step (more); with several devices Lightning starts the other ranks itself."""
     silence_lightning()
-    options: dict[str, Any] = {**PLAIN_TRAINER, "accelerator": "cpu", "devices": devices, "max_steps": 1}
+    steps = 2 if resume else 1
+    options: dict[str, Any] = {**PLAIN_TRAINER, "accelerator": "cpu", "devices": devices, "max_steps": steps}
     trainer = pl.Trainer(
         strategy="ddp" if devices > 1 else "auto",
         gradient_clip_val=1.0,
@@ -25,8 +26,15 @@ def main(devices: int) -> None:
         callbacks=[FirstStep()],
         **options,
     )
-    trainer.fit(GPTModule(), datamodule=TextCorpus(batch_size=4))
+    trainer.fit(GPTModule(), datamodule=TextCorpus(batch_size=4), ckpt_path=resume)
+    if save:
+        trainer.save_checkpoint(save)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("devices", type=int)
+    parser.add_argument("--save")
+    parser.add_argument("--resume")
+    options = parser.parse_args()
+    main(options.devices, options.save, options.resume)

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import resume, resume_anywhere
+
+
+def test_a_run_that_goes_on_is_measured(tmp_path):
+    resume.prepare(tmp_path)
+    assert (tmp_path / "lightning.ckpt").is_file()
+    make = resume.sides(tmp_path)[resume.OTHER]
+    assert resume.seconds_to_first_step(make) > 0
+
+
+def test_losses_after_the_change_are_held_against_those_without():
+    whole = dict.fromkeys(range(20), 2.0)
+    moved = dict.fromkeys(range(10, 20), 2.0)
+    assert resume_anywhere.compare(whole, moved) == 0
+    assert resume_anywhere.compare(whole, {**moved, 15: 2.002}) == pytest.approx(1e-3)
+    with pytest.raises(RuntimeError, match="has the steps"):
+        resume_anywhere.compare(whole, dict.fromkeys(range(11, 20), 2.0))
+
+
+def test_every_layout_is_written_once_and_read_once():
+    assert sorted(first for first, _ in resume_anywhere.PAIRS) == sorted(resume_anywhere.PLACES)
+    assert sorted(second for _, second in resume_anywhere.PAIRS) == sorted(resume_anywhere.PLACES)
+    assert {place.ranks for place in resume_anywhere.PLACES.values()} == {1, 2, 3, 4, 8}
+
+
+def test_one_pair(tmp_path: Path) -> None:
+    (row,) = resume_anywhere.measure([("single", "ddp-2")], tmp_path)
+    assert row["worst"] <= resume_anywhere.TOLERANCE
