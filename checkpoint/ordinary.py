@@ -174,7 +174,7 @@ def _with_lightning_metadata(folder: Path, tree: dict[str, Any], map_location: A
     if not (folder / _LIGHTNING_METADATA).is_file():
         return tree
     beside = torch.load(folder / _LIGHTNING_METADATA, map_location, weights_only=False)
-    weights = next((tree.pop(name) for name in _LIGHTNING_WEIGHTS if name in tree), {})
+    weights: dict[str, Any] = next((tree.pop(name) for name in _LIGHTNING_WEIGHTS if name in tree), {})
     optimizers = sorted((name for name in tree if _LIGHTNING_OPTIMIZER.fullmatch(name)), key=_number)
     states = [tree.pop(name) for name in optimizers]
     return {**cast(dict[str, Any], beside), **tree, "state_dict": weights, "optimizer_states": states}

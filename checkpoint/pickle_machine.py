@@ -191,6 +191,11 @@ class PickleMachine:
             raise UnreadablePickleError(f"entries for a {type(target).__name__}")
         entries.update(zip(plain_keys(values[::2]), values[1::2], strict=True))
 
+    def _dict(self) -> None:
+        values = self._since_mark()
+        self._push({})
+        self._set(values)
+
     def _persist(self, identity: Any) -> None:
         if self._persistent is None:
             raise UnreadablePickleError("a reference out of the pickle")
@@ -256,7 +261,7 @@ _GROUPS: list[tuple[str, Step]] = [
     ("TUPLE1 TUPLE2 TUPLE3", lambda m, name, argument: m._push(tuple(m._pop(int(name[-1]))))),
     ("TUPLE", lambda m, name, argument: m._push(tuple(m._since_mark()))),
     ("LIST", lambda m, name, argument: m._push(m._since_mark())),
-    ("DICT", lambda m, name, argument: (values := m._since_mark(), m._push({}), m._set(values))),
+    ("DICT", lambda m, name, argument: m._dict()),
     ("FROZENSET", lambda m, name, argument: m._push(frozenset(plain_keys(m._since_mark())))),
     ("MARK", lambda m, name, argument: m._mark()),
     ("POP", lambda m, name, argument: m._pop_one()),

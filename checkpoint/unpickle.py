@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, cast
 
-import numpy as np
 import torch
 
 from trainwright.checkpoint.errors import CheckpointError
@@ -159,7 +158,7 @@ class _Archive:
         """Bytes of an entry, mapped where the file is local."""
         start, size = self._place(name)
         if self._mapped is not None and start % 16 == 0:
-            return self._mapped[start : start + size]  # type: ignore[return-value]
+            return cast(torch.UntypedStorage, self._mapped[start : start + size])
         self._file.seek(start)
         return _filled(self._file, size)
 
@@ -222,7 +221,7 @@ def _load_legacy(file: BinaryIO, machine: Machine) -> Any:
         data = storages[key].data
         if part is not None:
             _, start, length = part
-            data = data[start * dtype.itemsize : (start + length) * dtype.itemsize]  # type: ignore[assignment]
+            data = data[start * dtype.itemsize : (start + length) * dtype.itemsize]
         return Storage(data, dtype)
 
     value = machine(persistent).load(file)
@@ -245,7 +244,8 @@ def _fill(data: torch.UntypedStorage, file: BinaryIO) -> None:
     """Read the next bytes of a file into all of ``data``."""
     if not data.nbytes():
         return
-    target = memoryview(cast(np.ndarray, torch.empty(0, dtype=torch.uint8).set_(data).numpy()))  # type: ignore[type-arg]
+    values: Any = torch.empty(0, dtype=torch.uint8).set_(data).numpy()
+    target = memoryview(values)
     while len(target):
         block = file.read(min(len(target), 1 << 24))
         if not block:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -51,12 +52,16 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Data(pl.LightningDataModule):
+    """Has a door of its own."""
+
+
 def loader() -> DataLoader[Any]:
     return DataLoader(torch.ones(4, 2), batch_size=2)
 
 
-def trainer(**options: Any) -> Any:
-    return make_trainer("single", options, max_steps=1, max_epochs=-1)
+def trainer(init_from: str | None = None, **options: Any) -> Any:
+    return make_trainer("single", {"init_from": init_from}, max_steps=1, max_epochs=-1, **options)
 
 
 def command(*words: str) -> None:
@@ -72,6 +77,8 @@ DOORS: dict[str, Callable[[str], Any]] = {
     "test": lambda path: trainer().test(Net(), loader(), ckpt_path=path, verbose=False),
     "predict": lambda path: trainer().predict(Net(), loader(), ckpt_path=path),
     "init_from": lambda path: trainer(init_from=path).fit(Net(), loader()),
+    "plugin": lambda path: trainer(plugins=[TorchCheckpointIO()]).fit(Net(), loader(), ckpt_path=path),
+    "data": lambda path: Data.load_from_checkpoint(path),
     "load_from_checkpoint": lambda path: Net.load_from_checkpoint(path),
     "import": lambda path: import_checkpoint(path, "imported"),
     **{f"export {kind}": lambda path, kind=kind: export(path, f"exported-{kind}", kind) for kind in FORMATS},
@@ -82,6 +89,7 @@ DOORS: dict[str, Callable[[str], Any]] = {
     "command import": lambda path: command("import", path, "--to", "imported-2"),
     "command export": lambda path: command("export", path, "--format", "torch", "--to", "exported.pt"),
 }
+WEB_DOORS = ["fit", "validate", "plugin", "data", "load_from_checkpoint", "import", "init_from", "command import"]
 # Looks for checkpoints in a folder; that there is none may be an error or not.
 LENIENT = {"list"}
 
@@ -173,7 +181,7 @@ def try_loading(path: Path, load: Callable[[bytes], Any] | None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("door", ["fit", "validate", "load_from_checkpoint", "import", "init_from", "command import"])
+@pytest.mark.parametrize("door", WEB_DOORS)
 def test_files_of_a_web_server(tmp_path, touch, door):
     (tmp_path / "files").mkdir()
     names = evil_files(tmp_path / "files", touch)
