@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainwright.strategies.hugging_face import outermost_models
+from trainwright.checkpoint.hugging_face import outermost_models
 from trainwright.strategies.shell import Shell
 
 

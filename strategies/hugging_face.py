@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from trainwright.strategies.plan_names import matching, parent_of, within
+from trainwright.checkpoint.hugging_face import outermost_models
+from trainwright.strategies.plan_names import matching, parent_of
 
 # Styles of transformers' tensor plans that mean the same here. Others split what is no linear layer or embedding, or
 # need a computation that our engine does not have.
@@ -24,22 +25,6 @@ _NOT_SPLIT = (
     "moe_tp_experts", "grouped_gemm", "ep_router", "replicate", "replicated", "all_reduce",
     "replicated_with_grad_allreduce",
 )  # fmt: skip
-
-
-def is_pretrained_model(module: nn.Module) -> bool:
-    """Whether ``module`` is a ``transformers.PreTrainedModel``."""
-    return any(
-        c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in type(module).__mro__
-    )
-
-
-def outermost_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Hugging Face models that lie in no other one, by fully qualified name."""
-    found: list[str] = []
-    for name, sub in module.named_modules():
-        if is_pretrained_model(sub) and not any(within(name, outer) for outer in found):
-            found.append(name)
-            yield name, sub
 
 
 def tensor_metadata(module: nn.Module) -> tuple[dict[str, str], dict[str, str]]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from trainwright.checkpoint.hugging_face import is_pretrained_model
 from trainwright.strategies.blocks import find_blocks
-from trainwright.strategies.hugging_face import is_pretrained_model
 from trainwright.strategies.plan import ModelPlan, PlanConfig
 from trainwright.strategies.plan_names import folded, matched, module_tree, parent_of, starred, within
 from trainwright.strategies.plan_outside import find_experts, split_outside, tied_groups

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 
-from trainwright.strategies.hugging_face import outermost_models, tensor_metadata
+from trainwright.checkpoint.hugging_face import outermost_models
+from trainwright.strategies.hugging_face import tensor_metadata
 from trainwright.strategies.plan import PlanConfig, base_style
 from trainwright.strategies.plan_names import folded, matched, parent_of, within
 from trainwright.strategies.plan_outside import tied_groups, used_functionally

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from trainwright.strategies.hugging_face import is_pretrained_model
+from trainwright.checkpoint.hugging_face import is_pretrained_model
 from trainwright.strategies.plan_names import within
 
 
