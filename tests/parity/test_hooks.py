@@ -175,8 +175,7 @@ def record(
     x = torch.randn(10, 3, generator=torch.Generator().manual_seed(1))
     trainer.fit(module, DataLoader(TensorDataset(x), batch_size=2), DataLoader(TensorDataset(x), batch_size=4))
     progress = trainer.fit_loop.state_dict()
-    for state in (progress["epoch_loop.state_dict"], progress):
-        state.pop("wave_size", None)
+    progress["state_dict"].pop("cursor", None)
     return {
         "calls": calls,
         "progress": progress,
