@@ -145,10 +145,10 @@ def _problems_of_checkpoint(cfg: DictConfig, verb: str) -> list[str]:
         if Folder(path).is_file():
             return []
     else:
-        problem = _problem_of_local(cfg, Path(local_path(path)))
+        problem = _problem_of_local(cfg, Path(path))
         if problem is not None:
             return [f"ckpt_path={path}: {problem}"]
-        if not (Path(local_path(path)) / MANIFEST).exists():
+        if not (Path(path) / MANIFEST).exists():
             return []  # a file, or a folder that the strategy reads because it was told to trust it
     return _problems_of_run_state(cfg, verb, read_manifest(path))
 

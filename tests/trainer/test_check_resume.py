@@ -169,7 +169,7 @@ def test_what_is_no_checkpoint(conf: Path, tmp_path: Path) -> None:
         RUN: ["holds checkpoints, but is none", "step=1"],
         "runs/mine/2026-01-01": ["holds checkpoints, but is none", "step=1"],
         "empty": ["has no manifest.json"],
-        "deepspeed": ["DeepSpeed", "checkpoint import ", "ckpt_path=imported"],
+        "deepspeed": ["DeepSpeed", "checkpoint import deepspeed", "ckpt_path=imported"],
         "torch": [".metadata is a pickle", "trust=true"],
         "weights": ["init_from=weights"],
         "weights/a.safetensors": ["init_from=weights/a.safetensors"],
