@@ -417,7 +417,7 @@ class RunStateCheckpoint(Checkpoint):
     def _refuse_unknown_monitor(self, trainer: Trainer) -> None:
         if self.monitor is None or self.monitor in trainer.callback_metrics or _is_trial(trainer):
             return
-        if trainer.enable_validation and not self._validated:  # type: ignore[attr-defined]
+        if trainer.enable_validation and not self._validated:
             return
         raise ValueError(
             f"RunStateCheckpoint(monitor={self.monitor!r}): no such value was logged. Logged were: "

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from trainwright.callbacks.run_state import RunStateCheckpoint
 from trainwright.checkpoint.asynchronous import AsyncSaver, BlockingSaver
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.find import list_checkpoints
+from trainwright.checkpoint.interval import young_daly
 from trainwright.checkpoint.memory import HeldState
 from trainwright.checkpoint.run_state import RunState
 from trainwright.checkpoint.save import write
@@ -85,6 +87,16 @@ def test_saves_when_asked(tmp_path: Path, options: dict[str, Any], expected: lis
     assert saver.last_model_path == str(tmp_path / f"c/step={expected[-1]}")
     assert saver.best_model_path == saver.last_model_path
     assert saver.best_model_score is None
+
+
+def test_the_interval_follows_from_the_measured_cost(tmp_path: Path) -> None:
+    saver = RunStateCheckpoint(str(tmp_path), mtbf=1000.0)
+    assert saver.interval_seconds == 60.0
+    make_trainer(saver).fit(Regression(), loader(8))
+    cost = saver._schedule._auto.cost_seconds  # type: ignore[union-attr]
+    assert cost is not None
+    assert cost > 0
+    assert saver.interval_seconds == max(10.0, min(3600.0, young_daly(cost, 3.6e6)))
 
 
 def test_accumulated_micro_batches_are_no_steps(tmp_path: Path) -> None:
@@ -396,6 +408,40 @@ def test_an_exception_waits_for_the_save_on_its_way(tmp_path: Path, monkeypatch:
     assert saver.last_model_path == str(tmp_path / "step=2")
     assert RunState.open(saver.last_model_path).manifest.step == 2
     assert [path.name for path in tmp_path.iterdir()] == ["step=2"]
+
+
+class ToldToEnd(Callback):
+    """One rank alone is told to end, while a checkpoint is being written."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 3 and trainer.is_global_zero:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_by_signal(folder: str) -> tuple[str, list[str]]:
+    started = threading.Event()
+
+    def slow(*args: Any) -> Any:
+        started.wait(0.2)  # nobody sets it: training goes on meanwhile
+        return write(*args)
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning leaves a handler of the pool's in its place
+    run_state.AsyncSaver = partial(AsyncSaver, write=slow)  # type: ignore[assignment, misc]
+    saver = RunStateCheckpoint(folder, every_n_steps=20, asynchronous=True)
+    try:
+        make_trainer(ToldToEnd(), saver).fit(Regression(), loader(1600))
+    except SystemExit:
+        return saver.last_model_path, sorted(os.listdir(folder))
+    finally:
+        run_state.AsyncSaver = AsyncSaver  # type: ignore[misc]
+    raise AssertionError("nobody heard the signal")
+
+
+def test_a_signal_to_one_rank_waits_for_the_save_on_its_way(ranks, tmp_path: Path) -> None:
+    (path, files), other = ranks(end_by_signal, 2, str(tmp_path))
+    assert (path, files) == other
+    assert files == [Path(path).name]
+    assert RunState.open(path).manifest.step == int(path.rpartition("=")[2])
 
 
 def test_a_writer_that_hangs_does_not_keep_the_run_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
