@@ -44,6 +44,9 @@ class RunStateCheckpoint(Checkpoint):
     Saves are made after an optimizer step, after validation where a value is monitored, and at the end of training.
     Every rank decides alike: by steps, or by the clock of the first rank at steps that the ranks have agreed on.
 
+    ``trainwright.Trainer`` finds the newest by ``ckpt_path="last"``. Lightning's own Trainer looks for files of its
+    ``ModelCheckpoint`` alone: give it :attr:`last_model_path`. ``"best"`` works with both.
+
     Args:
         dirpath: folder for the checkpoints, local or any fsspec path; ``None``: ``checkpoints`` in the Trainer's
             ``default_root_dir``. One callback per folder.
