@@ -110,10 +110,9 @@ def command(place: Place, run_dir: Path, steps: int, *more: str) -> list[str]:
 
 
 def losses_of(run_dir: Path) -> dict[int, float]:
-    """Loss by step, from the metrics of a run."""
+    """Loss of the global batch by step, from the metrics of a run."""
     with (run_dir / "metrics.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("loss") or row.get("train_loss")]
-    return {int(row["step"]): float(row.get("loss") or row["train_loss"]) for row in rows}
+        return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file) if row.get("loss")}
 
 
 class Runs:

@@ -154,15 +154,11 @@ class RunStateStrategy(Strategy):
 
     def _own_buffers(self) -> dict[str, Tensor]:
         """Buffers that differ from those of the rank that writes them, such as running statistics. A collective."""
-        group = self.checkpoint_group()
-        if group is None:
-            return {}
         assert self.lightning_module is not None
         kept = self.lightning_module.state_dict().keys()
         buffers = {name: buffer for name, buffer in self.lightning_module.named_buffers() if name in kept}
         mine = {name: (_digest(buffer), self.placement.writes(name, False)) for name, buffer in buffers.items()}
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, mine, group=group)
+        found = self._of_all_ranks(mine)
         written = {name: digest for rank in found for name, (digest, writes) in rank.items() if writes}
         return {
             f"{_BUFFERS}{name}": buffer.detach() for name, buffer in buffers.items() if mine[name][0] != written[name]
@@ -237,7 +233,7 @@ class RunStateStrategy(Strategy):
             CheckpointError: if it cannot be used, on every rank.
         """
         path = str(checkpoint_path)
-        if not holds_run_state(path):
+        if not any(self._of_all_ranks(holds_run_state(path))):
             if self._own_io:
                 return super().load_checkpoint(checkpoint_path, weights_only)
             return load_ordinary(path, trust=weights_only is False)
@@ -257,18 +253,35 @@ class RunStateStrategy(Strategy):
         Raises:
             CheckpointError: on every rank, as :meth:`RunState.open`.
         """
-        manifest = read_manifest(path)
         group = self.checkpoint_group()
-        if group is None:
-            problems = verify(path, manifest)
-        else:
-            mine = verify(path, manifest, part=(dist.get_rank(group), dist.get_world_size(group)))
-            found: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(found, mine, group=group)
-            problems = [problem for problems in found for problem in problems]
+        part = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        manifest, problems, error = None, [], None
+        try:
+            manifest = read_manifest(path)
+            problems = verify(path, manifest, part=part)
+        except CheckpointError as failure:
+            error = failure
+        # A rank that cannot read, on a node without the folder, must not leave the others waiting.
+        found = self._of_all_ranks((problems, None if error is None else str(error)))
+        problems = [problem for problems, _ in found for problem in problems]
+        if error is not None:
+            raise error
+        for rank, (_, text) in enumerate(found):
+            if text is not None:
+                raise CheckpointError(f"Rank {rank} cannot read the checkpoint: {text}")
         if problems:
             raise DamagedCheckpoint(path, problems)
+        assert manifest is not None
         return RunState(path, manifest)
+
+    def _of_all_ranks(self, value: Any) -> list[Any]:
+        """What every rank says, in order; a collective."""
+        group = self.checkpoint_group()
+        if group is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+        return values
 
     def _is_fitting(self) -> bool:
         assert self.lightning_module is not None

@@ -414,22 +414,14 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         """Validate if it is time, and stop together if any rank was told to."""
-        signals = self.trainer._signal_connector
         if self._lean and not self._validates:
             self._end_lean_batch()
-            received = signals.received_sigterm
-            self._in_batch = False
         else:
-            # Lightning would raise on this rank alone and leave the others waiting in their next collective.
-            received, signals.received_sigterm = signals.received_sigterm, False
-            try:
-                super().on_advance_end(data_fetcher)
-            finally:
-                received = signals.received_sigterm = signals.received_sigterm or received
-            self._in_batch = False
+            super().on_advance_end(data_fetcher)
+        self._in_batch = False
         if self.trainer.world_size > 1:
             self._agree_on_signal()
-        elif received and not self._is_training_done:
+        elif self.trainer.received_sigterm and not self._is_training_done:
             raise SIGTERMException
 
     def _end_lean_batch(self) -> None:
@@ -443,7 +435,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if self._since_signal_check < _SIGNAL_CHECK_EVERY:
             return
         self._since_signal_check = 0
-        if self.trainer.strategy.reduce_boolean_decision(self.trainer.received_sigterm, all=False):
+        if self.trainer.strategy.reduce_boolean_decision(self.trainer._signal_connector.told_to_end, all=False):
             raise SIGTERMException
 
     # ---- the cursor -----------------------------------------------------------------------------------------------

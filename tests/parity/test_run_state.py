@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from tests.parity.harness import Record, make_trainer, world_size
+from tests.parity.harness import Record, make_trainer
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts, WholeRecorder
-from trainwright.checkpoint.run_state import RunState
 from trainwright.strategies.layout import Layout
 
 SAVED_AT, STEPS = 3, 6
