@@ -9,7 +9,7 @@ from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -69,10 +69,17 @@ class RunStateStrategy(Strategy):
         **kwargs: for Lightning's strategy.
     """
 
-    layout: Layout
-    data_rank: int
-    num_data_ranks: int
     strategy_name: str
+    if TYPE_CHECKING:  # of LayoutStrategy
+
+        @property
+        def layout(self) -> Layout: ...
+
+        @property
+        def data_rank(self) -> int: ...
+
+        @property
+        def num_data_ranks(self) -> int: ...
 
     def __init__(self, *, init_from: str | Path | None = None, **kwargs: Any) -> None:
         self._own_io = kwargs.get("checkpoint_io") is not None
@@ -443,4 +450,4 @@ def _seeded(state: Mapping[str, Tensor], data_rank: int, device: torch.device) -
 
 
 def _digest(tensor: Tensor) -> str:
-    return xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
