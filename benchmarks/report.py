@@ -6,8 +6,10 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -76,6 +78,20 @@ def table_of(title: str, rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         table.add_row(*("-" if value is None else str(value) for value in row.values()))
     return table
+
+
+def seconds_rows(taken: Mapping[str, Sequence[float]], **first: Any) -> list[dict[str, Any]]:
+    """One row per side: ``first``, the side, and median, least and most of its seconds."""
+    return [
+        {
+            **first,
+            "side": side,
+            "seconds": round(median(seconds), 2),
+            "least": round(min(seconds), 2),
+            "most": round(max(seconds), 2),
+        }
+        for side, seconds in taken.items()
+    ]
 
 
 def finish(name: str, tables: list[Table], goals: list[Goal], result: dict[str, Any]) -> None:

@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from benchmarks.alternate import alternate
 from benchmarks.commands import environment_of, run_command
 from benchmarks.peers.moment import MOMENT_FOLDER, read_moments
 from benchmarks.ranks import end_on_sigterm, threads_per_rank
-from benchmarks.report import Goal, finish, table_of
+from benchmarks.report import Goal, finish, seconds_rows, table_of
 
 _PROCESSES = 2
 FRESH, SAME, OTHER = "trainwright fit", "trainwright fit ckpt_path=last", "the same under another layout (zero3)"
@@ -97,15 +96,7 @@ def measure(repeats: int) -> list[dict[str, Any]]:
         prepare(Path(name))
         runs = {side: partial(seconds_to_first_step, make) for side, make in sides(Path(name)).items()}
         taken = alternate(runs, repeats, lambda seconds: f"{seconds:.1f} s")
-    return [
-        {
-            "side": side,
-            "seconds": round(median(seconds), 2),
-            "least": round(min(seconds), 2),
-            "most": round(max(seconds), 2),
-        }
-        for side, seconds in taken.items()
-    ]
+    return seconds_rows(taken)
 
 
 def main() -> None:

@@ -13,14 +13,13 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from benchmarks.alternate import alternate
 from benchmarks.commands import environment_of, run_command
 from benchmarks.peers.moment import MOMENT_FOLDER, read_moments
 from benchmarks.ranks import end_on_sigterm, threads_per_rank
-from benchmarks.report import Goal, finish, say, table_of
+from benchmarks.report import Goal, finish, say, seconds_rows, table_of
 
 MOST_SECONDS_FOR_TWO = 8.0
 _MICRO_BATCH = 4
@@ -79,16 +78,7 @@ def measure(processes: int, repeats: int) -> list[dict[str, Any]]:
     for side in sides.values():
         side()  # files get cached, and the text is joined once
     taken = alternate(sides, repeats, lambda seconds: f"{seconds:.1f} s")
-    return [
-        {
-            "processes": processes,
-            "side": side,
-            "seconds": round(median(seconds), 2),
-            "least": round(min(seconds), 2),
-            "most": round(max(seconds), 2),
-        }
-        for side, seconds in taken.items()
-    ]
+    return seconds_rows(taken, processes=processes)
 
 
 def main() -> None:
