@@ -31,8 +31,8 @@ class ToldToEnd(pl.Callback):
 def step_at_the_end(hook: str) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning leaves a handler of the pool's in its place
     trainer = make_trainer("ddp", max_epochs=100, callbacks=[ToldToEnd(hook)])
+    data = DataLoader(Tokens(), batch_size=12)
     with pytest.raises(SystemExit):
-        data = DataLoader(Tokens(), batch_size=12)
         trainer.fit(make_module("decoder-sgd"), data, data)
     return int(trainer.global_step)
 
