@@ -11,8 +11,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
@@ -22,7 +23,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from trainwright.trainer.cursor import Cursor, LoaderCursor, differences, permission, refusal
 from trainwright.trainer.loop import LeanEpochLoop
+from trainwright.trainer.problems import ChangedDataError
 from trainwright.trainer.reading import dealer_of, describe, position, remembered, resume_samples, resume_states
+from trainwright.trainer.remembered_logs import reset_metrics, shared_out
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
@@ -47,6 +50,8 @@ class ResumableFitLoop(_FitLoop):
         self._loaded: Cursor | None = None
         self._pending = False
         self._begun: int | None = None
+        self._logged: list[dict[str, Any]] = []  # as saved, of each data rank
+        self._reloaded: float | None = None  # as saved, the epoch for which loaders were last made anew
 
     # ---- saving ---------------------------------------------------------------------------------------------------
 
@@ -114,9 +119,27 @@ class ResumableFitLoop(_FitLoop):
         return int(getattr(self.trainer.strategy, "data_rank", self.trainer.global_rank))
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """The cursor, in place of the states of loaders, which Lightning has of rank 0 alone."""
+        """The cursor, in place of the states of loaders, which Lightning has of rank 0 alone; and what was logged.
+
+        A collective where data ranks are several.
+        """
         cursor = self.cursor()
-        return {} if cursor is None else {"cursor": cursor.to_json()}
+        if cursor is None:
+            return {}
+        mine = {
+            "metrics": {name: value.detach().cpu() for name, value in self.trainer.callback_metrics.items()},
+            "collected": self.epoch_loop.collected_logs() if self._is_exact(cursor) else [],
+        }
+        return {
+            "cursor": cursor.to_json(),
+            "logged": self._of_data_ranks(mine),
+            "reloaded": self._last_train_dl_reload_epoch,
+        }
+
+    def _is_exact(self, cursor: Cursor) -> bool:
+        """Whether no batch that was read will be read again."""
+        progress: Any = self.epoch_loop.batch_progress.current
+        return bool(cursor.finished or cursor.steps * cursor.accumulation == progress.processed)
 
     # ---- loading --------------------------------------------------------------------------------------------------
 
@@ -125,6 +148,7 @@ class ResumableFitLoop(_FitLoop):
         saved = state_dict.get("cursor")
         self._loaded = None if saved is None else Cursor.from_json(saved)
         self._pending, self._begun = True, None
+        self._logged, self._reloaded = state_dict.get("logged", []), state_dict.get("reloaded")
         if saved is None and state_dict.get("combined_loader"):
             rank_zero_warn(
                 "The checkpoint holds states of data loaders that Lightning saved, which are those of one rank and "
@@ -153,6 +177,9 @@ class ResumableFitLoop(_FitLoop):
             assert self._data_fetcher is not None
             iter(self._data_fetcher)
             self._set_val_check()
+        if self._reloaded is not None:
+            # Else reload_dataloaders_every_n_epochs would count from here.
+            self._last_train_dl_reload_epoch, self._reloaded = self._reloaded, None
 
     def _load_combined_loader_states(self) -> None:
         # Called once the loaders are known and before they are read: workers read ahead at once.
@@ -170,6 +197,14 @@ class ResumableFitLoop(_FitLoop):
             self._set_val_check()
         super().on_advance_start()
 
+    def on_advance_end(self) -> None:
+        """End an epoch."""
+        if self._logged:
+            # What was logged is saved with the run, so schedulers that wait for it step in a resumed epoch as in any.
+            self._restarting = False
+        with self.epoch_loop.with_remembered_logs():
+            super().on_advance_end()
+
     def _take_up(self) -> None:
         """Go on where the loaded cursor stands."""
         self._pending = False
@@ -179,19 +214,46 @@ class ResumableFitLoop(_FitLoop):
         now = self._describe(accumulation)
         if loaded is not None:
             self._compare(loaded, now)
-        counters = self.epoch_loop.batch_progress.current
-        # Saved after the last validation of an epoch: what comes at its end is still to be done.
-        in_place = cursor.finished and self._epochs_done == cursor.epoch and counters.completed == counters.ready
+        self._restore_metrics()
+        counters: Any = self.epoch_loop.batch_progress.current
+        # Saved before the end of an epoch was over: what comes then is still to be done. It may need what was logged.
+        in_place = cursor.finished and self._epochs_done == cursor.epoch
+        in_place = in_place and (bool(self._logged) or counters.completed == counters.ready)
         next_epoch = cursor.finished and not in_place
+        owes = not next_epoch and self._was_saved_in_a_batch(cursor)
         self._resume_loaders(cursor, now, in_place, accumulation)
         self._set_epoch(cursor.epoch + next_epoch)
         self._set_limits()
-        self._set_counters(cursor, in_place, accumulation)
-        if next_epoch:
-            for tracker in (self.epoch_progress.current, self.epoch_progress.total):
-                _set_all(tracker, max(tracker.ready, cursor.epoch + 1))
-            _set_all(self.epoch_progress.current, cursor.epoch + 1)
-            _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
+        self._set_counters(cursor, in_place, owes, accumulation)
+        collected = shared_out([each["collected"] for each in self._logged], self._data_rank, self._data_ranks)
+        if not next_epoch:
+            self.epoch_loop.remember_logs(collected)
+            return
+        reset_metrics(collected, self.trainer.lightning_module)
+        self._go_to_next_epoch(cursor)
+
+    def _go_to_next_epoch(self, cursor: Cursor) -> None:
+        if self._logged and self.epoch_progress.current.completed == cursor.epoch:
+            # Saved in on_train_epoch_end, after which these would have stepped.
+            self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        for tracker in (self.epoch_progress.current, self.epoch_progress.total):
+            _set_all(tracker, max(tracker.ready, cursor.epoch + 1))
+        _set_all(self.epoch_progress.current, cursor.epoch + 1)
+        _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
+
+    def _restore_metrics(self) -> None:
+        """What was logged last, for schedulers and callbacks that look at it before it is logged again."""
+        if not self._logged:
+            return
+        own = self._logged[self._data_rank if len(self._logged) == self._data_ranks else 0]["metrics"]
+        device = self.trainer.strategy.root_device
+        self.trainer._logger_connector._callback_metrics.update(move_data_to_device(own, device))
+
+    def _was_saved_in_a_batch(self, cursor: Cursor) -> bool:
+        """Whether the run was saved in ``on_train_batch_end``; a validation and schedulers on a plateau come after."""
+        counters: Any = self.epoch_loop.batch_progress.current
+        within = counters.processed == counters.ready == counters.completed + 1
+        return within and bool(self._logged) and self._is_exact(cursor)
 
     def _cursor_of_counters(self) -> Cursor:
         """For a checkpoint without a cursor: Lightning's counters, taken to be those of this layout."""
@@ -226,13 +288,20 @@ class ResumableFitLoop(_FitLoop):
         super().on_run_start()
         if self.restarted_mid_epoch:
             self.trainer.accumulate_grad_batches = self._accumulation_of(self._epochs_done)
+            self._go_on_with_averaging()
+
+    def _go_on_with_averaging(self) -> None:
+        """Exchange the scheduler as the beginning of the epoch did, which is not called again."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, StochasticWeightAveraging) and self._epochs_done <= callback.swa_end:
+                callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
 
     def _compare(self, saved: Cursor, now: list[LoaderCursor]) -> None:
         found = differences(saved.loaders, now)
         if not found:
             return
         if not self.trainer.allow_changed_data:
-            raise ValueError(refusal(found))
+            raise ChangedDataError(refusal(found))
         rank_zero_warn(permission(found))
 
     def _resume_loaders(self, cursor: Cursor, now: list[LoaderCursor], in_place: bool, accumulation: int) -> None:
@@ -252,7 +321,7 @@ class ResumableFitLoop(_FitLoop):
             if keeper is not None and in_place:
                 keeper.wait_for_next_pass()
 
-    def _set_counters(self, cursor: Cursor, in_place: bool, accumulation: int) -> None:
+    def _set_counters(self, cursor: Cursor, in_place: bool, owes: bool, accumulation: int) -> None:
         """Lightning's counters as if the whole run had been under this layout."""
         progress, length = self.epoch_loop.batch_progress, self._length()
         before = progress.total.ready - progress.current.ready
@@ -267,7 +336,8 @@ class ResumableFitLoop(_FitLoop):
         _set_all(progress.current, 0 if cursor.finished and not in_place else current)
         progress.is_last_batch = in_place
         # The end of the batch, which counts it, still comes.
-        self.epoch_loop._batches_that_stepped = cursor.stepped - in_place
+        self.epoch_loop._batches_that_stepped = cursor.stepped - (in_place or owes)
+        self.epoch_loop.owes_end_of_batch = owes
 
     # ---- lengths --------------------------------------------------------------------------------------------------
 

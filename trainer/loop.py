@@ -22,8 +22,8 @@ ties asynchronous workers together and hangs ranks of unequal length. Here ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from trainwright.strategies.hooks import HookTable
 from trainwright.strategies.optimization import ZeroGradFirst
 from trainwright.trainer.loss_weighting import TokenWeights, refuse_impossible
 from trainwright.trainer.reading import Dealer, dealer_of
+from trainwright.trainer.remembered_logs import Entry, RememberedLogs, collected
 from trainwright.trainer.results import LeanResults, RepeatedLog
 
 # Micro-batches between two agreements of the ranks on whether a SIGTERM has come in.
@@ -248,6 +249,9 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self._moves_batch = True
         self._since_signal_check = 0
         self._in_batch = False
+        # Resuming: whether the run was saved within the end of a batch, of which the rest is still to come.
+        self.owes_end_of_batch = False
+        self._logs = RememberedLogs()
 
     # ---- once an epoch --------------------------------------------------------------------------------------------
 
@@ -360,8 +364,12 @@ class LeanEpochLoop(_TrainingEpochLoop):
             connector.update_train_step_metrics()
 
     def _must_end_first(self, data_fetcher: _DataFetcher) -> bool:
-        """Resuming: whether the end of an epoch, or a validation that was begun, comes before a batch."""
+        """Resuming: whether the end of a batch or an epoch, or a validation that was begun, comes before a batch."""
         validating = self.val_loop.restarted_mid_evaluation
+        if self.owes_end_of_batch:
+            self.owes_end_of_batch = False
+            self._restarting = self.val_loop.restarting = False
+            return True
         if self._num_ready_batches_reached():
             self._skip_next_val = not validating
             return True
@@ -406,6 +414,28 @@ class LeanEpochLoop(_TrainingEpochLoop):
         batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    # ---- what was logged ------------------------------------------------------------------------------------------
+
+    def collected_logs(self) -> list[Entry]:
+        """What this rank has logged of the epoch so far, see :mod:`trainwright.trainer.remembered_logs`."""
+        return collected(self._results)
+
+    def remember_logs(self, entries: Sequence[Entry]) -> None:
+        """Go on with what the saved run had logged of this epoch."""
+        self._logs = RememberedLogs(entries)
+        self._results.remember(self._logs)
+
+    @contextmanager
+    def with_remembered_logs(self) -> Iterator[None]:
+        """Around the end of an epoch: what was logged before the run was saved, and not again, is there too."""
+        if not self._logs:
+            yield
+            return
+        self._logs.put_back(self._results, self.trainer.lightning_module, self.trainer.strategy.reduce)
+        yield
+        self._logs.forget(self._results)
+        self.remember_logs([])
 
     # ---- signals --------------------------------------------------------------------------------------------------
 

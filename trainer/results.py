@@ -11,6 +11,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
 
+from trainwright.trainer.remembered_logs import RememberedLogs
+
 
 class LeanResults(_ResultCollection):
     """A result collection that recognises a metric logged again with the same arguments.
@@ -27,6 +29,12 @@ class LeanResults(_ResultCollection):
         super().__init__(training)
         self._padding = False
         self._known: dict[tuple[str, str, int | None], tuple[tuple[Any, ...], _ResultMetric]] = {}
+        self._remembered = RememberedLogs()
+
+    def remember(self, logs: RememberedLogs) -> None:
+        """Go on with what a run that was interrupted had collected of this epoch."""
+        self._remembered = logs
+        self._known.clear()  # each first call is to come by here
 
     @contextmanager
     def padding(self) -> Iterator[None]:
@@ -75,6 +83,8 @@ class LeanResults(_ResultCollection):
             metric_attribute, rank_zero_only,
         )  # fmt: skip
         metric = self[self._storage_key(fx, name, add_dataloader_idx)]
+        if self._remembered:
+            self._remembered.add_to(metric)
         if isinstance(value, Tensor):
             _count_in_floats(metric)
             self._known[key] = (signature, metric)

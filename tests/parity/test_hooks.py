@@ -175,7 +175,7 @@ def record(
     x = torch.randn(10, 3, generator=torch.Generator().manual_seed(1))
     trainer.fit(module, DataLoader(TensorDataset(x), batch_size=2), DataLoader(TensorDataset(x), batch_size=4))
     progress = trainer.fit_loop.state_dict()
-    progress["state_dict"].pop("cursor", None)
+    progress["state_dict"].clear()  # ours alone: the cursor and what was logged
     return {
         "calls": calls,
         "progress": progress,

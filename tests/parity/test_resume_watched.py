@@ -1,0 +1,245 @@
+"""What is watched or scheduled by logged values goes on over a resume as if the run had not been interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, StochasticWeightAveraging
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset
+
+from tests.parity.harness import make_trainer, world_size
+from trainwright.trainer.remembered_logs import shared_out
+
+SAMPLES, BATCH = 24, 4  # six steps an epoch
+
+
+class Points(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, samples: int, seed: int) -> None:
+        self.x = torch.randn(samples, 6, generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.x[index].sum().sin()
+
+
+class Net(pl.LightningModule):
+    """Dropout shows random numbers that were drawn too often or too rarely."""
+
+    def __init__(self, kind: str = "adam") -> None:
+        super().__init__()
+        self.kind = kind
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.metric = torchmetrics.MeanMetric()
+        self.metric.persistent(True)
+        self.rows: list[Any] = []
+        self.ends: list[Any] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]).squeeze(-1), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.metric(loss)
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+        self.log("train", loss, on_step=True, on_epoch=True)
+        self.log("worst", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        if batch_idx == 0:
+            self.log("first", loss.detach(), on_step=False, on_epoch=True)
+        optimizers: Any = self.trainer.optimizers
+        self.rows.append((self.current_epoch, batch_idx, loss.item(), optimizers[0].param_groups[0]["lr"]))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+        self.rows.append(("validation", self.trainer.global_step))
+
+    def on_train_epoch_end(self) -> None:
+        self.ends.append((self.current_epoch, {k: v.item() for k, v in self.trainer.callback_metrics.items()}))
+
+    def configure_optimizers(self) -> Any:
+        if self.kind == "lbfgs":
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        if not self.kind.startswith("plateau"):
+            return optimizer
+        _, interval, monitor = self.kind.split()
+        scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.2)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "monitor": monitor, "interval": interval},
+        }
+
+
+class Saver(Checkpoint):
+    """Saves once, in a hook, after so many micro-batches."""
+
+    def __init__(self, path: str, hook: str, after: int) -> None:
+        self.path, self.hook, self.after, self.batches, self.rows, self.ends = path, hook, after, 0, 0, 0
+
+    def _save_if(self, hook: str, trainer: pl.Trainer, module: Any) -> None:
+        if (hook, self.batches) == (self.hook, self.after):
+            trainer.save_checkpoint(self.path)
+            self.rows, self.ends = len(module.rows), len(module.ends)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+        self.batches += 1
+        self._save_if("batch", trainer, pl_module)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._save_if("validation", trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._save_if("epoch", trainer, pl_module)
+
+
+def fit(module: Net, callbacks: list[Any], resume: str | None = None, **options: Any) -> Net:
+    options = {"max_steps": 20, "max_epochs": -1, "data_seed": 3, **options}
+    trainer = make_trainer(
+        "ddp" if world_size() > 1 else "single",
+        callbacks=callbacks,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+        **options,
+    )
+    train = DataLoader(Points(SAMPLES, 0), batch_size=BATCH // world_size(), shuffle=True)
+    trainer.fit(module, train, DataLoader(Points(8, 1), batch_size=4), ckpt_path=resume)
+    return module
+
+
+def assert_goes_on(
+    path: str, hook: str, after: int, kind: str, watchers: Callable[[], list[Any]] = list, **options: Any
+) -> None:
+    """A run that is resumed in another module computes, logs and schedules what the one that saved did."""
+    torch.manual_seed(5)
+    saver = Saver(path, hook, after)
+    whole = fit(Net(kind), [*watchers(), saver], **options)
+    assert saver.rows
+    torch.manual_seed(6)
+    resumed = fit(Net(kind), watchers(), path, **options)
+    assert resumed.rows == whole.rows[saver.rows :]
+    assert resumed.ends == whole.ends[saver.ends :]
+    for name, value in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+
+
+# In the middle of an epoch, in its last batch, after its validation, and in its last hook.
+POINTS = [("batch", 4), ("batch", 6), ("validation", 6), ("epoch", 6), ("batch", 12), ("epoch", 12)]
+
+
+@pytest.mark.parametrize(("hook", "after"), POINTS)
+def test_a_scheduler_on_a_plateau_and_early_stopping(tmp_path: Path, hook: str, after: int) -> None:
+    """Both stop or step by numbers that were logged before the run was saved."""
+    watchers: Callable[[], list[Any]] = lambda: [  # noqa: E731
+        EarlyStopping("val", patience=3),
+        EarlyStopping("train_epoch", patience=5),
+    ]
+    assert_goes_on(str(tmp_path / "state"), hook, after, "plateau epoch val", watchers)
+
+
+@pytest.mark.parametrize("after", [4, 6])
+def test_a_scheduler_that_steps_by_the_loss_of_a_step(tmp_path: Path, after: int) -> None:
+    assert_goes_on(str(tmp_path / "state"), "batch", after, "plateau step train_step", max_steps=9)
+
+
+@pytest.mark.parametrize(("hook", "after"), [("batch", 2), ("validation", 2), ("batch", 6)])
+def test_validation_within_an_epoch_comes_once(tmp_path: Path, hook: str, after: int) -> None:
+    assert_goes_on(str(tmp_path / "state"), hook, after, "plateau epoch val", val_check_interval=2, max_steps=9)
+
+
+@pytest.mark.parametrize(("hook", "after"), [("batch", 9), ("epoch", 12)])
+def test_averaging_of_weights_within_an_epoch(tmp_path: Path, hook: str, after: int) -> None:
+    watchers: Callable[[], list[Any]] = lambda: [  # noqa: E731
+        StochasticWeightAveraging(1e-3, swa_epoch_start=2, annealing_epochs=1)
+    ]
+    assert_goes_on(str(tmp_path / "state"), hook, after, "adam", watchers, max_steps=-1, max_epochs=4)
+
+
+def test_an_optimizer_that_keeps_lists(tmp_path: Path) -> None:
+    assert_goes_on(str(tmp_path / "state"), "batch", 4, "lbfgs", max_steps=8)
+
+
+def test_parameters_of_64_bits(tmp_path: Path) -> None:
+    assert_goes_on(str(tmp_path / "state"), "batch", 4, "adam", precision="64-true", max_steps=8)
+
+
+class MakesLoaders(pl.LightningDataModule):
+    """Data of its own for each time that loaders are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made_in: list[int] = []
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        assert self.trainer is not None
+        self.made_in.append(self.trainer.current_epoch)
+        return DataLoader(Points(SAMPLES, 0), batch_size=BATCH)
+
+
+@pytest.mark.parametrize(("hook", "after"), [("epoch", 6), ("batch", 9)])
+def test_loaders_are_made_anew_in_the_same_epochs(tmp_path: Path, hook: str, after: int) -> None:
+    path = str(tmp_path / "state")
+    made = []
+    for callbacks, resume in (([Saver(path, hook, after)], None), ([], path)):
+        data = MakesLoaders()
+        trainer = make_trainer(
+            "single",
+            callbacks=callbacks,
+            enable_checkpointing=bool(callbacks),
+            reload_dataloaders_every_n_epochs=2,
+            max_epochs=5,
+            limit_val_batches=0,
+        )
+        trainer.fit(Net(), datamodule=data, ckpt_path=resume)
+        made.append(data.made_in)
+    # The first ones of a resumed run are made when it begins.
+    assert [epochs[1:] for epochs in made] == [[2, 4], [2, 4]]
+
+
+def mean_of_epoch(path: str, saves: bool) -> dict[str, float]:
+    torch.manual_seed(5)
+    module = Net()
+    module.net[2] = nn.Identity()
+    fit(module, [Saver(path, "batch", 4)] if saves else [], None if saves else path, max_steps=6)
+    return module.ends[0][1]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
+def test_means_of_an_epoch_go_on_over_other_ranks(
+    ranks: Callable[..., list[Any]], tmp_path: Path, before: int, after: int
+) -> None:
+    whole = ranks(mean_of_epoch, before, str(tmp_path / "state"), True, init_group=before > 1)
+    found = ranks(mean_of_epoch, after, str(tmp_path / "state"), False, init_group=after > 1)
+    for one in found:
+        for name in ("train_epoch", "worst") if before == after else ("train_epoch",):
+            assert one[name] == pytest.approx(whole[0][name], rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks_now", [1, 2, 3])
+def test_what_was_collected_is_shared_out_whole(ranks_now: int) -> None:
+    def entry(reduce: str, value: float, count: float | None, **options: Any) -> dict[str, Any]:
+        return {"fx": "f", "name": reduce, "metric": None, "rank_zero_only": False, "reduce": reduce, **options} | {
+            "value": value,
+            "count": count,
+        }
+
+    saved = [
+        [entry("mean", 6.0, 4.0), entry("sum", 3.0, None), entry("max", 1.0, None), entry("min", 1.0, None)],
+        [entry("mean", 2.0, 3.0), entry("sum", 5.0, None), entry("max", 7.0, None), entry("min", -1.0, None)],
+    ]
+    saved[0].append(entry("mean", 9.0, 1.0, name="first alone", rank_zero_only=True))
+    shares = [{e["name"]: e for e in shared_out(saved, rank, ranks_now)} for rank in range(ranks_now)]
+    assert sum(share["mean"]["value"] for share in shares) == pytest.approx(8)
+    assert sum(share["mean"]["count"] for share in shares) == pytest.approx(7)
+    assert sum(share["sum"]["value"] for share in shares) == pytest.approx(8)
+    assert max(share["max"]["value"] for share in shares) == 7
+    assert min(share["min"]["value"] for share in shares) == -1
+    assert [share["first alone"]["value"] for share in shares if "first alone" in share] == [9.0]
