@@ -17,7 +17,7 @@ import torch.distributed as dist
 import xxhash
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.hooks import CheckpointHooks
-from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.plugins import CheckpointIO, DoublePrecision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -312,6 +312,9 @@ class RunStateStrategy(Strategy):
         state = checkpoint[WEIGHTS]
         module = self.lightning_module
         assert module is not None
+        if isinstance(self.precision_plugin, DoublePrecision):
+            # Lightning does so after loading: parameters of 32 bits would cut off what was saved in 64.
+            self.precision_plugin.convert_module(module)
         if not is_stored(state):
             super().load_model_state_dict(checkpoint, strict)
         elif can_fill(module):

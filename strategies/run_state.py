@@ -391,7 +391,7 @@ class _OptimizerReader:
         if isinstance(saved, Tensor) and parameter.dim() == 0 and key != "step":  # of a scalar; steps are never split
             return _like(parameter, saved.to(parameter.device))
         if not isinstance(saved, StoredTensor):
-            return saved
+            return materialised(saved)  # LBFGS keeps lists of tensors
         whole = self._placement.boxes(name, parameter).shape
         if tuple(saved.shape) != tuple(whole):
             return saved.whole()
