@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.trainer.compose import compose_checked
 from trainwright.trainer.launch.external import agree
-from trainwright.trainer.launch.failure import RankError
+from trainwright.trainer.launch.failure import RankError, is_told, log_file, log_traceback
 from trainwright.trainer.launch.launcher import Launcher, detect_launcher
 from trainwright.trainer.problems import ConfigError, did_you_mean
 from trainwright.trainer.run import RunResult, launch, plan, prepare
@@ -80,9 +80,14 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
         result = launch(cfg, verb, launcher)
     except (RankError, ConfigError, SystemExit):
         raise
-    except Exception:
-        # The run was in this process: its traceback is the message.
-        traceback.print_exc()
+    except Exception as error:
+        # The run was in this process.
+        if is_told(error):
+            log_traceback(error)
+            log = log_file(Path(cfg.run_dir), 0 if launcher is None else launcher.rank)
+            print(f"trainwright: {error}\n(its traceback is in {_relative(log)})", file=sys.stderr)
+        else:
+            traceback.print_exc()
         return FAILED
     if _speaks(launcher) and verb != "fit":  # after fit, the callbacks of the group monitor say it
         _say_where(result, verb)

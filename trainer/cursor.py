@@ -162,7 +162,8 @@ def _data(before: LoaderCursor, after: LoaderCursor) -> list[Difference]:
 def _order(before: LoaderCursor, after: LoaderCursor) -> list[Difference]:
     found = []
     if before.seed != after.seed:
-        remedy = "Load the data in order (shuffle=False)" if before.seed is None else f"Type data_seed={before.seed}"
+        typed = f"data_seed={before.seed}"
+        remedy = "Load the data in order (shuffle=False)" if before.seed is None else f"Type {typed} (trainer.{typed})"
         found.append(
             Difference(
                 f"the order of samples was {_in_words(before.seed)} when saved, now it is {_in_words(after.seed)}",
@@ -177,7 +178,7 @@ def _order(before: LoaderCursor, after: LoaderCursor) -> list[Difference]:
         found.append(
             Difference(
                 f"data_partition was {before.partition!r}{key} when saved, now it is {after.partition!r}{now}",
-                f"Type data_partition={before.partition}{key.replace(' with', ' and')}",
+                f"Type data_partition={before.partition}{key.replace(' with', ' and')} (trainer.data_partition=...)",
                 "the samples of this epoch that are left are dealt in the new way",
             )
         )

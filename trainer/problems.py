@@ -16,6 +16,10 @@ class ConfigError(ValueError):
         super().__init__(format_problems(self.problems))
 
 
+class ChangedDataError(ValueError):
+    """A run that would not go on in the data where its checkpoint stopped; the message lists what differs."""
+
+
 def format_problems(problems: Sequence[str]) -> str:
     """Number the problems when there are several, and say that nothing was started."""
     if len(problems) == 1:

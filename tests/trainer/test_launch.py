@@ -18,6 +18,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.trainer.project import command, environment, run_command, write_project
+from trainwright.checkpoint.errors import CheckpointError
 from trainwright.trainer.launch import external
 from trainwright.trainer.launch.failure import FailureRecorder, first_failure
 from trainwright.trainer.launch.launcher import Launcher, detect_launcher
@@ -49,6 +50,13 @@ def test_the_earliest_failure_is_the_cause(tmp_path: Path) -> None:
     assert error.rank == 1
     assert str(error).startswith("rank 1 of 2 failed with ValueError: boom; the others were ended")
     assert "Traceback (most recent call last)" in str(error)
+
+
+def test_an_error_that_says_it_all_is_shown_without_its_traceback(tmp_path: Path) -> None:
+    _fail(tmp_path, 1, CheckpointError("the checkpoint x is damaged"))
+    text = str(first_failure(tmp_path, {0: -15, 1: 1}, tmp_path))
+    log = tmp_path / "logs/rank_1.log"
+    assert text == f"the checkpoint x is damaged\n(said by rank 1 of 2; its traceback is in {log})"
 
 
 def test_a_killed_rank_is_the_cause_of_lost_connections(tmp_path: Path) -> None:

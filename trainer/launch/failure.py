@@ -1,6 +1,7 @@
 """Which rank failed first, and how: written by the ranks, read by the launching process."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -9,6 +10,9 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.trainer.problems import ChangedDataError
 
 # Words of an error that a rank raises because another one has gone.
 _CONSEQUENCE = re.compile(
@@ -26,6 +30,7 @@ class Failure:
         message: its text.
         traceback: the whole traceback, as Python prints it.
         time_ns: when it was raised, in nanoseconds since 1970.
+        is_told: whether the message says it all, see :func:`is_told`.
     """
 
     rank: int
@@ -33,6 +38,17 @@ class Failure:
     message: str
     traceback: str
     time_ns: int
+    is_told: bool = False
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether the message of `error` says what is wrong and what to type, so that a traceback would only hide it."""
+    return isinstance(error, (CheckpointError, ChangedDataError))
+
+
+def log_traceback(error: BaseException) -> None:
+    """Write a traceback that the terminal does not show into the log of this rank."""
+    logging.getLogger("trainwright").error("the run ends by this error", exc_info=error)
 
 
 class FailureRecorder:
@@ -57,10 +73,12 @@ class FailureRecorder:
             return
         self._written = True
         text = "".join(traceback.format_exception(error))
-        failure = Failure(self._rank, type(error).__name__, str(error), text, time.time_ns())
+        failure = Failure(self._rank, type(error).__name__, str(error), text, time.time_ns(), is_told(error))
         partial = self._folder / f"{self._rank}.partial"
         partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
         os.replace(partial, self._folder / f"{self._rank}.json")
+        if failure.is_told:
+            log_traceback(error)
 
 
 class RankError(RuntimeError):
@@ -80,6 +98,9 @@ class RankError(RuntimeError):
         self.rank = rank
         self.exit_code = exit_code
         log = log_file(run_dir, rank)
+        if failure is not None and failure.is_told:
+            super().__init__(f"{failure.message}\n(said by rank {rank} of {world_size}; its traceback is in {log})")
+            return
         if failure is not None:
             text = (
                 f"rank {rank} of {world_size} failed with {failure.kind}: {failure.message}; the others were ended\n\n"
