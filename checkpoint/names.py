@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ def match_names(
     tied: Iterable[Collection[str]] = (),
     strict: bool = True,
     where: str = "the file",
+    say: Callable[[str], object] | None = None,
 ) -> dict[str, str]:
     """For each tensor of a module, the key in ``source`` to load it from.
 
@@ -40,9 +41,9 @@ def match_names(
         module_names: name -> shape of each tensor of the module.
         source: where the tensors are.
         tied: groups of names that are one tensor. A group is complete when the source has any of its names.
-        strict: whether every tensor must find its other half. ``False`` leaves out what does not; the caller learns
-            it from what is missing in the result.
+        strict: whether every tensor must find its other half. ``False`` leaves out what does not.
         where: the source in words, for messages.
+        say: is told what ``strict=False`` left out on either side; ``None``: nobody.
 
     Returns:
         Name in the module -> key in the source; names in the order of ``module_names``.
@@ -58,9 +59,12 @@ def match_names(
     wrong = [name for name, key in found.items() if tuple(source.shape(key)) != tuple(module_names[name])]
     missing = [name for name in module_names if name not in found]
     unexpected = [key for key in source.keys() if key not in set(found.values())]  # noqa: SIM118 - a source is no dict
-    if not found or (strict and (missing or unexpected or wrong)):
-        shapes = [f"{n}: {tuple(module_names[n])}, in the file {tuple(source.shape(found[n]))}" for n in wrong]
-        raise CheckpointError(_leftovers(where, missing, unexpected, shapes, bool(found)))
+    shapes = [f"{n}: {tuple(module_names[n])}, in the file {tuple(source.shape(found[n]))}" for n in wrong]
+    left = _leftovers(missing, unexpected, shapes)
+    if not found or (strict and left):
+        raise CheckpointError(_refusal(where, left, bool(found)))
+    if left and say is not None:
+        say(f"{where} was loaded in part; not loaded:{left}")
     return {name: key for name, key in found.items() if name not in set(wrong)}
 
 
@@ -169,14 +173,18 @@ def _add_tied(pairs: dict[str, str], module_names: Mapping[str, Shape], tied: It
             pairs.update({name: found for name in group if name not in pairs and name in module_names})
 
 
-def _leftovers(
-    where: str, missing: Sequence[str], unexpected: Sequence[str], wrong: Sequence[str], some_fit: bool
-) -> str:
-    text = f"The tensors of {where} are not those of the module:"
+def _leftovers(missing: Sequence[str], unexpected: Sequence[str], wrong: Sequence[str]) -> str:
+    """One line for each kind of them, at most a screenful; empty when there are none."""
+    text = ""
     for title, items in (("missing", missing), ("unexpected", unexpected), ("of another shape", wrong)):
         if items:
             text += f"\n  {title} ({len(items)}): " + "; ".join(items[:_SHOWN])
             text += f"; and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return text
+
+
+def _refusal(where: str, left: str, some_fit: bool) -> str:
+    text = f"The tensors of {where} are not those of the module:{left}"
     if not some_fit:
         return text + "\nNo tensor fits: give weights of this module's architecture."
     return text + "\nTo load what fits and keep the module's initial values for the rest, say strict=false."

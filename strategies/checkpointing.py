@@ -15,11 +15,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.core.hooks import CheckpointHooks
 from lightning.pytorch.plugins import CheckpointIO, DoublePrecision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
@@ -44,7 +45,9 @@ from trainwright.strategies.run_state import (
     can_fill,
     fill_weights,
     is_stored,
+    mismatch,
     optimizer_parts,
+    refuse_other_optimizer,
 )
 
 # Key of what this project adds to Lightning's dict of a run.
@@ -318,13 +321,11 @@ class RunStateStrategy(Strategy):
         if not is_stored(state):
             super().load_model_state_dict(checkpoint, strict)
         elif can_fill(module):
-            self._fill_weights(module, state, strict, "The checkpoint")
+            where = f"The checkpoint {module.trainer.ckpt_path}"
+            fill_weights(module, self.placement, state, self._whole_keys(), strict=strict, where=where)
         else:
             super().load_model_state_dict({**checkpoint, WEIGHTS: materialised(state)}, strict)
         self._weights_changed()
-
-    def _fill_weights(self, module: LightningModule, state: Mapping[str, Any], strict: bool, where: str) -> None:
-        fill_weights(module, self.placement, state, self._whole_keys(), strict=strict, where=where)
 
     def _weights_changed(self) -> None:
         """Called after weights were loaded in place."""
@@ -333,7 +334,7 @@ class RunStateStrategy(Strategy):
         """Give every optimizer the part of the saved state that this rank holds.
 
         Raises:
-            CheckpointError: if the saved optimizers had other groups or parameters.
+            CheckpointError: if the saved optimizers were other ones, or had other groups or parameters.
         """
         states = checkpoint[OPTIMIZERS]
         if len(states) != len(self.optimizers):
@@ -344,10 +345,29 @@ class RunStateStrategy(Strategy):
         if not all(state.get("by_name") for state in states):
             # An imported file knows parameters by their position.
             self._load_plain_optimizers({**checkpoint, OPTIMIZERS: materialised(states)})
+            for optimizer in self.optimizers:
+                refuse_other_optimizer(optimizer, "the checkpoint")
             return
+        self._refuse_state_of_other_shapes(checkpoint)
         for optimizer, state in zip(self.optimizers, states, strict=True):
             parts = optimizer_parts(optimizer, state, self.placement, self._name_of(), "the checkpoint")
             optimizer.load_state_dict(parts)
+            refuse_other_optimizer(optimizer, "the checkpoint")
+
+    def _refuse_state_of_other_shapes(self, checkpoint: Mapping[str, Any]) -> None:
+        """``strict=False`` passes over weights of another shape; the state of their optimizer cannot be passed over."""
+        weights = checkpoint.get(WEIGHTS, {})
+        stepped = {name for state in checkpoint[OPTIMIZERS] for name in state["state"]}
+        wrong = [
+            f"{name}: saved {tuple(weights[name].shape)}, the module has {shape}"
+            for name, shape in self._whole_shapes().items()
+            if name in stepped and name in weights and tuple(weights[name].shape) != shape
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"The checkpoint holds the optimizer's state of {mismatch((), (), wrong)} An optimizer cannot go on "
+                "with it: begin from the weights alone with init_from=<the checkpoint>."
+            )
 
     def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """From an ordinary file: whole tensors, parameters by position."""
@@ -384,10 +404,14 @@ class RunStateStrategy(Strategy):
         module = self.lightning_module
         assert module is not None
         where = str(self.init_from or "The source")
+        expected = self._whole_keys()
         if not names:
-            tied = tied_names(module)
-            names = match_names(self._whole_shapes(), source, tied=tied, strict=strict, where=where)
-        self._fill_weights(module, {name: StoredTensor(source, key) for name, key in names.items()}, strict, where)
+            shapes, tied = self._whole_shapes(), tied_names(module)
+            names = match_names(shapes, source, tied=tied, strict=strict, where=where, say=rank_zero_warn)
+            # What is left out was told; a module's extra state, which is no tensor, was not.
+            expected = [*names, *(key for key in expected if key not in shapes)]
+        state = {name: StoredTensor(source, key) for name, key in names.items()}
+        fill_weights(module, self.placement, state, expected, strict=strict, where=where)
         self._weights_changed()
 
     def _whole_shapes(self) -> dict[str, tuple[int, ...]]:

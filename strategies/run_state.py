@@ -307,8 +307,9 @@ def mismatch(missing: Sequence[str], unexpected: Sequence[str], wrong: Sequence[
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f", ... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    between = "; " if any(":" in name for name in names) else ", "  # shapes have commas themselves
+    more = f"{between}... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return between.join(names[:_SHOWN]) + more
 
 
 @torch.no_grad()
@@ -377,6 +378,26 @@ def optimizer_parts(
     reader.read()
     rest = {k: materialised(v) for k, v in saved.items() if k not in ("by_name", "state", "param_groups")}
     return {**rest, "state": state, "param_groups": param_groups}
+
+
+def refuse_other_optimizer(optimizer: Optimizer, where: str) -> None:
+    """Refuse a state that another kind of optimizer saved, after it was loaded.
+
+    torch puts the saved groups in the place of the optimizer's own, and a newer version adds what an older one had not
+    saved. What its class needs and is not there then would fail in the first step, with the name of a key alone.
+
+    Raises:
+        CheckpointError: naming what is missing.
+    """
+    # Loading adds this one to the defaults of any optimizer, also of those that have none in their groups.
+    needed = set(optimizer.defaults) - {"differentiable"}
+    missing = sorted({key for group in optimizer.param_groups for key in needed - set(group)})
+    if missing:
+        raise CheckpointError(
+            f"{where[0].upper()}{where[1:]} holds the state of another optimizer than {type(optimizer).__name__}: it "
+            f"has no {', '.join(missing)}. Make the same optimizer in configure_optimizers, or begin from the weights "
+            "alone with init_from=<the checkpoint>."
+        )
 
 
 class _OptimizerReader:

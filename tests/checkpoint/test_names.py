@@ -83,8 +83,13 @@ def test_leftovers_are_listed_on_one_screen():
 
 def test_not_strict_leaves_out_what_does_not_fit():
     module = {**blocks(3), "extra": (1,)}
-    matched = match_names(module, Source({**blocks(3), "norm.weight": (5,), "other": (1,)}), strict=False)
+    source, said = Source({**blocks(3), "norm.weight": (5,), "other": (1,)}), []
+    matched = match_names(module, source, strict=False, where="weights/", say=said.append)
     assert set(matched) == set(blocks(3)) - {"norm.weight"}
+    assert said == [
+        "weights/ was loaded in part; not loaded:\n  missing (1): extra\n  unexpected (1): other\n"
+        "  of another shape (1): norm.weight: (4,), in the file (5,)"
+    ]
 
 
 def test_nothing_in_common_is_an_error_even_if_not_strict():

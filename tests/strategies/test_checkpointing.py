@@ -291,6 +291,26 @@ def test_what_fits_is_loaded_when_that_is_asked_for(tmp_path):
     assert torch.equal(module.embed.weight, trainer.lightning_module.embed.weight)
 
 
+def test_the_optimizer_of_weights_of_another_shape_cannot_go_on(tmp_path):
+    """It would fail in the first step, or where shapes broadcast go on with numbers that mean nothing."""
+    saved(tmp_path / "x.ckpt")
+    module = Net(hidden=6)
+    module.strict_loading = False
+    with pytest.raises(CheckpointError, match=r"optimizer's state of .*embed.weight: saved \(16, 8\).*init_from="):
+        trainer_of(max_steps=4).fit(module, data(), ckpt_path=tmp_path / "x.ckpt")
+
+
+class ByGradient(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    saved(tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError, match="another optimizer than SGD: it has no dampening, momentum"):
+        trainer_of(max_steps=4).fit(ByGradient(), data(), ckpt_path=tmp_path / "x.ckpt")
+
+
 class TwoGroups(Net):
     def configure_optimizers(self) -> Any:
         own = [p for name, p in self.named_parameters() if name != "scale"]
