@@ -29,6 +29,7 @@ from trainwright.checkpoint.retention import Retention
 from trainwright.checkpoint.retention import apply as apply_retention
 from trainwright.checkpoint.save import Content
 from trainwright.checkpoint.storage import clean_up, join_path
+from trainwright.checkpoint.write_errors import refuse_unwritable
 
 # Seconds that a run which ends by an error waits for the checkpoint that is being written.
 _PATIENCE = 120.0
@@ -167,7 +168,7 @@ class RunStateCheckpoint(Checkpoint):
             return  # a checkpoint is tested: what this run has saved since is not forgotten
         if state_dict["folder"] == self._folder:
             self._records.load_state_dict(state_dict["records"])
-        else:
+        elif self.monitor is not None:
             rank_zero_warn(
                 f"This run saves into {self._folder}, the one it goes on from saved into {state_dict['folder']}: the "
                 "best checkpoints there are not compared with those of this run."
@@ -194,7 +195,7 @@ class RunStateCheckpoint(Checkpoint):
         folder = self.dirpath or join_path(str(trainer.default_root_dir), "checkpoints")
         self._folder = trainer.strategy.broadcast(folder)
         self._refuse_shared_folder(trainer)
-        problem = _try(clean_up, self._folder) if trainer.is_global_zero else None
+        problem = _try(_ready, self._folder) if trainer.is_global_zero else None
         problem = trainer.strategy.broadcast(problem)
         if problem is not None:
             raise CheckpointError(problem)
@@ -229,8 +230,8 @@ class RunStateCheckpoint(Checkpoint):
         if later:
             rank_zero_warn(
                 f"{self._folder} holds checkpoints of later steps than {self._step}, with which this run begins: "
-                f"{later[0].path} is the latest, and ckpt_path=last would choose it. Delete them, or save into another "
-                "folder (dirpath)."
+                f"{later[0].path} is the latest, and ckpt_path=last goes on from the latest good one. Delete them, or "
+                "save into another folder (dirpath)."
             )
 
     def on_train_batch_end(
@@ -471,6 +472,12 @@ def _is_trial(trainer: Trainer) -> bool:
 
 def _is_number(value: Any) -> bool:
     return not isinstance(value, Tensor) or value.numel() == 1
+
+
+def _ready(folder: str) -> None:
+    """See that checkpoints can be saved there, and remove what killed writers left."""
+    refuse_unwritable(folder)
+    clean_up(folder)
 
 
 def _try(action: Callable[..., object], *args: Any) -> str | None:

@@ -34,6 +34,8 @@ def read_error(path: str, error: Exception) -> CheckpointError:
         return error
     if isinstance(error, FileNotFoundError):
         return CheckpointError(f"{path}: this file is missing.")
+    if isinstance(error, PermissionError):
+        return CheckpointError(f"{path}: may not be read by this user; change its permissions (chmod -R u+rX).")
     return CheckpointError(f"{path}: could not be read ({type(error).__name__}: {error}).")
 
 

@@ -42,6 +42,22 @@ def write_error(error: Exception, path: str, needed: int | None = None) -> Check
     return CheckpointError(f"{path}: could not be written ({type(error).__name__}: {error}); {ELSEWHERE} or try again.")
 
 
+def refuse_unwritable(folder: str) -> None:
+    """Find before training that nothing can be saved, as far as the rights of a folder of this machine tell.
+
+    Raises:
+        CheckpointError: if ``folder``, or the nearest one above it that exists, may not be written.
+    """
+    if is_remote(folder):
+        return
+    nearest = _nearest(folder)
+    if os.path.isdir(nearest) and not os.access(nearest, os.W_OK | os.X_OK):
+        raise CheckpointError(
+            f"{folder}: not allowed to write in {nearest}, so no checkpoint could be saved; change the rights or "
+            f"{ELSEWHERE}."
+        )
+
+
 def free_bytes(path: str) -> int | None:
     """Bytes that may still be written where ``path`` is or would be; ``None`` for a store that cannot tell."""
     if is_remote(path):

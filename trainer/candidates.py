@@ -123,7 +123,7 @@ def _others(folder: Path, known: set[str]) -> Iterator[Candidate]:
     for path in dict.fromkeys(map(_named, entries)):
         if path.name.startswith(".") or os.path.realpath(path) in known:
             continue
-        if (path.is_file() and path.match(_FILES)) or (path / MANIFEST).is_file():
+        if (path.is_file() and path.match(_FILES)) or os.path.isfile(path / MANIFEST):
             yield candidate_at(str(path), datetime.fromtimestamp(path.stat().st_mtime, UTC))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from trainwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
-from trainwright.checkpoint.paths import is_remote, local_path
+from trainwright.checkpoint.paths import is_remote, local_path, normal_path
 from trainwright.checkpoint.storage import Folder, folders_in
 from trainwright.checkpoint.write_errors import size_text
 from trainwright.trainer.candidates import Candidate, candidates_in
@@ -49,8 +49,8 @@ def manifest_at(path: str) -> Manifest:
     Raises:
         CheckpointError: as `read_manifest`, and telling of the checkpoints inside a folder that is none itself.
     """
-    folder = Path(local_path(path))
-    if not is_remote(path) and folder.is_dir() and not (folder / MANIFEST).exists():
+    folder = Path(local_path(normal_path(path)))  # an empty one is refused, not taken for this folder
+    if not is_remote(path) and folder.is_dir() and not os.path.exists(folder / MANIFEST):
         inside = [each.path for at in (folder, folder / CHECKPOINTS) for each in candidates_in(str(at))]
         if inside:
             raise CheckpointError(f"{path} holds checkpoints, but is none; the newest in it: {inside[0]}")
@@ -267,13 +267,22 @@ def listed(path: str, *, deep: bool = False) -> list[Row]:
     Raises:
         CheckpointError: if there is no such folder, or nothing in it.
     """
+    normal_path(path)  # an empty one is refused, not taken for this folder
     if not is_remote(path) and not os.path.isdir(local_path(path)):
-        raise CheckpointError(f"{path}: there is no such folder; give a folder of checkpoints, or runs/<name>")
+        what = "is no" if os.path.lexists(local_path(path)) else "there is no such"
+        raise CheckpointError(f"{path}: {what} folder; give a folder of checkpoints, or runs/<name>")
     folders = [path] if is_remote(path) else _folders_below(Path(local_path(path)))
     rows = [row for folder in folders for row in _rows_of(folder, deep)]
     if not rows:
+        if _is_checkpoint(path):
+            raise CheckpointError(f"{path}: is one checkpoint; type inspect or verify for it, or list its parent")
         raise CheckpointError(f"{path}: there is no checkpoint in it, nor in the {CHECKPOINTS} folders of runs in it")
     return rows
+
+
+def _is_checkpoint(path: str) -> bool:
+    folder = Folder(path)
+    return folder.exists() and any(name == MANIFEST or _OF_A_CHECKPOINT.match(name) for name in folder.names())
 
 
 def table_of(rows: Sequence[Row]) -> str:
@@ -296,8 +305,9 @@ def table_of(rows: Sequence[Row]) -> str:
 
 def _folders_below(path: Path) -> list[str]:
     """`path` itself, its `checkpoints`, and those of the runs in it, newest run first."""
-    runs = sorted((folder for folder in path.glob(f"*/{CHECKPOINTS}") if folder.is_dir()), reverse=True)
-    return [str(folder) for folder in (path, path / CHECKPOINTS, *runs) if folder.is_dir()]
+    runs = sorted((folder for folder in path.glob(f"*/{CHECKPOINTS}") if os.path.isdir(folder)), reverse=True)
+    # os.path.isdir says False where Path.is_dir raises: of a folder that this user may not enter.
+    return [str(folder) for folder in (path, path / CHECKPOINTS, *runs) if os.path.isdir(folder)]
 
 
 def _rows_of(folder: str, deep: bool) -> list[Row]:

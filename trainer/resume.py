@@ -90,7 +90,8 @@ class ResumeConnector(_CheckpointConnector):
         for candidate in self._agreed(self._candidates):
             problem = self._problem(candidate, weights_only)
             if problem is None:
-                rank_zero_info(f"ckpt_path={word!r}: going on from {candidate.path}")
+                say = rank_zero_warn if passed_over else rank_zero_info  # of another than the command has named
+                say(f"ckpt_path={word!r}: going on from {candidate.path}")
                 return
             passed_over.append(f"{candidate.path}: {problem}")
             rank_zero_warn(f"ckpt_path={word!r}: passed over {passed_over[-1]}")

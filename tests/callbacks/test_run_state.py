@@ -192,6 +192,16 @@ def test_what_others_saved_into_the_folder_stays(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == [1, 3]
 
 
+def test_a_folder_that_may_not_be_written_is_told_of_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
+    seen = Weights()
+    with pytest.raises(CheckpointError, match=f"not allowed to write in {tmp_path}, .*checkpoint.*dirpath"):
+        make_trainer(seen, RunStateCheckpoint(str(tmp_path / "new"))).fit(Regression(), loader(12))
+    assert not seen.at
+
+
 # ---- going on -------------------------------------------------------------------------------------------------------
 
 

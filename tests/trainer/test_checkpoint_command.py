@@ -60,6 +60,9 @@ def output(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> st
         (["verify", "nowhere"], ["nowhere"]),
         (["list", "nowhere"], ["nowhere", "runs/<name>"]),
         (["list", "."], ["no checkpoint"]),
+        (["list", __file__], ["is no folder", "runs/<name>"]),
+        (["verify", ""], ["path of a checkpoint is empty"]),
+        (["list", ""], ["path of a checkpoint is empty"]),
     ],
 )
 def test_refused(words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,6 +130,7 @@ def test_verify_says_one_line_per_problem(checkpoint: str, capsys: pytest.Captur
 def test_what_cannot_be_verified(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is a file" in output(capsys, "verify", f"{checkpoint}/state.json", code=2)
     assert checkpoint in output(capsys, "verify", str(Path(checkpoint).parent), code=2)
+    assert "is one checkpoint; type inspect" in output(capsys, "list", checkpoint, code=2)
     (Path(checkpoint) / "manifest.json").unlink()
     assert "not completely written" in output(capsys, "verify", checkpoint, code=2)
 
