@@ -51,6 +51,8 @@ def forked(work: Callable[[Callable[[int], None]], Any]) -> Iterator[Child]:
     if pid == 0:
         code = 1
         try:
+            # Whatever earlier tests of this process have left: a signal ends the child.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.close(receiving)
             os.write(sending, STEP.pack(BEGUN))
             work(lambda step: os.write(sending, STEP.pack(step)) and None)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch import seed_everything
 from lightning.pytorch.loggers import CSVLogger
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.trainer.project import command, environment
 from trainwright import Trainer
+from trainwright.checkpoint.run_state import RunState
 from trainwright.strategies.hybrid import HybridStrategy
 
 PROJECT = Path(__file__).parent / "plain_project"
@@ -108,7 +108,6 @@ def test_from_the_command_line(tmp_path: Path, ranks: Callable[..., list[Any]]) 
     )
     assert done.returncode == 0, done.stderr
     assert rows(tmp_path / "project/layout") == approximately(rows(tmp_path / "alone"))
-    (checkpoint,) = (tmp_path / "project/layout/checkpoints").glob("epoch*.ckpt")
-    state = torch.load(checkpoint, weights_only=True)["state_dict"]
-    assert "model.model.layers.3.mlp.up_proj.weight" in state
-    assert state["model.model.layers.3.mlp.up_proj.weight"].shape == (64, 32)
+    (checkpoint,) = (tmp_path / "project/layout/checkpoints").iterdir()
+    state = RunState.open(str(checkpoint))
+    assert state.shape("weights/model.model.layers.3.mlp.up_proj.weight") == (64, 32)
