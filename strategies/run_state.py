@@ -26,6 +26,8 @@ from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.state import only_takes_parts
 
 WEIGHTS, CURRENT_WEIGHTS, OPTIMIZERS = "state_dict", "current_model_state", "optimizer_states"
+# Of StochasticWeightAveraging: a state_dict of a copy of the module, of which this rank holds what it holds of that.
+_CALLBACKS, _AVERAGING, _AVERAGE = "callbacks", "StochasticWeightAveraging", "average_model_state"
 _SECTIONS = {WEIGHTS: "weights", CURRENT_WEIGHTS: "current_weights"}
 # What a module was called with may be anything; training does not need it.
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
@@ -120,6 +122,8 @@ class Collector:
             elif key == OPTIMIZERS:
                 pairs = zip(optimizers, value, strict=True)
                 tree[key] = [self._optimizer(index, *pair) for index, pair in enumerate(pairs)]
+            elif key == _CALLBACKS:
+                tree[key] = self._callbacks(value)
             elif key in _HYPER_PARAMETERS and isinstance(value, dict):
                 tree[key] = self._hyper_parameters(key, value)
             else:
@@ -147,6 +151,19 @@ class Collector:
             tree[name] = _reference(f"{section}/{canonical}")
             if self._placement.writes(canonical, canonical in self._parameters):
                 self.tensors[f"{section}/{canonical}"] = self._placement.boxes(canonical, value)
+        return tree
+
+    def _callbacks(self, states: Mapping[str, Any]) -> Any:
+        averages = {
+            name: state[_AVERAGE]
+            for name, state in states.items()
+            if name.startswith(_AVERAGING) and isinstance(state, dict) and state.get(_AVERAGE) is not None
+        }
+        rest = {name: {**state, _AVERAGE: None} if name in averages else state for name, state in states.items()}
+        tree = encode(rest, self._put, _CALLBACKS)
+        for name, average in averages.items():
+            parts = self._weights(f"tree/{_CALLBACKS}/{name}/{_AVERAGE}", average)
+            tree[name][_AVERAGE] = self._placement.united(parts)
         return tree
 
     def _canonical_name(self, name: str, value: Tensor, state: Mapping[str, Any]) -> str:

@@ -243,3 +243,36 @@ def test_what_was_collected_is_shared_out_whole(ranks_now: int) -> None:
     assert max(share["max"]["value"] for share in shares) == 7
     assert min(share["min"]["value"] for share in shares) == -1
     assert [share["first alone"]["value"] for share in shares if "first alone" in share] == [9.0]
+
+
+class Blocks(Net):
+    """Without dropout, and with layers that tensor parallelism splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 20), nn.ReLU(), nn.Linear(20, 1)))
+
+
+def average(path: str, saves: bool, options: dict[str, Any] | None) -> dict[str, Tensor]:
+    torch.manual_seed(5 if saves else 6)
+    trainer = make_trainer(
+        "single" if options is None else "hybrid",
+        options,
+        callbacks=[StochasticWeightAveraging(1e-2, swa_epoch_start=1), *([Saver(path, "batch", 8)] if saves else [])],
+        enable_checkpointing=saves,
+        max_epochs=3,
+        data_seed=3,
+    )
+    trainer.fit(Blocks(), DataLoader(Points(SAMPLES, 0), batch_size=BATCH), ckpt_path=None if saves else path)
+    return {name: value.clone() for name, value in trainer.strategy.whole_parameters()}
+
+
+def test_an_average_of_split_weights_is_saved_whole(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    split = {"tensor": 2, "shard": 1, "plan": {"tensor": {"net.1.0": "colwise", "net.1.2": "rowwise"}}}
+    path = str(tmp_path / "state")
+    whole = ranks(average, 2, path, True, split)
+    again = ranks(average, 2, path, False, split)
+    (alone,) = ranks(average, 1, path, False, None, init_group=False)
+    for found in (*again, alone):
+        for name, value in whole[0].items():
+            torch.testing.assert_close(found[name], value, msg=name)
