@@ -45,6 +45,7 @@ from trainwright.strategies.run_state import (
     can_fill,
     fill_weights,
     is_stored,
+    listed,
     mismatch,
     optimizer_parts,
     refuse_other_optimizer,
@@ -91,6 +92,7 @@ class RunStateStrategy(Strategy):
         self._checkpoint_group: dist.ProcessGroup | None = None
         # What to put back when training begins, while that has not been done.
         self.pending_rank_state: dict[str, Tensor] | None = None
+        self._trained_before: set[str] = set()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -155,7 +157,7 @@ class RunStateStrategy(Strategy):
         tree = collector.collect(checkpoint, self.optimizers)
         if OPTIMIZERS in checkpoint:
             collector.add_of_rank(self._rank, {**random_state(self.root_device), **self._own_buffers()})
-            tree[OF_RUN] = {"layout": asdict(self.layout)}
+            tree[OF_RUN] = {"layout": asdict(self.layout), "trained": sorted(self._trained())}
         return Content(tree, collector.tensors, self._about(checkpoint))
 
     @property
@@ -252,6 +254,7 @@ class RunStateStrategy(Strategy):
         of_run = checkpoint.pop(OF_RUN, None)
         if of_run is not None and self._is_fitting():
             self.pending_rank_state = self._rank_state_of(state, of_run)
+            self._trained_before = set(of_run.get("trained", ()))
         if self._somebody_edits():
             return {key: value if key == OPTIMIZERS else materialised(value) for key, value in checkpoint.items()}
         late = (OPTIMIZERS, WEIGHTS)
@@ -430,7 +433,25 @@ class RunStateStrategy(Strategy):
     def on_train_start(self) -> None:
         """Draw the numbers that the saved run would have drawn next."""
         super().on_train_start()
+        self._warn_of_frozen()
         self.restore_rank_state()
+
+    def _trained(self) -> set[str]:
+        assert self.lightning_module is not None
+        return {name for name, parameter in self.lightning_module.named_parameters() if parameter.requires_grad}
+
+    def _warn_of_frozen(self) -> None:
+        """What unfreezes at the beginning of an epoch is not called again for epochs that had begun."""
+        assert self.lightning_module is not None
+        here = {name for name, _ in self.lightning_module.named_parameters()}
+        frozen = sorted((self._trained_before & here) - self._trained())
+        self._trained_before = set()
+        if frozen:
+            rank_zero_warn(
+                f"The run that saved trained {len(frozen)} parameter(s) that are frozen now: {listed(frozen)}. They keep "
+                "the values of the checkpoint. If they are to be trained, unfreeze them (requires_grad_(True)) when the "
+                "module is built; a finetuning callback does so at the beginning of an epoch only."
+            )
 
     def restore_rank_state(self) -> None:
         """Put random number generators and this rank's own buffers back to where the loaded checkpoint had them.

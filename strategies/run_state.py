@@ -318,12 +318,13 @@ def misfit(where: str, report: str) -> CheckpointError:
 def mismatch(missing: Sequence[str], unexpected: Sequence[str], wrong: Sequence[str]) -> str:
     """What does not fit, at most a screenful; empty when all does."""
     kinds = (("missing", missing), ("unexpected", unexpected), ("of another shape", wrong))
-    return "; ".join(f"{len(names)} tensor(s) {kind}: {_listed(names)}" for kind, names in kinds if names) + (
+    return "; ".join(f"{len(names)} tensor(s) {kind}: {listed(names)}" for kind, names in kinds if names) + (
         "." if missing or unexpected or wrong else ""
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Names for a message, the first few of them."""
     between = "; " if any(":" in name for name in names) else ", "  # shapes have commas themselves
     more = f"{between}... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return between.join(names[:_SHOWN]) + more

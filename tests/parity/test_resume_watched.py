@@ -276,3 +276,18 @@ def test_an_average_of_split_weights_is_saved_whole(ranks: Callable[..., list[An
     for found in (*again, alone):
         for name, value in whole[0].items():
             torch.testing.assert_close(found[name], value, msg=name)
+
+
+class Frozen(Net):
+    def configure_optimizers(self) -> Any:
+        self.net[0].requires_grad_(False)
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def test_what_was_trained_and_is_frozen_now_is_told(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    path = str(tmp_path / "state")
+    fit(Net(), [Saver(path, "batch", 4)], max_steps=4)
+    fit(Net(), [], path, max_steps=6)
+    assert not [warning for warning in recwarn if "frozen now" in str(warning.message)]
+    with pytest.warns(UserWarning, match=r"2 parameter\(s\) that are frozen now: net.0.bias, net.0.weight"):
+        fit(Frozen(), [], path, max_steps=6)
