@@ -157,6 +157,8 @@ def _problem_of_local(cfg: DictConfig, path: Path) -> str | None:
     """Why there is nothing to go on from at a path of this machine."""
     if not os.path.lexists(path):
         return f"there is no such file or folder; {_advice(cfg)}"
+    if path.is_symlink() and not os.path.exists(path):
+        return f"is a link to {os.readlink(path)}, which is not there; {_advice(cfg)}"
     if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
         return "cannot be read by this user; change its permissions (chmod -R u+rX), or type another path"
     if path.is_dir():
@@ -257,6 +259,8 @@ def _problems_of_weights(cfg: DictConfig) -> list[str]:
     local = Path(local_path(path))
     if not os.path.lexists(local):
         return [f"init_from={path}: there is no such file or folder"]
+    if local.is_symlink() and not os.path.exists(local):
+        return [f"init_from={path}: is a link to {os.readlink(local)}, which is not there"]
     if not os.access(local, os.R_OK):
         return [f"init_from={path}: cannot be read by this user; change its permissions, or type another path"]
     is_folder = local.is_dir() and ((local / MANIFEST).exists() or any(local.glob(f"*{_SAFETENSORS}")))

@@ -168,6 +168,7 @@ def test_what_is_no_checkpoint(conf: Path, tmp_path: Path) -> None:
         f"{path}/{RANK_FILE}": ["one file of a checkpoint", f"ckpt_path={path}"],
         RUN: ["holds checkpoints, but is none", "step=1"],
         "runs/mine/2026-01-01": ["holds checkpoints, but is none", "step=1"],
+        "link": ["is a link to gone, which is not there"],
         "empty": ["has no manifest.json"],
         "deepspeed": ["DeepSpeed", "checkpoint import deepspeed", "ckpt_path=imported"],
         "torch": [".metadata is a pickle", "trust=true"],
@@ -178,6 +179,7 @@ def test_what_is_no_checkpoint(conf: Path, tmp_path: Path) -> None:
     for name, file in (("empty", "x"), ("deepspeed", "latest"), ("torch", ".metadata"), ("weights", "a.safetensors")):
         Path(name).mkdir()
         (Path(name) / file).touch()
+    Path("link").symlink_to("gone")
     for given, parts in said.items():
         problem = refusal(conf, f"ckpt_path={given}")
         for part in (f"ckpt_path={given}: ", *parts):
