@@ -448,9 +448,9 @@ class RunStateStrategy(Strategy):
         self._trained_before = set()
         if frozen:
             rank_zero_warn(
-                f"The run that saved trained {len(frozen)} parameter(s) that are frozen now: {listed(frozen)}. They keep "
-                "the values of the checkpoint. If they are to be trained, unfreeze them (requires_grad_(True)) when the "
-                "module is built; a finetuning callback does so at the beginning of an epoch only."
+                f"The run that saved trained {len(frozen)} parameter(s) that are frozen now: {listed(frozen)}. They "
+                "keep the values of the checkpoint. If they are to be trained, unfreeze them (requires_grad_(True)) "
+                "when the module is built; a finetuning callback does so at the beginning of an epoch only."
             )
 
     def restore_rank_state(self) -> None:
