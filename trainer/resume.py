@@ -86,7 +86,7 @@ class ResumeConnector(_CheckpointConnector):
     # ---- choosing -----------------------------------------------------------------------------------------------
 
     def _load_newest_good(self, word: str, weights_only: bool | None) -> None:
-        passed_over = []
+        passed_over: list[str] = []
         for candidate in self._agreed(self._candidates):
             problem = self._problem(candidate, weights_only)
             if problem is None:
