@@ -26,10 +26,7 @@ SAVED_AT, STEPS = 2, 4
 CASES = {
     "tensor": (2, LayoutCase("gpt2", {"tensor": 2, "shard": 1})),
     "pipeline": (2, LayoutCase("gpt2", {"pipeline": 2, "schedule": "interleaved_1f1b"})),
-    "context": (2, LayoutCase("gpt", {"context": 2, "shard": 1, "stage": 1})),
     "expert": (2, LayoutCase("mixtral", {"expert": 2})),
-    "pipeline x tensor": (4, LayoutCase("llama", {"pipeline": 2, "tensor": 2, "shard": 1})),
-    "pipeline x shard": (4, LayoutCase("gpt2", {"pipeline": 2, "shard": 2})),
     "pipeline x shard, stage 1": (4, LayoutCase("gpt2", {"pipeline": 2, "shard": 2, "stage": 1})),
     "tensor x shard": (4, LayoutCase("gpt2", {"tensor": 2, "shard": 2})),
 }

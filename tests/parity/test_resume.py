@@ -64,7 +64,7 @@ def run(
     module, recorder = Scheduled(), Recorder()
     callbacks: list[Any] = [recorder]
     if save_to is not None:
-        callbacks.append(ModelCheckpoint(save_to, "{step}", every_n_train_steps=1, save_top_k=-1))
+        callbacks.append(ModelCheckpoint(save_to, "{step}", every_n_train_steps=steps, save_top_k=-1))
     trainer = make_trainer(
         strategy,
         global_batch_size=GLOBAL_BATCH,
