@@ -187,7 +187,7 @@ class RunStateCheckpoint(Checkpoint):
                 f"{type(trainer.strategy).__name__}. Use strategy='ddp' of trainwright.Trainer, for example, or save "
                 "with lightning.pytorch.callbacks.ModelCheckpoint."
             )
-        if getattr(trainer.strategy, "_own_io", False):
+        if not trainer.strategy.writes_run_states:  # type: ignore[attr-defined]
             raise ValueError(
                 "RunStateCheckpoint writes folders of its own and would pass over the CheckpointIO plugin given to the "
                 "Trainer. Leave the plugin out, or save with lightning.pytorch.callbacks.ModelCheckpoint."

@@ -10,9 +10,9 @@ from typing import Any
 
 from trainwright.checkpoint.deepspeed import DeepSpeedCheckpoint, read_deepspeed
 from trainwright.checkpoint.flat_tensor import FlatTensor
-from trainwright.checkpoint.imported import Encoder, StreamedTensor, about, reference
+from trainwright.checkpoint.imported import Encoder, StreamedTensor, about
 from trainwright.checkpoint.save import Content
-from trainwright.checkpoint.tree import encode
+from trainwright.checkpoint.tree import encode, reference
 
 # What Lightning's DeepSpeed strategy put before the names of the user's module.
 _WRAPPER = "_forward_module."

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.tree import UnsupportedValueError, encode
+from trainwright.checkpoint.tree import encode, encode_what_can_be, reference
 
 _SECTIONS = {"state_dict": "weights", "current_model_state": "current_weights"}
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
@@ -85,12 +85,7 @@ class Encoder:
             values = vars(values)
         if not isinstance(values, dict):
             return encode(values, self.put, section)
-        tree, left_out = {}, []
-        for name, value in values.items():
-            try:
-                tree[name] = encode(value, self.put, f"{section}/{name}")
-            except UnsupportedValueError:
-                left_out.append(f"{name} ({type(value).__name__})")
+        tree, left_out = encode_what_can_be(values, self.put, section)
         if left_out:
             warnings.warn(
                 f"The hyper-parameters {', '.join(left_out)} are left out, since a checkpoint holds plain values. Give "
@@ -98,11 +93,6 @@ class Encoder:
                 stacklevel=2,
             )
         return tree
-
-
-def reference(key: str) -> dict[str, str]:
-    """What stands in a tree for the tensor with a key."""
-    return {"~": "tensor", "key": key}
 
 
 def about(kind: str, step: Any = 0, epoch: Any = 0) -> dict[str, Any]:

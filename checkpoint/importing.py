@@ -18,7 +18,7 @@ from torch import Tensor
 from trainwright.checkpoint.deepspeed import is_deepspeed
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.import_deepspeed import of_deepspeed
-from trainwright.checkpoint.imported import Encoder, StreamedTensor, about, reference
+from trainwright.checkpoint.imported import Encoder, StreamedTensor, about
 from trainwright.checkpoint.lightning_file import with_cursors
 from trainwright.checkpoint.ordinary import load_ordinary
 from trainwright.checkpoint.parts import TensorParts
@@ -27,6 +27,7 @@ from trainwright.checkpoint.records import MANIFEST
 from trainwright.checkpoint.safetensors_folder import SafetensorsFolder
 from trainwright.checkpoint.save import Content, write
 from trainwright.checkpoint.storage import Folder
+from trainwright.checkpoint.tree import reference
 
 WEIGHTS = "state_dict"
 # Keys under which tools put a model's weights in a file that holds more.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from pathlib import Path, PurePath
 from typing import Any
@@ -65,7 +65,7 @@ def encode(tree: Any, put: Put, path: str = "") -> Any:
     if tree is None or type(tree) in (bool, int, str):
         return tree
     if isinstance(tree, Tensor):
-        return _scalar(tree) if tree.dim() == 0 else {_MARK: "tensor", "key": put(path, tree)}
+        return _scalar(tree) if tree.dim() == 0 else reference(put(path, tree))
     if isinstance(tree, dict):
         return _encode_dict(tree, put, path)
     if isinstance(tree, DictConfig | ListConfig):
@@ -78,10 +78,26 @@ def encode(tree: Any, put: Put, path: str = "") -> Any:
     if isinstance(tree, np.ndarray) and tree.dtype.kind in "biufc":
         if tree.ndim == 0:
             return {_MARK: "ndarray", "v": _scalar(torch.as_tensor(tree))}
-        return {_MARK: "ndarray", "v": {_MARK: "tensor", "key": put(path, torch.tensor(tree))}}
+        return {_MARK: "ndarray", "v": reference(put(path, torch.tensor(tree)))}
     if isinstance(tree, type) and tree in _CLASSES.values():
         return {_MARK: "class", "v": next(name for name, cls in _CLASSES.items() if cls is tree)}
     raise UnsupportedValueError(path, tree)
+
+
+def reference(key: str) -> dict[str, str]:
+    """What stands in an encoded tree for the tensor that is kept under a key."""
+    return {_MARK: "tensor", "key": key}
+
+
+def encode_what_can_be(values: Mapping[str, Any], put: Put, path: str) -> tuple[dict[str, Any], list[str]]:
+    """Entries of a mapping as JSON, and those that have no form, as ``name (type)``."""
+    tree, left_out = {}, []
+    for name, value in values.items():
+        try:
+            tree[name] = encode(value, put, f"{path}/{name}")
+        except UnsupportedValueError:
+            left_out.append(f"{name} ({type(value).__name__})")
+    return tree, left_out
 
 
 def _encode_dict(tree: dict[Any, Any], put: Put, path: str) -> Any:

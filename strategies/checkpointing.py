@@ -104,6 +104,11 @@ class RunStateStrategy(Strategy):
         self._own_io = io is not None
         self._checkpoint_io = io
 
+    @property
+    def writes_run_states(self) -> bool:
+        """Whether ``save_checkpoint`` writes run states; not where the user gave a plugin of his own."""
+        return not self._own_io
+
     # ---- who holds what -------------------------------------------------------------------------------------------
 
     @property
@@ -255,9 +260,7 @@ class RunStateStrategy(Strategy):
         if of_run is not None and self._is_fitting():
             self.pending_rank_state = self._rank_state_of(state, of_run)
             self._trained_before = set(of_run.get("trained", ()))
-        if self._somebody_edits():
-            return {key: value if key == OPTIMIZERS else materialised(value) for key, value in checkpoint.items()}
-        late = (OPTIMIZERS, WEIGHTS)
+        late = (OPTIMIZERS,) if self._somebody_edits() else (OPTIMIZERS, WEIGHTS)
         return {key: value if key in late else materialised(value) for key, value in checkpoint.items()}
 
     def open_run_state(self, path: str) -> RunState:
@@ -472,8 +475,7 @@ class RunStateStrategy(Strategy):
         saved = Layout(**of_run["layout"])
         if saved == self.layout:
             return _of_rank(state, self._rank)
-        places = [saved.coordinates(rank) for rank in range(saved.world_size)]
-        data_ranks = [place["replicate"] * saved.shard + place["shard"] for place in places]
+        data_ranks = [saved.data_rank(rank) for rank in range(saved.world_size)]
         found = _of_rank(state, data_ranks.index(self.data_rank % saved.data_ranks))
         found = {key: value for key, value in found.items() if not key.startswith(_BUFFERS)}
         return found if self.data_rank < saved.data_ranks else _seeded(found, self.data_rank, self.root_device)

@@ -172,8 +172,7 @@ class HybridStrategy(ZeroStrategy):
     @property
     def data_rank(self) -> int:
         """Index of this rank among those that read different samples; ranks of other axes share one."""
-        place = self.layout.coordinates(self.global_rank)
-        return place["replicate"] * self.layout.shard + place["shard"]
+        return self.layout.data_rank(self.global_rank)
 
     @property
     def num_data_ranks(self) -> int:

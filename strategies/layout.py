@@ -127,6 +127,11 @@ class Layout:
         ordered["expert"] = (ordered["shard"] * self.context + ordered["context"]) % self.expert
         return ordered
 
+    def data_rank(self, rank: int) -> int:
+        """Index of ``rank`` among those that read different samples; ranks of other axes share one."""
+        place = self.coordinates(rank)
+        return place["replicate"] * self.shard + place["shard"]
+
     def groups(self, *axes: str) -> list[list[int]]:
         """Ranks that differ along ``axes`` only, group by group; within one, in the order of the axes of the layout.
 
@@ -169,8 +174,7 @@ class Layout:
 
     def _row(self, rank: int, axes: list[str]) -> list[object]:
         place = self.coordinates(rank)
-        data_rank = place["replicate"] * self.shard + place["shard"]
-        samples, holds = f"{data_rank} of {self.data_ranks}", ", ".join(self._held(place))
+        samples, holds = f"{self.data_rank(rank)} of {self.data_ranks}", ", ".join(self._held(place))
         return [rank, *(place[axis] for axis in axes), samples, holds]
 
     def _held(self, place: dict[str, int]) -> Iterator[str]:

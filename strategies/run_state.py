@@ -21,7 +21,7 @@ from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.run_state import StoredTensor, materialised
 from trainwright.checkpoint.source import TensorSource
-from trainwright.checkpoint.tree import UnsupportedValueError, encode
+from trainwright.checkpoint.tree import encode, encode_what_can_be, reference
 from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.state import only_takes_parts
 
@@ -148,7 +148,7 @@ class Collector:
                 tree[name] = encode(value, self._put, f"{section}/{name}")
                 continue
             canonical = self._canonical_name(name, value, state)
-            tree[name] = _reference(f"{section}/{canonical}")
+            tree[name] = reference(f"{section}/{canonical}")
             if self._placement.writes(canonical, canonical in self._parameters):
                 self.tensors[f"{section}/{canonical}"] = self._placement.boxes(canonical, value)
         return tree
@@ -176,12 +176,7 @@ class Collector:
         return first if same else name
 
     def _hyper_parameters(self, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        tree, left_out = {}, []
-        for name, value in values.items():
-            try:
-                tree[name] = encode(value, self._put, f"{section}/{name}")
-            except UnsupportedValueError:
-                left_out.append(f"{name} ({type(value).__name__})")
+        tree, left_out = encode_what_can_be(values, self._put, section)
         if left_out:
             rank_zero_warn(
                 f"The hyper-parameters {', '.join(left_out)} are left out of checkpoints, which hold plain values. "
@@ -219,11 +214,7 @@ class Collector:
         is_alike = value.shape == parameter.shape
         if self._placement.writes(name, is_parameter=is_alike or isinstance(value, DTensor)):
             self.tensors[key] = self._placement.boxes(name, value) if is_alike else boxes_of(value)
-        return _reference(key)
-
-
-def _reference(key: str) -> dict[str, str]:
-    return {"~": "tensor", "key": key}
+        return reference(key)
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
