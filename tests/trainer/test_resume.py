@@ -87,9 +87,10 @@ def test_the_newest_good_one(ranks, tmp_path, strategy, count, word):
     results = ranks(fit, count, strategy, tmp_path, 5, word)
     assert [result["began"] for result in results] == [2] * count
     assert {result["from"] for result in results} == {str(tmp_path / "step=2")}
-    damaged, truncated = results[0]["warned"]
+    damaged, truncated, went_on = results[0]["warned"]
     assert f"step=4: rank_{count - 1:05d}.safetensors (written by rank {count - 1}): changed content" in damaged
     assert "step=3: state.json (written by rank 0): truncated" in truncated
+    assert f"going on from {tmp_path / 'step=2'}" in went_on
 
 
 @pytest.mark.parametrize("count", [1, 2])
