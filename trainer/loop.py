@@ -43,6 +43,7 @@ from torch.optim import Optimizer
 from trainwright.strategies.hooks import HookTable
 from trainwright.strategies.optimization import ZeroGradFirst
 from trainwright.trainer.loss_weighting import TokenWeights, refuse_impossible
+from trainwright.trainer.phases import BACKWARD, DATA, FORWARD, HOOKS, IDLE, OPTIMIZER, VALIDATION, Phases
 from trainwright.trainer.reading import Dealer, dealer_of
 from trainwright.trainer.remembered_logs import Entry, RememberedLogs, collected
 from trainwright.trainer.results import LeanResults, RepeatedLog
@@ -73,6 +74,7 @@ class LeanOptimization(_AutomaticOptimization):
     loss_scale: LossScale | None = None
     token_weights: TokenWeights | None = None
     hooks: HookTable
+    phases: Phases
 
     def run_lean(self, optimizer: Optimizer, batch_idx: int, args: tuple[Any, ...], stepping: bool) -> dict[str, Any]:
         """As :meth:`run`, without looking up hooks that nobody has overridden."""
@@ -184,6 +186,7 @@ class _LeanClosure:
             strategy.loss_divisor = divisor
             self._zero_grad_if_due(module)
         before, names["_current_fx_name"] = names["_current_fx_name"], "training_step"
+        loop.phases.begin(FORWARD)
         with loop.observed(self._args[0], self._batch_idx):
             output = strategy.training_step(*self._args)
         names["_current_fx_name"] = before
@@ -196,10 +199,12 @@ class _LeanClosure:
             self._zero_grad_if_due(module)
         loop.weigh(result, output, divisor)
         if result.closure_loss is not None:
+            loop.phases.begin(BACKWARD)
             names["_current_fx_name"] = "backward"
             strategy.backward(result.closure_loss, self._optimizer)
             names["_current_fx_name"] = before
         loop.correct_gradients()
+        loop.phases.begin(OPTIMIZER)
         return result.loss
 
     def _zero_grad_if_due(self, module: LightningModule) -> None:
@@ -242,6 +247,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
         self.automatic_optimization = LeanOptimization(trainer)
+        self.phases = self.automatic_optimization.phases = Phases()
         self._results = LeanResults(training=True)
         self._lean = False
         self._validates = True
@@ -306,7 +312,10 @@ class LeanEpochLoop(_TrainingEpochLoop):
         module = self.trainer.lightning_module
         log_again = RepeatedLog(module, self.trainer, self._results)
         with log_again.installed():
-            super().run(data_fetcher)
+            try:
+                super().run(data_fetcher)
+            finally:
+                self.phases.begin(IDLE)
 
     def _only_dealer(self) -> Dealer | None:
         loaders = self.trainer.fit_loop._combined_loader.flattened
@@ -326,12 +335,14 @@ class LeanEpochLoop(_TrainingEpochLoop):
             # Lightning would look once more for a validation to end, and count it as one.
             self._restarting = False
         self._in_batch = True
+        self.phases.begin(DATA)
         if not self._lean:
             super().advance(data_fetcher)
             return
         trainer, hooks, progress = self.trainer, self.hooks, self.batch_progress
         self.val_loop.restarting = False
         batch, _, _ = next(data_fetcher)
+        self.phases.begin(HOOKS)
         batch_idx = progress.current.ready
         progress.is_last_batch = data_fetcher.done
         batch = self._to_device(batch)
@@ -354,6 +365,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
                     outputs = self._optimize(batch, batch_idx)
             else:
                 outputs = self._optimize(batch, batch_idx)
+        self.phases.begin(HOOKS)
         progress.increment_processed()
         if trainer.strategy.lr_scheduler_configs:
             self._step_schedulers()
@@ -448,11 +460,18 @@ class LeanEpochLoop(_TrainingEpochLoop):
             self._end_lean_batch()
         else:
             super().on_advance_end(data_fetcher)
+            self.phases.begin(HOOKS)
         self._in_batch = False
         if self.trainer.world_size > 1:
             self._agree_on_signal()
         elif self.trainer.received_sigterm and not self._is_training_done:
             raise SIGTERMException
+
+    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+        due: bool = super()._should_check_val_fx(data_fetcher)
+        if due and self._in_batch:
+            self.phases.begin(VALIDATION)
+        return due
 
     def _end_lean_batch(self) -> None:
         self._skip_next_val = False

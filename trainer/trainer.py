@@ -36,6 +36,7 @@ from trainwright.trainer.fit_loop import ResumableFitLoop
 from trainwright.trainer.loop import LeanEpochLoop
 from trainwright.trainer.loss_weighting import LossWeighting, TokenCount, make_token_weights
 from trainwright.trainer.partition import PARTITIONS, DataKey, Partition, RangePartition, resolve_data_key
+from trainwright.trainer.phases import Phases
 from trainwright.trainer.reading import hash_partition
 from trainwright.trainer.remembered_states import RememberedStates, state_source
 from trainwright.trainer.resume import ResumeConnector
@@ -139,6 +140,11 @@ class Trainer(LightningTrainer):
     def data_seed(self) -> int:
         """Seed of the order of samples."""
         return seed_of_run() if self._data_seed is None else self._data_seed
+
+    @property
+    def phases(self) -> Phases:
+        """What this rank is doing within a step, for those who watch."""
+        return self.fit_loop.epoch_loop.phases  # type: ignore[no-any-return]
 
     def settle_global_batch(self, micro_batch_size: int, data_ranks: int) -> int:
         """Fix the accumulation once the loader's batch size is known.

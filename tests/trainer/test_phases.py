@@ -1,0 +1,69 @@
+"""What the loop tells of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainwright import Trainer
+from trainwright.trainer.phases import Phases
+
+
+class Small(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.layer(batch[0]).mean()
+
+    def validation_step(self, batch: Any) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _told(**options: Any) -> list[str]:
+    trainer = Trainer(
+        strategy="single",
+        devices=1,
+        accelerator="cpu",
+        max_steps=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **options,
+    )
+    told: list[str] = []
+    trainer.phases.listen(told.append)
+    loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+    trainer.fit(Small(), loader, loader)
+    return told
+
+
+def test_each_phase_of_a_step_in_its_order():
+    told = _told(limit_val_batches=0)
+    step = ["data", "hooks", "forward", "backward", "optimizer", "hooks"]
+    assert told == [*step, *step, "idle"]
+
+
+def test_validation_is_told_where_it_runs():
+    told = _told(val_check_interval=2)
+    assert told.count("validation") == 1
+    assert told.index("validation") > told.index("optimizer", told.index("optimizer") + 1)
+    assert told[-1] == "idle"
+
+
+def test_a_listener_may_leave_and_others_stay():
+    phases, heard = Phases(), []
+    end = phases.listen(lambda phase: heard.append(("first", phase)))
+    phases.listen(lambda phase: heard.append(("second", phase)))
+    phases.begin("data")
+    end()
+    phases.begin("forward")
+    assert heard == [("first", "data"), ("second", "data"), ("second", "forward")]
