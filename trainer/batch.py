@@ -15,31 +15,39 @@ class GlobalBatch:
         micro_batch_size: samples that one data rank reads at a time.
         accumulation: micro-batches that one data rank accumulates.
         data_ranks: ranks that read different samples.
+        samples: samples of a step where the last micro-batches of each are smaller; ``None``: all are full.
     """
 
     micro_batch_size: int
     accumulation: int
     data_ranks: int
+    samples: int | None = None
 
     @property
     def size(self) -> int:
         """Samples per optimizer step."""
-        return self.micro_batch_size * self.accumulation * self.data_ranks
+        return self.samples or self.micro_batch_size * self.accumulation * self.data_ranks
 
     def __str__(self) -> str:
+        if self.samples is not None:
+            return (
+                f"{self.samples} samples a step, {self.micro_batch_size} at a time on {self.data_ranks} data rank(s), "
+                f"{self.accumulation} times, the last of which are smaller"
+            )
         return (
             f"{self.micro_batch_size} samples x {self.accumulation} accumulated x {self.data_ranks} data rank(s) "
             f"= {self.size} samples a step"
         )
 
 
-def solve_accumulation(global_batch_size: int, micro_batch_size: int, data_ranks: int) -> int:
+def solve_accumulation(global_batch_size: int, micro_batch_size: int, data_ranks: int, uneven: bool = False) -> int:
     """Micro-batches that each data rank accumulates for one optimizer step.
 
     Args:
         global_batch_size: samples per optimizer step.
         micro_batch_size: samples that one data rank reads at a time.
         data_ranks: ranks that read different samples.
+        uneven: let the last micro-batches of a step be smaller where they cannot all be full.
 
     Raises:
         ValueError: if there is no whole number of them; the message names the nearest possible sizes.
@@ -48,6 +56,8 @@ def solve_accumulation(global_batch_size: int, micro_batch_size: int, data_ranks
     accumulation, rest = divmod(global_batch_size, wave)
     if accumulation >= 1 and rest == 0:
         return accumulation
+    if uneven and global_batch_size >= 1:
+        return accumulation + 1
     nearest = [str(n * wave) for n in (accumulation, accumulation + 1) if n >= 1]
     message = (
         f"global_batch_size={global_batch_size} cannot be made of micro-batches of {micro_batch_size} samples on "
@@ -75,24 +85,36 @@ class Waves:
         micro_batch_size: samples per rank and wave.
         data_ranks: number of ranks.
         group: waves of one optimizer step; 0 outside of training.
+        step_samples: samples of one optimizer step where its last wave is smaller than the others; 0: all are full.
     """
 
     samples: int
     micro_batch_size: int
     data_ranks: int
     group: int = 0
+    step_samples: int = 0
 
     @property
     def wave_size(self) -> int:
         """Samples of a full wave."""
         return self.micro_batch_size * self.data_ranks
 
+    @property
+    def per_step(self) -> int:
+        """Samples of a whole optimizer step."""
+        return self.step_samples or self.group * self.wave_size
+
     def __len__(self) -> int:
-        return math.ceil(self.samples / self.wave_size)
+        if not self.step_samples:
+            return math.ceil(self.samples / self.wave_size)
+        steps, rest = divmod(self.samples, self.step_samples)
+        return steps * self.group + math.ceil(rest / self.wave_size)
 
     @cached_property
     def regular(self) -> int:
         """Number of waves, from the first on, that are full and lie where their index says."""
+        if self.step_samples:
+            return 0
         return max(len(self) - 2, 0) if self._evens_out else self.samples // self.wave_size
 
     def bounds(self, wave: int) -> tuple[int, int]:
@@ -111,12 +133,14 @@ class Waves:
 
     def group_size(self, wave: int) -> int:
         """Samples of the optimizer step to which ``wave`` belongs."""
-        per_group = self.group * self.wave_size
-        first = wave // self.group * per_group
-        return min(first + per_group, self.samples) - first
+        first = wave // self.group * self.per_step
+        return min(first + self.per_step, self.samples) - first
 
     def _cut(self, wave: int) -> int:
         """Where ``wave`` begins."""
+        if self.step_samples:
+            step, within = divmod(wave, self.group)
+            return min(step * self.step_samples + within * self.wave_size, self.samples)
         if wave == len(self) - 1 and self._evens_out:
             before = self.wave_size * (wave - 1)
             return before + (self.samples - before + 1) // 2
@@ -125,6 +149,8 @@ class Waves:
     @property
     def _evens_out(self) -> bool:
         """Whether the last two waves share their samples, so that no rank goes without one."""
+        if self.step_samples:
+            return False
         last = len(self) - 1
         too_few = 0 < self.samples - last * self.wave_size < self.data_ranks
         same_step = self.group == 0 or (last - 1) // self.group == last // self.group

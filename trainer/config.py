@@ -206,6 +206,9 @@ class TrainerConfig:
     # Which data rank reads which sample: interleave (in turn), range (a contiguous part each) or hash (by data_key, so
     # that a sample keeps its rank when ranks come and go).
     data_partition: str = "interleave"
+    # Let the last micro-batches of a step be smaller where global_batch_size is no multiple of those of all data ranks;
+    # false = refuse such a global batch.
+    uneven_steps: bool = False
     # With data_partition=hash: function from data set and index to what the sample is known by, as
     # package.module:function; null = the index.
     data_key: str | None = None

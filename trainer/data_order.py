@@ -263,6 +263,7 @@ class RankBatchSampler(DealingSampler):
         group: waves of one global batch; 1 if none is defined, 0 outside of training.
         drop_last: leave out the last wave, or the last global batch, if it is not full.
         partition: whose is what; ``None`` interleaves.
+        step_samples: samples of a global batch whose last wave is smaller than the others; 0: all waves are full.
     """
 
     def __init__(
@@ -274,6 +275,7 @@ class RankBatchSampler(DealingSampler):
         group: int,
         drop_last: bool,
         partition: Partition | None = None,
+        step_samples: int = 0,
     ) -> None:
         super().__init__(data_rank, data_ranks)
         self.sampler = order  # by this name Lightning finds set_epoch
@@ -281,6 +283,7 @@ class RankBatchSampler(DealingSampler):
         self.drop_last = drop_last
         self.group = group
         self.partition = partition
+        self.step_samples = step_samples
         # Knows the partitions of older parts of an epoch, too.
         self.partition_named: Callable[[str], Partition] = self._known_partition
         self._dealt: tuple[Any, Dealing] | None = None
@@ -338,8 +341,9 @@ class RankBatchSampler(DealingSampler):
     def _in_order(self, indices: Sequence[int], start: int, total: int) -> InOrder:
         samples = total - start
         if self.drop_last:
-            samples -= samples % (self.batch_size * self.data_ranks * max(self.group, 1))
-        return InOrder(indices, start, Waves(samples, self.batch_size, self.data_ranks, self.group))
+            samples -= samples % (self.step_samples or self.batch_size * self.data_ranks * max(self.group, 1))
+        waves = Waves(samples, self.batch_size, self.data_ranks, self.group, self.step_samples)
+        return InOrder(indices, start, waves)
 
     def _batch(self, dealing: Dealing, wave: int) -> list[int]:
         return dealing.batch(wave, self.data_rank)

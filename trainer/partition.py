@@ -261,6 +261,8 @@ class InOrder:
     def regular(self) -> int:
         """See :class:`Dealing`."""
         waves = self.waves
+        if waves.step_samples:
+            return 0
         # The samples of a global batch that ends within the epoch are all there.
         return waves.regular if waves.group <= 1 else waves.samples // (waves.group * waves.wave_size) * waves.group
 

@@ -52,7 +52,7 @@ def describe(loader: Any, data_ranks: int, accumulation: int) -> LoaderCursor:
     micro = _batch_size(dealer, loader)
     common: dict[str, Any] = {
         "data": _identity(loader, dealer),
-        "global_batch_size": None if micro is None else micro * per_step,
+        "global_batch_size": getattr(dealer, "step_samples", 0) or (None if micro is None else micro * per_step),
         "batches_per_step": per_step,
     }
     if isinstance(dealer, RankBatchSampler):

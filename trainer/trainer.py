@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,6 +55,9 @@ class Trainer(LightningTrainer):
         global_batch_size: samples per optimizer step, the same under every layout; the number of accumulated
             micro-batches follows from it, the loader's batch size and the number of data ranks. ``None`` (off) keeps
             Lightning's meaning: the loader's batch size per rank, times ``accumulate_grad_batches``.
+        uneven_steps: let the last micro-batches of every step be smaller, or none on some ranks, where
+            ``global_batch_size`` cannot be made of full ones: the same numbers, with time lost to waiting. For a run
+            that must keep its global batch when ranks come and go. ``False`` (off) refuses such a batch.
         data_seed: seed of the order of samples, which depends on it and the epoch alone. ``None`` takes the seed of
             ``seed_everything``, or 0.
         loss_weighting: ``"micro_batch"`` is Lightning's mean over micro-batches (and ranks) of their losses;
@@ -87,6 +91,7 @@ class Trainer(LightningTrainer):
         *,
         strategy: str | Strategy = "auto",
         global_batch_size: int | None = None,
+        uneven_steps: bool = False,
         data_seed: int | None = None,
         loss_weighting: LossWeighting = "micro_batch",
         token_count: str | TokenCount | None = None,
@@ -102,6 +107,7 @@ class Trainer(LightningTrainer):
         kwargs.update(_fp16_on_cpu(kwargs))
         super().__init__(strategy=_resolve(strategy, kwargs), **kwargs)
         self.global_batch_size = global_batch_size
+        self.uneven_steps = uneven_steps
         self.global_batch: GlobalBatch | None = None
         self.settled_accumulation: int | None = None
         self._data_seed = data_seed
@@ -146,8 +152,13 @@ class Trainer(LightningTrainer):
         """What this rank is doing within a step, for those who watch."""
         return self.fit_loop.epoch_loop.phases  # type: ignore[no-any-return]
 
-    def settle_global_batch(self, micro_batch_size: int, data_ranks: int) -> int:
+    def settle_global_batch(self, micro_batch_size: int, data_ranks: int, deals_samples: bool = False) -> int:
         """Fix the accumulation once the loader's batch size is known.
+
+        Args:
+            micro_batch_size: samples that one data rank reads at a time.
+            data_ranks: ranks that read different samples.
+            deals_samples: whether single samples are dealt, so that a micro-batch may be a smaller one.
 
         Returns:
             Micro-batches per optimizer step.
@@ -156,11 +167,15 @@ class Trainer(LightningTrainer):
             ValueError: if ``global_batch_size`` cannot be made of such micro-batches.
         """
         if self.global_batch_size is not None:
-            accumulation = solve_accumulation(self.global_batch_size, micro_batch_size, data_ranks)
+            uneven = self.uneven_steps and deals_samples
+            accumulation = solve_accumulation(self.global_batch_size, micro_batch_size, data_ranks, uneven)
             self._refuse_unlike(accumulation, micro_batch_size)
             self.accumulate_grad_batches = self.settled_accumulation = accumulation
             self._refuse_manual_accumulation(micro_batch_size * data_ranks)
-        self.global_batch = GlobalBatch(micro_batch_size, self.accumulate_grad_batches, data_ranks)
+        batch = GlobalBatch(micro_batch_size, self.accumulate_grad_batches, data_ranks)
+        if self.global_batch_size is not None and batch.size != self.global_batch_size:
+            batch = replace(batch, samples=self.global_batch_size)
+        self.global_batch = batch
         return self.accumulate_grad_batches
 
     def _refuse_unlike(self, accumulation: int, micro_batch_size: int) -> None:
@@ -262,13 +277,14 @@ class OrderedDataConnector(_DataConnector):
     def _rank_sampler(self, loader: DataLoader[Any], rank: int, ranks: int, mode: RunningStage) -> RankBatchSampler:
         trainer, training = self.trainer, mode == RunningStage.TRAINING
         micro = loader.batch_sampler.batch_size  # type: ignore[union-attr]
-        group = trainer.settle_global_batch(micro, ranks) if training else 0
         partition = self._partition(loader.dataset) if training else None
+        group = trainer.settle_global_batch(micro, ranks, deals_samples=partition is None) if training else 0
+        step_samples = (trainer.global_batch.samples or 0) if training and trainer.global_batch is not None else 0
         if trainer.global_batch_size is None and partition is None:
             group = min(group, 1)
         drop_last = loader.drop_last and mode != RunningStage.PREDICTING
         order = EpochOrder(loader.sampler, trainer.data_seed)
-        return RankBatchSampler(order, micro, rank, ranks, group, drop_last, partition)
+        return RankBatchSampler(order, micro, rank, ranks, group, drop_last, partition, step_samples)
 
     def _partition(self, dataset: object) -> Partition | None:
         if self.trainer.data_partition == "interleave":

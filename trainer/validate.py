@@ -259,7 +259,7 @@ def _batch(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
         return []  # without a layout there is no number of data ranks to divide by
     ranks = num_data_ranks(cfg, world_size_of(cfg, surroundings))
     try:
-        solve_accumulation(cfg.global_batch_size, cfg.micro_batch_size, ranks)
+        solve_accumulation(cfg.global_batch_size, cfg.micro_batch_size, ranks, uneven=cfg.trainer.uneven_steps)
     except ValueError as error:
         return [str(error)]
     return []

@@ -177,6 +177,51 @@ def test_worker_processes_do_not_change_the_order(ranks):
     )
 
 
+def trained_unevenly(strategy: str, samples: int) -> tuple[dict[tuple[int, int], list[list[int]]], list[Tensor]]:
+    """What this rank read in steps of 8 samples, 2 at a time; and the weights in the end."""
+    torch.manual_seed(0)
+    module = Reader()
+    trainer = make_trainer(strategy, global_batch_size=8, uneven_steps=True, data_seed=5, max_epochs=2)
+    trainer.fit(module, loader_of(samples, 2, shuffle=True))
+    assert trainer.global_batch.size == 8
+    return dict(module.read), [value for _, value in sorted(trainer.strategy.whole_parameters())]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("samples", [24, 29])
+def test_a_global_batch_that_three_ranks_cannot_share_evenly(ranks, strategy, samples):
+    ((alone, weights),) = ranks(trained_unevenly, 1, "single", samples)
+    results = ranks(trained_unevenly, 3, strategy, samples)
+    for step, batches in alone.items():
+        own = [index for batch in batches for index in batch]
+        read = [index for of_rank, _ in results for batch in of_rank[step] for index in batch]
+        assert set(read) == set(own)
+        # What a rank reads to take part in a step without a sample of its own counts for nothing, as the weights show.
+        assert len(read) - len(own) in (0, 1, 2)
+    for whole, expected in zip(results[0][1], weights, strict=True):
+        torch.testing.assert_close(whole, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_an_uneven_global_batch_must_be_asked_for_and_needs_samples_to_deal(ranks):
+    (message,) = ranks(refuse_uneven, 1)
+    assert "global_batch_size=10 cannot be made" in message
+
+
+class Fours(BatchSampler):
+    """Batches of the user's own making."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([i, i + 1, i + 2, i + 3] for i in range(0, 24, 4))
+
+
+def refuse_uneven() -> str:
+    data = Numbers(24)
+    loader = DataLoader(data, batch_sampler=Fours(SequentialSampler(data), 4, drop_last=False))
+    with pytest.raises(ValueError, match="global_batch_size=10") as error:
+        make_trainer("ddp", global_batch_size=10, uneven_steps=True, max_epochs=1).fit(Reader(), loader)
+    return str(error.value)
+
+
 def read_with_sampler(kind: str) -> dict[tuple[int, int], list[list[int]]]:
     module, data = Reader(), Numbers(24)
     ranks = dist.get_world_size()

@@ -105,6 +105,35 @@ def check_weights(samples, micro, ranks, group, whole_step):
             assert sum(per_sample[i] for i in range(first, last)) == pytest.approx(1 / accumulation)
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("size", [5, 8, 12])
+def test_a_step_of_smaller_micro_batches_reads_its_own_samples(ranks, size):
+    for samples, micro in itertools.product(SAMPLES, MICRO):
+        group = solve_accumulation(size, micro, ranks, uneven=True)
+        step_samples = size if size % (micro * ranks) else 0
+        samplers = [
+            RankBatchSampler(
+                _Plain(range(samples), 0), micro, rank, ranks, group, drop_last=False, step_samples=step_samples
+            )
+            for rank in range(ranks)
+        ]
+        waves = samplers[0].waves
+        weights: dict[int, float] = {}
+        for wave in range(len(waves)):
+            for rank, sampler in enumerate(samplers):
+                own = list(range(*waves.share(wave, rank)))
+                divisor = sampler.loss_divisor(wave, group, whole_step=True)
+                assert sampler.is_padding(wave) == (not own) == (divisor == float("inf"))
+                assert len(own) <= micro
+                assert {i // size for i in own} <= {wave // group}
+                assert not (weights.keys() & set(own))
+                weights.update((i, 1 / divisor / ranks / len(own)) for i in own)
+        assert sorted(weights) == list(range(samples))
+        for start in range(0, samples, size):
+            step = [weights[i] for i in range(start, min(start + size, samples))]
+            assert step == pytest.approx([1 / len(step)] * len(step))
+
+
 class _Plain(EpochOrder):
     """An order that needs no sampler object."""
 
