@@ -1,0 +1,48 @@
+"""Members, ranks and replicas of a run whose replicas come and go."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainwright.strategies.layout import Layout
+from trainwright.trainer.launch.membership import Membership
+
+
+def test_a_lost_rank_of_ddp_is_a_lost_replica():
+    first = Membership(0, Layout(replicate=3), (0, 1, 2))
+    second = first.next({1})
+    assert second == Membership(1, Layout(replicate=2), (0, 2))
+    assert second.rank_of(2) == 1
+    assert second.rank_of(1) is None
+    third = second.next((), (3,))
+    assert third == Membership(2, Layout(replicate=3), (0, 2, 3))
+    assert third.sources(second) == {3: 0}
+
+
+def test_what_is_left_of_a_replica_goes_with_it():
+    layout = Layout(pipeline=2, replicate=2, shard=2)
+    first = Membership(0, layout, tuple(range(10, 18)))
+    # Ranks are counted along the last axis first: stage 0 has ranks 0 to 3, of which 0 and 1 are the first replica.
+    assert first.replicas == [(10, 11, 14, 15), (12, 13, 16, 17)]
+    second = first.next({15})
+    assert second.layout == Layout(pipeline=2, replicate=1, shard=2)
+    assert second.members == (12, 13, 16, 17)
+
+
+def test_new_replicas_are_whole_and_get_their_places_contents():
+    layout = Layout(pipeline=2, replicate=2)
+    before = Membership(4, layout, (1, 2, 3, 4))
+    after = before.next({2}, (7, 8, 9))
+    # Member 9 alone is no replica.
+    assert after == Membership(5, layout, (1, 7, 3, 8))
+    assert after.sources(before) == {7: 1, 8: 3}
+
+
+def test_nobody_is_left_who_has_the_state():
+    assert Membership(0, Layout(replicate=2), (0, 1)).next({0, 1}, (2, 3)) is None
+    assert Membership(0, Layout(replicate=2, shard=2), (0, 1, 2, 3)).next({0, 3}, (4, 5, 6, 7)) is None
+
+
+def test_members_and_layout_must_agree():
+    with pytest.raises(ValueError, match="has 3 ranks, but the members are"):
+        Membership(0, Layout(replicate=3), (0, 1))
