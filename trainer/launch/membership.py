@@ -67,13 +67,9 @@ class Membership:
         size = self.replica_size
         new = [tuple(joining[i : i + size]) for i in range(0, len(joining) - size + 1, size)]
         layout = replace(self.layout, replicate=len(replicas) + len(new))
-        by_place = {i: replica for i, replica in enumerate([*replicas, *new])}
-        members, taken = [], dict.fromkeys(by_place, 0)
-        for rank in range(layout.world_size):
-            index = layout.coordinates(rank)["replicate"]
-            members.append(by_place[index][taken[index]])
-            taken[index] += 1
-        return Membership(self.generation + 1, layout, tuple(members))
+        waiting = [iter(replica) for replica in (*replicas, *new)]
+        places = (layout.coordinates(rank)["replicate"] for rank in range(layout.world_size))
+        return Membership(self.generation + 1, layout, tuple(next(waiting[place]) for place in places))
 
     def sources(self, before: Membership) -> dict[int, int]:
         """New member -> the member that has what it is to hold: the one at its place in the first replica.
