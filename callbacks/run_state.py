@@ -245,13 +245,12 @@ class RunStateCheckpoint(Checkpoint):
         if not self._prepared:
             self._prepare(trainer)
         self._settle_if_done(trainer)
-        content = None
         if self._schedule.is_due_after_step(step):
-            content = self._save(trainer)
+            self._save(trainer)
         if self.copies is not None and self.in_memory_every_n_steps is not None:
             every = self.in_memory_every_n_steps
             if step // every > before // every:
-                self._copy(trainer, content)
+                self._copy(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save a state that is among the best."""
@@ -317,7 +316,7 @@ class RunStateCheckpoint(Checkpoint):
         if self._records.with_one_more(self._pending).is_among_best(score):
             self._save(trainer)
 
-    def _save(self, trainer: Trainer) -> Content:
+    def _save(self, trainer: Trainer) -> None:
         begin = time.perf_counter()
         self._settle(trainer)
         assert self._saver is not None
@@ -335,7 +334,6 @@ class RunStateCheckpoint(Checkpoint):
         if not self.asynchronous:
             self._settle(trainer)
         self._schedule.restart(step)
-        return content
 
     def _collect(self, trainer: Trainer) -> Content:
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
@@ -394,9 +392,10 @@ class RunStateCheckpoint(Checkpoint):
 
     # ---- copies in memory -------------------------------------------------------------------------------------------
 
-    def _copy(self, trainer: Trainer, content: Content | None) -> None:
+    def _copy(self, trainer: Trainer) -> None:
         assert self.copies is not None
-        content = self._collect(trainer) if content is None else content
+        strategy: Any = trainer.strategy
+        content = strategy.run_state(trainer._checkpoint_connector.dump_checkpoint(), complete=True)
         self._heed(partial(self.copies.save, content, self._step))
 
     def _wait_for_copy(self) -> None:

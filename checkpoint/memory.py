@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,54 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.held import HeldState
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.save import Content
 from trainwright.checkpoint.staging import Arena, Slot, Staged, Staging
 
 # What one message carries at most; larger ones are cut, so that no counter of the network's has to hold them.
 _MESSAGE = 2**30
-
-
-@dataclass(frozen=True)
-class HeldState:
-    """What a rank contributed to the state of one step.
-
-    Args:
-        step: optimizer steps done.
-        content: its tree and its boxes of tensors; the boxes lie in memory that the next but one save overwrites.
-    """
-
-    step: int
-    content: Content
-
-    def fill(self, tensors: Mapping[str, TensorParts]) -> None:
-        """Copy the boxes into ``tensors``, in place.
-
-        Raises:
-            CheckpointError: if ``tensors`` are not cut as the copy is; nothing is changed then.
-        """
-        held = self.content.tensors
-        pairs, missing = [], sorted(held.keys() - tensors.keys())
-        for key, parts in tensors.items():
-            for offsets, target in parts.parts:
-                source = _box(held.get(key), offsets)
-                if source is None or source.shape != target.shape or source.dtype != target.dtype:
-                    missing.append(f"{key} at {offsets}")
-                else:
-                    pairs.append((target, source))
-        if missing:
-            raise CheckpointError(
-                f"The copy in memory of step {self.step} does not fit what is to be filled: {', '.join(missing[:10])}. "
-                "Copies in memory serve the same layout only; resume from a checkpoint on disk, which serves any."
-            )
-        with torch.no_grad():
-            for target, source in pairs:
-                target.copy_(source)
-
-
-def _box(parts: TensorParts | None, offsets: tuple[int, ...]) -> Tensor | None:
-    found = [] if parts is None else [tensor for own, tensor in parts.parts if own == tuple(offsets)]
-    return found[0] if found else None
 
 
 class _Generation:

@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from trainwright.checkpoint.held import HeldSource, HeldState
 from trainwright.checkpoint.hugging_face import hugging_face_facts
 from trainwright.checkpoint.manifest import read_manifest, verify
 from trainwright.checkpoint.names import match_names, tied_names
@@ -37,9 +38,12 @@ from trainwright.checkpoint.weights import SavedWeights
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.random_state import random_state, set_random_state
 from trainwright.strategies.run_state import (
+    OF_CALLBACKS,
+    OF_RANK,
     OPTIMIZERS,
     WEIGHTS,
     Collector,
+    CompletePlacement,
     Placement,
     WholePlacement,
     can_fill,
@@ -151,17 +155,22 @@ class RunStateStrategy(Strategy):
 
     # ---- saving ---------------------------------------------------------------------------------------------------
 
-    def run_state(self, checkpoint: Mapping[str, Any]) -> Content:
+    def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
         """What this rank contributes to a checkpoint: views of its tensors, no copies. A collective.
 
         Args:
             checkpoint: Lightning's dict of the run, as ``dump_checkpoint`` of its connector gives it.
+            complete: also what another rank would write for all (buffers, tensors in the states of callbacks), as this
+                rank has it, so that it can go on from its own part alone: for
+                :class:`~trainwright.checkpoint.held.HeldState`, not for files.
         """
         assert self.lightning_module is not None
-        collector = Collector(self.lightning_module, self.placement, self._name_of())
+        placement = CompletePlacement(self.placement) if complete else self.placement
+        collector = Collector(self.lightning_module, placement, self._name_of())
         tree = collector.collect(checkpoint, self.optimizers)
         if OPTIMIZERS in checkpoint:
-            collector.add_of_rank(self._rank, {**random_state(self.root_device), **self._own_buffers()})
+            buffers = {} if complete else self._own_buffers()  # with the weights already
+            collector.add_of_rank(self._rank, {**random_state(self.root_device), **buffers})
             tree[OF_RUN] = {"layout": asdict(self.layout), "trained": sorted(self._trained())}
         return Content(tree, collector.tensors, self._about(checkpoint))
 
@@ -243,18 +252,23 @@ class RunStateStrategy(Strategy):
         and so may want to see them.
 
         Args:
-            checkpoint_path: folder or file.
+            checkpoint_path: folder or file, or this rank's :class:`~trainwright.checkpoint.held.HeldState`.
             weights_only: of a file; ``False`` lets it execute code, and only that does.
 
         Raises:
             CheckpointError: if it cannot be used, on every rank.
         """
+        if isinstance(checkpoint_path, HeldState):
+            return self._opened(self._open_held(checkpoint_path))
         path = str(checkpoint_path)
         if not any(self._of_all_ranks(holds_run_state(path))):
             if self._own_io:
                 return super().load_checkpoint(checkpoint_path, weights_only)
             return load_ordinary(path, trust=weights_only is False)
-        state = self.open_run_state(path)
+        return self._opened(self.open_run_state(path))
+
+    def _opened(self, state: RunState | HeldSource) -> dict[str, Any]:
+        """Lightning's dict of the run, its larger parts unread, as the whole of it may not fit or not be here."""
         checkpoint = dict(state.tree)
         of_run = checkpoint.pop(OF_RUN, None)
         if of_run is not None and self._is_fitting():
@@ -262,6 +276,16 @@ class RunStateStrategy(Strategy):
             self._trained_before = set(of_run.get("trained", ()))
         late = (OPTIMIZERS,) if self._somebody_edits() else (OPTIMIZERS, WEIGHTS)
         return {key: value if key in late else materialised(value) for key, value in checkpoint.items()}
+
+    def _open_held(self, held: HeldState) -> HeldSource:
+        """Open a state in memory; with what other ranks hold of its tensors where somebody wants to see whole ones."""
+        state = HeldSource(held)
+        if self.layout.world_size == self.layout.replicate:
+            return state  # every rank holds everything
+        wants_wholes = self._somebody_edits() or any(
+            key.startswith(OF_CALLBACKS) and not state.is_whole(key) for key in state.keys()
+        )
+        return state.joined(self._of_all_ranks(state.parts())) if any(self._of_all_ranks(wants_wholes)) else state
 
     def open_run_state(self, path: str) -> RunState:
         """Open and verify a run state; the ranks share the reading. A collective.
@@ -367,7 +391,7 @@ class RunStateStrategy(Strategy):
         wrong = [
             f"{name}: saved {tuple(weights[name].shape)}, the module has {shape}"
             for name, shape in self._whole_shapes().items()
-            if name in stepped and name in weights and tuple(weights[name].shape) != shape
+            if name in stepped and _is_here(weights.get(name)) and tuple(weights[name].shape) != shape
         ]
         if wrong:
             raise CheckpointError(
@@ -470,8 +494,10 @@ class RunStateStrategy(Strategy):
             if key.startswith(_BUFFERS):
                 self.lightning_module.get_buffer(key.removeprefix(_BUFFERS)).copy_(value)
 
-    def _rank_state_of(self, state: RunState, of_run: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _rank_state_of(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> dict[str, Tensor]:
         """This rank's own of before under the same layout, else the generators of its data rank."""
+        if isinstance(state, HeldSource):
+            return _of_rank(state, _rank_of(state))
         saved = Layout(**of_run["layout"])
         if saved == self.layout:
             return _of_rank(state, self._rank)
@@ -481,9 +507,19 @@ class RunStateStrategy(Strategy):
         return found if self.data_rank < saved.data_ranks else _seeded(found, self.data_rank, self.root_device)
 
 
-def _of_rank(state: RunState, rank: int) -> dict[str, Tensor]:
-    prefix = f"rank/{rank}/"
-    return {key.removeprefix(prefix): state.read(key) for key in state.stored if key.startswith(prefix)}
+def _is_here(value: Any) -> bool:
+    """Whether there is a tensor, and this rank can see it: not that of another stage in a state in memory."""
+    return value is not None and (not isinstance(value, StoredTensor) or value.key in value.source.keys())
+
+
+def _of_rank(state: RunState | HeldSource, rank: int) -> dict[str, Tensor]:
+    prefix = f"{OF_RANK}{rank}/"
+    return {key.removeprefix(prefix): state.read(key) for key in state.keys() if key.startswith(prefix)}
+
+
+def _rank_of(state: HeldSource) -> int:
+    """The rank whose state it is, which may have another number by now."""
+    return next(int(key.split("/")[1]) for key in state.keys() if key.startswith(OF_RANK))
 
 
 def _seeded(state: Mapping[str, Tensor], data_rank: int, device: torch.device) -> dict[str, Tensor]:

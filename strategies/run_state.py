@@ -31,6 +31,8 @@ _CALLBACKS, _AVERAGING, _AVERAGE = "callbacks", "StochasticWeightAveraging", "av
 _SECTIONS = {WEIGHTS: "weights", CURRENT_WEIGHTS: "current_weights"}
 # What a module was called with may be anything; training does not need it.
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+# Prefixes of keys: of what every rank has of its own, and of tensors in the states of callbacks.
+OF_RANK, OF_CALLBACKS = "rank/", f"tree/{_CALLBACKS}/"
 # Keys of an error message, per kind.
 _SHOWN = 8
 
@@ -93,6 +95,35 @@ class WholePlacement:
         return [[name_of(p) for p in group["params"]] for group in optimizer.param_groups]
 
 
+class CompletePlacement:
+    """A placement under which every rank also holds what one would write for all: a state to go on from alone.
+
+    Args:
+        placement: that of the strategy.
+    """
+
+    is_first = True
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+
+    def boxes(self, name: str, tensor: Tensor) -> TensorParts:
+        """See :class:`Placement`."""
+        return self._placement.boxes(name, tensor)
+
+    def writes(self, name: str, is_parameter: bool) -> bool:
+        """Everything that it holds."""
+        return True
+
+    def united(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """See :class:`Placement`."""
+        return self._placement.united(mine)
+
+    def group_names(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> list[list[str]]:
+        """See :class:`Placement`."""
+        return self._placement.group_names(optimizer, name_of)
+
+
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
 
@@ -132,7 +163,7 @@ class Collector:
 
     def add_of_rank(self, rank: int, state: Mapping[str, Tensor]) -> None:
         """Tensors that every rank has of its own."""
-        self.tensors.update((f"rank/{rank}/{name}", TensorParts.whole(value)) for name, value in state.items())
+        self.tensors.update((f"{OF_RANK}{rank}/{name}", TensorParts.whole(value)) for name, value in state.items())
 
     def _put(self, path: str, tensor: Tensor) -> str:
         """A tensor that is no weight: the first rank's counts, unless it is split."""

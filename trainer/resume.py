@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from trainwright.callbacks.run_state import RunStateCheckpoint
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from trainwright.checkpoint.held import HeldState
 from trainwright.checkpoint.storage import join_path
 from trainwright.trainer.candidates import AUTO, LAST, Candidate, candidate_at, candidates_of, newest_first
 from trainwright.trainer.run_directory import CHECKPOINTS
@@ -67,7 +68,7 @@ class ResumeConnector(_CheckpointConnector):
         return path
 
     def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
-        if ckpt_path in (LAST, AUTO):
+        if ckpt_path in (LAST, AUTO) or isinstance(ckpt_path, HeldState):
             return ckpt_path
         return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
 

@@ -1,0 +1,193 @@
+"""A small model with blocks, dropout and running statistics, trained under any layout, for tests of states in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from tests.parity.harness import QUIET, world_size
+from trainwright import Trainer
+from trainwright.checkpoint.held import HeldState
+from trainwright.checkpoint.snapshots import Snapshots
+from trainwright.strategies.registry import make_strategy
+
+WIDTH = 8
+# Strategy, its options, number of ranks.
+PLACES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "single": ("single", {}, 1),
+    "ddp": ("ddp", {}, 2),
+    "zero2": ("zero2", {}, 2),
+    "zero3": ("zero3", {}, 2),
+    "pipeline": ("pipeline", {"pipeline": 2, "shard": 1}, 2),
+    "pipeline x shard": ("hybrid", {"pipeline": 2, "shard": 2}, 4),
+}
+
+
+class Numbered(Dataset[tuple[int, Tensor, Tensor]]):
+    """``samples`` fixed random vectors and their targets, each with its index."""
+
+    def __init__(self, samples: int) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(samples, WIDTH, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        return index, self.x[index], self.x[index].sum().sin().reshape(1)
+
+
+class Block(nn.Module):
+    """A residual block with dropout."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.tanh(self.inner(x)))
+
+
+class Model(pl.LightningModule):
+    """Knows which samples it was trained on, in order; logs its loss.
+
+    Args:
+        dropout: of its blocks.
+        statistics: with running statistics (a buffer that differs between data ranks).
+    """
+
+    def __init__(self, dropout: float = 0.1, statistics: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if statistics else nn.Identity()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 1)
+        self.seen: list[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        index, x, y = batch
+        self.seen.append(index.tolist())
+        loss = (self(x) - y).square().mean()
+        self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=len(x))
+        return loss
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", (self(batch[1]) - batch[2]).square().mean(), batch_size=len(batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Losses(pl.Callback):
+    """The exact loss of every optimizer step, by its number, as it was last computed; whole parameters at the end."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+        self.parameters: dict[str, Tensor] = {}
+        self.hooks: list[str] = []
+        self._micro: list[Tensor] = []
+        self._step = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.hooks.append("train start")
+        self._step = trainer.global_step
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.hooks.append(f"epoch {trainer.current_epoch} start")
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.hooks.append(f"epoch {trainer.current_epoch} end")
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._step = trainer.global_step
+            self._micro = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._micro.append(outputs["loss"].detach().float())
+        if trainer.global_step == self._step:
+            return
+        loss = torch.stack(self._micro).sum()
+        if dist.is_initialized():
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
+        self.losses[trainer.global_step] = loss.item()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.parameters = dict(trainer.strategy.whole_parameters())
+
+
+class Hold(pl.Callback):
+    """Takes this rank's state after the optimizer steps given."""
+
+    def __init__(self, *steps: int) -> None:
+        self._steps, self._seen = steps, 0
+        self.snapshots = Snapshots(keep=max(len(steps), 1))
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        step = trainer.global_step
+        if step in self._steps and step != self._seen:
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint()
+            self.snapshots.take(trainer.strategy.run_state(checkpoint, complete=True), step)
+        self._seen = step
+
+
+def make_trainer(place: str, callbacks: Sequence[Any], max_steps: int = 8, **options: Any) -> Trainer:
+    """A quiet Trainer on the ranks of the default process group."""
+    strategy, given, _ = PLACES[place]
+    return Trainer(
+        strategy=make_strategy(strategy, **given),
+        devices=world_size(),
+        callbacks=list(callbacks),
+        **{**QUIET, "global_batch_size": 12, "data_seed": 3, "max_steps": max_steps, "max_epochs": -1, **options},
+    )
+
+
+def make_loader(samples: int = 60, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
+    """A shuffled loader; with 12 samples per optimizer step, 60 make epochs of 5 steps."""
+    return DataLoader(Numbered(samples), batch_size=batch_size, shuffle=True, **options)
+
+
+def fit(
+    place: str,
+    callbacks: Sequence[Any] = (),
+    module: Model | None = None,
+    held: HeldState | None = None,
+    loader: DataLoader[Any] | None = None,
+    **options: Any,
+) -> tuple[Losses, Model]:
+    """Train; what was recorded, and the module."""
+    torch.manual_seed(7)
+    recorder, module = Losses(), Model() if module is None else module
+    trainer = make_trainer(place, [*callbacks, recorder], **options)
+    trainer.fit(module, make_loader() if loader is None else loader, ckpt_path=held)
+    return recorder, module
+
+
+def meet_anew(folder: str, members: Sequence[int], rank: int) -> bool:
+    """Form a default group of some of the ranks, in order; whether this rank is one of them."""
+    dist.destroy_process_group()
+    if rank not in members:
+        return False
+    place, size = members.index(rank), len(members)
+    os.environ.update(RANK=str(place), LOCAL_RANK=str(place), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=place, world_size=size)
+    return True
