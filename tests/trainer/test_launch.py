@@ -144,22 +144,25 @@ def test_a_process_that_does_not_listen_is_ended(how: str, code: int) -> None:
 
 
 def test_the_store_listens_on_the_loopback_interface_alone() -> None:
-    from trainwright.trainer.launch.rendezvous import LoopbackRendezvous
+    from trainwright.trainer.launch.rendezvous import LoopbackStore
 
-    rendezvous = LoopbackRendezvous("test")
-    info = rendezvous.next_rendezvous().bootstrap_store_info
-    assert info is not None
-    port = f"{info.master_port:04X}"
-    listening = [
+    with LoopbackStore() as store:
+        assert _listening(store.port) == [f"0100007F:{store.port:04X}"]
+        with pytest.raises(OSError, match="in use"):
+            LoopbackStore(store.port)
+    with LoopbackStore(store.port) as again:  # as a restart with launch.port has it
+        assert again.port == store.port
+    assert _listening(store.port) == []
+
+
+def _listening(port: int) -> list[str]:
+    """Local addresses (hexadecimal) on which somebody listens on a port."""
+    return [
         line.split()[1]
         for table in ("/proc/net/tcp", "/proc/net/tcp6")
         for line in Path(table).read_text().splitlines()[1:]
-        if line.split()[3] == "0A" and line.split()[1].endswith(f":{port}")
+        if line.split()[3] == "0A" and line.split()[1].endswith(f":{port:04X}")
     ]
-    assert listening == [f"0100007F:{port}"]
-    again = rendezvous.next_rendezvous().bootstrap_store_info
-    assert again is not None
-    assert rendezvous.shutdown()
 
 
 def test_launchers_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:

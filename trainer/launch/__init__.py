@@ -1,1 +1,1 @@
-"""Who starts the ranks of a run: this process alone, torch's elastic agent, or a launcher outside."""
+"""Who starts the ranks of a run, and what is done when one of them fails."""

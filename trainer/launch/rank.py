@@ -8,26 +8,25 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainwright.trainer.launch.failure import FailureRecorder, log_file
+from trainwright.trainer.launch.records import write_result
 from trainwright.trainer.launch.watch import ShutdownWatch
 from trainwright.trainer.run_directory import read_config
 
 
-def rank_main(verb: str, run_dir: Path, environment: Mapping[str, str], records: Path) -> dict[str, float]:
+def rank_main(environment: Mapping[str, str], verb: str, run_dir: Path, records: Path) -> None:
     """Run one rank of a run whose configuration lies in its directory.
 
     Args:
+        environment: variables of this rank; the fork server has those of the time when it started.
         verb: fit, validate, test or predict.
         run_dir: with config.yaml.
-        environment: variables of the launching process; the fork server has those of the time when it started.
-        records: where failures are written down.
+        records: where failures are written down, and by rank 0 the metrics of the end.
 
-    Returns:
-        The metrics of the end, by name.
+    Raises:
+        SystemExit: with exit code 1 after an error, which is written down; as it came if the user's code raised it.
     """
-    rank = int(os.environ["RANK"])
-    for name, value in environment.items():
-        if name not in _OF_THE_AGENT:
-            os.environ[name] = value
+    os.environ.update(environment)
+    rank = int(environment["RANK"])
     recorder = FailureRecorder(records, rank)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -40,17 +39,14 @@ def rank_main(verb: str, run_dir: Path, environment: Mapping[str, str], records:
         # Imported in the fork server already; here it costs nothing, and an error in it is this rank's error.
         from trainwright.trainer.worker import run_verb
 
-        return run_verb(cfg, verb, on_exception=recorder.record)
+        metrics = run_verb(cfg, verb, on_exception=recorder.record)
+        if rank == 0:
+            write_result(records, metrics)
+    except SystemExit:
+        raise
     except BaseException as error:
         recorder.record(error)
-        raise
-
-
-_OF_THE_AGENT = frozenset(
-    {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
-    | {"ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"}
-    | {"TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"}
-)
+        raise SystemExit(1) from None  # the launching process tells what was recorded; here it would be told twice
 
 
 def _redirect_output(path: Path) -> None:

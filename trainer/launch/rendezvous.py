@@ -2,79 +2,57 @@
 
 import socket
 from datetime import timedelta
+from types import TracebackType
 
-from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed import TCPStore
 
-_ADDRESS = "127.0.0.1"
+ADDRESS = "127.0.0.1"
 
 
-class LoopbackRendezvous(RendezvousHandler):
-    """Rendezvous of one machine for torch's elastic agent.
+class LoopbackStore:
+    """A store for the ranks of this machine, open until it is closed.
 
-    torch's own handlers listen on every interface of the machine, and choose the port of the ranks before they bind it,
-    so that two runs may choose the same. Here the launching process binds the port itself, to the loopback interface
-    alone, and the ranks are its clients. Every restart gets a new store: ranks never read addresses of dead ones.
+    torch's own rendezvous listens on every interface of the machine, and chooses the port before it binds it, so that
+    two runs may choose the same. Here the launching process binds the port itself, to the loopback interface alone, and
+    the ranks are its clients. Every attempt gets a new store: ranks never read addresses of dead ones.
 
     Args:
-        run_id: any name that no other run of this moment has.
         port: TCP port; None = a free one.
         timeout: how long a rank waits for the others.
+
+    Raises:
+        OSError: if another process listens on the port.
     """
 
-    def __init__(self, run_id: str, port: int | None = None, timeout: timedelta = timedelta(minutes=30)) -> None:
-        self._run_id = run_id
-        self._port = port or 0
-        self._timeout = timeout
-        self._store: TCPStore | None = None
-        self._closed = False
+    def __init__(self, port: int | None = None, timeout: timedelta = timedelta(minutes=30)) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((ADDRESS, port or 0))
+            listener.listen()
+            self.port: int = listener.getsockname()[1]
+            self._store: TCPStore | None = TCPStore(
+                ADDRESS,
+                self.port,
+                is_master=True,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+
+    def __enter__(self) -> "LoopbackStore":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
     @property
-    def use_agent_store(self) -> bool:
-        """The ranks connect to this store instead of opening one."""
-        return True
+    def store(self) -> TCPStore:
+        """The store itself, for what the launching process has to say to the ranks."""
+        assert self._store is not None, "the store is closed"
+        return self._store
 
-    def get_backend(self) -> str:
-        """Name of this kind of rendezvous."""
-        return "loopback"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Open a new store; there is one agent, so nobody is waited for."""
-        self._store = None  # frees the port for the next attempt
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((_ADDRESS, self._port))
-        listener.listen()
-        port = listener.getsockname()[1]
-        self._store = TCPStore(
-            _ADDRESS,
-            port,
-            is_master=True,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        agents = PrefixStore("agent", self._store)
-        return RendezvousInfo(agents, 0, 1, RendezvousStoreInfo(_ADDRESS, port))
-
-    def is_closed(self) -> bool:
-        """Whether no further attempt is possible."""
-        return self._closed
-
-    def set_closed(self) -> None:
-        """Allow no further attempt."""
-        self._closed = True
-
-    def num_nodes_waiting(self) -> int:
-        """No other machine ever joins."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """The name given at the start."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """Close the store."""
+    def close(self) -> None:
+        """Free the port; ranks that still live can no longer meet."""
         self._store = None
-        self._closed = True
-        return True

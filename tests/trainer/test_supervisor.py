@@ -1,0 +1,130 @@
+"""Processes of ranks: one ends, is ended or started anew, and the others live."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.pool import RankPool
+from trainwright.trainer.launch.supervisor import Ended, Supervisor
+
+# Longest time that anything here may take, in seconds; nothing does unless it hangs.
+LIMIT = 60.0
+
+
+def live(environment: Mapping[str, str], folder: Path) -> None:
+    """What a rank of these tests does: say that it is there, then what its environment tells it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if environment["HOW"] == "deaf" else signal.SIG_DFL)
+    (folder / f"{environment['RANK']}.{os.getpid()}").touch()
+    if environment["HOW"] == "fail":
+        sys.exit(3)
+    if environment["HOW"] == "end":
+        return
+    time.sleep(LIMIT)
+    sys.exit("nobody has ended this rank")
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Supervisor]:
+    RankPool.warm()
+    with Supervisor(live, (tmp_path,)) as supervisor:
+        yield supervisor
+
+
+def _there(folder: Path, rank: int, pid: int) -> None:
+    end = time.monotonic() + LIMIT
+    while not (folder / f"{rank}.{pid}").exists():
+        assert time.monotonic() < end, f"rank {rank} has not begun within {LIMIT} s"
+        time.sleep(0.01)
+
+
+def _start(ranks: Supervisor, how: str, rank: int) -> None:
+    ranks.start_rank(rank, {"RANK": str(rank), "HOW": how})
+
+
+def test_one_rank_is_replaced_while_the_others_live(ranks: Supervisor, tmp_path: Path) -> None:
+    for rank in range(3):
+        _start(ranks, "live", rank)
+    first = [ranks.pid(rank) for rank in range(3)]
+    os.kill(first[1], signal.SIGKILL)
+    assert ranks.wait(LIMIT) == [Ended(1, -signal.SIGKILL)]
+    assert ranks.living == (0, 2)
+    _start(ranks, "live", 1)
+    assert ranks.living == (0, 1, 2)
+    _there(tmp_path, 1, ranks.pid(1))
+    assert [ranks.pid(rank) for rank in (0, 2)] == [first[0], first[2]]
+    with pytest.raises(ValueError, match=f"rank 0 lives as process {first[0]}"):
+        _start(ranks, "live", 0)
+
+
+def test_a_rank_that_is_told_to_end_has_not_failed(ranks: Supervisor, tmp_path: Path) -> None:
+    for rank, how in enumerate(("live", "deaf", "deaf")):
+        _start(ranks, how, rank)
+        _there(tmp_path, rank, ranks.pid(rank))
+    assert ranks.end_rank(2) == Ended(2, -signal.SIGKILL, asked=True)
+    ended = ranks.end(ranks.living, grace=0.2)
+    assert ended == [Ended(0, -signal.SIGTERM, asked=True), Ended(1, -signal.SIGKILL, asked=True)]
+    assert not any(each.failed for each in ended)
+
+
+def test_ends_are_told_as_they_come(ranks: Supervisor) -> None:
+    assert ranks.wait() == []  # nobody to wait for
+    _start(ranks, "end", 0)
+    assert ranks.wait(LIMIT) == [Ended(0, 0)]
+    _start(ranks, "fail", 0)
+    [ended] = ranks.wait(LIMIT)
+    assert ended == Ended(0, 3)
+    assert ended.failed
+    _start(ranks, "live", 0)
+    assert ranks.wait(0.05) == []
+
+
+def test_nothing_lives_after_it(tmp_path: Path) -> None:
+    RankPool.warm()
+    with Supervisor(live, (tmp_path,)) as supervisor:
+        _start(supervisor, "deaf", 0)
+        pid = supervisor.pid(0)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@dataclass
+class Found:
+    """A rank that hangs."""
+
+    rank: int
+    reason: str = "it sleeps"
+    report: str = "for long"
+
+
+class Watcher:
+    """Finds that a rank hangs as soon as it is asked."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.pids: dict[int, int] = {}
+
+    def watch(self, rank: int, pid: int) -> None:
+        self.pids[rank] = pid
+
+    def check(self) -> Found | None:
+        return Found(self.rank)
+
+
+def test_a_rank_that_hangs_is_killed_and_the_reason_is_kept(tmp_path: Path) -> None:
+    RankPool.warm()
+    watcher = Watcher(rank=1)
+    with Supervisor(live, (tmp_path,), monitor=watcher) as ranks:
+        for rank in range(2):
+            _start(ranks, "live", rank)
+        assert watcher.pids == {rank: ranks.pid(rank) for rank in range(2)}
+        [ended] = ranks.wait(LIMIT)
+        assert (ended.rank, ended.exit_code, ended.failed) == (1, -signal.SIGKILL, True)
+        assert ended.hang == Found(1)
+        assert ranks.living == (0,)

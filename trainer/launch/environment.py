@@ -1,0 +1,53 @@
+"""The environment of a rank: what torch and Lightning read to know that it was started as one of many."""
+
+import os
+import socket
+
+from omegaconf import DictConfig
+
+from trainwright.trainer.launch.rendezvous import ADDRESS
+from trainwright.trainer.machine import num_cores
+
+
+def rank_environment(cfg: DictConfig, rank: int, port: int, attempt: int = 0) -> dict[str, str]:
+    """Variables of this process, with those of one rank of this machine.
+
+    Args:
+        cfg: the resolved configuration; all its ranks are on this machine.
+        rank: global rank.
+        port: where the store of this attempt listens.
+        attempt: how often the ranks were started before.
+    """
+    size = str(cfg.devices)
+    return {
+        **os.environ,
+        **_shared_machine(cfg),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "ROLE_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "ROLE_WORLD_SIZE": size,
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "trainwright",
+        "MASTER_ADDR": ADDRESS,
+        "MASTER_PORT": str(port),
+        # By these Lightning knows that it need not start ranks, and torch that rank 0 need not open the store.
+        "TORCHELASTIC_RUN_ID": f"{cfg.name}-{os.getpid()}",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+
+
+def _shared_machine(cfg: DictConfig) -> dict[str, str]:
+    """What ranks need to share one machine well, unless the user has decided it."""
+    threads = cfg.launch.threads or os.environ.get("OMP_NUM_THREADS") or max(1, num_cores() // cfg.devices)
+    found = {"OMP_NUM_THREADS": str(threads), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        # Otherwise the backends listen on the address that the host name resolves to, open to the network.
+        found |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    decided = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return found | {name: os.environ[name] for name in decided if name in os.environ}
