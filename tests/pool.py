@@ -50,7 +50,7 @@ GRACE_SECONDS = 5.0
 # What a rank printed is shown in a failure from its end on, at most this much (characters).
 OUTPUT_LIMIT = 6000
 
-# Of a rank between two cases. One that has more holds on to the process groups of earlier cases. Each of these has three
+# Of a rank between two cases. One that has more holds on to process groups of earlier cases. Each of these has three
 # threads that wake a hundred times a second: a dozen such ranks keep two cores busy with nothing.
 MOST_THREADS = 8
 
