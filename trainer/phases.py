@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 # In the order of a micro-batch. "hooks" is what callbacks and the module do after it; "validation" the loop within
-# training; "idle" before and after training.
-DATA, FORWARD, BACKWARD, OPTIMIZER, HOOKS, VALIDATION, IDLE = (
+# training; "saving" a checkpoint, whenever that is; "idle" before and after training.
+DATA, FORWARD, BACKWARD, OPTIMIZER, HOOKS, VALIDATION, SAVING, IDLE = (
     "data",
     "forward",
     "backward",
     "optimizer",
     "hooks",
     "validation",
+    "saving",
     "idle",
 )
 Listener = Callable[[str], None]
@@ -26,6 +28,7 @@ class Phases:
 
     def __init__(self) -> None:
         self._listeners: tuple[Listener, ...] = ()
+        self._current = IDLE
 
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Have ``listener`` called with the name of each phase as it begins; returns how to end that."""
@@ -34,8 +37,19 @@ class Phases:
 
     def begin(self, phase: str) -> None:
         """Say that ``phase`` begins, which ends the one before."""
+        self._current = phase
         for listener in self._listeners:
             listener(phase)
+
+    @contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """Around work that interrupts a phase, such as saving; the interrupted one goes on afterwards."""
+        before = self._current
+        self.begin(phase)
+        try:
+            yield
+        finally:
+            self.begin(before)
 
     def _remove(self, listener: Listener) -> None:
         # By identity: two listeners may compare equal. A tuple, so that a listener may leave while it is called.

@@ -37,7 +37,7 @@ from trainwright.trainer.fit_loop import ResumableFitLoop
 from trainwright.trainer.loop import LeanEpochLoop
 from trainwright.trainer.loss_weighting import LossWeighting, TokenCount, make_token_weights
 from trainwright.trainer.partition import PARTITIONS, DataKey, Partition, RangePartition, resolve_data_key
-from trainwright.trainer.phases import Phases
+from trainwright.trainer.phases import SAVING, Phases
 from trainwright.trainer.reading import hash_partition
 from trainwright.trainer.remembered_states import RememberedStates, state_source
 from trainwright.trainer.resume import ResumeConnector
@@ -151,6 +151,11 @@ class Trainer(LightningTrainer):
     def phases(self) -> Phases:
         """What this rank is doing within a step, for those who watch."""
         return self.fit_loop.epoch_loop.phases  # type: ignore[no-any-return]
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's; who watches is told that it is no step that takes so long."""
+        with self.phases.within(SAVING):
+            super().save_checkpoint(*args, **kwargs)
 
     def settle_global_batch(self, micro_batch_size: int, data_ranks: int, deals_samples: bool = False) -> int:
         """Fix the accumulation once the loader's batch size is known.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright import Trainer
@@ -67,3 +67,14 @@ def test_a_listener_may_leave_and_others_stay():
     end()
     phases.begin("forward")
     assert heard == [("first", "data"), ("second", "data"), ("second", "forward")]
+
+
+class SavesAtTheSecondStep(Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint("saved.ckpt")
+
+
+def test_saving_is_told_and_what_it_interrupts_goes_on():
+    told = _told(limit_val_batches=0, callbacks=[SavesAtTheSecondStep()])
+    assert told[-4:] == ["hooks", "saving", "hooks", "idle"]
