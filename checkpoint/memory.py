@@ -180,7 +180,7 @@ class NeighbourCopies:
         header = torch.empty(0, dtype=torch.uint8)
         if staged is not None:
             staged.wait()
-            header = _pack(content, staged.slots, step)
+            header = pack(content, staged.slots, step)
         ring.agree(problem)
         assert staged is not None
         generation.own = HeldState(step, replace(content, tensors=staged.tensors))
@@ -189,7 +189,7 @@ class NeighbourCopies:
         ring.agree(None)  # now the generation before may be overwritten, by whoever is the first to save again
 
     def _take_back(self, header: Tensor, block: Tensor) -> HeldState:
-        held = _unpack(header, block)
+        held = unpack(header, block)
         generation = next((g for g in self._generations if g.own is not None and g.own.step == held.step), None)
         generation = generation or self._oldest()
         generation.own = held
@@ -273,8 +273,14 @@ class _Ring:
         return [operation(piece, rank, group=self._group) for piece in part.split(_MESSAGE)] if part.numel() else []
 
 
-def _pack(content: Content, slots: list[Slot], step: int) -> Tensor:
-    """Everything beside the tensors' bytes, as bytes."""
+def pack(content: Content, slots: list[Slot], step: int) -> Tensor:
+    """Everything of a state beside the bytes of its tensors, as bytes (uint8).
+
+    Args:
+        content: the state.
+        slots: where its boxes will lie in one block.
+        step: optimizer steps done.
+    """
     plain = {
         "step": step,
         "tree": content.tree,
@@ -289,7 +295,8 @@ def _pack(content: Content, slots: list[Slot], step: int) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
 
 
-def _unpack(header: Tensor, block: Tensor) -> HeldState:
+def unpack(header: Tensor, block: Tensor) -> HeldState:
+    """The state of which :func:`pack` made ``header``; its boxes are views of ``block`` (uint8)."""
     plain = json.loads(header.numpy().tobytes())
     slots = [
         Slot(key, tuple(offsets), tuple(sizes), getattr(torch, dtype), start)

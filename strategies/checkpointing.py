@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from trainwright.checkpoint.handing_over import HANDED_OVER
 from trainwright.checkpoint.held import HeldSource, HeldState
 from trainwright.checkpoint.hugging_face import hugging_face_facts
 from trainwright.checkpoint.manifest import read_manifest, verify
@@ -497,7 +498,11 @@ class RunStateStrategy(Strategy):
     def _rank_state_of(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> dict[str, Tensor]:
         """This rank's own of before under the same layout, else the generators of its data rank."""
         if isinstance(state, HeldSource):
-            return _of_rank(state, _rank_of(state))
+            found = _of_rank(state, _rank_of(state))
+            if not state.about.get(HANDED_OVER):
+                return found
+            found = {key: value for key, value in found.items() if not key.startswith(_BUFFERS)}
+            return _seeded(found, self.data_rank, self.root_device)
         saved = Layout(**of_run["layout"])
         if saved == self.layout:
             return _of_rank(state, self._rank)

@@ -334,8 +334,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
                 return
             # Lightning would look once more for a validation to end, and count it as one.
             self._restarting = False
+        self.phases.begin(DATA)  # before: whoever hears of it finds the loop between two batches
         self._in_batch = True
-        self.phases.begin(DATA)
         if not self._lean:
             super().advance(data_fetcher)
             return
