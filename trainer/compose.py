@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainwright.trainer.config import RunConfig, register_schema
+from trainwright.trainer.inject_words import take_inject
 from trainwright.trainer.problems import ConfigError, did_you_mean, nearest
 
 _CONF = "pkg://trainwright.conf"
@@ -99,7 +100,12 @@ def compose_checked(overrides: Sequence[str], config_dir: str | Path | None = No
     problems = _problems_of_config_dir(config_dir)
     if problems:
         return Composition(problems=problems)
-    return _Composer(config_loader(config_dir)).compose(quote_paths(overrides))
+    faults = take_inject(overrides)
+    result = _Composer(config_loader(config_dir)).compose(quote_paths(faults.rest))
+    result.problems += faults.problems
+    if result.cfg is not None:
+        faults.put_into(result.cfg)
+    return result
 
 
 def quote_paths(overrides: Sequence[str]) -> list[str]:

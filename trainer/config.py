@@ -267,6 +267,8 @@ class RunConfig:
     checks: list[str] = field(default_factory=list)
     # Lightning callbacks of the recipe: name -> _target_ and arguments; {} = none.
     callbacks: dict[str, Any] = field(default_factory=dict)
+    # Faults to inject on purpose, as sentences like kill(rank=1, at_step=7), see docs/fault_injection.md; [] = none.
+    inject: list[str] = field(default_factory=list)
     # Folders that ckpt_path=last and resume=auto look through, decided by the command; [] = neither was asked for.
     resume_folders: list[str] = field(default_factory=list)
     # Set by the groups of the same name.

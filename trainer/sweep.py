@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from trainwright.trainer.compose import compose_checked, config_loader, quote_paths
+from trainwright.trainer.inject_words import is_inject
 from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.forkserver import start_forkserver
 from trainwright.trainer.problems import ConfigError
@@ -59,6 +60,9 @@ def expand(overrides: Sequence[str], config_dir: str | Path | None = None) -> li
     alternatives: list[list[str]] = []
     problems: list[str] = []
     for text in quote_paths(overrides):
+        if is_inject(text):  # commas in it separate no values: every job gets it
+            alternatives.append([text])
+            continue
         try:
             # Unlike parse_override, this lets glob() see the choices.
             [override] = parser.parse_overrides([text])

@@ -28,6 +28,7 @@ from trainwright.trainer.batch import solve_accumulation
 from trainwright.trainer.candidates import AUTO
 from trainwright.trainer.check_resume import resume_problems
 from trainwright.trainer.config import ACCELERATORS, PARTITIONS, PRECISIONS
+from trainwright.trainer.inject_words import inject_problems
 from trainwright.trainer.machine import num_gpus, port_is_taken
 from trainwright.trainer.problems import did_you_mean
 from trainwright.trainer.run_directory import holds_run
@@ -424,6 +425,11 @@ def _resume(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     return resume_problems(cfg, surroundings.verb)
 
 
+def _inject(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    world_size = world_size_of(cfg, surroundings) if _has_world_size(cfg) else None
+    return inject_problems(cfg, surroundings.verb, world_size)
+
+
 def _data_options(cfg: DictConfig, _: Surroundings) -> list[str]:
     trainer = cfg.trainer
     if trainer.data_key is not None and trainer.data_partition != "hash":
@@ -497,4 +503,5 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _run_dir,
     _resume,
     _data_options,
+    _inject,
 )

@@ -87,6 +87,8 @@ def problems_of(cfg: DictConfig, options: VerifyOptions) -> list[str]:
         problems.append(f"ckpt_path={cfg.ckpt_path}: verify starts from the initial weights; leave ckpt_path out")
     if cfg.resume is not None:
         problems.append(f"resume={cfg.resume}: verify starts from the initial weights; leave resume out")
+    if cfg.inject:
+        problems.append("inject: verify compares runs that nothing happens to; leave inject out")
     if cfg.run_dir is not None:
         problems.append(f"run_dir={cfg.run_dir}: verify leaves nothing behind; leave run_dir out")
     if cfg.global_batch_size is None and cfg.micro_batch_size is None:

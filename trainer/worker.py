@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.trainer.candidates import LAST
+from trainwright.trainer.inject_words import make_faults
 from trainwright.trainer.launch.failure import log_file
 from trainwright.trainer.resume import look_in
 from trainwright.trainer.trainer import Trainer
@@ -63,6 +64,7 @@ def run_verb(
 def build_trainer(cfg: DictConfig, on_exception: Callable[[BaseException], None] | None = None) -> Trainer:
     """The Trainer of a resolved configuration, with its strategy, callbacks and loggers."""
     callbacks = [built for group in (cfg.monitor, cfg.checkpoint, cfg.callbacks) for built in _build_all(group)]
+    callbacks += make_faults(cfg.inject)
     options: Any = OmegaConf.to_container(cfg.trainer)
     # Only where it is asked for: a strategy of another library takes no such argument.
     begin = {} if cfg.init_from is None else {"init_from": cfg.init_from}

@@ -1,0 +1,264 @@
+"""Faults of numbers: NaN, a spike of the loss, a flipped bit; and of speed."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from trainwright.callbacks.inject.fault import Fault, StepFault
+
+# A backward pass costs about as much as two forward passes: gradients of inputs, and of weights.
+_STEP_OF_FORWARD = 3
+# Names in an error message.
+_SHOWN = 8
+
+
+class Spike(StepFault):
+    """See :func:`trainwright.callbacks.inject.spike`."""
+
+    def __init__(self, rank: int | None, at_step: int, factor: float, times: int | None) -> None:
+        super().__init__(rank, at_step, times)
+        self.factor = factor
+        self._done = False
+
+    def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait for the loss of this micro-batch."""
+        self._done = False
+        super().strike(trainer, pl_module)
+
+    def around(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Multiply the loss."""
+        output = step(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if not isinstance(loss, Tensor):
+            return output
+        self._done = True
+        changed = loss * self.factor
+        return {**output, "loss": changed} if isinstance(output, dict) else changed
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Give the module its step back.
+
+        Raises:
+            RuntimeError: if this rank had no loss to change.
+        """
+        was_due = self._struck and not self._done
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if was_due:
+            raise RuntimeError(
+                f"{self.sentence} changed nothing: rank {trainer.global_rank} has no loss, because its training_step "
+                "returns none or its stage of the pipeline is not the last. Name another rank."
+            )
+
+
+class NaN(Spike):
+    """See :func:`trainwright.callbacks.inject.nan`."""
+
+    def __init__(self, rank: int | None, at_step: int, where: str, parameter: str | None, times: int | None) -> None:
+        super().__init__(rank, at_step, math.nan, times)
+        self.where = where
+        self.parameter = parameter
+        self._handles: list[RemovableHandle] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse a parameter that is not there, before the first step."""
+        super().on_train_start(trainer, pl_module)
+        if self.parameter is not None:
+            _require(pl_module, self.parameter, self.sentence)
+
+    def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait for the loss, or for the parameter's module to be called: only then a strategy has it in one piece."""
+        if self.where == "loss":
+            super().strike(trainer, pl_module)
+            return
+        self._done = False
+        for module, name in _owners(pl_module, self.parameter):
+            self._handles.append(module.register_forward_pre_hook(partial(self._poison, name)))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Undo what was put into the module."""
+        if self.where == "loss":
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            return
+        was_due = bool(self._handles) and not self._done
+        self._remove()
+        if was_due:
+            raise RuntimeError(
+                f"{self.sentence} changed nothing: rank {trainer.global_rank} did not call the module of "
+                f"{self.parameter or 'any parameter'}. Name another parameter, or another rank."
+            )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Undo what was put into the module."""
+        super().on_exception(trainer, pl_module, exception)
+        self._remove()
+
+    def _poison(self, name: str, module: nn.Module, inputs: Any) -> None:
+        parameter = getattr(module, name)
+        if self._done or not parameter.requires_grad:
+            return
+        self._done = True
+        self._handles.append(parameter.register_hook(_with_nan))
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class FlipBit(Fault):
+    """See :func:`trainwright.callbacks.inject.flip_bit`."""
+
+    def __init__(
+        self, rank: int | None, at_step: int, parameter: str | None, bit: int | None, times: int | None
+    ) -> None:
+        super().__init__(rank, at_step, times)
+        self.parameter = parameter
+        self.bit = bit
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse a parameter that is not there, before the first step."""
+        super().on_train_start(trainer, pl_module)
+        if self.parameter is not None:
+            _require(pl_module, self.parameter, self.sentence)
+
+    def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Flip the bit.
+
+        Raises:
+            RuntimeError: if this rank holds nothing of the parameter.
+        """
+        held = {name: _local(parameter) for name, parameter in pl_module.named_parameters()}
+        name = self.parameter or next((name for name, tensor in held.items() if _is_held(tensor)), "")
+        if name not in held or not _is_held(held[name]):
+            raise RuntimeError(
+                f"{self.sentence}: rank {trainer.global_rank} holds nothing of {name or 'any parameter'}. Name a "
+                "parameter that it holds, or another rank."
+            )
+        flip_bit(held[name], self.bit)
+
+
+class Slow(StepFault):
+    """See :func:`trainwright.callbacks.inject.slow`."""
+
+    def __init__(self, rank: int | None, factor: float, from_step: int, to_step: int | None) -> None:
+        super().__init__(rank, from_step, None)
+        self.factor = factor
+        self.to_step = to_step
+        self._device = torch.device("cpu")
+        self._since: float | None = None  # processor time of this thread at the last micro-batch
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to watch."""
+        super().on_train_start(trainer, pl_module)
+        self._device, self._since = trainer.strategy.root_device, None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Slow down from the first step on that is meant, and no longer than that."""
+        self.reach(trainer)
+        is_meant = self.at_step <= self.step and (self.to_step is None or self.step < self.to_step)
+        if is_meant and self.strikes(trainer):
+            self.surround(pl_module)
+        else:
+            self.release(pl_module)
+            self._since = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stay for the next batch."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the module its step back."""
+        self.release(pl_module)
+
+    def around(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the step, and sleep."""
+        if self._device.type == "cuda":
+            return self._around_on_device(step, args, kwargs)
+        now = time.thread_time()
+        if self._since is not None:
+            time.sleep((self.factor - 1) * (now - self._since))
+        self._since = time.thread_time()
+        return step(*args, **kwargs)
+
+    def _around_on_device(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        torch.cuda.synchronize(self._device)
+        begin = time.perf_counter()
+        output = step(*args, **kwargs)
+        torch.cuda.synchronize(self._device)
+        time.sleep((self.factor - 1) * _STEP_OF_FORWARD * (time.perf_counter() - begin))
+        return output
+
+
+@torch.no_grad()
+def flip_bit(tensor: Tensor, bit: int | None = None) -> None:
+    """Flip one bit of the middle element, in place.
+
+    Args:
+        tensor: not empty, of floating-point numbers.
+        bit: counted from the lowest; ``None``: the highest of the mantissa.
+
+    Raises:
+        ValueError: if a number of this type has no such bit.
+    """
+    width = 8 * tensor.element_size()
+    if bit is None:
+        bit = round(-math.log2(torch.finfo(tensor.dtype).eps)) - 1
+    if bit >= width:
+        raise ValueError(f"bit={bit} of a number of {width} bits, {tensor.dtype} (allowed: 0 to {width - 1})")
+    number = tensor[tuple(size // 2 for size in tensor.shape)]  # a view, of zero dimensions
+    octets = number.reshape(1).clone().view(torch.uint8)
+    octet = bit // 8 if sys.byteorder == "little" else tensor.element_size() - 1 - bit // 8
+    octets[octet] ^= 1 << bit % 8
+    number.copy_(octets.view(tensor.dtype)[0])
+
+
+def _with_nan(gradient: Tensor) -> Tensor:
+    """``gradient`` with one element that is NaN."""
+    poisoned = gradient.clone()
+    poisoned[(0,) * poisoned.dim()] = math.nan
+    return poisoned
+
+
+def _owners(module: nn.Module, parameter: str | None) -> Iterator[tuple[nn.Module, str]]:
+    """Modules that hold the parameter, or any, and its name in them; a tied one has several."""
+    for path, part in module.named_modules():
+        for name in part._parameters:
+            if parameter is None or parameter == (f"{path}.{name}" if path else name):
+                yield part, name
+
+
+def _require(module: LightningModule, parameter: str, sentence: str) -> None:
+    """Refuse a parameter that the module does not have.
+
+    Raises:
+        ValueError: with the names there are.
+    """
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    if parameter not in names:
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        raise ValueError(f"{sentence}: there is no parameter {parameter!r}; there are {shown}.")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that may be spread over several."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.detach()
+
+
+def _is_held(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and not tensor.is_meta and tensor.is_floating_point()

@@ -1,0 +1,147 @@
+"""What can be said in a sentence that injects a fault; read by the command line too, so nothing heavy is imported."""
+
+from __future__ import annotations
+
+import math
+import signal as signals
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+HANGS = ("sleep", "lock", "gil", "skip_collective", "data")
+"""Ways to hang."""
+PLACES = ("loss", "gradient")
+"""Where a NaN may appear."""
+SOAKED = ("kill", "stop", "exit", "partition")
+"""Kinds that a soak draws from."""
+STEP = "training_step"
+"""The one hook of the module, beside those of callbacks, that can be told to raise."""
+_STAGES = ("train", "validation", "test", "predict")
+HOOKS = (
+    "setup",
+    "teardown",
+    "on_fit_start",
+    "on_fit_end",
+    "on_sanity_check_start",
+    "on_sanity_check_end",
+    *(f"on_{stage}{part}_{end}" for stage in _STAGES for part in ("", "_epoch", "_batch") for end in ("start", "end")),
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_save_checkpoint",
+    "on_load_checkpoint",
+    "on_exception",
+)
+"""Hooks of Lightning's callbacks."""
+
+_MOST_BITS = 64
+
+
+def problems_of(kind: str, arguments: Mapping[str, Any]) -> list[str]:
+    """What is impossible about the arguments of the fault ``kind``, one text each; empty when all can be meant.
+
+    Args:
+        kind: name of a function of :mod:`trainwright.callbacks.inject`.
+        arguments: all of its arguments, by name.
+    """
+    rules = {**_RULES, **_RULES_OF.get(kind, {})}
+    found = [
+        f"{kind}({name}={value!r}) (allowed: {rules[name][1]})"
+        for name, value in arguments.items()
+        if not rules[name][0](value)
+    ]
+    return found or _together(kind, arguments)
+
+
+def ranks_named(kind: str, arguments: Mapping[str, Any]) -> list[int]:
+    """The global ranks that a sentence names; empty if it means all."""
+    named = arguments.get("ranks") if kind == "partition" else arguments.get("rank")
+    if named is None:
+        return []
+    return [named] if isinstance(named, int) else list(named)
+
+
+def step_named(arguments: Mapping[str, Any]) -> int | None:
+    """The optimizer step that must be reached for a fault to strike; ``None`` if there is none."""
+    for name in ("at_step", "from_step", "step"):
+        if name in arguments:
+            return int(arguments[name])
+    return None
+
+
+def _together(kind: str, arguments: Mapping[str, Any]) -> list[str]:
+    if kind == "nan" and arguments["parameter"] is not None and arguments["where"] == "loss":
+        return [f"nan(parameter={arguments['parameter']!r}) needs where='gradient': a loss belongs to no parameter"]
+    if kind == "slow" and arguments["to_step"] is not None and arguments["to_step"] <= arguments["from_step"]:
+        given = f"from_step={arguments['from_step']}, to_step={arguments['to_step']}"
+        return [f"slow({given}) (allowed: to_step above from_step, or None)"]
+    return []
+
+
+def _whole(least: int, most: float = math.inf) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _number(accept: Callable[[float], bool]) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and math.isfinite(value) and accept(value)
+
+    return check
+
+
+def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or check(value)
+
+
+def _one_of(names: Sequence[str]) -> tuple[Callable[[Any], bool], str]:
+    return (lambda value: value in names), ", ".join(map(repr, names))
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _are_ranks(value: Any) -> bool:
+    several = [value] if isinstance(value, int) else value
+    if not isinstance(several, list | tuple) or not several:
+        return False
+    return all(map(_whole(0), several)) and len(set(several)) == len(several)
+
+
+def _are_seconds(value: Any) -> bool:
+    positive = _number(lambda number: number > 0)
+    if not isinstance(value, list | tuple):
+        return positive(value)
+    return len(value) == 2 and all(map(positive, value)) and value[0] <= value[1]
+
+
+def _are_kinds(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and set(value) <= set(SOAKED)
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "rank": (_or_none(_whole(0)), "a global rank: 0, 1, ..., or None for all"),
+    "ranks": (_are_ranks, "a global rank, or a list of different ones: [1, 2]"),
+    "at_step": (_whole(0), "an optimizer step: 0, 1, ..."),
+    "from_step": (_whole(0), "an optimizer step: 0, 1, ..."),
+    "to_step": (_or_none(_whole(1)), "an optimizer step, or None"),
+    "step": (_whole(1), "optimizer steps done at a save: 1, 2, ..."),
+    "times": (_or_none(_whole(1)), "1, 2, ..., or None for always"),
+    "signal": (_whole(1, signals.NSIG - 1), "the number of a signal, like 9"),
+    "how": _one_of(HANGS),
+    "where": _one_of(PLACES),
+    "parameter": (_or_none(_is_name), "the name of a parameter, or None"),
+    "hook": _one_of((*HOOKS, STEP)),
+    "error": (_or_none(lambda value: isinstance(value, Exception)), "an exception, like ValueError('why'), or None"),
+    "code": (_whole(0, 255), "0 to 255"),
+    "factor": (_number(lambda number: True), "a number"),
+    "bit": (_or_none(_whole(0, _MOST_BITS - 1)), f"0 to {_MOST_BITS - 1}, or None"),
+    "seed": (_whole(0), "0, 1, ..."),
+    "every_seconds": (_are_seconds, "seconds, or the least and the most of them: (20, 30)"),
+    "kinds": (_are_kinds, "a list of some of " + ", ".join(map(repr, SOAKED))),
+}
+_RULES_OF: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
+    "slow": {"factor": (_number(lambda number: number > 1), "more than 1")},
+    "corrupt_checkpoint": {"rank": (_whole(0), "a global rank: 0, 1, ...")},
+}

@@ -1,0 +1,113 @@
+"""One fault after the other, drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from trainwright.callbacks.inject.fault import FOLDER, Fault, Firings
+from trainwright.callbacks.inject.network import Partition
+from trainwright.callbacks.inject.process import Exit, Kill, Stop
+
+# A fault whose time passed while nobody could strike is left out when it is older than this (seconds).
+_LATE = 5.0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One fault of a soak.
+
+    Args:
+        number: in the order of time, from 0.
+        after: seconds since the run first began.
+        kind: what happens.
+        rank: to whom.
+    """
+
+    number: int
+    after: float
+    kind: str
+    rank: int
+
+
+def plan(seed: int, every_seconds: tuple[float, float], kinds: Sequence[str], world_size: int) -> Iterator[Planned]:
+    """The faults of a soak, without end; the same for the same arguments."""
+    draw, after, number = random.Random(seed), 0.0, 0  # noqa: S311 - nothing is to be kept secret
+    while True:
+        after += draw.uniform(*every_seconds)
+        yield Planned(number, after, draw.choice(list(kinds)), draw.randrange(world_size))
+        number += 1
+
+
+class Soak(Fault):
+    """See :func:`trainwright.callbacks.inject.soak`."""
+
+    def __init__(self, seed: int, every_seconds: float | Sequence[float], kinds: Sequence[str]) -> None:
+        super().__init__(None, 0, None)
+        self.seed = seed
+        self.kinds = tuple(kinds)
+        least, most = (every_seconds,) * 2 if isinstance(every_seconds, int | float) else every_seconds
+        self.every_seconds = (float(least), float(most))
+        self._began = 0.0
+        self._next: Planned | None = None
+        self._rest: Iterator[Planned] = iter(())
+        self._parts: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find out when the run first began, on rank 0 for all. A collective."""
+        super().on_train_start(trainer, pl_module)
+        self._began = trainer.strategy.broadcast(self._first_beginning(trainer))
+        self._rest = plan(self.seed, self.every_seconds, self.kinds, trainer.world_size)
+        self._next = next(self._rest)
+        self._parts = {kind: _PARTS[kind]() for kind in self.kinds if kind != "partition"}
+        if "partition" in self.kinds and trainer.world_size > 1:
+            for rank in range(trainer.world_size):
+                self._parts[f"partition {rank}"] = cut = Partition(rank, 0, None)
+                cut.sentence = self.sentence
+                cut.on_train_start(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Strike, if the time of a fault has come."""
+        self.reach(trainer)
+        assert self._next is not None
+        now = time.time() - self._began
+        while now >= self._next.after:
+            due, self._next = self._next, next(self._rest)
+            if due.rank == trainer.global_rank and now - due.after <= _LATE and not self._has_struck(due):
+                self._strike(due, trainer, pl_module)
+
+    def _strike(self, due: Planned, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._key = self._key_of(due)
+        self.fire(trainer)
+        name = f"partition {due.rank}" if due.kind == "partition" else due.kind
+        if name in self._parts:
+            self._parts[name].strike(trainer, pl_module)
+
+    def _has_struck(self, due: Planned) -> bool:
+        assert self._firings is not None
+        return bool(self._firings.of(self._key_of(due)))
+
+    def _key_of(self, due: Planned) -> str:
+        return f"{self.sentence} fault {due.number}: {due.kind}(rank={due.rank})"
+
+    def _first_beginning(self, trainer: Trainer) -> float:
+        if not trainer.is_global_zero:
+            return 0.0
+        kept = Firings(Path(trainer.default_root_dir) / FOLDER, 0)
+        begun = f"{self.sentence} began"
+        if not kept.of(begun):
+            kept.add(begun, trainer.global_step)
+        return float(kept.of(begun)[0]["time"])
+
+
+_PARTS = {
+    "kill": lambda: Kill(None, 0, 9, None),
+    "stop": lambda: Stop(None, 0, None),
+    "exit": lambda: Exit(None, 0, 1, None),
+}
