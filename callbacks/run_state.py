@@ -301,6 +301,30 @@ class RunStateCheckpoint(Checkpoint):
 
     # ---- saving -----------------------------------------------------------------------------------------------------
 
+    def save_now(self, trainer: Trainer) -> str:
+        """Save the present step, unless it is saved already, and wait until that is written. A collective.
+
+        To be called between two optimizer steps of a fit.
+
+        Returns:
+            Path of the checkpoint.
+
+        Raises:
+            CheckpointError: on every rank, if it could not be saved.
+        """
+        try:
+            self._settle(trainer)
+        except CheckpointError as error:  # of a save before; this one is as good a chance as any
+            rank_zero_warn(str(error))
+        last = self._records.last
+        if last is None or last.step != trainer.global_step:
+            self._save(trainer)
+            self._settle(trainer)
+            last = self._records.last
+        if last is None or last.step != trainer.global_step:
+            raise CheckpointError(f"Step {trainer.global_step} was not saved into {self._folder}.")
+        return last.path
+
     def _save_once(self, trainer: Trainer) -> None:
         if self._saved_step != trainer.global_step and not _is_trial(trainer):
             self._save(trainer)

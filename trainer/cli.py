@@ -13,11 +13,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
-from typing import NoReturn
 
 from trainwright.trainer.launch.forkserver import start_forkserver, stop_forkserver
-from trainwright.trainer.launch.interrupt import Interrupted
+from trainwright.trainer.launch.interrupt import Interrupted, raise_interrupted
 from trainwright.trainer.launch.launcher import detect_launcher
 from trainwright.trainer.launch.output import ranks_speak_to_stderr
 
@@ -33,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         2 the command or configuration was refused and nothing was started, 130 and 143 ended by Ctrl-C and SIGTERM.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    previous = signal.signal(signal.SIGTERM, raise_interrupted)
     try:
         if _is_about_checkpoints(words):
             from trainwright.trainer.checkpoint_command import run_checkpoint_command
@@ -76,7 +74,3 @@ def _make_cwd_importable() -> None:
     cwd = os.getcwd()
     if cwd not in sys.path:
         sys.path.insert(0, cwd)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise Interrupted(number)

@@ -37,6 +37,14 @@ class ExactEvaluationLoop(_EvaluationLoop):
                 self._take_part(batch, batch_idx, dataloader_idx)
         else:
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        if _is_told_to_end(self.trainer, dataloader_iter) and not self.batch_progress.is_last_batch:
+            self._end_early()
+
+    def _end_early(self) -> None:
+        trainer: Any = self.trainer
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            trainer.fit_loop.epoch_loop.leave_validation()
+        trainer._signal_connector.end()
 
     def _take_part(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         """Run the step for its collectives only: no hook of a callback hears of it."""
@@ -65,6 +73,8 @@ class OrderedPredictionLoop(_PredictionLoop):
             kept = self._predictions[dataloader_idx]
             if len(kept) > batch_idx:
                 kept.pop()
+        if _is_told_to_end(self.trainer, dataloader_iter) and not self.batch_progress.is_last_batch:
+            self.trainer._signal_connector.end()
 
     def _on_predict_epoch_end(self) -> Any:
         predictions = super()._on_predict_epoch_end()
@@ -85,6 +95,14 @@ class OrderedPredictionLoop(_PredictionLoop):
             return [batch for batches in by_rank for batch in batches]
         waves = max(map(len, by_rank))
         return [batches[wave] for wave in range(waves) for batches in by_rank if wave < len(batches)]
+
+
+def _is_told_to_end(trainer: Any, dataloader_iter: Any) -> bool:
+    """Whether the ranks have agreed, after a batch, that they were told to end."""
+    # Only where our loaders see to it that every rank has as many batches as the others.
+    even = dataloader_iter is None and hasattr(trainer.strategy, "num_data_ranks")
+    told: bool = trainer._signal_connector.passed(fits=False, even=even)
+    return told
 
 
 def _is_padding(combined_loader: Any, batch_idx: int, dataloader_idx: int) -> bool:

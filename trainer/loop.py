@@ -34,7 +34,6 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
@@ -47,9 +46,6 @@ from trainwright.trainer.phases import BACKWARD, DATA, FORWARD, HOOKS, IDLE, OPT
 from trainwright.trainer.reading import Dealer, dealer_of
 from trainwright.trainer.remembered_logs import Entry, RememberedLogs, collected
 from trainwright.trainer.results import LeanResults, RepeatedLog
-
-# Micro-batches between two agreements of the ranks on whether a SIGTERM has come in.
-_SIGNAL_CHECK_EVERY = 64
 
 
 class LossScale:
@@ -253,7 +249,6 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self._validates = True
         self._step_takes_index = True
         self._moves_batch = True
-        self._since_signal_check = 0
         self._in_batch = False
         # Resuming: whether the run was saved within the end of a batch, of which the rest is still to come.
         self.owes_end_of_batch = False
@@ -462,10 +457,10 @@ class LeanEpochLoop(_TrainingEpochLoop):
             super().on_advance_end(data_fetcher)
             self.phases.begin(HOOKS)
         self._in_batch = False
-        if self.trainer.world_size > 1:
-            self._agree_on_signal()
-        elif self.trainer.received_sigterm and not self._is_training_done:
-            raise SIGTERMException
+        signals = self.trainer._signal_connector
+        # Not at the end of an epoch, which the fit loop still has to end, nor within an optimizer step.
+        if signals.passed(fits=True) and not self._is_training_done and not self._should_accumulate():
+            signals.end()
 
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         due: bool = super()._should_check_val_fx(data_fetcher)
@@ -479,13 +474,15 @@ class LeanEpochLoop(_TrainingEpochLoop):
             self._batches_that_stepped += 1
         self._save_loggers_on_train_batch_end()
 
-    def _agree_on_signal(self) -> None:
-        self._since_signal_check += 1
-        if self._since_signal_check < _SIGNAL_CHECK_EVERY:
-            return
-        self._since_signal_check = 0
-        if self.trainer.strategy.reduce_boolean_decision(self.trainer._signal_connector.told_to_end, all=False):
-            raise SIGTERMException
+    def leave_validation(self) -> None:
+        """Count as if the validation that runs now had not begun: saved so, a run begins with the whole of it."""
+        progress, validated = self.batch_progress, self.val_loop.batch_progress
+        if progress.current.completed == progress.current.ready:  # the batch that it came after ends once more
+            progress.total.completed -= 1
+            progress.current.completed -= 1
+        validated.total.increment_by(-validated.current.ready)
+        validated.reset_on_run()
+        self._in_batch = True
 
     # ---- the cursor -----------------------------------------------------------------------------------------------
 

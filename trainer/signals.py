@@ -1,27 +1,262 @@
-"""SIGTERM on several ranks: remembered here, agreed upon by the loop."""
+"""A notice to end: remembered here, agreed upon by the ranks, obeyed by the loops between two batches."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
 from types import FrameType
+from typing import Any, NoReturn
 
-from lightning.pytorch.trainer.connectors.signal_connector import _SIGNUM, _SignalConnector
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.signal_connector import _HANDLER, _SignalConnector
+from lightning.pytorch.trainer.states import TrainerFn
+
+from trainwright.callbacks.notice import FILE, URL, Notice, NoticePoll, Told
+from trainwright.callbacks.preemption import Preemption
+from trainwright.trainer.launch.interrupt import raise_interrupted
+from trainwright.trainer.launch.watch import Allowance, ShutdownWatch
+
+# Micro-batches between two agreements at most: of very short ones, and where there is nothing to go by.
+MOST_BATCHES = 512
+# How much longer one distance may be than the one before: the first batch of a loop says little about the others.
+_GROWTH = 16
+
+
+class Pace:
+    """How many batches of one kind lie between two agreements: what takes about so many seconds on the slowest rank.
+
+    Args:
+        seconds: between two agreements.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.distance = 1
+        self._passed = 0
+        self._spent = 0.0
+        self._since = time.perf_counter()
+
+    def enter(self) -> None:
+        """The loop of these batches begins, or goes on after another one."""
+        self._since = time.perf_counter()
+
+    def leave(self) -> None:
+        """Another loop begins; its time does not count here."""
+        self._spent += time.perf_counter() - self._since
+
+    def is_due(self) -> bool:
+        """Count one batch; whether the ranks are to agree after it."""
+        self._passed += 1
+        return self._passed >= self.distance
+
+    @property
+    def seconds_per_batch(self) -> float:
+        """Of this rank, since the last agreement."""
+        return (self._spent + time.perf_counter() - self._since) / max(self._passed, 1)
+
+    def settle(self, slowest: float) -> None:
+        """Begin anew, by the seconds per batch of the slowest rank; every rank has to give the same."""
+        wanted = self._seconds / slowest if slowest > 0 else MOST_BATCHES
+        self.distance = max(1, int(min(wanted, self.distance * _GROWTH, MOST_BATCHES)))
+        self._passed, self._spent = 0, 0.0
+        self._since = time.perf_counter()
 
 
 class FlagOnSignal(_SignalConnector):
-    """Remembers a SIGTERM and nothing more.
+    """Remembers that this rank was told to end, and finds out together with the others whether any was.
 
     Lightning's handler runs a broadcast inside the signal handler, which meets no partner when one rank alone is told
-    to stop; and where it sees ``received_sigterm`` set (at the end of an epoch, within a validation), it raises on this
-    rank alone and leaves the others waiting in their next collective. So with several ranks only :attr:`told_to_end` is
-    set, and the loop asks all ranks at its next agreement.
+    to stop; where it sees ``received_sigterm`` set, it raises on this rank alone and leaves the others waiting in their
+    next collective; and under SLURM it saves inside the handler, in the middle of whatever runs. None of that is done
+    here: a handler sets a flag, the loops call :meth:`passed` after each batch, and where that says so they call
+    :meth:`end`.
+
+    Raises:
+        ValueError: if Lightning's own requeueing is asked for.
     """
 
-    told_to_end = False
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self._notice = Notice()
+        self._process = os.getpid()
+        self._without_callback = Preemption(signals=("SIGTERM",))
+        self._paces: dict[bool, Pace] = {}
+        self._present: Pace | None = None
+        self._undo: list[Callable[[], object]] = []
+        self.agreed: Told | None = None
+        """What the ranks were told, once they have agreed that they were."""
+        _refuse_requeueing(trainer)
 
-    def _sigterm_notifier_fn(self, signum: _SIGNUM, _: FrameType) -> None:
+    @property
+    def preemption(self) -> Preemption:
+        """What to do: as the first callback of this kind says, else what is done without one."""
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return next((each for each in callbacks if isinstance(each, Preemption)), self._without_callback)
+
+    # ---- what comes in ----------------------------------------------------------------------------------------------
+
+    def register_signal_handlers(self) -> None:
+        """Listen to signals, and to the file and the address if there are any."""
+        preemption = self.preemption
+        self.received_sigterm, self.agreed = False, None
+        self._notice, self._process = Notice(), os.getpid()
+        self._paces = {fits: Pace(preemption.check_seconds) for fits in (True, False)}
+        self._present = None
+        self._original_handlers = self._get_current_signal_handlers()
+        self._limit_time(preemption)
+        for number in preemption.numbers:
+            self._register_signal(signal.Signals(number), self._with_existing(number))
+        self._poll(preemption)
+
+    def _with_existing(self, number: int) -> _HANDLER:
+        existing = signal.getsignal(number)
+
+        def handle(received: int, frame: FrameType | None) -> None:
+            if os.getpid() != self._process:
+                return  # a forked worker of a data loader has inherited the handler
+            self._on_notice(received)
+            if callable(existing) and existing not in (raise_interrupted, signal.default_int_handler):
+                existing(received, frame)
+
+        return handle
+
+    def _on_notice(self, number: int) -> None:
         launcher = self.trainer.strategy.launcher
-        if not self.told_to_end and launcher is not None:
-            launcher.kill(signum)  # the ranks that this process has started
-        self.told_to_end = True
+        if self._notice.give(number) and launcher is not None and number not in (FILE, URL):
+            launcher.kill(number)  # the ranks that this process has started
+
+    def _poll(self, preemption: Preemption) -> None:
+        if (preemption.file is None and preemption.url is None) or self.trainer.local_rank != 0:
+            return
+
+        def on_notice(number: int) -> None:
+            self._on_notice(number)
+            self._keep_deadline()
+
+        poll = NoticePoll(preemption.file, preemption.url, preemption.url_headers, preemption.poll_seconds, on_notice)
+        poll.start()
+        self._undo.append(poll.stop)
+
+    # ---- the deadline -----------------------------------------------------------------------------------------------
+
+    def _limit_time(self, preemption: Preemption) -> None:
+        """Give the process the time that a save takes, and no more."""
+        trainer = self.trainer
+        if trainer.state.fn != TrainerFn.FITTING or not preemption.save:
+            return  # then it ends after the batch, within the time that the process has anyway
+        watch = self._watch()
+        if watch is None:
+            return
+
+        def told(number: int) -> Told:
+            return self.agreed or self._notice.told or Told(number, time.monotonic())
+
+        allowance = Allowance(
+            numbers=(*preemption.numbers, FILE, URL),
+            seconds=preemption.deadline_seconds,
+            exit_code=lambda number: preemption.code_for(told(number)),
+            last_words=lambda number: preemption.give_up(trainer, told(number)),
+        )
+        self._undo.append(watch.allow(allowance))
+
+    def _watch(self) -> ShutdownWatch | None:
+        """The watch of this process; in a script that has none, one for the time of this run."""
+        watch = ShutdownWatch.of_process()
+        # A script with a wake-up descriptor of its own (an event loop) keeps it.
+        is_free = watch is None and os.name == "posix" and threading.current_thread() is threading.main_thread()
+        if not is_free or not _wakeup_is_free():
+            return watch
+        watch = ShutdownWatch(grace_seconds=None)
+        watch.start()
+        self._undo.append(watch.stop)
+        return watch
+
+    def _keep_deadline(self) -> None:
+        """Let the process end in time where no signal has come to it."""
+        told, watch, seconds = self.agreed or self._notice.told, ShutdownWatch.of_process(), None
+        if self.trainer.state.fn == TrainerFn.FITTING and self.preemption.save:
+            seconds = self.preemption.deadline_seconds
+        if told is not None and watch is not None and seconds is not None:
+            watch.end_at(told.since + seconds, told.number)
+
+    # ---- agreeing ---------------------------------------------------------------------------------------------------
+
+    def passed(self, fits: bool, even: bool = True) -> bool:
+        """Count one batch, and every so often ask all ranks; whether they have agreed to end.
+
+        Args:
+            fits: whether it is a batch of training.
+            even: whether every rank has this batch; else nobody is asked.
+        """
         if self.trainer.world_size == 1:
-            self.received_sigterm = True
+            self.agreed = self._notice.told
+        elif self.agreed is None and even:
+            pace = self._enter(self._paces[fits])
+            if pace.is_due():
+                self._agree(pace)
+        return self.agreed is not None
+
+    def _enter(self, pace: Pace) -> Pace:
+        if self._present is not pace:
+            if self._present is not None:
+                self._present.leave()
+            pace.enter()
+            self._present = pace
+        return pace
+
+    def _agree(self, pace: Pace) -> None:
+        told, now = self._notice.told, time.monotonic()
+        mine = [0.0, 0.0] if told is None else [float(told.number), now - told.since]
+        # The largest of each: whoever was told, who was told first, and the slowest.
+        answers = torch.tensor([*mine, pace.seconds_per_batch], dtype=torch.float64)
+        if dist.is_available() and dist.is_initialized():
+            trainer: Any = self.trainer
+            dist.all_reduce(answers, op=dist.ReduceOp.MAX, group=trainer.agreement_group())
+        number, ago, slowest = answers.tolist()
+        pace.settle(slowest)
+        if number:
+            self.agreed = Told(int(number), now - ago)
+            self._keep_deadline()
+
+    def end(self) -> NoReturn:
+        """Save and end, on all ranks at once.
+
+        Raises:
+            Preempted: always.
+        """
+        assert self.agreed is not None
+        self.received_sigterm = True  # callbacks may ask the Trainer why it ends
+        self.preemption.end(self.trainer, self.agreed)
+
+    # ---- afterwards -------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Put everything back as it was."""
+        while self._undo:
+            self._undo.pop()()
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_undo": [], "_notice": Notice()}
+
+
+def _wakeup_is_free() -> bool:
+    descriptor = signal.set_wakeup_fd(-1)
+    if descriptor != -1:
+        signal.set_wakeup_fd(descriptor)
+    return descriptor == -1
+
+
+def _refuse_requeueing(trainer: Trainer) -> None:
+    given = trainer._accelerator_connector._cluster_environment_flag
+    if isinstance(given, SLURMEnvironment) and given.auto_requeue:
+        raise ValueError(
+            "SLURMEnvironment(auto_requeue=True) saves within a signal handler, in the middle of a step. Pass "
+            "SLURMEnvironment(auto_requeue=False) and the callback Preemption(requeue=True) instead."
+        )

@@ -1,6 +1,8 @@
 """A run that was told to end."""
 
 import signal
+from types import FrameType
+from typing import NoReturn
 
 
 class Interrupted(BaseException):
@@ -10,13 +12,15 @@ class Interrupted(BaseException):
 
     Args:
         number: the signal.
+        exit_code: of the command; None = 128 plus the number of the signal, as shells have it.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, exit_code: int | None = None) -> None:
         self.number = signal.Signals(number)
+        self.exit_code = 128 + int(number) if exit_code is None else exit_code
         super().__init__(self.number.name)
 
-    @property
-    def exit_code(self) -> int:
-        """128 plus the number of the signal, as shells have it."""
-        return 128 + int(self.number)
+
+def raise_interrupted(number: int, frame: FrameType | None) -> NoReturn:
+    """A signal handler that ends what runs now; a Trainer that saves first puts its own in the place of this one."""
+    raise Interrupted(number)

@@ -1,9 +1,42 @@
 """A rank ends in time: after a signal, and when the process that launched it is gone."""
 
+from __future__ import annotations
+
+import contextlib
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from multiprocessing import connection
+from typing import ClassVar
+
+# Written to the pipe in place of a number of a signal: something about the deadline has changed.
+_LOOK_AGAIN = b"\0"
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """More time than `grace_seconds` for a process that saves before it ends.
+
+    Attributes:
+        numbers: of the signals that it is for.
+        seconds: between the signal and the hard end; None = no limit.
+        exit_code: of the hard end, by the number of the signal.
+        last_words: called before the hard end, in the thread that watches.
+    """
+
+    numbers: Collection[int]
+    seconds: float | None
+    exit_code: Callable[[int], int]
+    last_words: Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class _End:
+    at: float
+    number: int
 
 
 class ShutdownWatch:
@@ -12,42 +45,117 @@ class ShutdownWatch:
     A rank that waits in a collective cannot run Python's signal handlers. The interpreter's C handler however writes
     each signal to a pipe at once, and this thread reads it: after SIGINT or SIGTERM the process has `grace_seconds` to
     end in its own way (Lightning closes loggers and saves what it is asked to), then it ends hard. When the launching
-    process dies, kill -9 included, the rank ends at once.
+    process dies, kill -9 included, the rank ends at once. A process has one watch; :meth:`of_process` is it.
 
     Args:
-        grace_seconds: seconds between the signal and the hard end.
+        grace_seconds: seconds between the signal and the hard end; None = no limit but those of :meth:`allow`.
         launcher: file descriptor that becomes readable when the launching process dies; None = not watched.
     """
 
-    def __init__(self, grace_seconds: float, launcher: int | None = None) -> None:
+    _of_process: ClassVar[ShutdownWatch | None] = None
+
+    def __init__(self, grace_seconds: float | None, launcher: int | None = None) -> None:
         self._grace_seconds = grace_seconds
         self._launcher = launcher
         self._previous = -1
         self._signals, self._write = os.pipe()
-        self._stopped = threading.Event()
+        self._stopped = False
+        self._allowance: Allowance | None = None
+        self._end: _End | None = None
+
+    @classmethod
+    def of_process(cls) -> ShutdownWatch | None:
+        """The watch of this process; None if it has none."""
+        return cls._of_process
 
     def start(self) -> None:
         """Begin to watch; only the main thread may call this."""
         os.set_blocking(self._write, False)
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        ShutdownWatch._of_process = self
         threading.Thread(target=self._watch, name="trainwright-shutdown-watch", daemon=True).start()
 
     def stop(self) -> None:
         """End watching; only the main thread may call this."""
-        self._stopped.set()
+        self._stopped = True
         signal.set_wakeup_fd(self._previous)
-        os.close(self._write)  # wakes the thread
+        if ShutdownWatch._of_process is self:
+            ShutdownWatch._of_process = None
+        self._wake()  # a child that was forked meanwhile holds the pipe open
+        os.close(self._write)
+
+    def allow(self, allowance: Allowance) -> Callable[[], None]:
+        """Give the process more time after certain signals; returns how to end that.
+
+        A signal that has come in meanwhile keeps the time that it was given.
+        """
+        self._allowance = allowance
+
+        def undo() -> None:
+            if self._allowance is allowance:
+                self._allowance = None
+
+        return undo
+
+    def end_at(self, moment: float, number: int) -> None:
+        """Have the process end hard at `moment` (of `time.monotonic`) at the latest, as if by the signal `number`."""
+        self._set_end(moment, number)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+            os.write(self._write, _LOOK_AGAIN)
 
     def _watch(self) -> None:
         sources = [self._signals] if self._launcher is None else [self._signals, self._launcher]
-        while not self._stopped.is_set():
-            ready = connection.wait(sources)
+        while not self._stopped:
+            ready = connection.wait(sources, self._rest())
             if self._launcher in ready:
                 os._exit(128 + signal.SIGKILL)
-            received = os.read(self._signals, 64)
-            if not received:
-                os.close(self._signals)
-                return
-            ending = [number for number in received if number in (signal.SIGINT, signal.SIGTERM)]
-            if ending and not self._stopped.wait(self._grace_seconds):
-                os._exit(128 + ending[0])
+            if self._signals in ready:
+                received = os.read(self._signals, 64)
+                if not received:
+                    break
+                for number in received:
+                    self._begin_to_end(number)
+            if self._rest() == 0 and not self._stopped:
+                self._end_hard()
+        os.close(self._signals)
+
+    def _rest(self) -> float | None:
+        return None if self._end is None else max(0.0, self._end.at - time.monotonic())
+
+    def _begin_to_end(self, number: int) -> None:
+        allowance = self._allowance
+        if allowance is not None and number in allowance.numbers:
+            seconds = allowance.seconds
+        elif number in (signal.SIGINT, signal.SIGTERM):
+            seconds = self._grace_seconds
+        else:
+            return
+        if seconds is not None:
+            self._set_end(time.monotonic() + seconds, number)
+
+    def _set_end(self, moment: float, number: int) -> None:
+        if self._end is None or moment < self._end.at:
+            self._end = _End(moment, number)
+
+    def _end_hard(self) -> None:
+        assert self._end is not None
+        number, allowance = self._end.number, self._allowance
+        if allowance is None or number not in allowance.numbers:
+            os._exit(128 + number)
+        with contextlib.suppress(Exception):
+            allowance.last_words(number)
+        os._exit(allowance.exit_code(number))
+
+
+def _forget_in_child() -> None:
+    """A forked child shares the pipe: its signals (a worker of a data loader that is ended) would end this process."""
+    if ShutdownWatch._of_process is not None:
+        ShutdownWatch._of_process = None
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
