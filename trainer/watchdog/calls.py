@@ -1,0 +1,167 @@
+"""Collective calls of this process, as torch's flight recorder keeps them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# Calls that each process remembers; older ones are overwritten.
+_REMEMBERED = 2000
+# Of which an answer holds at most this many, and all that are pending.
+_TOLD = 400
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective call of one rank.
+
+    Attributes:
+        group: name of the process group.
+        number: how many calls of the group came before it; the same on every rank of the group that is in step.
+        name: such as ``all_reduce``.
+        sizes: of its inputs.
+        kinds: their types, such as ``float32``.
+        pending: whether it has not been completed.
+        seconds: since it was made.
+    """
+
+    group: str
+    number: int
+    name: str
+    sizes: tuple[tuple[int, ...], ...]
+    kinds: tuple[str, ...]
+    pending: bool
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.name} #{self.number}{self.what}"
+
+    @property
+    def what(self) -> str:
+        """What is communicated, such as `` (512 x float32)``; nothing for a barrier."""
+        counts = [_elements(size) for size in self.sizes]
+        if not counts:
+            return ""
+        kinds = sorted(set(self.kinds))
+        extent = f"{sum(counts):,} x {' and '.join(kinds)}" if kinds else f"{sum(counts):,} elements"
+        return f" ({extent}{f' in {len(counts)} tensors' if len(counts) > 1 else ''})"
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Call:
+        """From plain values."""
+        sizes = tuple(tuple(size) for size in plain["sizes"])
+        return cls(**{**plain, "sizes": sizes, "kinds": tuple(plain["kinds"])})
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group.
+
+    Attributes:
+        name: unique in the run.
+        label: for people.
+        ranks: global ranks.
+    """
+
+    name: str
+    label: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"group {self.label!r} {list(self.ranks)}"
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Group:
+        """From plain values."""
+        return cls(plain["name"], plain["label"], tuple(plain["ranks"]))
+
+
+def remember_calls() -> None:
+    """Have torch remember the calls of this process; without effect once it has made a process group.
+
+    Costs about a microsecond a call. What the user has set counts.
+    """
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the name until torch 2.9, which torch still prefers
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_REMEMBERED))
+
+
+def own_calls() -> list[Call]:
+    """The last calls of this process, oldest first; empty when torch does not remember them."""
+    if not _has_groups():
+        return []
+    from torch._C import _distributed_c10d
+
+    entries = json.loads(_distributed_c10d._dump_fr_trace_json()).get("entries", [])
+    now = time.time_ns()
+    calls = [_call(entry, now) for entry in entries]
+    old = max(0, len(calls) - _TOLD)
+    return [call for call in calls[:old] if call.pending] + calls[old:]
+
+
+def own_groups() -> list[Group]:
+    """The process groups that this process belongs to."""
+    if not _has_groups():
+        return []
+    from torch.distributed import distributed_c10d
+
+    world = distributed_c10d._world
+    found = []
+    # A copy: the main thread may be making a group.
+    for group, name in list(world.pg_names.items()):
+        ranks = tuple(sorted(world.pg_group_ranks.get(group, {})))
+        found.append(Group(name, _label(name, getattr(group, "group_desc", "")), ranks))
+    return found
+
+
+def plain(values: list[Call] | list[Group]) -> list[dict[str, Any]]:
+    """As plain values."""
+    return [asdict(value) for value in values]
+
+
+def _has_groups() -> bool:
+    distributed: Any = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _call(entry: dict[str, Any], now: int) -> Call:
+    name = str(entry.get("profiling_name", "")).rpartition(":")[2] or "a call"
+    number = entry["p2p_seq_id"] if entry.get("is_p2p") else entry["collective_seq_id"]
+    return Call(
+        group=str(entry["process_group"][0]),
+        number=int(number),
+        name=name,
+        sizes=tuple(tuple(size) for size in entry["input_sizes"]),
+        kinds=tuple(_DTYPES.get(kind, kind.lower()) for kind in entry["input_dtypes"]),
+        pending=not entry["retired"] and entry["state"] != "completed",
+        seconds=max(0, now - entry["time_created_ns"]) / 1e9,
+    )
+
+
+def _label(name: str, description: str) -> str:
+    plain = {"default_pg": "all ranks", "": name, "undefined": name}
+    return plain.get(description, description.removeprefix("mesh_"))
+
+
+def _elements(size: tuple[int, ...]) -> int:
+    count = 1
+    for extent in size:
+        count *= extent
+    return count
+
+
+_DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+}

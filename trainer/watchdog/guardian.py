@@ -1,0 +1,54 @@
+"""The program of the process that watches the ranks of one machine; see :mod:`trainwright.trainer.watchdog.outside`.
+
+It imports neither torch nor Lightning, sleeps between two looks, and lives as long as the process that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from trainwright.trainer.launch.scratch import scratch
+from trainwright.trainer.watchdog.limits import HangLimits
+from trainwright.trainer.watchdog.monitor import VARIABLE, FoundHang, HangMonitor
+
+_INTERVAL = 0.5
+
+
+def main() -> None:
+    """Watch until told to stop, or until the parent is gone."""
+    # A signal for the whole job is for the ranks, which may want to save; this process is watching them then, too.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    parent = os.getppid()
+    task = json.loads(sys.argv[1])
+    folder = Path(tempfile.mkdtemp(prefix="watch-", dir=scratch()))
+    monitor = HangMonitor(task["count"], folder, Path(task["run_dir"]), HangLimits(**task["limits"]), node=task["node"])
+    print(monitor.environment[VARIABLE], flush=True)
+    while os.getppid() == parent and not _told_to_stop():
+        hang = monitor.check()
+        if hang is not None:
+            _end(hang, monitor)
+    monitor.close()
+
+
+def _told_to_stop() -> bool:
+    """Wait for a while; whether the parent has said that this is enough, or closed the pipe."""
+    ready, _, _ = select.select([sys.stdin], [], [], _INTERVAL)
+    return bool(ready)
+
+
+def _end(hang: FoundHang, monitor: HangMonitor) -> None:
+    print(f"\n{hang.report}\n\nEnding rank {hang.rank} (SIGKILL).", file=sys.stderr, flush=True)
+    with suppress(ProcessLookupError):
+        os.kill(monitor.process_of(hang.rank), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

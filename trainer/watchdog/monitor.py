@@ -1,0 +1,195 @@
+"""Watches the ranks of one machine: by their progress, not by whether they live."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainwright.trainer.watchdog.boxes import SETUP, Boxes, Progress
+from trainwright.trainer.watchdog.evidence import Evidence
+from trainwright.trainer.watchdog.inquiry import Inquiry
+from trainwright.trainer.watchdog.limits import HangLimits
+from trainwright.trainer.watchdog.process import is_alive
+from trainwright.trainer.watchdog.report import first_lines, report_of
+from trainwright.trainer.watchdog.verdict import Verdict, judge
+
+# How a rank learns where its box is and where it is asked.
+VARIABLE = "TRAINWRIGHT_WATCHDOG"
+# Of the time between two looks this much counts, so that a machine or a job that was put to sleep is no hang.
+_LONGEST_LOOK = 2.0
+
+
+@dataclass(frozen=True)
+class FoundHang:
+    """A rank that keeps the others waiting.
+
+    Attributes:
+        rank: which to end, a rank of this machine.
+        reason: in one line; where another rank is to blame, it is named there.
+        report: what a terminal shows: the reason, a line for each rank, and where everything else is.
+        path: of the whole report; ``None`` = it could not be written.
+    """
+
+    rank: int
+    reason: str
+    report: str
+    path: Path | None
+
+
+class HangMonitor:
+    """Finds a hang among the ranks of this machine.
+
+    Each rank says in its box (:mod:`trainwright.trainer.watchdog.boxes`) which phase it has begun, and when. One that
+    stays in a phase for too long raises a suspicion; then all ranks are asked what they are doing, and the one to blame
+    is found (:mod:`trainwright.trainer.watchdog.verdict`). Nobody waits in here: a question is put in one call of
+    :meth:`check`, its answers are read in later ones.
+
+    Args:
+        count: number of ranks of this machine.
+        folder: of this machine, private to this process and its ranks; what lies there is whoever made it's to remove.
+        run_dir: reports are written to ``logs/`` in it.
+        limits: how long is too long.
+        node: number of this machine; ``None`` = there is only one, and reports do not name it.
+
+    Attributes:
+        environment: variables that the ranks must have.
+    """
+
+    def __init__(
+        self, count: int, folder: Path, run_dir: Path, limits: HangLimits | None = None, node: int | None = None
+    ) -> None:
+        self._limits = limits or HangLimits()
+        self._folder, self._run_dir, self._node = folder, run_dir, node
+        self._boxes = Boxes(count, folder)
+        self.environment = {VARIABLE: json.dumps({"boxes": self._boxes.address, "folder": str(folder)})}
+        self._ranks = [_Watched(local) for local in range(count)]
+        self._looked_at: float | None = None
+        self._questions = 0
+        self._inquiry: Inquiry | None = None
+        self._not_before = 0.0
+        self._suspects: frozenset[int] = frozenset()
+
+    def watch(self, rank: int, pid: int) -> None:
+        """Hear that ``rank``, which is also its place on this machine, is now the process ``pid``."""
+        self._ranks[rank].expect(rank, pid)
+        self._forget()
+
+    def check(self) -> FoundHang | None:
+        """The rank to end, if any. To be asked about twice a second; it answers at once."""
+        now = time.monotonic()
+        passed = 0.0 if self._looked_at is None else min(now - self._looked_at, _LONGEST_LOOK)
+        self._looked_at = now
+        for one in self._ranks:
+            one.look(self._boxes.read(one.local), passed)
+        if self._inquiry is not None:
+            return self._go_on()
+        if now >= self._not_before and any(one.stalled > self._limit(one.progress) for one in self._watched()):
+            self._questions += 1
+            self._inquiry = Inquiry(self._folder, self._questions, self._known())
+        return None
+
+    def process_of(self, rank: int) -> int:
+        """Process id of a rank of this machine, by its global number."""
+        return next(one.progress.process for one in self._ranks if one.progress.rank == rank)
+
+    def close(self) -> None:
+        """Give the boxes back."""
+        self._boxes.close()
+
+    def _watched(self) -> list[_Watched]:
+        return [one for one in self._ranks if one.progress.running and is_alive(one.progress.process)]
+
+    def _known(self) -> dict[int, Evidence]:
+        """What the boxes tell of every rank that has begun."""
+        slow = self._limits.slow_limit()
+        return {
+            one.local: Evidence(one.progress, one.stalled, self._limit(one.progress), slow)
+            for one in self._ranks
+            if one.progress.process
+        }
+
+    def _limit(self, progress: Progress) -> float:
+        return self._limits.limit(progress.phase, [one.progress for one in self._ranks])
+
+    def _go_on(self) -> FoundHang | None:
+        assert self._inquiry is not None
+        ranks = self._inquiry.advance()
+        if ranks is None:
+            return None
+        self._inquiry = None
+        ranks = [one for one in map(self._still_there, ranks) if one is not None]
+        suspects = frozenset(one.rank for one in ranks if one.is_over)
+        verdict = judge(ranks, seen_before=bool(suspects) and suspects == self._suspects)
+        self._suspects = suspects
+        self._not_before = time.monotonic() + self._limits.pause()
+        return None if verdict is None else self._tell(verdict, ranks)
+
+    def _still_there(self, one: Evidence) -> Evidence | None:
+        """What was found, unless the rank has got on or gone meanwhile."""
+        now = next((each for each in self._ranks if each.progress.process == one.progress.process), None)
+        if now is None or not is_alive(one.progress.process):
+            return None
+        return replace(one, stalled=now.stalled if now.progress.changes == one.progress.changes else 0.0)
+
+    def _tell(self, verdict: Verdict, ranks: Sequence[Evidence]) -> FoundHang:
+        report = report_of(verdict, ranks)
+        path = _written(self._run_dir / "logs", self._node, report)
+        where = "" if path is None else f"\n\nThe whole report, with the stacks of every rank: {path}"
+        self._forget()
+        return FoundHang(
+            verdict.ends, f"rank {verdict.ends} hangs: {verdict.sentence}", first_lines(report) + where, path
+        )
+
+    def _forget(self) -> None:
+        self._inquiry, self._suspects, self._not_before = None, frozenset(), 0.0
+
+
+class _Watched:
+    """One rank of this machine, as it was seen last."""
+
+    def __init__(self, local: int) -> None:
+        self.local = local
+        self.stalled = 0.0
+        self.progress = _nothing(local)
+        self._expected = 0
+
+    def expect(self, rank: int, process: int) -> None:
+        """Be told of a new process, which has no box yet: until then it is being set up."""
+        self._expected, self.stalled = process, 0.0
+        self.progress = replace(_nothing(rank), process=process, running=True)
+
+    def look(self, progress: Progress, passed: float) -> None:
+        """See what the box says now, ``passed`` seconds after the last time."""
+        if self._expected and progress.process != self._expected:
+            progress = self.progress  # still the box of the process before, or an empty one
+        changed = (progress.process, progress.changes) != (self.progress.process, self.progress.changes)
+        self.stalled = 0.0 if changed else self.stalled + passed
+        self.progress = progress
+
+
+def _nothing(rank: int) -> Progress:
+    return Progress(0, rank, False, SETUP, 0, 0, 0, 0.0, {})
+
+
+def _written(folder: Path, node: int | None, report: str) -> Path | None:
+    """Write a report under the next free name; ``None`` where that is not possible."""
+    suffix = "" if node is None else f"_node_{node}"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            path = folder / f"hang_{number}{suffix}.txt"
+            try:
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            except FileExistsError:
+                number += 1
+                continue
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(report)
+            return path
+    return None

@@ -1,0 +1,271 @@
+"""Who keeps the others waiting, found from what is known of each rank.
+
+A rank that waits for others is not to blame; who it waits for may be. So the ranks to look at are those that do not
+wait for communication, and have stood still for longer than they may. Where all of them wait for each other, their
+calls do not fit together: then the calls of each process group are laid side by side, by number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainwright.trainer import phases
+from trainwright.trainer.watchdog import waits
+from trainwright.trainer.watchdog.boxes import FIRST_DATA
+from trainwright.trainer.watchdog.calls import Call, Group
+from trainwright.trainer.watchdog.evidence import HALTED, KERNEL, SILENT, Evidence
+
+MISMATCH, SKIPPED, ELSEWHERE, ENDED, DEADLOCK = "mismatch", "skipped", "elsewhere", "ended", "deadlock"
+# What is certain before what is likely.
+_CERTAINTY = (HALTED, KERNEL, SILENT)
+# Calls whose inputs are the same on every rank; of others only the name must agree.
+_ALIKE = frozenset({"all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base"})
+_ORDER = (
+    FIRST_DATA,
+    phases.DATA,
+    phases.FORWARD,
+    phases.BACKWARD,
+    phases.OPTIMIZER,
+    phases.HOOKS,
+    phases.VALIDATION,
+    phases.IDLE,
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who hangs.
+
+    Attributes:
+        rank: the rank to blame, as far as it can be told; it may be on another machine.
+        ends: a rank of this machine whose end frees all; ``rank`` where that is possible.
+        kind: ``LOCK``, ``HALTED``, ``MISMATCH``, ... of this package.
+        sentence: for people.
+    """
+
+    rank: int
+    ends: int
+    kind: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A call that a rank has waited in for too long."""
+
+    evidence: Evidence
+    call: Call
+    group: Group
+
+
+def judge(ranks: Sequence[Evidence], seen_before: bool = False) -> Verdict | None:
+    """Who keeps the others waiting; ``None`` = nobody, as far as can be told yet.
+
+    Args:
+        ranks: every rank of this machine that has begun.
+        seen_before: whether the same was found when it was looked at before; then ranks of other machines are blamed.
+    """
+    running = [one for one in ranks if one.progress.running]
+    if any(one.wait.kind == waits.DEBUGGER for one in running):
+        return None  # the person who types there knows
+    over = [one for one in running if one.is_over]
+    waiting = _waiting(over)
+    verdict = _mismatch(waiting, ranks) or _standing_still(over, waiting)
+    if verdict is not None:
+        return verdict
+    if not over or any(one.wait.kind != waits.COMMUNICATION for one in running):
+        return None  # who they wait for is busy, and may be for longer
+    return _out_of_step(over, waiting, ranks) if seen_before else None
+
+
+def _waiting(over: Sequence[Evidence]) -> list[_Waiting]:
+    """The oldest pending call of each rank that waits for communication."""
+    found = []
+    for one in over:
+        if one.answer is None or one.wait.kind != waits.COMMUNICATION:
+            continue
+        call = next((call for call in one.pending if call.group in one.answer.groups), None)
+        if call is not None:
+            found.append(_Waiting(one, call, one.answer.groups[call.group]))
+    return found
+
+
+# ---- a rank that does not wait for others --------------------------------------------------------------------------
+
+
+def _standing_still(over: Sequence[Evidence], waiting: Sequence[_Waiting]) -> Verdict | None:
+    blamed = [one for one in over if one.wait.kind != waits.COMMUNICATION]
+    if not blamed:
+        return None
+    missed = {rank for one in waiting for rank in one.group.ranks}
+
+    def blame(one: Evidence) -> tuple[bool, bool, float]:
+        return one.wait.kind in _CERTAINTY, one.rank in missed, one.stalled
+
+    culprit = max(blamed, key=blame)
+    return Verdict(
+        culprit.rank, culprit.rank, culprit.wait.kind, f"{_missing(culprit, waiting, over)}{_doing(culprit)}"
+    )
+
+
+def _missing(culprit: Evidence, waiting: Sequence[_Waiting], over: Sequence[Evidence]) -> str:
+    """What the others wait for: the call that the culprit has not joined."""
+    absent = [one for one in waiting if culprit.rank in one.group.ranks and _is_absent(culprit, one.call)]
+    if absent:
+        longest = max(absent, key=lambda one: one.call.seconds)
+        return (
+            f"rank {culprit.rank} has not joined {longest.call} of {longest.group}, in which "
+            f"{_names([one.evidence.rank for one in absent if one.call.number == longest.call.number])} "
+            f"waited for {longest.call.seconds:.0f} s; "
+        )
+    others = [one for one in over if one.wait.kind == waits.COMMUNICATION]
+    if not others:
+        return ""
+    longest_one = max(others, key=lambda one: one.stalled)
+    place = longest_one.place
+    where = f" in {place.place}" if place is not None else ""
+    return f"rank {longest_one.rank} has waited for other ranks for {longest_one.stalled:.0f} s{where}; "
+
+
+def _is_absent(one: Evidence, call: Call) -> bool:
+    """Whether a rank has not made a call; of one that does not answer it is assumed."""
+    return one.answer is None or _last_number(one, call.group) < call.number
+
+
+def _last_number(one: Evidence, group: str) -> int:
+    calls = () if one.answer is None else one.answer.calls
+    return max((call.number for call in calls if call.group == group), default=0)
+
+
+def _doing(one: Evidence) -> str:
+    """What a rank is doing, from its line of code to what it waits for."""
+    place, phase = one.place, f"phase {one.progress.phase}"
+    where = f"is in {_hook(place.function)}{place.place} ({phase})" if place is not None else f"is in {phase}"
+    blocked = "; ".join(
+        f"worker process {child.process} {_state_words(child.state)}" for child in one.children if child.state in "TDt"
+    )
+    return f"rank {one.rank} {where}, {one.wait.words}{f': {blocked}' if blocked else ''}"
+
+
+def _hook(function: str) -> str:
+    return "the hook " if function.rpartition(".")[2].startswith("on_") else ""
+
+
+def _state_words(state: str) -> str:
+    return {"T": "is stopped by a signal (SIGSTOP)", "D": "waits in the kernel", "t": "is held by a debugger"}[state]
+
+
+# ---- ranks that wait for each other ---------------------------------------------------------------------------------
+
+
+def _mismatch(waiting: Sequence[_Waiting], ranks: Sequence[Evidence]) -> Verdict | None:
+    """Ranks that made different calls under the same number."""
+    for one in waiting:
+        made = {
+            other.rank: call
+            for other in ranks
+            if other.rank in one.group.ranks and (call := _call(other, one.call)) is not None
+        }
+        forms = Counter(_form(call) for call in made.values())
+        if len(forms) < 2:
+            continue
+        usual, _ = forms.most_common(1)[0]
+        odd = [rank for rank, call in made.items() if _form(call) != usual]
+        if len(forms) == 2 and 2 * len(odd) == len(made):
+            odd = _furthest(ranks, made)  # as many have made the one as the other
+        culprit = odd[0]
+        others = [rank for rank in sorted(made) if rank not in odd]
+        return Verdict(
+            culprit,
+            culprit,
+            MISMATCH,
+            f"rank {culprit} has called {_name(made[culprit])}{_at(ranks, culprit)} as number {one.call.number} of "
+            f"{one.group}, where {_names(others, 'called')} {_name(made[others[0]])}{_at(ranks, others[0])}: "
+            "one of them left a call out, made one too many, or gave another size or type",
+        )
+    return None
+
+
+def _call(one: Evidence, like: Call) -> Call | None:
+    calls = () if one.answer is None else one.answer.calls
+    return next((call for call in calls if call.group == like.group and call.number == like.number), None)
+
+
+def _form(call: Call) -> tuple[str, str]:
+    return call.name, call.what if call.name in _ALIKE else ""
+
+
+def _name(call: Call) -> str:
+    return f"{call.name}{call.what}"
+
+
+def _at(ranks: Sequence[Evidence], rank: int) -> str:
+    place = next((one.place for one in ranks if one.rank == rank), None)
+    return "" if place is None else f" in {place.place}"
+
+
+def _furthest(ranks: Sequence[Evidence], among: dict[int, Call]) -> list[int]:
+    """Of equally many, those that are ahead of the others left something out; all but the first where none is."""
+    ahead = {one.rank: _place_in_run(one) for one in ranks if one.rank in among}
+    most = max(ahead.values())
+    furthest = sorted(rank for rank, place in ahead.items() if place == most)
+    if len(furthest) < len(ahead):
+        return furthest
+    first = _form(among[min(among)])
+    return [rank for rank in sorted(among) if _form(among[rank]) != first]
+
+
+def _place_in_run(one: Evidence) -> tuple[int, int, int]:
+    phase = one.progress.phase
+    order = _ORDER.index(phase) if phase in _ORDER else len(_ORDER)
+    return one.progress.step, one.progress.micro_batches, order
+
+
+def _out_of_step(over: Sequence[Evidence], waiting: Sequence[_Waiting], ranks: Sequence[Evidence]) -> Verdict | None:
+    """All wait: for a rank that has ended, that is elsewhere, or for each other in different calls."""
+    here = {one.rank: one for one in ranks}
+    for one in sorted(waiting, key=lambda each: each.call.seconds, reverse=True):
+        absent = [rank for rank in one.group.ranks if rank in here and _is_absent(here[rank], one.call)]
+        others = [rank for rank in one.group.ranks if rank not in here]
+        told = f"{one.call} of {one.group}, in which rank {one.evidence.rank} has waited for {one.call.seconds:.0f} s"
+        ended = [rank for rank in absent if not here[rank].progress.running]
+        if ended:
+            return Verdict(
+                ended[0], one.evidence.rank, ENDED, f"rank {ended[0]} has ended its run without joining {told}"
+            )
+        if absent:
+            culprit = max(absent, key=lambda rank: _place_in_run(here[rank]))
+            return Verdict(
+                culprit, culprit, SKIPPED, f"rank {culprit} left out {told}; {_waits_instead(here[culprit])}"
+            )
+        # On the other machine a rank may be saving; only its own monitor knows how long that may take.
+        if others and one.evidence.stalled > one.evidence.slow_limit:
+            return Verdict(
+                others[0],
+                one.evidence.rank,
+                ELSEWHERE,
+                f"no rank of this machine is to blame: {_names(others, 'not joined')} {told}, on another machine",
+            )
+    if any(set(one.group.ranks) - set(here) for one in waiting):
+        return None
+    longest = max(over, key=lambda one: one.stalled)
+    return Verdict(
+        longest.rank, longest.rank, DEADLOCK, "all ranks wait for each other; " + "; ".join(_doing(one) for one in over)
+    )
+
+
+def _waits_instead(one: Evidence) -> str:
+    call = next(iter(one.pending), None)
+    groups = {} if one.answer is None else one.answer.groups
+    if call is None or call.group not in groups:
+        return _doing(one)
+    return f"{_doing(one)}, in {call} of {groups[call.group]}"
+
+
+def _names(ranks: Sequence[int], verb: str = "") -> str:
+    """``rank 0 has called`` or ``ranks 0, 2 have called``."""
+    several = len(ranks) > 1
+    text = f"rank{'s' if several else ''} {', '.join(map(str, ranks))} {'have' if several else 'has'}"
+    return f"{text} {verb}".rstrip()
