@@ -284,7 +284,8 @@ class RunStateStrategy(Strategy):
         if self.layout.world_size == self.layout.replicate:
             return state  # every rank holds everything
         wants_wholes = self._somebody_edits() or any(
-            key.startswith(OF_CALLBACKS) and not state.is_whole(key) for key in state.keys()
+            key.startswith(OF_CALLBACKS) and not state.is_whole(key)
+            for key in state.keys()  # noqa: SIM118
         )
         return state.joined(self._of_all_ranks(state.parts())) if any(self._of_all_ranks(wants_wholes)) else state
 
@@ -514,17 +515,17 @@ class RunStateStrategy(Strategy):
 
 def _is_here(value: Any) -> bool:
     """Whether there is a tensor, and this rank can see it: not that of another stage in a state in memory."""
-    return value is not None and (not isinstance(value, StoredTensor) or value.key in value.source.keys())
+    return value is not None and (not isinstance(value, StoredTensor) or value.key in set(value.source.keys()))
 
 
 def _of_rank(state: RunState | HeldSource, rank: int) -> dict[str, Tensor]:
     prefix = f"{OF_RANK}{rank}/"
-    return {key.removeprefix(prefix): state.read(key) for key in state.keys() if key.startswith(prefix)}
+    return {key.removeprefix(prefix): state.read(key) for key in list(state.keys()) if key.startswith(prefix)}
 
 
 def _rank_of(state: HeldSource) -> int:
     """The rank whose state it is, which may have another number by now."""
-    return next(int(key.split("/")[1]) for key in state.keys() if key.startswith(OF_RANK))
+    return next(int(key.split("/")[1]) for key in list(state.keys()) if key.startswith(OF_RANK))
 
 
 def _seeded(state: Mapping[str, Tensor], data_rank: int, device: torch.device) -> dict[str, Tensor]:

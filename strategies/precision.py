@@ -26,6 +26,10 @@ class AgreedGradScaler(torch.amp.GradScaler):
     # Set by a strategy under which ranks hold parts that are not DTensors.
     always_agrees = False
 
+    def forget_unscaled(self) -> None:
+        """No step follows on the gradients that were unscaled; torch would refuse to unscale those of the next one."""
+        self._per_optimizer_states.clear()
+
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:

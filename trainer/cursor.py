@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,21 @@ class LoaderCursor:
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """Samples that are read but not trained on, as optimizer steps of an epoch.
+
+    Args:
+        epoch: the epoch (0 is the first).
+        first: index in the epoch of the first of these steps.
+        last: index of the one after the last.
+    """
+
+    epoch: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
 class Cursor:
     """Where a run stands in its training data.
 
@@ -58,6 +73,7 @@ class Cursor:
         batches: micro-batches of the epoch on each data rank; ``None`` if unknown.
         data_ranks: ranks that read different samples.
         loaders: one for each training loader.
+        skipped: what was or will be passed over, see :mod:`trainwright.callbacks.loss_guard`.
     """
 
     epoch: int
@@ -68,10 +84,12 @@ class Cursor:
     batches: int | None
     data_ranks: int
     loaders: tuple[LoaderCursor, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As a plain dictionary (``states`` of loaders are as these gave them)."""
-        return {"version": VERSION, **asdict(self), "loaders": [asdict(loader) for loader in self.loaders]}
+        listed = {"loaders": [asdict(loader) for loader in self.loaders], "skipped": [asdict(s) for s in self.skipped]}
+        return {"version": VERSION, **asdict(self), **listed}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Cursor:
@@ -87,7 +105,9 @@ class Cursor:
                 f"The checkpoint's data cursor has version {version}; this version of Trainwright reads up to "
                 f"{VERSION}. Install the version that wrote it, or a later one."
             )
-        return cls(**{**fields, "loaders": tuple(LoaderCursor(**loader) for loader in fields["loaders"])})
+        fields["loaders"] = tuple(LoaderCursor(**loader) for loader in fields["loaders"])
+        fields["skipped"] = tuple(Skipped(**steps) for steps in fields.get("skipped", ()))  # version 1 has none
+        return cls(**fields)
 
 
 @dataclass(frozen=True)

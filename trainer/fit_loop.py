@@ -21,7 +21,8 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from trainwright.trainer.cursor import Cursor, LoaderCursor, differences, permission, refusal
+from trainwright.callbacks.verdict import GoBack, tell_gone_back
+from trainwright.trainer.cursor import Cursor, LoaderCursor, Skipped, differences, permission, refusal
 from trainwright.trainer.loop import LeanEpochLoop
 from trainwright.trainer.problems import ChangedDataError
 from trainwright.trainer.reading import dealer_of, describe, position, remembered, resume_samples, resume_states
@@ -52,6 +53,110 @@ class ResumableFitLoop(_FitLoop):
         self._begun: int | None = None
         self._logged: list[dict[str, Any]] = []  # as saved, of each data rank
         self._reloaded: float | None = None  # as saved, the epoch for which loaders were last made anew
+        self._skipped: list[Skipped] = []
+        self._error: Exception | None = None
+
+    # ---- running --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train, going back where a callback wants it.
+
+        Raises:
+            Exception: what :meth:`end_with` was given, when training has ended.
+        """
+        self._error = None
+        self.setup_data()
+        if self.skip:
+            return
+        self.reset()
+        self.on_run_start()
+        while not self.done:
+            try:
+                self._run_epoch()
+            except StopIteration:
+                break
+            except GoBack as verdict:
+                self._go_back(verdict)
+        self._restarting = False
+        self.on_run_end()
+        if self._error is not None:
+            raise self._error
+
+    def _run_epoch(self) -> None:
+        try:
+            self.on_advance_start()
+            self.advance()
+            self.on_advance_end()
+        finally:
+            self.on_iteration_done()
+
+    def end_with(self, error: Exception) -> None:
+        """Let training end after the present batch as at its regular end, and raise ``error`` then.
+
+        To be called at the same batch on every rank. What is saved when training ends is saved.
+        """
+        self._error = error
+        self.trainer.should_stop = True
+
+    @property
+    def _can_stop_early(self) -> bool:
+        # Whatever the fewest steps or epochs are that were asked for.
+        return self._error is not None or bool(super()._can_stop_early)
+
+    def _go_back(self, verdict: GoBack) -> None:
+        """Go on from a state in memory: what resuming does, but for hooks that tell of a beginning."""
+        if verdict.skip_steps:
+            self._skip_steps(verdict.skip_steps)
+        trainer, reloaded = self.trainer, self._last_train_dl_reload_epoch
+        trainer.training = True
+        self.epoch_loop.abandon()
+        if self._data_fetcher is not None:
+            self._data_fetcher.teardown()  # workers have read ahead
+            vars(self._data_fetcher).get("batches", []).clear()
+        known = self._skipped
+        trainer._checkpoint_connector.go_back(verdict.held)
+        self._skipped = known  # also what was decided since the state was taken
+        if self._reloaded not in (None, reloaded):
+            self._combined_loader = None  # the loaders of that epoch were other ones
+        self.setup_data()
+        self.reset()
+        if not self._iteration_based_training():
+            self.epoch_progress.current.completed = self.epoch_progress.current.processed
+        self._go_on_within_epoch()
+        trainer.strategy.restore_rank_state()
+        tell_gone_back(trainer)
+
+    # ---- what is not trained on -----------------------------------------------------------------------------------
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """Samples that were or will be read but not trained on."""
+        return tuple(self._skipped)
+
+    def is_skipped(self) -> bool:
+        """Whether the next micro-batch is read but not trained on."""
+        return bool(self._skipped) and any(
+            each.epoch == self._epochs_done and each.first <= self._next_step < each.last for each in self._skipped
+        )
+
+    @property
+    def _next_step(self) -> int:
+        """Index in the epoch of the optimizer step that the next micro-batch belongs to."""
+        current: Any = self.epoch_loop.batch_progress.current
+        return int(current.ready) // int(self.trainer.accumulate_grad_batches)
+
+    def _skip_steps(self, count: int) -> None:
+        """Not to train on the step whose last micro-batch was read just now, and those after it in the epoch."""
+        current: Any = self.epoch_loop.batch_progress.current
+        first = (int(current.ready) - 1) // int(self.trainer.accumulate_grad_batches)
+        last = first + count
+        if self.max_batches != float("inf"):
+            last = min(last, math.ceil(self.max_batches / self.trainer.accumulate_grad_batches))
+        self._skipped.append(Skipped(self._epochs_done, first, last))
+
+    def record_dropped(self) -> None:
+        """The step of the present micro-batch is not made."""
+        self._skip_steps(1)
 
     # ---- saving ---------------------------------------------------------------------------------------------------
 
@@ -76,6 +181,7 @@ class ResumableFitLoop(_FitLoop):
             batches=None if self.max_batches == float("inf") else int(self.max_batches),
             data_ranks=self._data_ranks,
             loaders=tuple(self._loader_cursors(batches, finished)),
+            skipped=self.skipped,
         )
 
     def _loader_cursors(self, batches: int, finished: bool) -> list[LoaderCursor]:
@@ -147,6 +253,8 @@ class ResumableFitLoop(_FitLoop):
         """Take the cursor; the counters are set once this run's loaders are known."""
         saved = state_dict.get("cursor")
         self._loaded = None if saved is None else Cursor.from_json(saved)
+        if self._loaded is not None:
+            self._skipped = list(self._loaded.skipped)
         self._pending, self._begun = True, None
         self._logged, self._reloaded = state_dict.get("logged", []), state_dict.get("reloaded")
         if saved is None and state_dict.get("combined_loader"):
@@ -289,6 +397,9 @@ class ResumableFitLoop(_FitLoop):
     def on_run_start(self) -> None:
         """Begin training; in the middle of an epoch with the accumulation that its beginning would have set."""
         super().on_run_start()
+        self._go_on_within_epoch()
+
+    def _go_on_within_epoch(self) -> None:
         if self.restarted_mid_epoch:
             self.trainer.accumulate_grad_batches = self._accumulation_of(self._epochs_done)
             self._go_on_with_averaging()

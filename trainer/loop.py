@@ -39,6 +39,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainwright.callbacks.verdict import DropStep
 from trainwright.strategies.hooks import HookTable
 from trainwright.strategies.optimization import ZeroGradFirst
 from trainwright.trainer.loss_weighting import TokenWeights, refuse_impossible
@@ -91,10 +92,30 @@ class LeanOptimization(_AutomaticOptimization):
             progress.increment_ready()
         names = module.__dict__
         before, names["_current_fx_name"] = names["_current_fx_name"], "optimizer_step"
-        module.optimizer_step(trainer.current_epoch, batch_idx, trainer.strategy._lightning_optimizers[0], closure)
+        try:
+            module.optimizer_step(trainer.current_epoch, batch_idx, trainer.strategy._lightning_optimizers[0], closure)
+        except DropStep:
+            self._drop()
+        else:
+            if stepping:
+                progress.increment_completed()
         names["_current_fx_name"] = before
-        if stepping:
-            progress.increment_completed()
+
+    def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
+        # Lightning's way, as above.
+        try:
+            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
+        except DropStep:
+            self._drop()
+
+    def _drop(self) -> None:
+        """A callback does not want the step that was about to be made; nothing has been changed by it."""
+        trainer, progress = self.trainer, self.optim_progress.optimizer.step
+        for tracker in (progress.current, progress.total):
+            tracker.ready -= 1  # what was begun would else be counted as interrupted
+        _forget_scaled(trainer)
+        trainer.fit_loop.record_dropped()
+        trainer.fit_loop.epoch_loop.dropped = True
 
     def _make_closure(self, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Closure:
         first = getattr(self.trainer.strategy, "backward_in_step", False)
@@ -217,6 +238,13 @@ class _LeanClosure:
         progress.increment_completed()
 
 
+def _forget_scaled(trainer: Trainer) -> None:
+    """A gradient scaler must not wait for the step of the gradients that it has unscaled."""
+    forget = getattr(getattr(trainer.precision_plugin, "scaler", None), "forget_unscaled", None)
+    if forget is not None:
+        forget()
+
+
 def _scaled(output: Any, divisor: float) -> ClosureResult:
     if divisor == 1 and isinstance(output, Tensor):
         return ClosureResult(output)  # no operation for what changes nothing
@@ -252,6 +280,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self._in_batch = False
         # Resuming: whether the run was saved within the end of a batch, of which the rest is still to come.
         self.owes_end_of_batch = False
+        # Whether the present micro-batch made no step that it should have made.
+        self.dropped = False
         self._logs = RememberedLogs()
 
     # ---- once an epoch --------------------------------------------------------------------------------------------
@@ -331,6 +361,10 @@ class LeanEpochLoop(_TrainingEpochLoop):
             self._restarting = False
         self.phases.begin(DATA)  # before: whoever hears of it finds the loop between two batches
         self._in_batch = True
+        self.dropped = False
+        if self.trainer.fit_loop.is_skipped():
+            self._read_past(data_fetcher)
+            return
         if not self._lean:
             super().advance(data_fetcher)
             return
@@ -369,6 +403,18 @@ class LeanEpochLoop(_TrainingEpochLoop):
         progress.increment_completed()
         if self._results:
             connector.update_train_step_metrics()
+
+    def _read_past(self, data_fetcher: _DataFetcher) -> None:
+        """Read a micro-batch that is not trained on."""
+        progress = self.batch_progress
+        self.val_loop.restarting = False
+        next(data_fetcher)
+        progress.is_last_batch = data_fetcher.done
+        for count in (progress.increment_ready, progress.increment_started, progress.increment_processed):
+            count()
+        self.dropped = True
+        self._step_schedulers()  # those of epochs
+        progress.increment_completed()
 
     def _must_end_first(self, data_fetcher: _DataFetcher) -> bool:
         """Resuming: whether the end of a batch or an epoch, or a validation that was begun, comes before a batch."""
@@ -455,6 +501,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
             self._end_lean_batch()
         else:
             super().on_advance_end(data_fetcher)
+            if self.dropped and not self._should_accumulate():
+                self._batches_that_stepped -= 1  # has counted it as a step
             self.phases.begin(HOOKS)
         self._in_batch = False
         signals = self.trainer._signal_connector
@@ -470,7 +518,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
     def _end_lean_batch(self) -> None:
         self._skip_next_val = False
-        if not self._should_accumulate():
+        if not self._should_accumulate() and not self.dropped:
             self._batches_that_stepped += 1
         self._save_loggers_on_train_batch_end()
 
@@ -491,7 +539,29 @@ class LeanEpochLoop(_TrainingEpochLoop):
         """Micro-batches of the run that stepped, the present one included once it has been optimized."""
         progress: Any = self.batch_progress.current
         uncounted = self._in_batch and progress.processed == progress.ready and not self._should_accumulate()
-        return self._batches_that_stepped + uncounted
+        return self._batches_that_stepped + (uncounted and not self.dropped)
+
+    # ---- going back -----------------------------------------------------------------------------------------------
+
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """As Lightning's; schedulers of steps stay where they are when no step was made."""
+        if interval != "step" or not self.dropped:
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
+
+    def abandon(self) -> None:
+        """Forget the epoch that is under way, since an earlier state is to be gone on from."""
+        trainer = self.trainer
+        trainer.lightning_module.__dict__["_current_fx_name"] = None
+        self._results.forget()
+        self.val_loop._results.forget()
+        trainer._logger_connector.reset_results()
+        trainer._logger_connector.reset_metrics()
+        self.val_loop._has_run = False
+        self.dropped = self._in_batch = False
+        for optimizer in trainer.strategy.optimizers:
+            optimizer.zero_grad()
+        trainer.lightning_module.zero_grad()
+        _forget_scaled(trainer)
 
     def reset(self) -> None:
         """Begin an epoch, or go on with one."""

@@ -36,6 +36,12 @@ class LeanResults(_ResultCollection):
         self._remembered = logs
         self._known.clear()  # each first call is to come by here
 
+    def forget(self) -> None:
+        """Be as before anything was logged."""
+        self.reset()
+        self.clear()
+        self._known.clear()
+
     @contextmanager
     def padding(self) -> Iterator[None]:
         """What is logged inside takes part in collectives but counts for nothing."""

@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from trainwright.callbacks.run_state import RunStateCheckpoint
+from trainwright.callbacks.verdict import keeps_its_state
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from trainwright.checkpoint.held import HeldState
 from trainwright.checkpoint.storage import join_path
@@ -83,6 +84,27 @@ class ResumeConnector(_CheckpointConnector):
             self._load_newest_good(str(checkpoint_path), weights_only)
         else:
             super().resume_start(checkpoint_path, weights_only)
+
+    def go_back(self, held: HeldState) -> None:
+        """Put everything back where it was when this rank's state was taken, within a fit. A collective.
+
+        Callbacks that say so keep what they know, see :func:`~trainwright.callbacks.verdict.keeps_its_state`.
+
+        Raises:
+            CheckpointError: if the state is not one of this module and layout.
+        """
+        checkpoint = self.trainer.strategy.load_checkpoint(held)
+        keep = {each.state_key for each in self.trainer.callbacks if keeps_its_state(each)}  # type: ignore[attr-defined]
+        states = checkpoint.get("callbacks", {})
+        checkpoint["callbacks"] = {key: state for key, state in states.items() if key not in keep}
+        self._loaded_checkpoint = checkpoint
+        try:
+            self.restore_datamodule()
+            self.restore_model()
+            self.restore_callbacks()
+            self.restore_training_state()
+        finally:
+            self._loaded_checkpoint = {}
 
     # ---- choosing -----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A small model with blocks, dropout and running statistics, trained under any layout, for tests of states in memory."""
+"""A small model with blocks, dropout and running statistics, for tests of states in memory under any layout."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def fit(
     place: str,
     callbacks: Sequence[Any] = (),
     module: Model | None = None,
-    held: HeldState | None = None,
+    held: HeldState | str | None = None,
     loader: DataLoader[Any] | None = None,
     **options: Any,
 ) -> tuple[Losses, Model]:
@@ -178,7 +178,8 @@ def fit(
     torch.manual_seed(7)
     recorder, module = Losses(), Model() if module is None else module
     trainer = make_trainer(place, [*callbacks, recorder], **options)
-    trainer.fit(module, make_loader() if loader is None else loader, ckpt_path=held)
+    val_loader = DataLoader(Numbered(8), batch_size=4) if "limit_val_batches" in options else None
+    trainer.fit(module, make_loader() if loader is None else loader, val_loader, ckpt_path=held)
     return recorder, module
 
 
