@@ -45,6 +45,28 @@ def decide_resume(cfg: DictConfig, verb: str) -> list[str]:
     return problems
 
 
+def going_on_in_place(cfg: DictConfig, verb: str) -> DictConfig:
+    """The configuration of a run that was begun, for its next attempt: from its newest good checkpoint.
+
+    Args:
+        cfg: the resolved configuration that it was begun with; not changed.
+        verb: fit, validate, test or predict; only fit has saved anything to go on from.
+
+    Returns:
+        A copy. Without a checkpoint of its own the run begins as it did: from `ckpt_path` or `init_from`, if given.
+    """
+    cfg = cfg.copy()
+    if verb != "fit":
+        return cfg
+    folders = _folders(cfg)
+    newest, _ = newest_good(folders)
+    if newest is not None:
+        # What was loaded at first is in it; and it is a run state, in which nothing needs to be trusted.
+        cfg.ckpt_path, cfg.resume, cfg.resume_folders = newest, AUTO, folders
+        cfg.init_from, cfg.trust = None, False
+    return cfg
+
+
 def resume_problems(cfg: DictConfig, verb: str) -> list[str]:
     """What speaks against going on from `ckpt_path`, or beginning with `init_from`.
 

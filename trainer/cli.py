@@ -66,6 +66,7 @@ def _wants_several_processes(words: Sequence[str]) -> bool:
     if any(word in words for word in ("-h", "--help", "--version", "--print-config", "--cfg", "layout")):
         return False
     several = any(word.startswith("devices=") and word != "devices=1" for word in words)
+    several |= any(word == "launch=resilient" or word.startswith("launch.max_restarts=") for word in words)
     return several or "-m" in words or "--multirun" in words or "verify" in words
 
 

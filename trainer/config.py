@@ -139,6 +139,23 @@ class LaunchConfig:
     grace_seconds: float = 5.0
     # CPU threads of each rank; null = OMP_NUM_THREADS when set, else cores divided by the ranks of this machine.
     threads: int | None = None
+    # How often the ranks of this machine are started again after a failure, from the newest good checkpoint; 0 = off,
+    # null = no limit.
+    max_restarts: int | None = 0
+    # A failure that comes so often in a row (the same error at the same step) ends the run.
+    same_failure_limit: int = 3
+    # Seconds before a second restart without progress; doubles each time, to 60. After progress nothing waits.
+    backoff_seconds: float = 1.0
+    # Fewest devices to go on with when one is lost, with the same global batch; null = always as many as devices says.
+    min_devices: int | None = None
+    # Seconds after which a lost device is asked whether it works again (with min_devices).
+    probe_seconds: float = 60.0
+    # What is done when a rank is lost and may be replaced: restart = all ranks start anew from the newest checkpoint;
+    # replicas = the other replicas go on in their processes, from copies in memory, and a new one joins them;
+    # auto = replicas where the layout has several, else restart.
+    recovery: str = "restart"
+    # With recovery=replicas, processes that stand ready to take a lost one's place at once; 0 = one is started then.
+    spares: int = 0
 
 
 @dataclass

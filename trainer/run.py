@@ -13,6 +13,7 @@ from trainwright.trainer.check_resume import decide_resume
 from trainwright.trainer.launch.external import agree
 from trainwright.trainer.launch.interrupt import Interrupted
 from trainwright.trainer.launch.launcher import Launcher, detect_launcher
+from trainwright.trainer.launch.sizes import size_problems
 from trainwright.trainer.launch.watch import ShutdownWatch
 from trainwright.trainer.problems import ConfigError
 from trainwright.trainer.run_directory import default_run_dir, write_config
@@ -91,6 +92,8 @@ def plan(cfg: DictConfig, verb: str, launcher: Launcher | None = None) -> tuple[
     if cfg.run_dir is None:
         cfg.run_dir = str(default_run_dir("unnamed" if OmegaConf.is_missing(cfg, "name") else cfg.name))
     problems += validate(cfg, Surroundings(verb, None if launcher is None else launcher.world_size))
+    if not problems and launcher is None and cfg.launch.min_devices is not None:
+        problems += size_problems(cfg, verb)
     if not problems:
         if launcher is not None:
             cfg.devices = launcher.local_world_size
@@ -107,9 +110,10 @@ def launch(cfg: DictConfig, verb: str, launcher: Launcher | None = None, *, own_
         cfg: as `prepare` returns it.
         verb: fit, validate, test or predict.
         launcher: what has started this process as a rank; None when it is to start ranks itself.
-        own_processes: start a process even for a single rank (a sweep does: one job leaves nothing to the next).
+        own_processes: start a process even for a single rank (a sweep does: one job leaves nothing to the next). A run
+            that is to be restarted after failures has one in any case.
     """
-    if launcher is None and (cfg.devices > 1 or own_processes):
+    if launcher is None and (cfg.devices > 1 or own_processes or cfg.launch.max_restarts != 0):
         from trainwright.trainer.launch.local import launch_local
 
         metrics = launch_local(cfg, verb)

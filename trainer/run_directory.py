@@ -6,6 +6,7 @@ runs/<name>/<date>_<time>/
     events.out.*       the same for TensorBoard
     checkpoints/       written by the checkpoint group; one folder per checkpoint
     logs/rank_<n>.log  what rank n had to say (rank 0 also speaks to the terminal)
+    logs/restarts.log  what failed, and how the run went on
     predictions.pt     written by `predict`
 """
 
@@ -50,16 +51,21 @@ def write_config(cfg: DictConfig) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG_FILE, "metrics.csv"):
         _keep(run_dir / name)
-    path = run_dir / CONFIG_FILE
+    return write_config_file(cfg, run_dir)
+
+
+def write_config_file(cfg: DictConfig, folder: Path) -> Path:
+    """Write a resolved configuration into a folder, in the place of one that is there; returns the path of the file."""
+    path = folder / CONFIG_FILE
     partial = path.with_suffix(".yaml.partial")
     partial.write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
     os.replace(partial, path)
     return path
 
 
-def read_config(run_dir: Path | str) -> DictConfig:
-    """The configuration of a run, as its launching process wrote it."""
-    cfg = OmegaConf.load(Path(run_dir) / CONFIG_FILE)
+def read_config(folder: Path | str) -> DictConfig:
+    """The configuration that a folder holds: of a run, as its launching process wrote it, or of one attempt of it."""
+    cfg = OmegaConf.load(Path(folder) / CONFIG_FILE)
     assert isinstance(cfg, DictConfig)
     return cfg
 

@@ -26,6 +26,7 @@ from trainwright.strategies.hybrid_rules import (
 from trainwright.strategies.layout import Layout
 from trainwright.trainer.batch import solve_accumulation
 from trainwright.trainer.candidates import AUTO
+from trainwright.trainer.check_restarts import restart_problems
 from trainwright.trainer.check_resume import resume_problems
 from trainwright.trainer.config import ACCELERATORS, PARTITIONS, PRECISIONS
 from trainwright.trainer.inject_words import inject_problems
@@ -430,6 +431,10 @@ def _inject(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     return inject_problems(cfg, surroundings.verb, world_size)
 
 
+def _restarts(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    return restart_problems(cfg, surroundings.verb, has_launcher=surroundings.world_size is not None)
+
+
 def _data_options(cfg: DictConfig, _: Surroundings) -> list[str]:
     trainer = cfg.trainer
     if trainer.data_key is not None and trainer.data_partition != "hash":
@@ -502,6 +507,7 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _ends,
     _run_dir,
     _resume,
+    _restarts,
     _data_options,
     _inject,
 )

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,9 +21,11 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger  # no
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.checkpoint.held import HeldState
 from trainwright.trainer.candidates import LAST
 from trainwright.trainer.inject_words import make_faults
 from trainwright.trainer.launch.failure import log_file
+from trainwright.trainer.metrics_csv import MetricsCSV
 from trainwright.trainer.resume import look_in
 from trainwright.trainer.trainer import Trainer
 
@@ -35,7 +37,12 @@ _OF_RESUMING = re.compile(r"The dirpath has changed from|Checkpoint directory .*
 
 
 def run_verb(
-    cfg: DictConfig, verb: str, on_exception: Callable[[BaseException], None] | None = None
+    cfg: DictConfig,
+    verb: str,
+    on_exception: Callable[[BaseException], None] | None = None,
+    *,
+    held: HeldState | None = None,
+    more_callbacks: Sequence[Callback] = (),
 ) -> dict[str, float]:
     """Build module, data, strategy, callbacks and loggers from a resolved configuration and run the verb.
 
@@ -43,6 +50,8 @@ def run_verb(
         cfg: the resolved configuration of the run directory.
         verb: fit, validate, test or predict.
         on_exception: told of an exception as soon as it appears, before anything is torn down.
+        held: a state in memory to go on from, in place of what the configuration says; `None`: off.
+        more_callbacks: beside those of the configuration.
 
     Returns:
         The metrics of the end, by name.
@@ -54,17 +63,21 @@ def run_verb(
     seed_everything(cfg.seed, workers=True, verbose=False)
     module = instantiate(cfg.module, _convert_="all")
     data = instantiate(cfg.data, _convert_="all") if cfg.data else None
-    trainer = build_trainer(cfg, on_exception)
+    trainer = build_trainer(cfg, on_exception, more_callbacks)
     if not cfg.strict:
         module.strict_loading = False
-    _VERBS[verb](trainer, module, data, cfg)
+    _VERBS[verb](trainer, module, data, _loading(trainer, cfg, held))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def build_trainer(cfg: DictConfig, on_exception: Callable[[BaseException], None] | None = None) -> Trainer:
+def build_trainer(
+    cfg: DictConfig,
+    on_exception: Callable[[BaseException], None] | None = None,
+    more_callbacks: Sequence[Callback] = (),
+) -> Trainer:
     """The Trainer of a resolved configuration, with its strategy, callbacks and loggers."""
     callbacks = [built for group in (cfg.monitor, cfg.checkpoint, cfg.callbacks) for built in _build_all(group)]
-    callbacks += make_faults(cfg.inject)
+    callbacks += [*make_faults(cfg.inject), *more_callbacks]
     options: Any = OmegaConf.to_container(cfg.trainer)
     # Only where it is asked for: a strategy of another library takes no such argument.
     begin = {} if cfg.init_from is None else {"init_from": cfg.init_from}
@@ -107,12 +120,14 @@ def _loggers(cfg: DictConfig) -> list[Logger]:
     """The loggers of the configuration; metrics.csv is always among them."""
     loggers: list[Logger] = _build_all(cfg.logger)
     if not any(isinstance(logger, CSVLogger) for logger in loggers):
-        loggers.append(CSVLogger(save_dir=cfg.run_dir, name="", version="", flush_logs_every_n_steps=50))
+        loggers.append(MetricsCSV(cfg.run_dir))
     return loggers
 
 
-def _loading(trainer: Trainer, cfg: DictConfig) -> dict[str, Any]:
+def _loading(trainer: Trainer, cfg: DictConfig, held: HeldState | None) -> dict[str, Any]:
     """What fit and its like are told of checkpoints. Only a trusted file may be more than weights and plain values."""
+    if held is not None:
+        return {"ckpt_path": held}
     ckpt_path = cfg.ckpt_path
     if cfg.resume_folders:
         # The ranks look again, into the contents: the launching process has read manifests alone.
@@ -121,28 +136,32 @@ def _loading(trainer: Trainer, cfg: DictConfig) -> dict[str, Any]:
     return {"ckpt_path": ckpt_path, "weights_only": not cfg.trust}
 
 
-def _fit(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, cfg: DictConfig) -> None:
-    trainer.fit(module, datamodule=data, **_loading(trainer, cfg))
+def _fit(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, loading: dict[str, Any]) -> None:
+    trainer.fit(module, datamodule=data, **loading)
 
 
-def _validate(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, cfg: DictConfig) -> None:
-    trainer.validate(module, datamodule=data, **_loading(trainer, cfg))
+def _validate(
+    trainer: Trainer, module: LightningModule, data: LightningDataModule | None, loading: dict[str, Any]
+) -> None:
+    trainer.validate(module, datamodule=data, **loading)
 
 
-def _test(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, cfg: DictConfig) -> None:
-    trainer.test(module, datamodule=data, **_loading(trainer, cfg))
+def _test(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, loading: dict[str, Any]) -> None:
+    trainer.test(module, datamodule=data, **loading)
 
 
-def _predict(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, cfg: DictConfig) -> None:
-    predictions = trainer.predict(module, datamodule=data, **_loading(trainer, cfg))
+def _predict(
+    trainer: Trainer, module: LightningModule, data: LightningDataModule | None, loading: dict[str, Any]
+) -> None:
+    predictions = trainer.predict(module, datamodule=data, **loading)
     if trainer.is_global_zero:
-        path = Path(cfg.run_dir) / PREDICTIONS
+        path = Path(trainer.default_root_dir) / PREDICTIONS
         partial = path.with_suffix(".pt.partial")
         torch.save(predictions, partial)
         os.replace(partial, path)
 
 
-_VERBS: dict[str, Callable[[Trainer, LightningModule, LightningDataModule | None, DictConfig], None]] = {
+_VERBS: dict[str, Callable[[Trainer, LightningModule, LightningDataModule | None, dict[str, Any]], None]] = {
     "fit": _fit,
     "validate": _validate,
     "test": _test,

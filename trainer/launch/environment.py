@@ -18,10 +18,27 @@ def rank_environment(cfg: DictConfig, rank: int, port: int, attempt: int = 0) ->
         port: where the store of this attempt listens.
         attempt: how often the ranks were started before.
     """
-    size = str(cfg.devices)
     return {
         **os.environ,
         **_shared_machine(cfg),
+        **of_rank(rank, cfg.devices, port, attempt),
+        # Lightning takes a process with this one for a rank that was started outside.
+        "TORCHELASTIC_RUN_ID": f"{cfg.name}-{os.getpid()}",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+
+
+def of_rank(rank: int, world_size: int, port: int, attempt: int) -> dict[str, str]:
+    """Variables in which the ranks of one machine differ, and in which a rank differs from attempt to attempt.
+
+    Args:
+        rank: global rank.
+        world_size: number of ranks, all on this machine.
+        port: where the store of this attempt listens, on the loopback interface.
+        attempt: how often the ranks met before.
+    """
+    size = str(world_size)
+    return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "ROLE_RANK": str(rank),
@@ -33,11 +50,9 @@ def rank_environment(cfg: DictConfig, rank: int, port: int, attempt: int = 0) ->
         "ROLE_NAME": "trainwright",
         "MASTER_ADDR": ADDRESS,
         "MASTER_PORT": str(port),
-        # By these Lightning knows that it need not start ranks, and torch that rank 0 need not open the store.
-        "TORCHELASTIC_RUN_ID": f"{cfg.name}-{os.getpid()}",
+        # By this one torch knows that rank 0 need not open the store.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "TORCHELASTIC_MAX_RESTARTS": "0",
     }
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainwright.checkpoint.errors import CheckpointError
+from trainwright.trainer.launch.supervisor import Hang
 from trainwright.trainer.problems import ChangedDataError
 
 # Words of an error that a rank raises because another one has gone.
@@ -44,6 +45,11 @@ class Failure:
 def is_told(error: BaseException) -> bool:
     """Whether the message of `error` says what is wrong and what to type, so that a traceback would only hide it."""
     return isinstance(error, (CheckpointError, ChangedDataError))
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether `error` reads like what a rank raises because another one has gone."""
+    return isinstance(error, Exception) and _CONSEQUENCE.search(str(error)) is not None
 
 
 def log_traceback(error: BaseException) -> None:
@@ -85,43 +91,60 @@ class RankError(RuntimeError):
     """A rank failed, and the others were ended.
 
     Args:
-        failure: what the rank raised; None when it ended without a word (killed, crashed, exited).
+        text: what a person is told.
         rank: global rank.
-        exit_code: of its process; negative = minus the number of the signal that ended it.
-        run_dir: where its log is.
+        exit_code: of its process; negative = minus the number of the signal that ended it; None = not known.
+        failure: what the rank raised; None when it ended without a word (killed, crashed, exited).
+        hang: what the monitor found; None: it did not have the rank killed.
     """
 
     def __init__(
-        self, failure: Failure | None, rank: int, world_size: int, exit_code: int | None, run_dir: Path
+        self, text: str, rank: int, exit_code: int | None, failure: Failure | None = None, hang: Hang | None = None
     ) -> None:
-        self.failure = failure
         self.rank = rank
         self.exit_code = exit_code
-        log = log_file(run_dir, rank)
-        if failure is not None and failure.is_told:
-            super().__init__(f"{failure.message}\n(said by rank {rank} of {world_size}; its traceback is in {log})")
-            return
-        if failure is not None:
-            text = (
-                f"rank {rank} of {world_size} failed with {failure.kind}: {failure.message}; the others were ended\n\n"
-                f"{failure.traceback.rstrip()}"
-            )
-        else:
-            text = f"rank {rank} of {world_size} {_how_it_ended(exit_code)}; the others were ended"
-        tail = _tail(log)
-        if tail:
-            text += f"\n\nlast lines of {log}:\n{tail}"
+        self.failure = failure
+        self.hang = hang
         super().__init__(text)
 
+    @property
+    def kind(self) -> str:
+        """Name of the exception's class, or how the process ended, in a word or two."""
+        if self.hang is not None:
+            return "hang"
+        if self.failure is not None:
+            return self.failure.kind
+        return _kind_of_end(self.exit_code)
 
-def first_failure(folder: Path, exit_codes: Mapping[int, int | None], run_dir: Path) -> RankError:
+    @property
+    def summary(self) -> str:
+        """One line."""
+        if self.hang is not None:
+            return f"rank {self.rank} hangs: {_first_line(self.hang.reason)}"
+        if self.failure is not None:
+            return f"rank {self.rank} failed with {self.failure.kind}: {_first_line(self.failure.message)}"
+        return f"rank {self.rank} {_how_it_ended(self.exit_code, with_reason=False)}"
+
+    def because(self, reason: str) -> "RankError":
+        """The same, with why it ends the run."""
+        return RankError(f"{self}\n\n{reason}", self.rank, self.exit_code, self.failure, self.hang)
+
+
+def first_failure(
+    folder: Path, exit_codes: Mapping[int, int | None], run_dir: Path, hangs: Mapping[int, Hang] | None = None
+) -> RankError:
     """The error that the others follow from.
 
     Args:
         folder: where the ranks wrote their records.
-        exit_codes: of every rank; None where it is not known.
+        exit_codes: of every rank; None where it is not known, or says nothing because the rank was told to end.
         run_dir: the run directory.
+        hangs: why the monitor had ranks killed, by rank; None = it had none.
     """
+    world_size = len(exit_codes)
+    for rank, hang in (hangs or {}).items():
+        text = f"rank {rank} of {world_size} hung and was killed; the others were ended\n\n{hang.report.rstrip()}"
+        return RankError(text, rank, exit_codes[rank], hang=hang)
     failures = sorted(
         (Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")),
         key=lambda failure: failure.time_ns,
@@ -131,9 +154,25 @@ def first_failure(folder: Path, exit_codes: Mapping[int, int | None], run_dir: P
     silent = [rank for rank, code in exit_codes.items() if rank not in told and _died_by_itself(code)]
     cause = failures[0] if failures else None
     if silent and (cause is None or _CONSEQUENCE.search(cause.message)):
-        return RankError(None, silent[0], len(exit_codes), exit_codes[silent[0]], run_dir)
+        return _error(None, silent[0], exit_codes, run_dir)
     rank = cause.rank if cause else next((rank for rank, code in exit_codes.items() if code), 0)
-    return RankError(cause, rank, len(exit_codes), exit_codes.get(rank), run_dir)
+    return _error(cause, rank, exit_codes, run_dir)
+
+
+def _error(failure: Failure | None, rank: int, exit_codes: Mapping[int, int | None], run_dir: Path) -> RankError:
+    log, whom, exit_code = log_file(run_dir, rank), f"rank {rank} of {len(exit_codes)}", exit_codes.get(rank)
+    if failure is not None and failure.is_told:
+        text = f"{failure.message}\n(said by {whom}; its traceback is in {log})"
+        return RankError(text, rank, exit_code, failure)
+    if failure is not None:
+        how = f"failed with {failure.kind}: {failure.message}"
+        text = f"{whom} {how}; the others were ended\n\n{failure.traceback.rstrip()}"
+    else:
+        text = f"{whom} {_how_it_ended(exit_code)}; the others were ended"
+    tail = _tail(log)
+    if tail:
+        text += f"\n\nlast lines of {log}:\n{tail}"
+    return RankError(text, rank, exit_code, failure)
 
 
 def log_file(run_dir: Path, rank: int) -> Path:
@@ -147,7 +186,17 @@ def _died_by_itself(exit_code: int | None) -> bool:
     return exit_code is not None and exit_code not in (0, 1, *told)
 
 
-def _how_it_ended(exit_code: int | None) -> str:
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def _kind_of_end(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "end without a word"
+    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+
+
+def _how_it_ended(exit_code: int | None, with_reason: bool = True) -> str:
     if exit_code is None:
         return "ended without a word"
     if exit_code >= 0:
@@ -159,7 +208,7 @@ def _how_it_ended(exit_code: int | None) -> str:
         "SIGABRT": " (a crash in compiled code)",
         "SIGBUS": " (often: shared memory is full; use fewer data loader workers)",
     }
-    return f"was ended by {name}{reason.get(name, '')}"
+    return f"was ended by {name}{reason.get(name, '') if with_reason else ''}"
 
 
 def _tail(path: Path, lines: int = 20) -> str:

@@ -1,9 +1,12 @@
-"""Ranks of one machine, started and watched by the launching process."""
+"""A run on the devices of one machine: its attempts, and what happens between them."""
+
+from __future__ import annotations
 
 import contextlib
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -11,25 +14,29 @@ from typing import NoReturn
 
 from omegaconf import DictConfig
 
-from trainwright.trainer.launch.environment import rank_environment
-from trainwright.trainer.launch.failure import RankError, first_failure
+from trainwright.trainer.check_resume import going_on_in_place
+from trainwright.trainer.launch.attempt import MARGIN_SECONDS, Attempt
+from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.forkserver import start_forkserver
 from trainwright.trainer.launch.interrupt import Interrupted
-from trainwright.trainer.launch.rank import rank_main
-from trainwright.trainer.launch.records import read_result
-from trainwright.trainer.launch.rendezvous import LoopbackStore
+from trainwright.trainer.launch.records import Beginning
+from trainwright.trainer.launch.restart_log import RestartLog
+from trainwright.trainer.launch.restarts import RestartPolicy, Stop
 from trainwright.trainer.launch.scratch import scratch
-from trainwright.trainer.launch.supervisor import Ended, Supervisor
+from trainwright.trainer.launch.shrinking import Shrinking
+from trainwright.trainer.launch.sizes import resized
+from trainwright.trainer.run_directory import write_config_file
 
-# Beyond what a rank gives itself (`ShutdownWatch`), so that it ends by itself where it can.
-_MARGIN_SECONDS = 2.0
-# Ranks that fail together are noticed one after the other; the one to blame may be the second.
-_TOGETHER_SECONDS = 0.1
+# Seconds that the other ranks have to end when a restart follows. Those that wait for the failed one in a collective of
+# NCCL never notice; what they are saving is cleaned up by the next attempt.
+_GRACE_BEFORE_RESTART = 1.0
+# Seconds between two looks at whether the number of devices shall change.
+_LOOK_SECONDS = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch_local(cfg: DictConfig, verb: str) -> dict[str, float]:
-    """Start the ranks of a run on this machine and wait for their end.
+    """Start the ranks of a run on this machine and wait for their end; restart them where `launch` asks for it.
 
     Args:
         cfg: the resolved configuration, already written to its run directory.
@@ -43,51 +50,117 @@ def launch_local(cfg: DictConfig, verb: str) -> dict[str, float]:
         Interrupted: if this process was told to end; all ranks have ended.
     """
     start_forkserver()
-    records = Path(tempfile.mkdtemp(prefix="records-", dir=scratch()))
     with _interrupted_by_signals():
-        failure = _attempt(cfg, verb, records)
-    if failure is not None:
-        raise failure
-    return read_result(records)
+        return LocalRun(cfg, verb).run()
 
 
-def _attempt(cfg: DictConfig, verb: str, records: Path) -> RankError | None:
-    """Start every rank and wait for the end of all; what ended them, if it was a failure."""
-    grace = cfg.launch.grace_seconds + _MARGIN_SECONDS
-    with (
-        LoopbackStore(cfg.launch.port) as store,
-        Supervisor(rank_main, (verb, Path(cfg.run_dir), records)) as ranks,
-    ):
+class LocalRun:
+    """The attempts of one run, one after the other.
+
+    Args:
+        cfg: the resolved configuration of the first attempt.
+        verb: fit, validate, test or predict.
+    """
+
+    def __init__(self, cfg: DictConfig, verb: str) -> None:
+        launch = cfg.launch
+        self._first = cfg
+        self._verb = verb
+        self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=scratch()))
+        self._policy = RestartPolicy(launch.max_restarts, launch.same_failure_limit, launch.backoff_seconds)
+        self._log = RestartLog(Path(cfg.run_dir))
+        self._shrinking = None if launch.min_devices is None else Shrinking(cfg, verb, self._log)
+        self._beginning: Beginning | None = None
+        self._attempts = 0
+
+    def run(self) -> dict[str, float]:
+        """Go from attempt to attempt until one comes to the end of the run.
+
+        Returns:
+            The metrics that rank 0 ended with, by name.
+
+        Raises:
+            RankError: if an attempt failed and there is no other.
+            Interrupted: if this process was told to end.
+        """
+        cfg = self._first
         try:
-            for rank in range(cfg.devices):
-                ranks.start_rank(rank, rank_environment(cfg, rank, store.port))
-            ended = _until_failure(ranks)
-        except Interrupted as interrupted:
-            _end_all(ranks, grace, interrupted)
-            raise
-        if not any(each.failed for each in ended):
-            return None
-        ended += ranks.end(ranks.living, grace)
-    codes = {each.rank: None if each.asked else each.exit_code for each in ended}
-    return first_failure(records, codes, Path(cfg.run_dir))
+            while True:
+                metrics = self._try(self._make(cfg))
+                if metrics is not None:
+                    return metrics
+                cfg = self._next_config()
+        finally:
+            if self._shrinking is not None:
+                self._shrinking.close()
 
+    def _try(self, attempt: Attempt) -> dict[str, float] | None:
+        """The metrics of the end; None: there is to be another attempt."""
+        look_seconds = None if self._shrinking is None else _LOOK_SECONDS
+        outcome = attempt.run(self._grace, look_seconds, lambda: self._resizes(attempt))
+        self._beginning = self._beginning or attempt.beginning
+        if outcome.failure is not None:
+            self._settle(attempt, outcome.failure)
+        return outcome.metrics
 
-def _until_failure(ranks: Supervisor) -> list[Ended]:
-    """Wait for the end of all ranks, or the first that fails and those that fail with it."""
-    ended: list[Ended] = []
-    while ranks.living:
-        ended += ranks.wait()
-        if any(each.failed for each in ended):
-            return ended + ranks.wait(_TOGETHER_SECONDS)
-    return ended
+    @property
+    def _grace(self) -> float:
+        if self._policy.is_off:
+            return float(self._first.launch.grace_seconds) + MARGIN_SECONDS
+        return _GRACE_BEFORE_RESTART
 
+    def _make(self, cfg: DictConfig) -> Attempt:
+        folder = Path(cfg.run_dir)
+        records = self._folder / f"attempt_{self._attempts}"
+        records.mkdir()
+        if self._attempts > 0:
+            # The run directory keeps the configuration that the user asked for.
+            folder = records
+            write_config_file(cfg, folder)
+        environment = {} if self._shrinking is None else self._shrinking.environment()
+        attempt = Attempt(cfg, self._verb, folder, records, self._attempts, environment)
+        self._attempts += 1
+        return attempt
 
-def _end_all(ranks: Supervisor, grace: float, interrupted: Interrupted) -> None:
-    """Pass the signal on to the ranks; a second one ends them at once."""
-    try:
-        ranks.end(ranks.living, grace, interrupted.number)
-    except Interrupted:
-        ranks.end(ranks.living, grace=0.0)
+    def _resizes(self, attempt: Attempt) -> bool:
+        """Whether the attempt shall end because another number of devices is to be used."""
+        beginning = attempt.beginning
+        # One that does not train yet would lose its start, again and again.
+        return self._shrinking is not None and beginning is not None and self._shrinking.look(beginning)
+
+    def _settle(self, attempt: Attempt, failure: RankError) -> None:
+        """Decide about a failure, and wait where a restart has to.
+
+        Raises:
+            RankError: if there is no restart.
+        """
+        if self._policy.is_off:
+            raise self._with_report(failure)
+        setback = attempt.setback(failure)
+        self._log.tell(f"{failure.summary} ({setback.when})", str(self._with_report(failure)))
+        if self._shrinking is not None and self._shrinking.blame(setback, self._beginning):
+            self._policy.forgive()
+        decision = self._policy.decide(setback)
+        if isinstance(decision, Stop):
+            self._log.tell(f"given up: {decision.reason}")
+            raise failure.because(f"the run was given up: {decision.reason}")
+        wait = f" in {decision.seconds:g} s" if decision.seconds else ""
+        self._log.tell(f"restart {decision.number}{wait}; {self._log.path} says more")
+        time.sleep(decision.seconds)
+
+    def _with_report(self, failure: RankError) -> RankError:
+        """The failure; what the monitor found out about a hang is kept as a file of its own, too."""
+        if failure.hang is None:
+            return failure
+        path = self._log.keep("hang", failure.hang.report)
+        return failure.because(f"this report is also in {path}")
+
+    def _next_config(self) -> DictConfig:
+        devices = self._first.devices if self._shrinking is None else self._shrinking.size
+        cfg = going_on_in_place(resized(self._first, devices, self._beginning), self._verb)
+        where = "from the start" if cfg.ckpt_path is None else f"from {cfg.ckpt_path}"
+        self._log.tell(f"going on {where} with {devices} rank(s)")
+        return cfg
 
 
 @contextlib.contextmanager

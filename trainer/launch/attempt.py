@@ -1,0 +1,153 @@
+"""One attempt of a run: its ranks from their start to the end of the last."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from trainwright.trainer.launch.environment import rank_environment
+from trainwright.trainer.launch.failure import RankError, first_failure
+from trainwright.trainer.launch.interrupt import Interrupted
+from trainwright.trainer.launch.rank import rank_main
+from trainwright.trainer.launch.records import Beginning, read_beginning, read_result, read_steps
+from trainwright.trainer.launch.rendezvous import LoopbackStore
+from trainwright.trainer.launch.restarts import Setback
+from trainwright.trainer.launch.supervisor import Ended, Monitor, Supervisor
+
+# Beyond what a rank gives itself (`ShutdownWatch`), so that it ends by itself where it can.
+MARGIN_SECONDS = 2.0
+# Ranks that fail together are noticed one after the other; the one to blame may be the second.
+_TOGETHER_SECONDS = 0.1
+_TOLD_TO_END = (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        failure: what ended it; None: all went well, or it was ended to go on with other ranks.
+        metrics: that rank 0 ended with, by name; None where the run has not come to its end.
+    """
+
+    failure: RankError | None = None
+    metrics: dict[str, float] | None = None
+
+
+class Attempt:
+    """Starts the ranks of a run, waits for them, and ends all when one fails.
+
+    Args:
+        cfg: the resolved configuration of this attempt.
+        verb: fit, validate, test or predict.
+        folder: with the `config.yaml` that the ranks read.
+        records: an empty folder for what the ranks write down.
+        number: attempts before this one.
+        environment: variables of the ranks besides those that they need to meet.
+        monitor: finds ranks that hang; None = off.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        verb: str,
+        folder: Path,
+        records: Path,
+        number: int = 0,
+        environment: Mapping[str, str] | None = None,
+        monitor: Monitor | None = None,
+    ) -> None:
+        self._cfg = cfg
+        self._verb = verb
+        self._folder = folder
+        self._records = records
+        self._number = number
+        self._environment = dict(environment or {})
+        self._monitor = monitor
+
+    @property
+    def beginning(self) -> Beginning | None:
+        """How it began to train; None as long as it has not."""
+        return read_beginning(self._records)
+
+    def run(
+        self, grace_after_failure: float, look_seconds: float | None = None, enough: Callable[[], bool] = lambda: False
+    ) -> Outcome:
+        """Start the ranks and wait for the end of all.
+
+        Args:
+            grace_after_failure: seconds that the others have to end when one has failed.
+            look_seconds: how often `enough` is asked; None = never.
+            enough: whether the ranks shall be ended, to go on with other ones.
+
+        Raises:
+            Interrupted: if this process was told to end, or the ranks were; all have ended.
+        """
+        with (
+            LoopbackStore(self._cfg.launch.port) as store,
+            Supervisor(rank_main, (self._verb, self._folder, self._records), self._monitor) as ranks,
+        ):
+            try:
+                for rank in range(self._cfg.devices):
+                    environment = rank_environment(self._cfg, rank, store.port, self._number)
+                    ranks.start_rank(rank, {**environment, **self._environment})
+                ended = _wait(ranks, look_seconds, enough)
+            except Interrupted as interrupted:
+                _pass_on(ranks, self._patience, interrupted)
+                raise
+            if not any(each.failed for each in ended):
+                if not ranks.living:
+                    return Outcome(metrics=read_result(self._records))
+                ranks.end(ranks.living, self._patience)
+                return Outcome()
+            ended += ranks.end(ranks.living, grace_after_failure)
+        return Outcome(self._failure(ended))
+
+    def setback(self, failure: RankError) -> Setback:
+        """What the policy must know of a failure of this attempt."""
+        steps, beginning, raised = read_steps(self._records), self.beginning, failure.failure
+        message = raised.message if raised else failure.hang.reason if failure.hang else ""
+        return Setback(
+            rank=failure.rank,
+            kind=failure.kind,
+            message=message,
+            step=steps.get(failure.rank, max(steps.values(), default=None)),
+            begun=None if beginning is None else beginning.step,
+            raised=raised is not None or (failure.exit_code or -1) > 0,
+        )
+
+    @property
+    def _patience(self) -> float:
+        return float(self._cfg.launch.grace_seconds) + MARGIN_SECONDS
+
+    def _failure(self, ended: list[Ended]) -> RankError:
+        codes = {each.rank: None if each.asked else each.exit_code for each in ended}
+        hangs = {each.rank: each.hang for each in ended if each.hang is not None}
+        failure = first_failure(self._records, codes, Path(self._cfg.run_dir), hangs)
+        if failure.exit_code in _TOLD_TO_END and failure.failure is None:
+            raise Interrupted(signal.SIGTERM)
+        return failure
+
+
+def _wait(ranks: Supervisor, look_seconds: float | None, enough: Callable[[], bool]) -> list[Ended]:
+    """Wait for the end of all ranks, for the first that fails and those that fail with it, or until it is enough."""
+    ended: list[Ended] = []
+    while ranks.living:
+        ended += ranks.wait(look_seconds)
+        if any(each.failed for each in ended):
+            return ended + ranks.wait(_TOGETHER_SECONDS)
+        if look_seconds is not None and ranks.living and enough():
+            return ended
+    return ended
+
+
+def _pass_on(ranks: Supervisor, grace: float, interrupted: Interrupted) -> None:
+    """Pass a signal on to the ranks; a second one ends them at once."""
+    try:
+        ranks.end(ranks.living, grace, interrupted.number)
+    except Interrupted:
+        ranks.end(ranks.living, grace=0.0)

@@ -1,0 +1,51 @@
+"""How far a rank is, written down for the launching process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+
+from trainwright.trainer.launch.records import Beginning, StepRecord, write_beginning
+from trainwright.trainer.phases import DATA
+from trainwright.trainer.trainer import Trainer
+
+
+class ProgressReport(Callback):
+    """Notes the step of this rank whenever it reads the next micro-batch.
+
+    Args:
+        folder: of the records of this attempt.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stop: Callable[[], None] = lambda: None
+
+    def on_train_start(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
+        """Say where training begins, and listen."""
+        assert isinstance(trainer, Trainer)
+        record = StepRecord(self._folder, trainer.global_rank)
+        record.write(trainer.global_step)
+        if trainer.is_global_zero:
+            write_beginning(self._folder, _beginning(trainer))
+
+        def note(phase: str) -> None:
+            if phase == DATA:
+                record.write(trainer.global_step)
+
+        self._stop()
+        self._stop = trainer.phases.listen(note)
+
+    def on_train_end(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
+        """Listen no more."""
+        self._stop()
+
+
+def _beginning(trainer: Trainer) -> Beginning:
+    batch = trainer.global_batch
+    if batch is None:
+        return Beginning(trainer.global_step)
+    return Beginning(trainer.global_step, batch.size, batch.micro_batch_size)
