@@ -13,8 +13,10 @@ from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch import Tensor
 from torchmetrics import Metric
 
+from trainwright.strategies.random_state import random_state, set_random_state
 from trainwright.trainer.even import EvenLoader
 from trainwright.trainer.reading import dealer_of
 from trainwright.trainer.results import LeanResults
@@ -30,6 +32,17 @@ class ExactEvaluationLoop(_EvaluationLoop):
     ) -> None:
         super().__init__(trainer, trainer_fn, stage, verbose=verbose, inference_mode=inference_mode)
         self._results = LeanResults(training=False)
+        self._random_state: dict[str, Tensor] = {}
+
+    def run(self) -> Any:
+        """Evaluate on all batches."""
+        if self._is_within_training:
+            self._random_state = random_state(self.trainer.strategy.root_device)
+        return super().run()
+
+    @property
+    def _is_within_training(self) -> bool:
+        return self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking
 
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         if dataloader_iter is None and _is_padding(self._combined_loader, batch_idx, dataloader_idx):
@@ -42,8 +55,10 @@ class ExactEvaluationLoop(_EvaluationLoop):
 
     def _end_early(self) -> None:
         trainer: Any = self.trainer
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+        if self._is_within_training:
+            # What is saved is the run before this validation, which a run that goes on begins with.
             trainer.fit_loop.epoch_loop.leave_validation()
+            set_random_state(self._random_state, trainer.strategy.root_device)
         trainer._signal_connector.end()
 
     def _take_part(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:

@@ -1,0 +1,363 @@
+"""A run that is told to end is saved, ends on all ranks at once, and goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+from tests.faults.preempted import Told, evaluate, parameters_of, points, trainer_of, watched
+from tests.parity.test_resume_watched import Net
+from trainwright import RunStateCheckpoint
+from trainwright.callbacks.notice import URL, NoticePoll
+from trainwright.callbacks.preemption import Preempted, Preemption
+from trainwright.checkpoint.asynchronous import Saved
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.find import list_checkpoints
+
+# ---- exactly the state of that step ----------------------------------------------------------------------------------
+
+# Hook, which call of it, further options of the Trainer.
+WHEN: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "in a step": ("on_before_optimizer_step", 4, {}),
+    "while reading": ("on_train_batch_start", 3, {}),
+    "in an accumulated step": ("on_train_batch_end", 3, {"accumulate_grad_batches": 2, "max_steps": 7}),
+    "in the last batch of an epoch": ("on_train_batch_end", 6, {}),
+    "in a validation at the end of an epoch": ("on_validation_batch_end", 1, {}),
+    "in the last batch of a validation": ("on_validation_batch_end", 3, {}),
+    "in a validation within an epoch": ("on_validation_batch_end", 2, {"val_check_interval": 2}),
+    "in the second validation of an epoch": ("on_validation_batch_end", 4, {"val_check_interval": 2}),
+    "at the end of a validation": ("on_validation_epoch_end", 1, {"val_check_interval": 2}),
+    "at the end of an epoch": ("on_train_epoch_end", 1, {}),
+    "at the beginning of an epoch": ("on_train_epoch_start", 2, {}),
+}
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_a_run_goes_on_as_if_nothing_had_been(tmp_path: Path, when: str) -> None:
+    hook, call, options = WHEN[when]
+    whole, ended = watched(tmp_path / "whole", [], None, 5, **options)
+    assert ended is None
+    first, ended = watched(tmp_path / "told", [Told(hook, call)], None, 5, **options)
+    assert ended is not None
+    assert (ended.code, ended.saved) == (143, True)
+    [saved] = list_checkpoints(str(tmp_path / "told"))
+    assert saved.path == ended.checkpoint
+    second, ended = watched(tmp_path / "told", [], "last", 6, **options)
+    assert ended is None
+    # A validation that was under way is begun anew.
+    assert first.rows[: len(whole.rows) - len(second.rows)] + second.rows == whole.rows
+    assert first.ends + second.ends == whole.ends
+    for name, value in whole.state_dict().items():
+        assert torch.equal(second.state_dict()[name], value), name
+
+
+PLAN = {"last": ["decoder.temperature"]}
+LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("ddp", 2, {}),
+    ("zero3", 2, {}),
+    ("pipeline", 2, {"pipeline": 2, "plan": PLAN}),
+    ("hybrid", 4, {"pipeline": 2, "shard": 2, "plan": PLAN}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "count", "options"), LAYOUTS, ids=[layout[0] for layout in LAYOUTS])
+def test_one_rank_is_told_and_all_end_and_go_on(
+    ranks: Callable[..., list[Any]], tmp_path: Path, strategy: str, count: int, options: dict[str, Any]
+) -> None:
+    whole = ranks(parameters_of, count, strategy, options, tmp_path / "whole", None, None)
+    told = ("on_train_batch_end", 3, count - 1)
+    ended = ranks(parameters_of, count, strategy, options, tmp_path / "told", told, None)
+    assert {each["code"] for each in ended} == {143}
+    [step] = {each["step"] for each in ended}
+    assert step < 8
+    [saved] = list_checkpoints(str(tmp_path / "told"))
+    assert {each["checkpoint"] for each in ended} == {saved.path}
+    assert saved.step == step
+    resumed = ranks(parameters_of, count, strategy, options, tmp_path / "told", None, "last")
+    for one, other in zip(whole, resumed, strict=True):
+        assert (other["step"], other["code"]) == (8, None)
+        assert one["parameters"]
+        for name, parameter in one["parameters"].items():
+            assert torch.equal(other["parameters"][name], parameter), name
+
+
+# ---- where nothing is trained ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict", "sanity check"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_evaluation_ends_without_saving(ranks: Callable[..., list[Any]], tmp_path: Path, verb: str, count: int) -> None:
+    results = ranks(evaluate, count, verb, tmp_path / "states")
+    assert {each["code"] for each in results} == {143}
+    assert len({each["batches"] for each in results}) == 1
+    assert results[0]["batches"] < 24 // count
+    assert not (tmp_path / "states").exists() or not list_checkpoints(str(tmp_path / "states"))
+
+
+# ---- what tells a run to end -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 138), (signal.SIGUSR2, 140)])
+def test_other_signals(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    telling = [Told("on_train_batch_end", 3, number=number), Preemption(signals=[number.name])]
+    _, ended = watched(tmp_path, telling, None, 5)
+    assert ended is not None
+    assert (ended.code, ended.told.reason, ended.saved) == (code, number.name, True)
+
+
+def test_a_signal_that_was_not_asked_for_is_left_alone(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, _: heard.append(number))
+    try:
+        _, ended = watched(tmp_path, [Told("on_train_batch_end", 3, number=signal.SIGUSR2)], None, 5)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert ended is None
+    assert heard == [signal.SIGUSR2]
+
+
+def test_the_exit_code_is_that_which_was_asked_for(tmp_path: Path) -> None:
+    _, ended = watched(tmp_path, [Told("on_train_batch_end", 3), Preemption(exit_code=75)], None, 5)
+    assert ended is not None
+    assert ended.code == 75
+
+
+def test_a_handler_of_the_users_runs_as_well_and_is_put_back(tmp_path: Path) -> None:
+    heard: list[int] = []
+
+    def hear(number: int, _: Any) -> None:
+        heard.append(number)
+
+    before = signal.signal(signal.SIGTERM, hear)
+    try:
+        _, ended = watched(tmp_path, [Told("on_train_batch_end", 3)], None, 5)
+        assert signal.getsignal(signal.SIGTERM) is hear
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended is not None
+    assert heard == [signal.SIGTERM]
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+class Touch(pl.Callback):
+    """Makes a file appear after some batches, and waits in each batch so that somebody may see it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.batches = path, 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+        if self.batches == 3:
+            self.path.touch()
+        if self.batches >= 3:
+            time.sleep(0.02)
+
+
+def test_a_file_that_appears(tmp_path: Path) -> None:
+    preemption = Preemption(file=str(tmp_path / "end"), poll_seconds=0.01)
+    _, ended = watched(tmp_path / "states", [Touch(tmp_path / "end"), preemption], None, 5, max_steps=2000)
+    assert ended is not None
+    assert (ended.code, ended.saved) == (143, True)
+    assert ended.told.reason == "the file of preemption.file"
+
+
+ANSWERS: list[tuple[int, bytes, int | None]] = [
+    (404, b"", None),
+    (200, b"FALSE", None),
+    (200, b"none\n", None),
+    (200, b"", None),
+    (500, b"TRUE", None),
+    (200, b"TRUE", URL),
+    (200, b'{"action": "terminate", "time": "2026-01-31T08:22:00Z"}', URL),
+]
+
+
+@pytest.mark.parametrize(("status", "body", "found"), ANSWERS)
+def test_what_an_address_answers(status: int, body: bytes, found: int | None) -> None:
+    asked: list[str | None] = []
+
+    class Metadata(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers["Metadata-Flavor"])
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/preempted"
+        poll = NoticePoll(None, url, {"Metadata-Flavor": "Google"}, 1.0, lambda _: None)
+        assert poll.look() == found
+    assert asked == ["Google"]
+
+
+def test_an_address_that_cannot_be_reached_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/"
+        poll = NoticePoll(None, url, {}, 1.0, lambda _: None)
+        assert [poll.look(), poll.look()] == [None, None]
+    assert len([record for record in caplog.records if "gives no answer" in record.message]) == 1
+
+
+# ---- saving ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_saved_already_is_not_saved_twice(tmp_path: Path) -> None:
+    class Count(RunStateCheckpoint):
+        saves = 0
+
+        def _save(self, trainer: Any) -> Any:
+            self.saves += 1
+            return super()._save(trainer)
+
+    saver = Count(str(tmp_path / "every"), every_n_steps=1)
+    trainer, module = trainer_of([saver, Told("on_train_batch_end", 3)])
+    with pytest.raises(Preempted) as ended:
+        trainer.fit(module, points())
+    assert (trainer.global_step, saver.saves) == (3, 3)
+    assert ended.value.checkpoint == str(tmp_path / "every" / "step=3")
+
+
+def test_a_save_that_is_under_way_is_finished_first(tmp_path: Path) -> None:
+    saver = RunStateCheckpoint(str(tmp_path), every_n_steps=2, asynchronous=True, keep_last=5)
+    trainer, module = trainer_of([Told("on_train_batch_end", 3), saver])
+    with pytest.raises(Preempted):
+        trainer.fit(module, points())
+    assert sorted(found.step for found in list_checkpoints(str(tmp_path))) == [2, 3]
+
+
+def test_without_saving_it_ends_after_the_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    saver = RunStateCheckpoint(str(tmp_path), every_n_steps=2)
+    trainer, module = trainer_of([saver, Told("on_train_batch_end", 3), Preemption(save=False)])
+    with pytest.raises(Preempted) as ended:
+        trainer.fit(module, points())
+    assert not ended.value.saved
+    assert trainer.global_step == 3
+    said = capfd.readouterr().err
+    assert f"nothing is saved (save=False). The last good checkpoint is {tmp_path / 'step=2'}." in said
+
+
+def test_a_save_that_fails_names_the_last_good_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainwright.callbacks import run_state
+
+    class Full(run_state.BlockingSaver):
+        def save(self, content: Any, path: str, after: Any = None) -> None:
+            if path.endswith("step=3"):
+                self._saved = Saved(path, CheckpointError("no space left"), 0.0, 0.0)
+            else:
+                super().save(content, path, after)
+
+    monkeypatch.setattr(run_state, "BlockingSaver", Full)
+    trainer, module = trainer_of([RunStateCheckpoint(str(tmp_path), every_n_steps=2), Told("on_train_batch_end", 3)])
+    with pytest.raises(Preempted) as ended:
+        trainer.fit(module, points())
+    assert (ended.value.code, ended.value.saved) == (143, False)
+    assert ended.value.checkpoint == str(tmp_path / "step=2")
+    said = capfd.readouterr().err
+    assert f"step 3 was not saved: no space left The last good checkpoint is {tmp_path / 'step=2'}." in said
+
+
+def test_a_run_that_is_done_ends_as_any_other(tmp_path: Path) -> None:
+    module, ended = watched(tmp_path, [Told("on_train_batch_end", 4)], None, 5, max_steps=4)
+    assert ended is None
+    assert [found.step for found in list_checkpoints(str(tmp_path))] == [4]
+    assert len(module.rows) == 4
+
+
+# ---- SLURM -----------------------------------------------------------------------------------------------------------
+
+SCONTROL = """#!/bin/sh
+echo "$@" >> {folder}/calls
+[ ! -e {folder}/broken ] || {{ echo "Job is on hold"; exit 1; }}
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a `scontrol` that writes down what it is asked for."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "scontrol").write_text(SCONTROL.format(folder=folder))
+    (folder / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    return folder
+
+
+def requeued(folder: Path, callbacks: list[Any]) -> None:
+    trainer, module = trainer_of([RunStateCheckpoint(str(folder), every=None), *callbacks])
+    with pytest.raises(Preempted):
+        trainer.fit(module, points())
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_the_job_is_requeued_after_the_save(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: bool
+) -> None:
+    if array:
+        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4700")
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "11")
+    requeued(tmp_path / "states", [Told("on_train_batch_end", 3, number=signal.SIGUSR1), Preemption(requeue=True)])
+    assert (slurm / "calls").read_text() == ("requeue 4700_11\n" if array else "requeue 4711\n")
+    assert [found.step for found in list_checkpoints(str(tmp_path / "states"))] == [3]
+
+
+def test_a_requeue_that_fails_says_what_to_type(slurm: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (slurm / "broken").touch()
+    requeued(tmp_path / "states", [Told("on_train_batch_end", 3), Preemption(requeue=True)])
+    assert "was not requeued (scontrol: Job is on hold); type `scontrol requeue 4711`" in capfd.readouterr().err
+
+
+def test_impossible_requeues_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    trainer, module = trainer_of([RunStateCheckpoint(str(tmp_path)), Preemption(requeue=True)])
+    with pytest.raises(ValueError, match="SLURM_JOB_ID is not set"):
+        trainer.fit(module, points())
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    trainer, module = trainer_of([Preemption(requeue=True)])
+    with pytest.raises(ValueError, match="without a RunStateCheckpoint"):
+        trainer.fit(module, points())
+    with pytest.raises(ValueError, match=r"requeue=True with save=False"):
+        Preemption(requeue=True, save=False)
+
+
+def test_the_requeueing_of_lightning_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"Preemption\(requeue=True\)"):
+        trainer_of([], plugins=[SLURMEnvironment(auto_requeue=True)])
+
+
+# ---- the callback ----------------------------------------------------------------------------------------------------
+
+
+def test_impossible_options_are_named_all_at_once() -> None:
+    with pytest.raises(ValueError, match="Preemption: ") as refused:
+        Preemption(signals=["SIGKILL"], url="file:///etc/passwd", poll_seconds=0, deadline_seconds=-1, exit_code=300)
+    for name in ("signals=['SIGKILL']", "url='file:", "poll_seconds=0", "deadline_seconds=-1", "exit_code=300"):
+        assert name in str(refused.value)
+
+
+def test_the_trainer_of_lightning_and_a_second_callback_are_refused() -> None:
+    trainer = pl.Trainer(callbacks=[Preemption()], max_steps=1, logger=False, accelerator="cpu", devices=1)
+    with pytest.raises(ValueError, match=r"needs trainwright\.Trainer"):
+        trainer.fit(Net(), points())
+    ours, module = trainer_of([Preemption(), Preemption()])
+    with pytest.raises(ValueError, match="Two Preemption callbacks"):
+        ours.fit(module, points())
