@@ -35,7 +35,7 @@ _REFERRED = {
     "micro_batch_size": "`batch_size: ${micro_batch_size}` under data",
 }
 # Typed keys whose value is a mapping from names of the user's.
-_OPEN_MAPPINGS = re.compile(r"strategy\.(plan|batch_dims)[.=]")
+_OPEN_MAPPINGS = re.compile(r"(strategy\.(plan|batch_dims)|preemption\.url_headers)[.=]")
 # Keys whose value is a path. Paths of checkpoints have an = in them (step=4), which Hydra takes in quotes only.
 _PATH_WITH_EQUALS = re.compile(
     r"(?P<key>\+{0,2}(?:ckpt_path|init_from|run_dir))=(?P<path>[^'\"\[\]{}(),$]*=[^'\"\[\]{}(),$]*)"

@@ -159,6 +159,34 @@ class LaunchConfig:
 
 
 @dataclass
+class PreemptionConfig:
+    """`preemption=default|none`: what a run does that is told to end."""
+
+    _target_: str = "trainwright.callbacks.preemption.Preemption"
+    # Save the run state before the end, with the callback of the group checkpoint; false = off.
+    save: bool = True
+    # Signals that end the run: SIGTERM, SIGUSR1, SIGUSR2; [] = none.
+    signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGUSR1"])
+    # A path: once it exists, the run ends; null = off.
+    file: str | None = None
+    # An address to ask, such as that of a cloud's metadata: any answer but 404, FALSE, NONE and an empty one ends the
+    # run; null = off.
+    url: str | None = None
+    # Headers that the address asks for, like {Metadata-Flavor: Google}; {} = none.
+    url_headers: dict[str, str] = field(default_factory=dict)
+    # Seconds between two looks at file and url.
+    poll_seconds: float = 5.0
+    # Seconds from the notice until the process is gone, saved or not; null = as long as it takes.
+    deadline_seconds: float | None = 120.0
+    # Exit code; null = 128 plus the number of the signal (143 for SIGTERM, file and url).
+    exit_code: int | None = None
+    # Under SLURM, run scontrol requeue for this job after the save; false = off.
+    requeue: bool = False
+    # About how often the ranks ask each other whether one was told to end, in seconds.
+    check_seconds: float = 1.0
+
+
+@dataclass
 class TrainerConfig:
     """`trainer=default|debug|overfit`: everything else that the Trainer takes."""
 
@@ -295,6 +323,7 @@ class RunConfig:
     monitor: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     optimizer: Any = MISSING
 
@@ -314,4 +343,5 @@ def register_schema() -> None:
     store.store(group="accumulation", name="_auto", node=AccumulationConfig)
     store.store(group="accumulation", name="_fixed", node=FixedAccumulationConfig)
     store.store(group="launch", name="_launch", node=LaunchConfig)
+    store.store(group="preemption", name="_preemption", node=PreemptionConfig)
     store.store(group="trainer", name="_trainer", node=TrainerConfig)

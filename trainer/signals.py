@@ -105,7 +105,7 @@ class FlagOnSignal(_SignalConnector):
         """Listen to signals, and to the file and the address if there are any."""
         preemption = self.preemption
         self.received_sigterm, self.agreed = False, None
-        self._notice, self._process = Notice(), os.getpid()
+        self._process = os.getpid()  # a notice that was not obeyed yet, in the fit before, still counts
         self._paces = {fits: Pace(preemption.check_seconds) for fits in (True, False)}
         self._present = None
         self._original_handlers = self._get_current_signal_handlers()
@@ -231,6 +231,7 @@ class FlagOnSignal(_SignalConnector):
             Preempted: always.
         """
         assert self.agreed is not None
+        self._notice = Notice()  # obeyed
         self.received_sigterm = True  # callbacks may ask the Trainer why it ends
         self.preemption.end(self.trainer, self.agreed)
 

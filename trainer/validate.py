@@ -30,6 +30,7 @@ from trainwright.trainer.check_restarts import restart_problems
 from trainwright.trainer.check_resume import resume_problems
 from trainwright.trainer.config import ACCELERATORS, PARTITIONS, PRECISIONS
 from trainwright.trainer.inject_words import inject_problems
+from trainwright.trainer.launch.ending import preemption_refusals
 from trainwright.trainer.machine import num_gpus, port_is_taken
 from trainwright.trainer.problems import did_you_mean
 from trainwright.trainer.run_directory import holds_run
@@ -435,6 +436,10 @@ def _restarts(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     return restart_problems(cfg, surroundings.verb, has_launcher=surroundings.world_size is not None)
 
 
+def _preemption(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    return preemption_refusals(cfg, surroundings.verb)
+
+
 def _data_options(cfg: DictConfig, _: Surroundings) -> list[str]:
     trainer = cfg.trainer
     if trainer.data_key is not None and trainer.data_partition != "hash":
@@ -508,6 +513,7 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _run_dir,
     _resume,
     _restarts,
+    _preemption,
     _data_options,
     _inject,
 )

@@ -77,6 +77,7 @@ def build_trainer(
 ) -> Trainer:
     """The Trainer of a resolved configuration, with its strategy, callbacks and loggers."""
     callbacks = [built for group in (cfg.monitor, cfg.checkpoint, cfg.callbacks) for built in _build_all(group)]
+    callbacks.append(instantiate(cfg.preemption, _convert_="all"))
     callbacks += [*make_faults(cfg.inject), *more_callbacks]
     options: Any = OmegaConf.to_container(cfg.trainer)
     # Only where it is asked for: a strategy of another library takes no such argument.
