@@ -56,14 +56,10 @@ class Regrouping(Callback):
         self._step = -1
         self._next = 0
         self._since = (0.0, 0)  # time and step of the last copy
-        self.global_batch_size: int | None = None
-        """Samples of an optimizer step, once training has begun."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to listen."""
         self._step, self._next = -1, trainer.global_step
-        batch = getattr(trainer, "global_batch", None)
-        self.global_batch_size = None if batch is None else batch.size
         phases: Any = trainer.phases  # type: ignore[attr-defined]
         self._end = phases.listen(lambda phase: self._hear(phase, trainer))
 

@@ -22,7 +22,8 @@ from trainwright.trainer.launch.supervisor import Ended, Monitor, Supervisor
 MARGIN_SECONDS = 2.0
 # Ranks that fail together are noticed one after the other; the one to blame may be the second.
 _TOGETHER_SECONDS = 0.1
-_TOLD_TO_END = (-signal.SIGTERM, 128 + signal.SIGTERM)
+# Exit codes of ranks that were told to end.
+TOLD_TO_END = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Attempt:
                     ranks.start_rank(rank, {**environment, **self._environment})
                 ended = _wait(ranks, look_seconds, enough)
             except Interrupted as interrupted:
-                _pass_on(ranks, self._patience, interrupted)
+                pass_on(ranks, self._patience, interrupted)
                 raise
             if not any(each.failed for each in ended):
                 if not ranks.living:
@@ -128,7 +129,7 @@ class Attempt:
         codes = {each.rank: None if each.asked else each.exit_code for each in ended}
         hangs = {each.rank: each.hang for each in ended if each.hang is not None}
         failure = first_failure(self._records, codes, Path(self._cfg.run_dir), hangs)
-        if failure.exit_code in _TOLD_TO_END and failure.failure is None:
+        if failure.exit_code in TOLD_TO_END and failure.failure is None:
             raise Interrupted(signal.SIGTERM)
         return failure
 
@@ -145,7 +146,7 @@ def _wait(ranks: Supervisor, look_seconds: float | None, enough: Callable[[], bo
     return ended
 
 
-def _pass_on(ranks: Supervisor, grace: float, interrupted: Interrupted) -> None:
+def pass_on(ranks: Supervisor, grace: float, interrupted: Interrupted) -> None:
     """Pass a signal on to the ranks; a second one ends them at once."""
     try:
         ranks.end(ranks.living, grace, interrupted.number)

@@ -19,7 +19,7 @@ from trainwright.trainer.launch.attempt import MARGIN_SECONDS, Attempt
 from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.forkserver import start_forkserver
 from trainwright.trainer.launch.interrupt import Interrupted
-from trainwright.trainer.launch.records import Beginning
+from trainwright.trainer.launch.replicas import ReplicaAttempt, keeps_replicas
 from trainwright.trainer.launch.restart_log import RestartLog
 from trainwright.trainer.launch.restarts import RestartPolicy, Stop
 from trainwright.trainer.launch.scratch import scratch
@@ -70,7 +70,7 @@ class LocalRun:
         self._policy = RestartPolicy(launch.max_restarts, launch.same_failure_limit, launch.backoff_seconds)
         self._log = RestartLog(Path(cfg.run_dir))
         self._shrinking = None if launch.min_devices is None else Shrinking(cfg, verb, self._log)
-        self._beginning: Beginning | None = None
+        self._samples: int | None = None  # per optimizer step
         self._attempts = 0
 
     def run(self) -> dict[str, float]:
@@ -94,11 +94,12 @@ class LocalRun:
             if self._shrinking is not None:
                 self._shrinking.close()
 
-    def _try(self, attempt: Attempt) -> dict[str, float] | None:
+    def _try(self, attempt: Attempt | ReplicaAttempt) -> dict[str, float] | None:
         """The metrics of the end; None: there is to be another attempt."""
         look_seconds = None if self._shrinking is None else _LOOK_SECONDS
         outcome = attempt.run(self._grace, look_seconds, lambda: self._resizes(attempt))
-        self._beginning = self._beginning or attempt.beginning
+        if self._samples is None and attempt.beginning is not None:
+            self._samples = attempt.beginning.global_batch_size
         if outcome.failure is not None:
             self._settle(attempt, outcome.failure)
         return outcome.metrics
@@ -109,7 +110,7 @@ class LocalRun:
             return float(self._first.launch.grace_seconds) + MARGIN_SECONDS
         return _GRACE_BEFORE_RESTART
 
-    def _make(self, cfg: DictConfig) -> Attempt:
+    def _make(self, cfg: DictConfig) -> Attempt | ReplicaAttempt:
         folder = Path(cfg.run_dir)
         records = self._folder / f"attempt_{self._attempts}"
         records.mkdir()
@@ -118,17 +119,22 @@ class LocalRun:
             folder = records
             write_config_file(cfg, folder)
         environment = {} if self._shrinking is None else self._shrinking.environment()
-        attempt = Attempt(cfg, self._verb, folder, records, self._attempts, environment)
-        self._attempts += 1
-        return attempt
+        number, self._attempts = self._attempts, self._attempts + 1
+        if keeps_replicas(cfg, self._verb):
+            return ReplicaAttempt(
+                cfg, self._verb, records, environment=environment, monitor=None, policy=self._policy, log=self._log
+            )
+        return Attempt(cfg, self._verb, folder, records, number, environment)
 
-    def _resizes(self, attempt: Attempt) -> bool:
+    def _resizes(self, attempt: Attempt | ReplicaAttempt) -> bool:
         """Whether the attempt shall end because another number of devices is to be used."""
         beginning = attempt.beginning
         # One that does not train yet would lose its start, again and again.
-        return self._shrinking is not None and beginning is not None and self._shrinking.look(beginning)
+        return (
+            self._shrinking is not None and beginning is not None and self._shrinking.look(beginning.global_batch_size)
+        )
 
-    def _settle(self, attempt: Attempt, failure: RankError) -> None:
+    def _settle(self, attempt: Attempt | ReplicaAttempt, failure: RankError) -> None:
         """Decide about a failure, and wait where a restart has to.
 
         Raises:
@@ -138,7 +144,7 @@ class LocalRun:
             raise self._with_report(failure)
         setback = attempt.setback(failure)
         self._log.tell(f"{failure.summary} ({setback.when})", str(self._with_report(failure)))
-        if self._shrinking is not None and self._shrinking.blame(setback, self._beginning):
+        if self._shrinking is not None and self._shrinking.blame(setback, self._samples):
             self._policy.forgive()
         decision = self._policy.decide(setback)
         if isinstance(decision, Stop):
@@ -157,7 +163,7 @@ class LocalRun:
 
     def _next_config(self) -> DictConfig:
         devices = self._first.devices if self._shrinking is None else self._shrinking.size
-        cfg = going_on_in_place(resized(self._first, devices, self._beginning), self._verb)
+        cfg = going_on_in_place(resized(self._first, devices, self._samples), self._verb)
         where = "from the start" if cfg.ckpt_path is None else f"from {cfg.ckpt_path}"
         self._log.tell(f"going on {where} with {devices} rank(s)")
         return cfg

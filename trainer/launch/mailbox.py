@@ -67,13 +67,11 @@ class Left:
     Args:
         member: its number.
         steps: of the states in its memory, newest first.
-        global_batch_size: samples of a step in the generation it left; ``None`` if it did not get that far.
         error: what made it leave; ``None``: it was called.
     """
 
     member: int
     steps: tuple[int, ...]
-    global_batch_size: int | None
     error: str | None
 
     @classmethod

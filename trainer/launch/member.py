@@ -110,6 +110,7 @@ class Member:
 
     def _train(self, announcement: Announcement) -> dict[str, float] | None:
         """Train with the members of a generation; the metrics of the end, or ``None`` when the generation ended."""
+        from trainwright.trainer.launch.progress import ProgressReport
         from trainwright.trainer.worker import run_verb
 
         cfg = OmegaConf.create(announcement.config)
@@ -118,17 +119,17 @@ class Member:
         os.environ.update(of_rank(rank, len(announcement.members), announcement.port, announcement.generation))
         self._output.to(None if rank == 0 else log_file(self._run_dir, rank))
         self._recorder = FailureRecorder(records_of(self._records, announcement.generation), rank)
-        regrouping = self._regrouping()
+        callbacks = [ProgressReport(records_of(self._records, announcement.generation)), self._regrouping()]
         seen: list[BaseException] = []
         try:
             held = self._state(announcement, rank, cfg)
             with _interrupted(self._mailbox, announcement.generation):
-                return run_verb(cfg, self._verb, seen.append, held=held, more_callbacks=[regrouping])
+                return run_verb(cfg, self._verb, seen.append, held=held, more_callbacks=callbacks)
         except BaseException as error:
             if not self._generation_ended(seen[0] if seen else error, announcement.generation):
                 self._recorder.record(seen[0] if seen else error)
                 raise
-            self._leave(regrouping, error)
+            self._leave(error)
             return None
 
     def _regrouping(self) -> Regrouping:
@@ -183,7 +184,7 @@ class Member:
             return False
         return is_consequence(error) or self._mailbox.board.called(generation) == NOW
 
-    def _leave(self, regrouping: Regrouping, error: BaseException) -> None:
+    def _leave(self, error: BaseException) -> None:
         """Let go of the other members and say so."""
         from trainwright.callbacks.regrouping import Regroup
 
@@ -192,7 +193,7 @@ class Member:
         _forget_frames(error)
         _leave_group()
         steps = tuple(self._snapshots.steps())
-        self._mailbox.say_left(self._generation, Left(self._number, steps, regrouping.global_batch_size, text))
+        self._mailbox.say_left(self._generation, Left(self._number, steps, text))
 
 
 def _meet(rank: int, size: int) -> Any:
