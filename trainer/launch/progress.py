@@ -46,6 +46,4 @@ class ProgressReport(Callback):
 
 def _beginning(trainer: Trainer) -> Beginning:
     batch = trainer.global_batch
-    if batch is None:
-        return Beginning(trainer.global_step)
-    return Beginning(trainer.global_step, batch.size, batch.micro_batch_size)
+    return Beginning(trainer.global_step, None if batch is None else batch.size)

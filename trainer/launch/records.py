@@ -21,13 +21,11 @@ class Beginning:
 
     Attributes:
         step: optimizer steps that were done before.
-        global_batch_size: samples per optimizer step; None: not known, as with an iterable data set.
-        micro_batch_size: samples that a data rank reads at once; None as well.
+        global_batch_size: samples per optimizer step; None: not known, as with batches of the user's own making.
     """
 
     step: int
     global_batch_size: int | None = None
-    micro_batch_size: int | None = None
 
 
 class StepRecord:

@@ -7,7 +7,6 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from trainwright.trainer.launch.devices import LIMIT_FILE, Devices, Probe, probe_environment, speaks_of_device
-from trainwright.trainer.launch.records import Beginning
 from trainwright.trainer.launch.restart_log import RestartLog
 from trainwright.trainer.launch.restarts import Setback
 from trainwright.trainer.launch.sizes import feasible
@@ -34,7 +33,7 @@ class Shrinking:
         )
         self._used = list(range(cfg.devices))
         self._probe: Probe | None = None
-        self._feasible: dict[tuple[int, Beginning | None], int | None] = {}
+        self._feasible: dict[tuple[int, int | None], int | None] = {}
 
     @property
     def size(self) -> int:
@@ -45,26 +44,26 @@ class Shrinking:
         """Variables by which the ranks take the devices that are used."""
         return self._devices.environment(self._used)
 
-    def look(self, beginning: Beginning) -> bool:
+    def look(self, samples: int | None) -> bool:
         """Hear of devices that answer again and of what the limit says now; True if the number of devices changes.
 
         Args:
-            beginning: what the attempt that runs has told of its batches.
+            samples: per optimizer step, as the ranks have told.
         """
         self._take_answers()
-        wanted = self._choose(beginning)
+        wanted = self._choose(samples)
         if wanted is None or len(wanted) == len(self._used):
             return False
         self._log.tell(f"devices: {len(wanted)} in place of {len(self._used)}")
         self._used = wanted
         return True
 
-    def blame(self, setback: Setback, beginning: Beginning | None) -> bool:
+    def blame(self, setback: Setback, samples: int | None) -> bool:
         """Hear of a failure; True if a device counts as lost by it, so that the next attempt does without.
 
         Args:
             setback: the failure.
-            beginning: what the first attempt has told of its batches.
+            samples: per optimizer step, as the ranks have told.
         """
         device = self._used[setback.rank]
         lost = [device] if self._devices.strike(device, setback) else []
@@ -73,8 +72,8 @@ class Shrinking:
         before = list(self._used)
         changed = False
         for each in lost:
-            changed |= self._do_without(each, beginning)
-        wanted = self._choose(beginning)
+            changed |= self._do_without(each, samples)
+        wanted = self._choose(samples)
         self._used = before if wanted is None else wanted
         return changed
 
@@ -84,22 +83,22 @@ class Shrinking:
             self._probe.close()
             self._probe = None
 
-    def _do_without(self, device: int, beginning: Beginning | None) -> bool:
+    def _do_without(self, device: int, samples: int | None) -> bool:
         self._devices.lose(device)
-        if self._choose(beginning) is not None:
+        if self._choose(samples) is not None:
             self._log.tell(f"device {device} is taken out of use; it is asked every so often whether it works again")
             return True
         self._devices.found(device)
         self._log.tell(f"device {device} seems lost, but without it there are too few (launch.min_devices)")
         return False
 
-    def _choose(self, beginning: Beginning | None) -> list[int] | None:
+    def _choose(self, samples: int | None) -> list[int] | None:
         """As many of the usable devices as the run is possible with; None if that is too few."""
         usable = self._devices.usable()
-        key = len(usable), beginning
+        key = len(usable), samples
         if key not in self._feasible:
             sizes = range(len(usable), self._cfg.launch.min_devices - 1, -1)
-            self._feasible[key] = feasible(self._cfg, self._verb, sizes, beginning)
+            self._feasible[key] = feasible(self._cfg, self._verb, sizes, samples)
         size = self._feasible[key]
         return None if size is None else usable[:size]
 

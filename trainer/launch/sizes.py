@@ -6,52 +6,50 @@ from collections.abc import Iterable
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.trainer.batch import solve_accumulation
 from trainwright.trainer.candidates import AUTO
-from trainwright.trainer.launch.records import Beginning
 from trainwright.trainer.validate import Surroundings, num_data_ranks, validate
 
 
-def resized(cfg: DictConfig, size: int, beginning: Beginning | None = None) -> DictConfig:
-    """The configuration for another number of devices, with the same samples in every optimizer step.
+def resized(cfg: DictConfig, devices: int, samples: int | None, nodes: int = 1) -> DictConfig:
+    """The configuration for another number of ranks, with the same samples in every optimizer step.
 
     Args:
         cfg: the resolved configuration that the run was begun with.
-        size: devices of this machine.
-        beginning: what the first attempt told of its batches; None = only what `cfg` says is known.
+        devices: ranks of each machine.
+        samples: per optimizer step, as the first attempt has told; None = what `cfg` says, if it does.
+        nodes: machines.
     """
     cfg = _copy(cfg)
-    if size == cfg.devices:
+    if (devices, nodes) == (cfg.devices, cfg.nodes):
         return cfg
-    first = cfg.devices
-    micro = cfg.micro_batch_size or (beginning and beginning.micro_batch_size)
-    samples = cfg.global_batch_size or (beginning and beginning.global_batch_size)
-    if not samples and micro:
-        samples = micro * (cfg.accumulation.steps or 1) * num_data_ranks(cfg, first)
-    cfg.devices = size
-    if not samples:
-        return cfg
-    cfg.global_batch_size, cfg.accumulation.steps = samples, None
-    try:
-        ranks = num_data_ranks(cfg, size)
-        if micro:
-            solve_accumulation(samples, micro, ranks)
-    except ValueError:
-        # The layout is refused elsewhere; ranks that cannot share the batch evenly share it unevenly.
+    samples = global_batch(cfg) or samples
+    cfg.devices, cfg.nodes = devices, nodes
+    if samples is not None:
+        cfg.global_batch_size, cfg.accumulation.steps = samples, None
+        # Has no effect where the ranks can share the batch evenly.
         cfg.trainer.uneven_steps = True
     return cfg
 
 
-def problems_of_size(cfg: DictConfig, verb: str, size: int, beginning: Beginning | None = None) -> list[str]:
-    """Why a run cannot go on with so many devices; empty when it can.
+def global_batch(cfg: DictConfig) -> int | None:
+    """Samples per optimizer step of a resolved configuration that is possible; None if only its data module knows."""
+    if cfg.global_batch_size is not None:
+        return int(cfg.global_batch_size)
+    if cfg.micro_batch_size is None:
+        return None
+    return int(cfg.micro_batch_size * (cfg.accumulation.steps or 1) * num_data_ranks(cfg, cfg.devices * cfg.nodes))
+
+
+def problems_of_size(cfg: DictConfig, verb: str, devices: int, samples: int | None = None) -> list[str]:
+    """Why a run cannot go on with so many devices of this machine; empty when it can.
 
     Args:
         cfg: the resolved configuration that the run was begun with.
         verb: fit, validate, test or predict.
-        size: devices of this machine.
-        beginning: what the first attempt told of its batches.
+        devices: ranks of this machine.
+        samples: per optimizer step; None = what `cfg` says, if it does.
     """
-    changed = resized(cfg, size, beginning)
+    changed = resized(cfg, devices, samples)
     # What it goes on from is decided when it does, and the port is taken: by this run.
     changed.ckpt_path, changed.resume_folders, changed.trust, changed.strict = None, [], False, True
     changed.resume = AUTO if verb == "fit" else None
@@ -59,9 +57,18 @@ def problems_of_size(cfg: DictConfig, verb: str, size: int, beginning: Beginning
     return validate(changed, Surroundings(verb))
 
 
-def feasible(cfg: DictConfig, verb: str, sizes: Iterable[int], beginning: Beginning | None = None) -> int | None:
-    """The first of these sizes with which the run can go on; None if there is none."""
-    return next((size for size in sizes if not problems_of_size(cfg, verb, size, beginning)), None)
+def feasible(cfg: DictConfig, verb: str, sizes: Iterable[int], samples: int | None) -> int | None:
+    """The first of these sizes with which the run can go on with the same samples per step; None if there is none.
+
+    Args:
+        cfg: the resolved configuration that the run was begun with.
+        verb: fit, validate, test or predict.
+        sizes: numbers of devices, the best first.
+        samples: per optimizer step; None = what `cfg` says. Where nobody says it, the number must stay as it is.
+    """
+    known = verb != "fit" or samples is not None or global_batch(cfg) is not None
+    possible = (size for size in sizes if known or size == cfg.devices)
+    return next((size for size in possible if not problems_of_size(cfg, verb, size, samples)), None)
 
 
 def size_problems(cfg: DictConfig, verb: str) -> list[str]:
@@ -70,17 +77,19 @@ def size_problems(cfg: DictConfig, verb: str) -> list[str]:
     if fewest is None:
         return []
     if fewest >= cfg.devices:
+        smaller = f"type launch.min_devices={cfg.devices - 1}, or " if cfg.devices > 1 else ""
         return [
-            f"launch.min_devices={fewest} with devices={cfg.devices}: there is no smaller number to go on with; type "
-            f"launch.min_devices={max(1, cfg.devices - 1)}, or leave it out"
+            f"launch.min_devices={fewest} with devices={cfg.devices}: there is no smaller number to go on with; "
+            f"{smaller}leave it out"
         ]
     resolved = _copy(cfg)
-    if feasible(resolved, verb, range(cfg.devices - 1, fewest - 1, -1)) is not None:
+    problems = [problems_of_size(resolved, verb, size) for size in range(cfg.devices - 1, fewest - 1, -1)]
+    if not all(problems):
         return []
-    why = problems_of_size(resolved, verb, cfg.devices - 1)[0]
     return [
         f"launch.min_devices={fewest}: the run is possible with none of {fewest} to {cfg.devices - 1} devices, so it "
-        f"could not go on with fewer ({why}); type -1 for an axis of the layout that may shrink, or leave it out"
+        f"could not go on with fewer ({problems[0][0]}); type -1 for an axis of the layout that may shrink, or leave "
+        "launch.min_devices out"
     ]
 
 
