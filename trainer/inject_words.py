@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 KEY = "inject"
 EXAMPLE = "+inject='kill(rank=1, at_step=7)'"
 _WORD = re.compile(rf"(?P<plus>\+{{0,2}}){KEY}=(?P<text>.*)", re.DOTALL)
+_PART = re.compile(rf"[+~]*{KEY}[.\[]")
 _OFF = ("", "null", "[]")
 
 
@@ -68,6 +69,14 @@ class Taken:
     replaces: bool = False
     problems: list[str] = field(default_factory=list)
 
+    def add(self, override: str, match: re.Match[str]) -> None:
+        """Read one of the overrides that inject."""
+        self.replaces = self.replaces or not match["plus"]
+        try:
+            self.sentences += [str(each) for each in read(match["text"])]
+        except SentenceError as error:
+            self.problems.append(f"{override}: {error}")
+
     def put_into(self, cfg: DictConfig) -> None:
         """Write the sentences into a composed configuration."""
         kept = [] if self.replaces else list(cfg[KEY])
@@ -84,14 +93,12 @@ def take_inject(overrides: Sequence[str]) -> Taken:
     taken = Taken([])
     for text in overrides:
         match = _WORD.fullmatch(text)
-        if match is None:
+        if _PART.match(text):
+            taken.problems.append(f"{text}: inject takes whole sentences; type for example {EXAMPLE}")
+        elif match is None:
             taken.rest.append(text)
-            continue
-        taken.replaces = taken.replaces or not match["plus"]
-        try:
-            taken.sentences += [str(each) for each in read(match["text"])]
-        except SentenceError as error:
-            taken.problems.append(f"{text}: {error}")
+        else:
+            taken.add(text, match)
     return taken
 
 

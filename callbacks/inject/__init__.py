@@ -189,7 +189,7 @@ def soak(
         every_seconds: seconds between two faults, or the least and the most of them.
         kinds: of ``kill``, ``stop``, ``exit`` and ``partition``.
     """
-    return _made("soak.Soak", "soak", locals())
+    return _made("soaking.Soak", "soak", locals())
 
 
 def sentence_of(kind: str, arguments: Mapping[str, Any]) -> str:

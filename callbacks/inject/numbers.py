@@ -72,9 +72,9 @@ class NaN(Spike):
         self._handles: list[RemovableHandle] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a parameter that is not there, before the first step."""
+        """Refuse, before the first step, a parameter of which this rank holds nothing."""
         super().on_train_start(trainer, pl_module)
-        if self.parameter is not None:
+        if self.parameter is not None and self.strikes(trainer):
             _require(pl_module, self.parameter, self.sentence)
 
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -130,9 +130,9 @@ class FlipBit(Fault):
         self.bit = bit
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a parameter that is not there, before the first step."""
+        """Refuse, before the first step, a parameter of which this rank holds nothing."""
         super().on_train_start(trainer, pl_module)
-        if self.parameter is not None:
+        if self.parameter is not None and self.strikes(trainer):
             _require(pl_module, self.parameter, self.sentence)
 
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -243,7 +243,7 @@ def _owners(module: nn.Module, parameter: str | None) -> Iterator[tuple[nn.Modul
 
 
 def _require(module: LightningModule, parameter: str, sentence: str) -> None:
-    """Refuse a parameter that the module does not have.
+    """Refuse a parameter that the module does not have here.
 
     Raises:
         ValueError: with the names there are.
@@ -251,7 +251,7 @@ def _require(module: LightningModule, parameter: str, sentence: str) -> None:
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     if parameter not in names:
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-        raise ValueError(f"{sentence}: there is no parameter {parameter!r}; there are {shown}.")
+        raise ValueError(f"{sentence}: there is no parameter {parameter!r} on this rank; there are {shown}.")
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,200 @@
+"""Runs with faults in them, and processes of their own for those that a fault ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.parity.harness import make_trainer
+from tests.parity.layout_modules import make_module
+from tests.parity.layouts import Texts
+
+PATIENCE = 30.0  # seconds that something may take which takes an instant
+
+
+class Steps(Callback):
+    """What a run did: ``(optimizer step, loss)`` of each micro-batch."""
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[int, float]] = []
+        self._step = 0
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self._step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append((self._step, float(outputs["loss"])))
+
+
+def fit(
+    strategy: str,
+    options: dict[str, Any],
+    *callbacks: Callback,
+    steps: int = 4,
+    ckpt_path: str | None = None,
+    **trainer_options: Any,
+) -> Any:
+    """Train a small language model on the ranks there are; returns the Trainer."""
+    has_checkpoint = any(isinstance(each, Checkpoint) for each in callbacks)
+    usual = {
+        "global_batch_size": 8,
+        "max_epochs": -1,
+        "default_root_dir": "run",
+        "enable_checkpointing": has_checkpoint,
+    }
+    trainer = make_trainer(
+        strategy, options, max_steps=steps, callbacks=list(callbacks), **{**usual, **trainer_options}
+    )
+    layout = getattr(trainer.strategy, "_open_layout", None)
+    data_ranks = world() if layout is None else layout.resolve(world()).data_ranks
+    trainer.fit(make_module("gpt"), DataLoader(Texts(24), batch_size=8 // data_ranks), ckpt_path=ckpt_path)
+    return trainer
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    """Copies of what this rank holds of the parameters, by name; what is not here is left out."""
+    held = {name: getattr(p, "_local_tensor", p) for name, p in trainer.lightning_module.named_parameters()}
+    return {name: p.detach().clone() for name, p in held.items() if p.numel() and not p.is_meta}
+
+
+# ---- processes of their own ------------------------------------------------------------------------------------------
+
+
+class Child:
+    """A forked process that runs ``work``; for a rank of the pool that has no process group."""
+
+    def __init__(self, work: Callable[[], Any], name: str = "child") -> None:
+        self.stacks = Path(f"{name}.stacks").absolute()
+        self.beats = Path(f"{name}.beats").absolute()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 70
+            try:
+                faulthandler.register(signal.SIGUSR1, file=self.stacks.open("a"), all_threads=False, chain=False)
+                threading.Thread(target=self._beat, daemon=True).start()
+                work()
+                code = 0
+            except SystemExit as error:
+                code = int(error.code or 0)
+            finally:
+                os._exit(code)
+
+    def _beat(self) -> None:
+        """Show that threads of Python run."""
+        count = 0
+        while True:
+            self.beats.write_text(str(count := count + 1))
+            time.sleep(0.01)
+
+    def num_beats(self) -> int:
+        text = self.beats.read_text() if self.beats.exists() else ""
+        return int(text or 0)
+
+    def stack(self) -> str:
+        """The Python stack of its main thread now, or the first lines of it."""
+        wait_until(self.beats.exists, "it has not begun")  # before that, the signal would go to its parent's handler
+        self.stacks.write_text("")
+        os.kill(self.pid, signal.SIGUSR1)
+        wait_until(lambda: "File" in self.stacks.read_text(), "its stack was not written")
+        return self.stacks.read_text()
+
+    def wait_within(self, function: str) -> str:
+        """Its stack, as soon as ``function`` is on it."""
+        stack = ""
+
+        def is_there() -> bool:
+            nonlocal stack
+            stack = self.stack()
+            return f"in {function}\n" in stack
+
+        try:
+            wait_until(is_there, f"it is not in {function}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}, but here:\n{stack}") from None
+        return stack
+
+    def wait(self) -> int:
+        """Its exit code, negative for a signal."""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+        self.kill()
+        raise AssertionError(f"the process had not ended after {PATIENCE:g} s")
+
+    def wait_stopped(self) -> None:
+        """Until it is stopped by a signal."""
+
+        def is_stopped() -> bool:
+            pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
+            assert not pid or os.WIFSTOPPED(status), f"it ended with {status}"
+            return bool(pid)
+
+        wait_until(is_stopped, "it did not stop")
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def wait_until(is_so: Callable[[], bool], otherwise: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.01)
+
+
+@contextmanager
+def group_of(rank: int, world_size: int, port: int) -> Iterator[None]:
+    """This process as one rank of a process group of its own."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_PORT=str(port))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=2 * PATIENCE),
+    )
+    yield
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def firings(rank: int = 0) -> dict[str, int]:
+    """How often each fault has struck a rank of the run in the working folder."""
+    import json
+
+    path = Path(f"run/faults/rank_{rank}.json")
+    return {key: len(each) for key, each in json.loads(path.read_text()).items()} if path.exists() else {}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
