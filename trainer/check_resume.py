@@ -67,6 +67,19 @@ def going_on_in_place(cfg: DictConfig, verb: str) -> DictConfig:
     return cfg
 
 
+def saved_global_batch(cfg: DictConfig) -> int | None:
+    """Samples per optimizer step, as the newest good checkpoint of this run tells; None if none does.
+
+    Args:
+        cfg: the resolved configuration of a run that was begun.
+    """
+    newest, _ = newest_good(_folders(cfg))
+    if newest is None or not Folder(newest).exists():
+        return None
+    samples = read_manifest(newest).about.get("global_batch_size")
+    return None if samples is None else int(samples)
+
+
 def resume_problems(cfg: DictConfig, verb: str) -> list[str]:
     """What speaks against going on from `ckpt_path`, or beginning with `init_from`.
 

@@ -149,13 +149,13 @@ def test_a_process_that_does_not_listen_is_ended(how: str, code: int) -> None:
 
 
 def test_the_store_listens_on_the_loopback_interface_alone() -> None:
-    from trainwright.trainer.launch.rendezvous import LoopbackStore
+    from trainwright.trainer.launch.rendezvous import LocalStore
 
-    with LoopbackStore() as store:
+    with LocalStore() as store:
         assert _listening(store.port) == [f"0100007F:{store.port:04X}"]
         with pytest.raises(OSError, match="in use"):
-            LoopbackStore(store.port)
-    with LoopbackStore(store.port) as again:  # as a restart with launch.port has it
+            LocalStore(store.port)
+    with LocalStore(store.port) as again:  # as a restart with launch.port has it
         assert again.port == store.port
     assert _listening(store.port) == []
 
@@ -193,9 +193,9 @@ def test_rank_0_decides_for_all(refused: bool, monkeypatch: pytest.MonkeyPatch) 
     from torch.distributed import HashStore
 
     store = HashStore()
-    monkeypatch.setattr(external, "_connect", lambda launcher: store)
+    monkeypatch.setattr(external, "_meet", lambda launcher: store)
 
-    def decide() -> Any:
+    def decide(launcher: Launcher) -> Any:
         if refused:
             raise ConfigError(["no"])
         return OmegaConf.create({"run_dir": "runs/a b", "max_steps": 3})

@@ -14,7 +14,7 @@ from trainwright.trainer.launch.failure import RankError, first_failure
 from trainwright.trainer.launch.interrupt import Interrupted
 from trainwright.trainer.launch.rank import rank_main
 from trainwright.trainer.launch.records import Beginning, read_beginning, read_result, read_steps
-from trainwright.trainer.launch.rendezvous import LoopbackStore
+from trainwright.trainer.launch.rendezvous import LocalStore
 from trainwright.trainer.launch.restarts import Setback
 from trainwright.trainer.launch.supervisor import Ended, Monitor, Supervisor
 
@@ -89,7 +89,7 @@ class Attempt:
             Interrupted: if this process was told to end, or the ranks were; all have ended.
         """
         with (
-            LoopbackStore(self._cfg.launch.port) as store,
+            LocalStore(self._cfg.launch.port) as store,
             Supervisor(rank_main, (self._verb, self._folder, self._records), self._monitor) as ranks,
         ):
             try:

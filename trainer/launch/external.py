@@ -1,21 +1,23 @@
-"""Ranks that torchrun or SLURM has started: rank 0 decides for all, through the launcher's store."""
+"""Ranks that torchrun or SLURM has started: rank 0 decides for all, and knows whether it is a restart."""
 
 import json
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.trainer.launch.begun import agent_id, remember
 from trainwright.trainer.launch.launcher import Launcher
 
 _KEY = "trainwright/run"
-_TIMEOUT = timedelta(minutes=5)
+_AGENT = "trainwright/agent"
 
 
-def agree(launcher: Launcher, decide: Callable[[], DictConfig]) -> DictConfig | None:
+def agree(launcher: Launcher, decide: Callable[[Launcher], DictConfig]) -> DictConfig | None:
     """Let rank 0 decide on the configuration, and hand it to every rank.
 
     The resolved configuration travels as text (JSON around yaml), so that machines need not share a file system and
@@ -23,7 +25,8 @@ def agree(launcher: Launcher, decide: Callable[[], DictConfig]) -> DictConfig | 
 
     Args:
         launcher: as `detect_launcher` found it.
-        decide: composes and checks the configuration and makes the run directory; called on rank 0 alone.
+        decide: composes and checks the configuration and makes the run directory, or finds the run that was begun
+            before a restart; called on rank 0 alone, with the launcher and its agents.
 
     Returns:
         The configuration; None on the ranks that learn that rank 0 has refused it.
@@ -31,14 +34,21 @@ def agree(launcher: Launcher, decide: Callable[[], DictConfig]) -> DictConfig | 
     Raises:
         Exception: on rank 0, whatever `decide` raised.
     """
-    store = _connect(launcher)
-    if launcher.rank != 0:
-        answer = json.loads(store.get(_KEY).decode())
-        store.add(f"{_KEY}/read", 1)
-        return None if answer["config"] is None else _config(answer["config"])
+    store = _meet(launcher)
+    agent = agent_id(os.environ)
+    if agent is not None and _is_first_of_machine():
+        store.set(f"{_AGENT}/{os.environ['GROUP_RANK']}", agent)
+    cfg = _decided(store, launcher, decide) if launcher.rank == 0 else _heard(store)
+    if cfg is not None and agent is not None and _is_first_of_machine():
+        remember(Path(cfg.run_dir), agent)
+    return cfg
+
+
+def _decided(store: Any, launcher: Launcher, decide: Callable[[Launcher], DictConfig]) -> DictConfig:
+    """On rank 0."""
     answer = {"config": None}
     try:
-        cfg = decide()
+        cfg = decide(replace(launcher, agents=_agents(store)))
         answer["config"] = OmegaConf.to_yaml(cfg, resolve=True)
         return cfg
     finally:
@@ -47,29 +57,33 @@ def agree(launcher: Launcher, decide: Callable[[], DictConfig]) -> DictConfig | 
             _wait_for_readers(store, launcher.world_size - 1)  # the store may live in this process, which ends now
 
 
-def _config(text: str) -> DictConfig:
-    cfg = OmegaConf.create(text)
+def _heard(store: Any) -> DictConfig | None:
+    """On the other ranks."""
+    answer = json.loads(store.get(_KEY).decode())
+    store.add(f"{_KEY}/read", 1)
+    if answer["config"] is None:
+        return None
+    cfg = OmegaConf.create(answer["config"])
     assert isinstance(cfg, DictConfig)
     return cfg
 
 
-def _connect(launcher: Launcher) -> Any:
-    """A client of the store that the ranks also make their process group with."""
-    from torch.distributed import rendezvous
+def _meet(launcher: Launcher) -> Any:
+    from trainwright.trainer.launch.meeting import meet  # imports torch
 
-    address, port = _address(launcher)
-    url = f"tcp://{address}:{port}?rank={launcher.rank}&world_size={launcher.world_size}"
-    store, _, _ = next(iter(rendezvous(url, timeout=_TIMEOUT)))
-    return store
+    return meet(launcher)
 
 
-def _address(launcher: Launcher) -> tuple[str, str]:
-    if launcher.name == "SLURM" and "MASTER_ADDR" not in os.environ:
-        from lightning.pytorch.plugins.environments import SLURMEnvironment
+def _is_first_of_machine() -> bool:
+    return os.environ.get("LOCAL_RANK") == "0"
 
-        environment = SLURMEnvironment(auto_requeue=False)
-        return environment.main_address, str(environment.main_port)
-    return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+
+def _agents(store: Any) -> tuple[str, ...]:
+    """Of every machine; waits until each has said its own."""
+    if agent_id(os.environ) is None:
+        return ()
+    machines = range(int(os.environ.get("GROUP_WORLD_SIZE", "1")))
+    return tuple(store.get(f"{_AGENT}/{machine}").decode() for machine in machines)
 
 
 def _wait_for_readers(store: Any, readers: int, seconds: float = 10.0) -> None:

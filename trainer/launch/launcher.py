@@ -13,12 +13,15 @@ class Launcher:
         rank: global rank of this process.
         world_size: number of ranks.
         local_world_size: number of ranks on this machine.
+        agents: names of the processes of the launcher, one of each machine, where they start ranks again after
+            failures; empty = they do not, or it is not known yet.
     """
 
     name: str
     rank: int
     world_size: int
     local_world_size: int
+    agents: tuple[str, ...] = ()
 
 
 def detect_launcher() -> Launcher | None:

@@ -1,4 +1,4 @@
-"""Where the ranks of one machine meet: a store of the launching process on the loopback interface."""
+"""Where ranks meet: a store of the launching process on the loopback interface, or one of rank 0."""
 
 import socket
 from datetime import timedelta
@@ -9,29 +9,41 @@ from torch.distributed import TCPStore
 ADDRESS = "127.0.0.1"
 
 
-class LoopbackStore:
-    """A store for the ranks of this machine, open until it is closed.
+class LocalStore:
+    """A store in this process, open until it is closed.
 
     torch's own rendezvous listens on every interface of the machine, and chooses the port before it binds it, so that
-    two runs may choose the same. Here the launching process binds the port itself, to the loopback interface alone, and
-    the ranks are its clients. Every attempt gets a new store: ranks never read addresses of dead ones.
+    two runs may choose the same. Here the process binds the port itself, to one address alone, and the ranks are its
+    clients. Every attempt gets a new store: ranks never read addresses of dead ones.
 
     Args:
         port: TCP port; None = a free one.
+        address: to listen at; the loopback interface unless other machines shall reach it.
+        told: how the others call that address; None = the same.
         timeout: how long a rank waits for the others.
 
     Raises:
         OSError: if another process listens on the port.
     """
 
-    def __init__(self, port: int | None = None, timeout: timedelta = timedelta(minutes=30)) -> None:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+    def __init__(
+        self,
+        port: int | None = None,
+        address: str = ADDRESS,
+        told: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((ADDRESS, port or 0))
+            listener.bind((address, port or 0))
             listener.listen()
+            self.address = told or address
+            """How the ranks call it."""
             self.port: int = listener.getsockname()[1]
+            """Its port."""
             self._store: TCPStore | None = TCPStore(
-                ADDRESS,
+                self.address,
                 self.port,
                 is_master=True,
                 timeout=timeout,
@@ -39,7 +51,7 @@ class LoopbackStore:
                 master_listen_fd=listener.detach(),
             )
 
-    def __enter__(self) -> "LoopbackStore":
+    def __enter__(self) -> "LocalStore":
         return self
 
     def __exit__(
@@ -49,7 +61,7 @@ class LoopbackStore:
 
     @property
     def store(self) -> TCPStore:
-        """The store itself, for what the launching process has to say to the ranks."""
+        """The store itself."""
         assert self._store is not None, "the store is closed"
         return self._store
 

@@ -27,7 +27,7 @@ from trainwright.trainer.launch.mailbox import NOW, Announcement, Left, Mailbox,
 from trainwright.trainer.launch.member import member_main
 from trainwright.trainer.launch.membership import Membership
 from trainwright.trainer.launch.records import Beginning, read_beginning, read_result
-from trainwright.trainer.launch.rendezvous import LoopbackStore
+from trainwright.trainer.launch.rendezvous import LocalStore
 from trainwright.trainer.launch.restart_log import RestartLog
 from trainwright.trainer.launch.restarts import RestartPolicy, Setback, Stop
 from trainwright.trainer.launch.sizes import resized
@@ -91,7 +91,7 @@ class ReplicaAttempt:
         self._now = Membership(0, layout, tuple(range(layout.world_size)))
         self._joining: list[int] = []
         self._numbers = 0
-        self._store: LoopbackStore | None = None
+        self._store: LocalStore | None = None
         self._start_at = 0.0  # when replacements may be started
         self._since = (0.0, 0)  # when this generation was announced, and its first step
         self._called = self._suspects = False
@@ -291,7 +291,7 @@ class ReplicaAttempt:
         return cfg
 
     def _announce(self, cfg: DictConfig, step: int | None, sources: dict[int, int]) -> None:
-        old, self._store = self._store, LoopbackStore(self._cfg.launch.port if step is None else None)
+        old, self._store = self._store, LocalStore(self._cfg.launch.port if step is None else None)
         self._store.__enter__()
         self._called = self._suspects = False
         self._since = (time.monotonic(), step or 0)

@@ -1,0 +1,128 @@
+"""Where ranks that torchrun has started meet, anew in every attempt.
+
+torchrun hands the store of its agent to the ranks. The store outlives them: after a restart the ranks read in it where
+those before them listened, connect to addresses that nobody answers at any more, and fail or wait for each other.
+(``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in torchrun's environment helps with some kinds of rendezvous, but the ranks
+cannot set it.) So rank 0 of each attempt opens a store of its own, and the agent's store says nothing but where it is.
+That may be told of an earlier attempt too, so who comes there looks whether it is the right one: rank 0 of an earlier
+attempt is dead, or its ranks have come already.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store, TCPStore, rendezvous
+
+from trainwright.trainer.launch.launcher import Launcher
+from trainwright.trainer.launch.rendezvous import ADDRESS, LocalStore
+
+_PLACE = "trainwright/meeting"
+_JOINED = "trainwright/joined"
+# Longest wait for the other ranks.
+TIMEOUT = timedelta(minutes=5)
+_CONNECT_SECONDS = 3.0
+_PAUSE_SECONDS = 0.1
+# Rank 0 keeps its store for the life of the process: the process group uses it.
+_kept: list[LocalStore] = []
+
+
+def meet(launcher: Launcher) -> Store:
+    """A store that the ranks of this attempt have for themselves; the process group is made with it, too.
+
+    Args:
+        launcher: as `detect_launcher` found it.
+
+    Raises:
+        TimeoutError: if rank 0 is not found within :data:`TIMEOUT`.
+    """
+    store = _launchers_store(launcher)
+    if not is_elastic(os.environ):
+        return store  # the launcher has started one attempt; another has other processes and another store
+    key = f"{_PLACE}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if launcher.rank == 0:
+        own = _open(launcher)
+        own.store.add(f"{_JOINED}/0", 1)
+        store.set(key, json.dumps([own.address, own.port]))
+        _enter(own.address, own.port)
+        return own.store
+    return _join(store, key, launcher.rank)
+
+
+def is_elastic(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher starts ranks again, and hands its own store to them."""
+    return "TORCHELASTIC_RUN_ID" in environment
+
+
+def _open(launcher: Launcher) -> LocalStore:
+    """On rank 0: a store at an address that the other machines reach; on one machine, that only it reaches."""
+    _kept.clear()
+    address, told = ADDRESS, ADDRESS
+    if launcher.world_size > launcher.local_world_size:
+        address = told = _own_address()
+        if address.startswith("127.") or address == "::1":
+            # The name of the machine stands for the machine itself here; elsewhere it is its address.
+            address, told = "0.0.0.0", os.environ["MASTER_ADDR"]  # noqa: S104 - other machines have to reach it
+    _kept.append(LocalStore(address=address, told=told, timeout=TIMEOUT))
+    return _kept[0]
+
+
+def _own_address() -> str:
+    """The address of this machine in the network in which the agent's store is."""
+    to = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with closing(socket.create_connection(to, timeout=TIMEOUT.total_seconds())) as probe:
+        return str(probe.getsockname()[0])
+
+
+def _join(store: Store, key: str, rank: int) -> Store:
+    """On the other ranks: the store of rank 0 of this attempt."""
+    end = time.monotonic() + TIMEOUT.total_seconds()
+    while time.monotonic() < end:
+        address, port = json.loads(store.get(key).decode())
+        if _answers(address, port):
+            found = TCPStore(address, port, is_master=False, timeout=TIMEOUT)
+            if found.add(f"{_JOINED}/{rank}", 1) == 1:
+                _enter(address, port)
+                return found
+        time.sleep(_PAUSE_SECONDS)
+    raise TimeoutError(f"rank {rank} has found no rank 0 within {TIMEOUT}; its log, or that of torchrun, says why")
+
+
+def _answers(address: str, port: int) -> bool:
+    """Whether somebody listens; a client of a store would try again for minutes."""
+    try:
+        socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _enter(address: str, port: int) -> None:
+    """Have the process group made here."""
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+    # Not that of the agent; but a store that is there already, which rank 0 need not open.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+
+
+def _launchers_store(launcher: Launcher) -> Any:
+    """A client of the store that the launcher has told the ranks of."""
+    address, port = _address(launcher)
+    url = f"tcp://{address}:{port}?rank={launcher.rank}&world_size={launcher.world_size}"
+    store, _, _ = next(iter(rendezvous(url, timeout=TIMEOUT)))
+    return store
+
+
+def _address(launcher: Launcher) -> tuple[str, str]:
+    if launcher.name == "SLURM" and "MASTER_ADDR" not in os.environ:
+        from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+        environment = SLURMEnvironment(auto_requeue=False)
+        return environment.main_address, str(environment.main_port)
+    return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
