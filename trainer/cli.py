@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 all went well, 1 a rank or job failed, `verify` found a difference or a checkpoint is damaged,
-        2 the command or configuration was refused and nothing was started, 130 and 143 ended by Ctrl-C and SIGTERM.
+        2 the command or configuration was refused and nothing was started, 130 and 143 ended by Ctrl-C and SIGTERM
+        (138 by SIGUSR1, or what `preemption.exit_code` says); any other number is what the user's code gave `sys.exit`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     previous = signal.signal(signal.SIGTERM, raise_interrupted)

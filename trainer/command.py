@@ -32,7 +32,7 @@ def run_command(words: Sequence[str]) -> int:
         words: what was typed after `trainwright`.
 
     Returns:
-        The exit code.
+        The exit code; that of the user's own `sys.exit` where it ended the run.
 
     Raises:
         Interrupted: if this process was told to end.
@@ -44,7 +44,7 @@ def run_command(words: Sequence[str]) -> int:
         return REFUSED
     except RankError as error:
         print(f"trainwright: {error}", file=sys.stderr)
-        return FAILED
+        return error.exit_code_of_user or FAILED
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
     if launcher is None:
         cfg = _composed(verb, overrides, config_dir, None)
     else:
-        agreed = agree(launcher, lambda launcher: _composed(verb, overrides, config_dir, launcher))
+        agreed = agree(launcher, lambda: _composed(verb, overrides, config_dir, launcher))
         if agreed is None:
             return REFUSED  # rank 0 says why
         cfg = agreed
@@ -78,7 +78,12 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
         _say_start(cfg)
     try:
         result = launch(cfg, verb, launcher)
-    except (RankError, ConfigError, SystemExit):
+    except SystemExit as error:
+        # In this process: whose exit code is the command's is said, since no traceback shows it.
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        print(f"trainwright: sys.exit({error.code!r}) was called by {where.filename}:{where.lineno}", file=sys.stderr)
+        raise
+    except (RankError, ConfigError):
         raise
     except Exception as error:
         # The run was in this process.

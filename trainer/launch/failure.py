@@ -20,6 +20,8 @@ _CONSEQUENCE = re.compile(
     r"connection (closed|reset|refused|was)|socket|broken pipe|timed? ?out|gloo|nccl|store|aborted|peer", re.IGNORECASE
 )
 
+_EXIT = SystemExit.__name__
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -75,16 +77,25 @@ class FailureRecorder:
 
     def record(self, error: BaseException) -> None:
         """Write `error` down, unless an earlier one was, or it is an interruption and no failure."""
-        if self._written or isinstance(error, (KeyboardInterrupt, SystemExit)):
+        if self._written or _is_interruption(error):
             return
         self._written = True
         text = "".join(traceback.format_exception(error))
-        failure = Failure(self._rank, type(error).__name__, str(error), text, time.time_ns(), is_told(error))
+        said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else str(error)
+        failure = Failure(self._rank, type(error).__name__, said, text, time.time_ns(), is_told(error))
         partial = self._folder / f"{self._rank}.partial"
         partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
         os.replace(partial, self._folder / f"{self._rank}.json")
         if failure.is_told:
             log_traceback(error)
+
+
+def _is_interruption(error: BaseException) -> bool:
+    """Whether `error` says that this rank was told to end: by Ctrl-C, or as a Trainer ends that has saved."""
+    if isinstance(error, SystemExit):
+        # Lightning answers Ctrl-C with an exit of its own.
+        return isinstance(error.__context__, KeyboardInterrupt) or hasattr(error, "told")
+    return isinstance(error, KeyboardInterrupt)
 
 
 class RankError(RuntimeError):
@@ -122,8 +133,14 @@ class RankError(RuntimeError):
         if self.hang is not None:
             return f"rank {self.rank} hangs: {_first_line(self.hang.reason)}"
         if self.failure is not None:
-            return f"rank {self.rank} failed with {self.failure.kind}: {_first_line(self.failure.message)}"
+            return f"rank {self.rank} {_how_it_failed(self.failure, _first_line(self.failure.message))}"
         return f"rank {self.rank} {_how_it_ended(self.exit_code, with_reason=False)}"
+
+    @property
+    def exit_code_of_user(self) -> int | None:
+        """The exit code that the user's code chose on this rank; None if it chose none."""
+        chosen = self.failure.kind == _EXIT if self.failure is not None else self.hang is None
+        return self.exit_code if chosen and (self.exit_code or 0) > 0 else None
 
     def because(self, reason: str) -> "RankError":
         """The same, with why it ends the run."""
@@ -165,7 +182,7 @@ def _error(failure: Failure | None, rank: int, exit_codes: Mapping[int, int | No
         text = f"{failure.message}\n(said by {whom}; its traceback is in {log})"
         return RankError(text, rank, exit_code, failure)
     if failure is not None:
-        how = f"failed with {failure.kind}: {failure.message}"
+        how = _how_it_failed(failure, failure.message)
         text = f"{whom} {how}; the others were ended\n\n{failure.traceback.rstrip()}"
     else:
         text = f"{whom} {_how_it_ended(exit_code)}; the others were ended"
@@ -184,6 +201,10 @@ def _died_by_itself(exit_code: int | None) -> bool:
     """Whether a process ended badly without having been told to (SIGTERM is what the others are sent)."""
     told = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
     return exit_code is not None and exit_code not in (0, 1, *told)
+
+
+def _how_it_failed(failure: Failure, message: str) -> str:
+    return f"called {message}" if failure.kind == _EXIT else f"failed with {failure.kind}: {message}"
 
 
 def _first_line(text: str) -> str:

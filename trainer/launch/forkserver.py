@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from multiprocessing import forkserver, util
 from types import ModuleType
@@ -18,6 +19,8 @@ from typing import Any
 
 from trainwright.trainer.launch.scratch import scratch
 
+# A rank starts with these ignored too, and has to listen to them again.
+NOT_FOR_THE_SERVER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PRELOAD = ("trainwright.trainer.worker",)
 # Process id of the server that this module has started; None when there is none, or it is another library's.
 _started: int | None = None
@@ -36,7 +39,7 @@ def start_forkserver() -> None:
     finally:
         tempfile.tempdir = previous
     multiprocessing.set_forkserver_preload(list(_PRELOAD))
-    with _single_threaded_blas(), _ignoring_interrupt(), hidden_main():
+    with _single_threaded_blas(), _ignoring_signals(), hidden_main():
         forkserver.ensure_running()
     _started = server._forkserver_pid
 
@@ -68,17 +71,21 @@ def hidden_main() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ignoring_interrupt() -> Iterator[None]:
-    """Let the new process start with Ctrl-C ignored: during its imports it would print a traceback and die."""
-    try:
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:  # not in the main thread, where nothing can be changed
+def _ignoring_signals() -> Iterator[None]:
+    """Let the new process start with the signals ignored that may reach all processes of a run.
+
+    At Ctrl-C it would print a traceback during its imports. Without it nobody learns how the ranks end, which save
+    first when a scheduler tells them to end.
+    """
+    if threading.current_thread() is not threading.main_thread():  # where nothing can be changed
         yield
         return
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in NOT_FOR_THE_SERVER}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextlib.contextmanager

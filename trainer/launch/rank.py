@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainwright.trainer.launch.failure import FailureRecorder, log_file
+from trainwright.trainer.launch.forkserver import NOT_FOR_THE_SERVER
 from trainwright.trainer.launch.output import Output
 from trainwright.trainer.launch.records import write_result
 from trainwright.trainer.launch.watch import ShutdownWatch
@@ -29,6 +30,8 @@ def rank_main(environment: Mapping[str, str], verb: str, folder: Path, records: 
     rank = int(environment["RANK"])
     recorder = FailureRecorder(records, rank)
     try:
+        for number in NOT_FOR_THE_SERVER:
+            signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         cfg = read_config(folder)
         if rank != 0:
@@ -43,7 +46,8 @@ def rank_main(environment: Mapping[str, str], verb: str, folder: Path, records: 
         metrics = run_verb(cfg, verb, on_exception=recorder.record, more_callbacks=[ProgressReport(records)])
         if rank == 0:
             write_result(records, metrics)
-    except SystemExit:
+    except SystemExit as error:
+        recorder.record(error)
         raise
     except BaseException as error:
         recorder.record(error)
