@@ -70,7 +70,7 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
     if launcher is None:
         cfg = _composed(verb, overrides, config_dir, None)
     else:
-        agreed = agree(launcher, lambda: _composed(verb, overrides, config_dir, launcher))
+        agreed = agree(launcher, lambda launcher: _composed(verb, overrides, config_dir, launcher))
         if agreed is None:
             return REFUSED  # rank 0 says why
         cfg = agreed

@@ -9,14 +9,16 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.trainer.check_resume import decide_resume
+from trainwright.trainer.candidates import AUTO
+from trainwright.trainer.check_resume import decide_resume, going_on_in_place, saved_global_batch
+from trainwright.trainer.launch.begun import begun_run
 from trainwright.trainer.launch.external import agree
 from trainwright.trainer.launch.interrupt import Interrupted
 from trainwright.trainer.launch.launcher import Launcher, detect_launcher
-from trainwright.trainer.launch.sizes import size_problems
+from trainwright.trainer.launch.sizes import resized, size_problems
 from trainwright.trainer.launch.watch import ShutdownWatch
 from trainwright.trainer.problems import ConfigError
-from trainwright.trainer.run_directory import default_run_dir, write_config
+from trainwright.trainer.run_directory import default_run_dir, read_config, write_config
 from trainwright.trainer.validate import Surroundings, resolve_devices, validate
 
 
@@ -50,7 +52,7 @@ def run(cfg: DictConfig, verb: str = "fit") -> RunResult:
     """
     launcher = detect_launcher()
     if launcher is not None:
-        agreed = agree(launcher, lambda: prepare(cfg, verb, launcher))
+        agreed = agree(launcher, lambda launcher: prepare(cfg, verb, launcher))
         if agreed is None:
             raise ConfigError(["rank 0 has refused the configuration; its message says why"])
         return launch(agreed, verb, launcher)
@@ -60,12 +62,19 @@ def run(cfg: DictConfig, verb: str = "fit") -> RunResult:
 def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None) -> DictConfig:
     """Check a configuration, decide and make the run directory, write config.yaml there.
 
+    Where a launcher has started the ranks again, the run that they were in goes on instead, as it was configured.
+
     Returns:
         The resolved configuration: without interpolations, `run_dir`, `devices` and `ckpt_path` final.
 
     Raises:
         ConfigError: with everything that is wrong.
     """
+    if launcher is not None:
+        name = "unnamed" if OmegaConf.is_missing(cfg, "name") else cfg.name
+        begun = begun_run(name, cfg.run_dir, launcher.agents)
+        if begun is not None:
+            return _go_on(begun, verb, launcher)
     planned, problems = plan(cfg, verb, launcher)
     if problems:
         raise ConfigError(problems)
@@ -76,6 +85,19 @@ def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None) -> Dic
     except OSError as error:
         raise ConfigError([f"run_dir={resolved.run_dir}: {error.strerror}; type another run_dir=..."]) from error
     return resolved
+
+
+def _go_on(run_dir: Path, verb: str, launcher: Launcher) -> DictConfig:
+    """The configuration of the next attempt of a run, on as many ranks as the launcher has started now."""
+    devices, nodes = launcher.local_world_size, launcher.world_size // launcher.local_world_size
+    first = read_config(run_dir)
+    cfg = going_on_in_place(resized(first, devices, saved_global_batch(first), nodes), verb)
+    if verb == "fit":
+        cfg.resume = AUTO  # it may have ended before its first checkpoint
+    problems = validate(cfg, Surroundings(verb, launcher.world_size))
+    if problems:
+        raise ConfigError(problems)
+    return cfg
 
 
 def plan(cfg: DictConfig, verb: str, launcher: Launcher | None = None) -> tuple[DictConfig, list[str]]:
