@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
+from trainwright.callbacks.steps import StepCounter, is_dropped, log_metrics, require_window, window_steps
 
 
 class GlobalLoss(Callback):
@@ -59,6 +59,8 @@ class GlobalLoss(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):
             self._micro_losses.append(loss.detach())
+        if is_dropped(trainer):
+            self._micro_losses = []
         step = self._steps.ended(trainer)
         if step is None:
             return
@@ -70,9 +72,21 @@ class GlobalLoss(Callback):
         if (step + 1) % self._window == 0:
             self._write(trainer)
 
+    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget what was not written of steps that are made again."""
+        self._steps.start(trainer)
+        self._micro_losses = []
+        self._pending = [each for each in self._pending if each[0] < self._steps.next_number(trainer)]
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what was collected, so that logs are complete up to a validation."""
         self._write(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Write what was collected, to the disk: a run that goes on from this state does not make these steps again."""
+        self._write(trainer)
+        for logger in trainer.loggers:
+            logger.save()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the rest."""

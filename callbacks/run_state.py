@@ -299,6 +299,16 @@ class RunStateCheckpoint(Checkpoint):
             self._saver.close()
             self._saver = None
 
+    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What was saved since is there and good, but the steps after it are made again, maybe with other samples."""
+        self._step = trainer.global_step
+        self._settle_at = min(self._settle_at, self._step + 1)
+        if self._saved_step > self._step:
+            self._saved_step = -1
+            self._schedule.restart(self._step)
+        if self._measured is not None and self._measured[0] > self._step:
+            self._measured = None
+
     # ---- saving -----------------------------------------------------------------------------------------------------
 
     def save_now(self, trainer: Trainer) -> str:
@@ -419,7 +429,7 @@ class RunStateCheckpoint(Checkpoint):
     def _copy(self, trainer: Trainer) -> None:
         assert self.copies is not None
         strategy: Any = trainer.strategy
-        content = strategy.run_state(trainer._checkpoint_connector.dump_checkpoint(), complete=True)
+        content = strategy.run_state(trainer._checkpoint_connector.dump_checkpoint(False), complete=True)
         self._heed(partial(self.copies.save, content, self._step))
 
     def _wait_for_copy(self) -> None:

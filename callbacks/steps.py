@@ -30,7 +30,16 @@ class StepCounter:
         if trainer.global_step == self._seen:
             return None
         self._seen = trainer.global_step
+        return self.next_number(trainer)
+
+    def next_number(self, trainer: Trainer) -> int:
+        """Number of the optimizer step that is being made, or comes next."""
         return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def is_dropped(trainer: Trainer) -> bool:
+    """Whether the present micro-batch should have ended an optimizer step that was not made, see ``DropStep``."""
+    return bool(getattr(trainer.fit_loop.epoch_loop, "dropped", False))
 
 
 def window_steps(every_n_steps: int | None, trainer: Trainer) -> int:

@@ -87,6 +87,12 @@ class Throughput(Callback):
         if (step + 1) % self._window == 0:
             self._write(trainer, step)
 
+    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin anew: the clock starts after the next step."""
+        self._steps.start(trainer)
+        self._begin = None
+        self._restart()
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock."""
         if self._begin is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 
 from trainwright.checkpoint.held import HeldState
 
@@ -59,6 +60,7 @@ def tell_gone_back(trainer: Any) -> None:
 def keeps_its_state(callback: object) -> bool:
     """Whether a callback stays as it is when training goes back, though its state was saved.
 
-    Those say so themselves (``keeps_its_state = True``) that remember what happened rather than where training stands.
+    Those that save checkpoints do, since what they saved is still there, and those that say so
+    (``keeps_its_state = True``), since they remember what happened rather than where training stands.
     """
-    return bool(getattr(callback, "keeps_its_state", False))
+    return isinstance(callback, Checkpoint) or bool(getattr(callback, "keeps_its_state", False))

@@ -66,6 +66,11 @@ class Snapshots:
         held = [each for each in held if before_or_at is None or each.step <= before_or_at]
         return max(held, key=lambda each: each.step, default=None)
 
+    def oldest(self) -> HeldState | None:
+        """The oldest copy; ``None``: there is none."""
+        held = [place.held for place in self._places if place.held is not None]
+        return min(held, key=lambda each: each.step, default=None)
+
     def forget_after(self, step: int) -> None:
         """Forget the copies of later steps, which a run that went back to ``step`` makes anew."""
         for place in self._places:

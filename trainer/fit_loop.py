@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
@@ -89,6 +90,16 @@ class ResumableFitLoop(_FitLoop):
             self.on_advance_end()
         finally:
             self.on_iteration_done()
+
+    def why_not_back(self) -> str | None:
+        """Why the samples since an earlier state could not be read again; ``None``: they can.
+
+        To be asked once the loaders are known.
+        """
+        if isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
+            return "training_step reads the data by itself (dataloader_iter)"
+        kinds = [entry.kind for entry in self._describe(1)]
+        return None if "other" not in kinds else "a training loader cannot tell where it stands (it has no state_dict)"
 
     def end_with(self, error: Exception) -> None:
         """Let training end after the present batch as at its regular end, and raise ``error`` then.
