@@ -9,6 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from trainwright.trainer.launch.ending import notices, seconds_to_end, told_to_end
 from trainwright.trainer.launch.environment import rank_environment
 from trainwright.trainer.launch.failure import RankError, first_failure
 from trainwright.trainer.launch.interrupt import Interrupted
@@ -22,8 +23,8 @@ from trainwright.trainer.launch.supervisor import Ended, Monitor, Supervisor
 MARGIN_SECONDS = 2.0
 # Ranks that fail together are noticed one after the other; the one to blame may be the second.
 _TOGETHER_SECONDS = 0.1
-# Exit codes of ranks that were told to end.
-TOLD_TO_END = (-signal.SIGTERM, 128 + signal.SIGTERM)
+# What no limit is to functions that wait.
+_A_WEEK = 7 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,12 @@ class Attempt:
                     ranks.start_rank(rank, {**environment, **self._environment})
                 ended = _wait(ranks, look_seconds, enough)
             except Interrupted as interrupted:
-                pass_on(ranks, self._patience, interrupted)
-                raise
+                ended = pass_on(ranks, self._cfg, self._verb, interrupted)
+                return Outcome(metrics=self._after_signal(ended, interrupted))
             if not any(each.failed for each in ended):
                 if not ranks.living:
-                    return Outcome(metrics=read_result(self._records))
-                ranks.end(ranks.living, self._patience)
+                    return Outcome(metrics=self._result())
+                ranks.end(ranks.living, patience(self._cfg, self._verb))
                 return Outcome()
             ended += ranks.end(ranks.living, grace_after_failure)
         return Outcome(self._failure(ended))
@@ -121,16 +122,44 @@ class Attempt:
             raised=raised is not None or (failure.exit_code or -1) > 0,
         )
 
-    @property
-    def _patience(self) -> float:
-        return float(self._cfg.launch.grace_seconds) + MARGIN_SECONDS
+    def _after_signal(self, ended: list[Ended], interrupted: Interrupted) -> dict[str, float]:
+        """The metrics, where the ranks were through already when they were told to end.
+
+        Raises:
+            Interrupted: where they were not.
+            RankError: where they should have saved, and one failed at it.
+        """
+        codes = {each.rank: each.exit_code for each in ended}
+        if codes and not any(codes.values()):
+            return self._result(interrupted)
+        told = told_to_end(self._cfg, codes)
+        if told is None and codes and interrupted.number in notices(self._cfg):
+            failure = first_failure(self._records, codes, Path(self._cfg.run_dir))
+            if failure.is_cause:
+                raise failure
+        raise told or interrupted
+
+    def _result(self, interrupted: Interrupted | None = None) -> dict[str, float]:
+        """The metrics of ranks that have all ended well; none where the user's own code ended them.
+
+        Raises:
+            Interrupted: if they were told to end, which the configuration calls well.
+        """
+        try:
+            return read_result(self._records)
+        except FileNotFoundError:
+            if self._cfg.preemption.exit_code == 0:
+                raise Interrupted(interrupted.number if interrupted else signal.SIGTERM, 0) from None
+            return {}
 
     def _failure(self, ended: list[Ended]) -> RankError:
         codes = {each.rank: None if each.asked else each.exit_code for each in ended}
         hangs = {each.rank: each.hang for each in ended if each.hang is not None}
         failure = first_failure(self._records, codes, Path(self._cfg.run_dir), hangs)
-        if failure.exit_code in TOLD_TO_END and failure.failure is None:
-            raise Interrupted(signal.SIGTERM)
+        told = told_to_end(self._cfg, codes)
+        # A rank that did not save in time was ended, and the others lost their connections to it.
+        if told is not None and not failure.is_cause:
+            raise told
         return failure
 
 
@@ -146,9 +175,15 @@ def _wait(ranks: Supervisor, look_seconds: float | None, enough: Callable[[], bo
     return ended
 
 
-def pass_on(ranks: Supervisor, grace: float, interrupted: Interrupted) -> None:
-    """Pass a signal on to the ranks; a second one ends them at once."""
+def patience(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> float:
+    """Seconds that ranks are given to end after a signal; a little more than they give themselves."""
+    seconds = seconds_to_end(cfg, verb, number)
+    return _A_WEEK if seconds is None else seconds + MARGIN_SECONDS
+
+
+def pass_on(ranks: Supervisor, cfg: DictConfig, verb: str, interrupted: Interrupted) -> list[Ended]:
+    """Pass a signal on to the ranks, and wait for their end; a second signal ends them at once."""
     try:
-        ranks.end(ranks.living, grace, interrupted.number)
+        return ranks.end(ranks.living, patience(cfg, verb, interrupted.number), interrupted.number)
     except Interrupted:
-        ranks.end(ranks.living, grace=0.0)
+        return ranks.end(ranks.living, grace=0.0)

@@ -137,6 +137,11 @@ class RankError(RuntimeError):
         return f"rank {self.rank} {_how_it_ended(self.exit_code, with_reason=False)}"
 
     @property
+    def is_cause(self) -> bool:
+        """Whether something is known of it that is not just the end of another rank."""
+        return self.hang is not None or (self.failure is not None and not _CONSEQUENCE.search(self.failure.message))
+
+    @property
     def exit_code_of_user(self) -> int | None:
         """The exit code that the user's code chose on this rank; None if it chose none."""
         chosen = self.failure.kind == _EXIT if self.failure is not None else self.hang is None

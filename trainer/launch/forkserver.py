@@ -19,8 +19,8 @@ from typing import Any
 
 from trainwright.trainer.launch.scratch import scratch
 
-# A rank starts with these ignored too, and has to listen to them again.
-NOT_FOR_THE_SERVER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# A rank starts with these ignored too, see listen_again.
+_NOT_FOR_THE_SERVER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PRELOAD = ("trainwright.trainer.worker",)
 # Process id of the server that this module has started; None when there is none, or it is another library's.
 _started: int | None = None
@@ -70,6 +70,13 @@ def hidden_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
+def listen_again() -> None:
+    """In a process that was forked from the server: react to signals as any process does."""
+    for number in _NOT_FOR_THE_SERVER:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextlib.contextmanager
 def _ignoring_signals() -> Iterator[None]:
     """Let the new process start with the signals ignored that may reach all processes of a run.
@@ -80,7 +87,7 @@ def _ignoring_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # where nothing can be changed
         yield
         return
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in NOT_FOR_THE_SERVER}
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_THE_SERVER}
     try:
         yield
     finally:

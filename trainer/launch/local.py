@@ -7,18 +7,17 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from omegaconf import DictConfig
 
 from trainwright.trainer.check_resume import going_on_in_place
 from trainwright.trainer.launch.attempt import MARGIN_SECONDS, Attempt
+from trainwright.trainer.launch.ending import notices
 from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.forkserver import start_forkserver
-from trainwright.trainer.launch.interrupt import Interrupted
+from trainwright.trainer.launch.interrupt import raise_interrupted
 from trainwright.trainer.launch.replicas import ReplicaAttempt, keeps_replicas
 from trainwright.trainer.launch.restart_log import RestartLog
 from trainwright.trainer.launch.restarts import RestartPolicy, Stop
@@ -50,7 +49,7 @@ def launch_local(cfg: DictConfig, verb: str) -> dict[str, float]:
         Interrupted: if this process was told to end; all ranks have ended.
     """
     start_forkserver()
-    with _interrupted_by_signals():
+    with _interrupted_by_signals(notices(cfg)):
         return LocalRun(cfg, verb).run()
 
 
@@ -170,18 +169,14 @@ class LocalRun:
 
 
 @contextlib.contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
+def _interrupted_by_signals(more: Iterable[int]) -> Iterator[None]:
     """Raise `Interrupted` where this process is told to end, and put the handlers of the caller back after it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
+    previous = {number: signal.signal(number, raise_interrupted) for number in {*_SIGNALS, *more}}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise Interrupted(number)

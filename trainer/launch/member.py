@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
@@ -16,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.trainer.launch.environment import of_rank
 from trainwright.trainer.launch.failure import FailureRecorder, is_consequence, log_file
+from trainwright.trainer.launch.forkserver import listen_again
 from trainwright.trainer.launch.mailbox import NOW, Announcement, Left, Mailbox, records_of
 from trainwright.trainer.launch.output import Output
 from trainwright.trainer.launch.records import write_result
@@ -48,7 +48,7 @@ def member_main(environment: Mapping[str, str], verb: str, run_dir: Path, record
     os.environ.update(environment)
     member = Member(int(environment["TRAINWRIGHT_MEMBER"]), verb, run_dir, records, Mailbox(mailbox))
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        listen_again()
         launcher = multiprocessing.parent_process()
         assert launcher is not None
         ShutdownWatch(read_config(run_dir).launch.grace_seconds, launcher.sentinel).start()

@@ -2,12 +2,11 @@
 
 import multiprocessing
 import os
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 
 from trainwright.trainer.launch.failure import FailureRecorder, log_file
-from trainwright.trainer.launch.forkserver import NOT_FOR_THE_SERVER
+from trainwright.trainer.launch.forkserver import listen_again
 from trainwright.trainer.launch.output import Output
 from trainwright.trainer.launch.records import write_result
 from trainwright.trainer.launch.watch import ShutdownWatch
@@ -30,9 +29,7 @@ def rank_main(environment: Mapping[str, str], verb: str, folder: Path, records: 
     rank = int(environment["RANK"])
     recorder = FailureRecorder(records, rank)
     try:
-        for number in NOT_FOR_THE_SERVER:
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        listen_again()
         cfg = read_config(folder)
         if rank != 0:
             Output().to(log_file(Path(cfg.run_dir), rank))

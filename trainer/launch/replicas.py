@@ -8,7 +8,6 @@ taken in with the state that one of them hands over.
 
 from __future__ import annotations
 
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,7 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.strategies.layout import Layout
 from trainwright.trainer.check_recovery import RESTART
-from trainwright.trainer.launch.attempt import MARGIN_SECONDS, TOLD_TO_END, Outcome, pass_on
+from trainwright.trainer.launch.attempt import Outcome, pass_on, patience
+from trainwright.trainer.launch.ending import told_to_end
 from trainwright.trainer.launch.environment import rank_environment
 from trainwright.trainer.launch.failure import RankError, first_failure
 from trainwright.trainer.launch.interrupt import Interrupted
@@ -131,15 +131,19 @@ class ReplicaAttempt:
             try:
                 return self._see_through()
             except Interrupted as interrupted:
-                pass_on(self._processes, self._patience, interrupted)
-                raise
+                ended = pass_on(self._processes, self._cfg, self._verb, interrupted)
+                raise self._told(ended) or interrupted from None
             finally:
                 if self._store is not None:
                     self._store.close()
 
-    @property
-    def _patience(self) -> float:
-        return float(self._cfg.launch.grace_seconds) + MARGIN_SECONDS
+    def _told(self, ended: Iterable[Ended]) -> Interrupted | None:
+        """The signal that these were told to end by, if they were."""
+        return told_to_end(self._cfg, {each.rank: each.exit_code for each in ended})
+
+    def _failed(self, ended: Iterable[Ended]) -> list[Ended]:
+        """Those that ended badly, and not because they were told to."""
+        return [each for each in ended if each.failed and self._told([each]) is None]
 
     def _see_through(self) -> Outcome:
         self._start(len(self._now.members))
@@ -149,7 +153,8 @@ class ReplicaAttempt:
             ended = self._processes.wait(_LOOK_SECONDS)
             if any(each.failed for each in ended):
                 ended += self._processes.wait(_TOGETHER_SECONDS)
-            if any(each.rank in self._now.members and each.exit_code in (0, *TOLD_TO_END) for each in ended):
+            members = [each for each in ended if each.rank in self._now.members]
+            if any(each.exit_code == 0 for each in members) or self._told(members) is not None:
                 return self._finish(ended)
             outcome = self._look_after(ended)
             if outcome is not None:
@@ -176,7 +181,7 @@ class ReplicaAttempt:
         if gone & set(self._now.members) or errors or self._have_all(left):
             return self._regroup(gone & set(self._now.members), error)
         if self._enough():
-            self._processes.end(self._processes.living, self._patience)
+            self._processes.end(self._processes.living, patience(self._cfg, self._verb))
             return Outcome()
         self._start_missing()
         self._call_if_ready()
@@ -342,19 +347,20 @@ class ReplicaAttempt:
         """A member has come to the end of training, or was told to end: so do the others."""
         ended = list(ended)
         self._processes.end(tuple(set(self._joining) & set(self._processes.living)), grace=0.0)
-        while self._processes.living and not _failed(ended):
+        while self._processes.living and not self._failed(ended):
             ended += self._processes.wait(_LOOK_SECONDS)
             # Who lost its connections because others are through already waits for a generation that never comes.
             stranded = {each.member for each in self._mailbox.left(self._now.generation, self._now.members)}
             self._processes.end(tuple(stranded & set(self._processes.living)), grace=0.0)
-        failed = [each for each in _failed(ended) if each.rank in self._now.members]
+        failed = [each for each in self._failed(ended) if each.rank in self._now.members]
         if failed:
             self._processes.end(self._processes.living, self._grace)
             error = self._blame(failed)
             self._setback = self._setback_of(error, failed)
             return Outcome(error)
-        if any(each.exit_code in TOLD_TO_END for each in ended):
-            raise Interrupted(signal.SIGTERM)
+        told = self._told(ended)
+        if told is not None:
+            raise told
         try:
             return Outcome(metrics=read_result(self._records))
         except FileNotFoundError:
@@ -369,11 +375,6 @@ class ReplicaAttempt:
         told += [f"{new} replica(s) joined"] if new else []
         text = f"{'; '.join(told)}; going on from step {step} with {size} of {full} replicas"
         self._log.tell(text, "" if error is None else str(error))
-
-
-def _failed(ended: Iterable[Ended]) -> list[Ended]:
-    """Those that ended badly, and not because they were told to."""
-    return [each for each in ended if each.failed and each.exit_code not in TOLD_TO_END]
 
 
 def _common_step(left: Sequence[Left]) -> int | None:
