@@ -230,7 +230,7 @@ class _Composer:
             self.result.guessed = False
 
     def _examine_deletion(self, override: Override, key: str, text: str) -> str | None:
-        free = {"module", "data", "callbacks", "checkpoint", "monitor", "logger", "optimizer"}
+        free = {"module", "data", "callbacks", "checkpoint", "monitor", "guard", "logger", "optimizer"}
         if key.split(".")[0] in free or key in self.groups:
             return text
         self._add(f"{text}: {key} is a key of every run and cannot be removed; type {key}=null if it shall be off")

@@ -321,6 +321,7 @@ class RunConfig:
     accumulation: Any = MISSING
     checkpoint: dict[str, Any] = field(default_factory=dict)
     monitor: dict[str, Any] = field(default_factory=dict)
+    guard: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     preemption: PreemptionConfig = field(default_factory=PreemptionConfig)

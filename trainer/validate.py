@@ -459,7 +459,7 @@ def _module_given(cfg: DictConfig, _: Surroundings) -> list[str]:
 def _callbacks_named(cfg: DictConfig, _: Surroundings) -> list[str]:
     return [
         f"{group}.{name}: names no class; write _target_: package.module.Class, or {group}.{name}=null to leave it out"
-        for group in ("callbacks", "checkpoint", "monitor", "logger")
+        for group in ("callbacks", "checkpoint", "monitor", "guard", "logger")
         for name, value in cfg[group].items()
         if value is not None and not (isinstance(value, DictConfig) and "_target_" in value)
     ]
@@ -517,3 +517,4 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _data_options,
     _inject,
 )
+    _guard,

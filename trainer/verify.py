@@ -132,7 +132,7 @@ def _settled(planned: DictConfig, options: VerifyOptions, run_dir: Path, *, one_
     resolved = OmegaConf.create(OmegaConf.to_container(planned, resolve=True))
     assert isinstance(resolved, DictConfig)
     resolved.run_dir, resolved.max_steps, resolved.max_epochs = str(run_dir), options.steps, None
-    resolved.checkpoint, resolved.monitor, resolved.logger = {}, {}, {}
+    resolved.checkpoint, resolved.monitor, resolved.guard, resolved.logger = {}, {}, {}, {}
     recorder = {"_target_": _RECORDER, "folder": str(run_dir / "record"), "watch_execution": one_process}
     resolved.callbacks = {"recorder": recorder}
     resolved.trainer.update(_OFF)

@@ -78,7 +78,8 @@ def build_trainer(
     """The Trainer of a resolved configuration, with its strategy, callbacks and loggers."""
     callbacks = [built for group in (cfg.monitor, cfg.checkpoint, cfg.callbacks) for built in _build_all(group)]
     callbacks.append(instantiate(cfg.preemption, _convert_="all"))
-    callbacks += [*make_faults(cfg.inject), *more_callbacks]
+    # The guard looks at what the others may have changed.
+    callbacks += [*make_faults(cfg.inject), *_build_all(cfg.guard), *more_callbacks]
     options: Any = OmegaConf.to_container(cfg.trainer)
     # Only where it is asked for: a strategy of another library takes no such argument.
     begin = {} if cfg.init_from is None else {"init_from": cfg.init_from}

@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.loss_guard import DivergedError, LossGuard
     from trainwright.callbacks.run_state import RunStateCheckpoint
     from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
     from trainwright.strategies.ddp import DDPStrategy
@@ -41,6 +42,8 @@ _LOCATIONS = {
     "ExpertParallelStrategy": "trainwright.strategies.one_axis",
     "Layout": "trainwright.strategies.layout",
     "ModelPlan": "trainwright.strategies.plan",
+    "LossGuard": "trainwright.callbacks.loss_guard",
+    "DivergedError": "trainwright.callbacks.loss_guard",
     "RunStateCheckpoint": "trainwright.callbacks.run_state",
     "CheckpointError": "trainwright.checkpoint.errors",
     "DamagedCheckpoint": "trainwright.checkpoint.errors",
@@ -55,9 +58,11 @@ __all__ = [
     "DDPStrategy",
     "DamagedCheckpoint",
     "DealtStream",
+    "DivergedError",
     "ExpertParallelStrategy",
     "HybridStrategy",
     "Layout",
+    "LossGuard",
     "ModelPlan",
     "PipelineStrategy",
     "RunStateCheckpoint",
