@@ -26,6 +26,7 @@ from trainwright.strategies.hybrid_rules import (
 from trainwright.strategies.layout import Layout
 from trainwright.trainer.batch import solve_accumulation
 from trainwright.trainer.candidates import AUTO
+from trainwright.trainer.check_guard import guard_refusals
 from trainwright.trainer.check_restarts import restart_problems
 from trainwright.trainer.check_resume import resume_problems
 from trainwright.trainer.config import ACCELERATORS, PARTITIONS, PRECISIONS
@@ -440,6 +441,10 @@ def _preemption(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     return preemption_refusals(cfg, surroundings.verb)
 
 
+def _guard(cfg: DictConfig, _: Surroundings) -> list[str]:
+    return guard_refusals(cfg)
+
+
 def _data_options(cfg: DictConfig, _: Surroundings) -> list[str]:
     trainer = cfg.trainer
     if trainer.data_key is not None and trainer.data_partition != "hash":
@@ -514,7 +519,7 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _resume,
     _restarts,
     _preemption,
+    _guard,
     _data_options,
     _inject,
 )
-    _guard,
