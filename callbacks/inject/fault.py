@@ -174,6 +174,10 @@ class StepFault(Fault):
         """Give the module its step back."""
         self.release(pl_module)
 
+    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the module its step back: the batch that was struck does not end."""
+        self.release(pl_module)
+
     def surround(self, pl_module: LightningModule) -> None:
         """Have the module's ``training_step`` run within :meth:`around`."""
         step = pl_module.__dict__.get(_STEP)

@@ -106,6 +106,11 @@ class NaN(Spike):
         super().on_exception(trainer, pl_module, exception)
         self._remove()
 
+    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Undo what was put into the module."""
+        super().on_gone_back(trainer, pl_module)
+        self._remove()
+
     def _poison(self, name: str, module: nn.Module, inputs: Any) -> None:
         parameter = getattr(module, name)
         if self._done or not parameter.requires_grad:

@@ -145,7 +145,7 @@ class Hold(pl.Callback):
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         step = trainer.global_step
         if step in self._steps and step != self._seen:
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint()
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             self.snapshots.take(trainer.strategy.run_state(checkpoint, complete=True), step)
         self._seen = step
 
