@@ -30,6 +30,7 @@ from trainwright.strategies.layout import Layout
 from trainwright.strategies.loading import teach_lightning
 from trainwright.strategies.precision import adapt_precision
 from trainwright.strategies.state import whole_tensor
+from trainwright.strategies.waiting import Waits
 
 # Before anybody can have written a run state with a strategy.
 teach_lightning()
@@ -143,6 +144,13 @@ class LayoutStrategy(RunStateStrategy):
             gradients=_storage_bytes(p.grad for p in parameters if p.grad is not None),
             optimizer=_storage_bytes(states),
         )
+
+    def measure_waits(self) -> Waits:
+        """Begin to measure how long this rank waits for others; to be stopped by whoever asked. Free while nobody does.
+
+        Called once the strategy is set up.
+        """
+        return Waits(self.root_device)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Name and averaged gradient (a DTensor where it is sharded) of each parameter that has one.

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainwright.strategies.base import LayoutStrategy
 from trainwright.strategies.layout import Layout
+from trainwright.strategies.waiting import ReducerWaits, Waits
 
 
 class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
@@ -46,6 +47,11 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         self._prepare_blocks(self._find_blocks())
         super().setup(trainer)
         self.begin_from_weights()
+
+    def measure_waits(self) -> Waits:
+        """See :meth:`~trainwright.strategies.base.LayoutStrategy.measure_waits`; torch's reducer waits in C++."""
+        assert self.lightning_module is not None
+        return ReducerWaits(self.root_device, self.lightning_module.parameters())
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only and drops them elsewhere without a word.

@@ -148,8 +148,16 @@ class Hang(StepFault):
         _HANGS[self.how](self._alone)
         raise AssertionError(f"{self.sentence} has come to an end")
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop listening."""
+        super().on_exception(trainer, pl_module, exception)
+        self._stop_listening()
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop listening."""
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
         if self._end_listening is not None:
             self._end_listening()
             self._end_listening = None

@@ -33,8 +33,15 @@ class FullDisk(Fault):
         if self._usual is None and self.step >= self.at_step and self.strikes(trainer) and self.has_more():
             self._fill(trainer)
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Empty it again."""
+        self._empty()
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Empty it again."""
+        self._empty()
+
+    def _empty(self) -> None:
         if self._usual is not None:
             PendingFolder.create_file = self._usual  # type: ignore[method-assign]
             self._usual = None

@@ -48,6 +48,7 @@ def fit(
     *callbacks: Callback,
     steps: int = 4,
     ckpt_path: str | None = None,
+    data: Any = None,
     **trainer_options: Any,
 ) -> Any:
     """Train a small language model on the ranks there are; returns the Trainer."""
@@ -63,7 +64,7 @@ def fit(
     )
     layout = getattr(trainer.strategy, "_open_layout", None)
     data_ranks = world() if layout is None else layout.resolve(world()).data_ranks
-    trainer.fit(make_module("gpt"), DataLoader(Texts(24), batch_size=8 // data_ranks), ckpt_path=ckpt_path)
+    trainer.fit(make_module("gpt"), DataLoader(data or Texts(24), batch_size=8 // data_ranks), ckpt_path=ckpt_path)
     return trainer
 
 

@@ -1,0 +1,283 @@
+"""Which rank keeps the others waiting, and what it does meanwhile."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
+
+# What the phases that the Trainer tells of are counted as; others (validation) are no part of a step.
+_KINDS = {"data": "data", "forward": "compute", "backward": "compute", "optimizer": "compute", "hooks": "hooks"}
+_SUMMED = ("compute", "data", "hooks")
+# Steps at the beginning that are left out: they compile, warm caches and make connections.
+_WARM_UP = 1
+
+_log = logging.getLogger("trainwright.stragglers")
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of an optimizer step of one rank, averaged over a window.
+
+    Args:
+        compute: forward, backward and optimizer, without waits.
+        data: until the next batch is there.
+        hooks: of callbacks and the module, between the others, without waits.
+        waits: for other ranks, wherever.
+    """
+
+    compute: float
+    data: float
+    hooks: float
+    waits: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole step."""
+        return self.compute + self.data + self.hooks + self.waits
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that keeps others waiting.
+
+    Args:
+        rank: the global rank.
+        place: what tells it from its peers, such as ``"pipeline 1, shard 0"``; ``""``: nothing but its number.
+        kind: what takes it longer: ``"compute"``, ``"data"`` or ``"hooks"``.
+        own: seconds of a step that it takes for that.
+        others: the median of its peers.
+        total: seconds of its whole step.
+    """
+
+    rank: int
+    place: str
+    kind: str
+    own: float
+    others: float
+    total: float
+
+    @property
+    def share(self) -> float:
+        """The part of the step by which it is behind its peers."""
+        return (self.own - self.others) / self.total
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank}" + (f" ({self.place})" if self.place else "")
+        if self.kind == "compute":
+            times = f"{self.own / self.others:.1f} x as long as" if self.others else "while nothing is to do for"
+            what = f"computes {times} the median of its peers ({self.own * 1e3:.1f} ms, {self.others * 1e3:.1f} ms)"
+        else:
+            doing = "waits for data" if self.kind == "data" else "is in hooks of callbacks and the module for"
+            percent, usual = 100 * self.own / self.total, 100 * self.others / self.total
+            what = f"{doing} {percent:.0f} % of the time (the median of its peers: {usual:.0f} %)"
+        return f"{who} {what}"
+
+
+class Stragglers(Callback):
+    """Tell, every few steps and at the end, which rank is slower than its peers and why.
+
+    Each rank sums up for what it spends the time of its steps: computing, waiting for data, hooks of callbacks and the
+    module, waiting for other ranks. In training that keeps in step all ranks take equally long, and the slow one is the
+    one that waits least. At the end of a window all ranks exchange four numbers each, one all-gather; nothing else is
+    communicated, and the device is never waited for. Ranks of one stage of a pipeline are compared with each other,
+    since stages have different work; a rank that is alone in its stage has no peers and is never named.
+
+    Logged are the means over the ranks in seconds of a step, ``compute_seconds``, ``data_seconds``, ``hooks_seconds``
+    and ``waits_seconds``, and, while there is one, the number of the slowest rank as ``straggler`` and the part of a
+    step by which it is behind as ``straggler_share``. One line of text appears when a rank is found slow that was not
+    so in the window before, or for another reason.
+
+    On CUDA all times are those of the stream that computes: for what it stands still while the host is late, and for
+    how long it stands still for other ranks.
+
+    Args:
+        every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (there, 0 is off).
+        threshold: part of a step by which a rank must be behind the median of its peers to be called slow.
+
+    Raises:
+        ValueError: if ``every_n_steps`` is less than 1, or ``threshold`` is not between 0 and 1.
+    """
+
+    def __init__(self, every_n_steps: int | None = 100, threshold: float = 0.1) -> None:
+        require_window(every_n_steps, self)
+        if not 0 < threshold < 1:
+            raise ValueError(f"Stragglers(threshold={threshold}) (allowed: a part of a step between 0 and 1, like 0.1)")
+        self.every_n_steps = every_n_steps
+        self.threshold = threshold
+        self.latest: list[StepTimes] = []
+        """Of every rank, in the last window; empty before the first has ended."""
+        self.stragglers: list[Straggler] = []
+        """Ranks that were slow in the last window, the slowest first."""
+        self._steps = StepCounter()
+        self._window = 0
+        self._done = -_WARM_UP  # steps of this window
+        self._clock: _Clock | None = None
+        self._waits: Any = None
+        self._end_listening: Callable[[], None] | None = None
+        self._said: set[tuple[int, str]] = set()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what cannot be measured.
+
+        Raises:
+            ValueError: if the Trainer or its strategy is not of this project.
+        """
+        if stage == "fit" and not (hasattr(trainer, "phases") and hasattr(trainer.strategy, "measure_waits")):
+            raise ValueError(
+                f"Stragglers needs trainwright.Trainer and one of its strategies, which tell what they do; this is "
+                f"{type(trainer).__name__} with {type(trainer.strategy).__name__}."
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to measure."""
+        self._steps.start(trainer)
+        self._window = window_steps(self.every_n_steps, trainer)
+        if not self._window:
+            return
+        strategy: Any = trainer.strategy
+        self._done = -_WARM_UP
+        self._waits = strategy.measure_waits()
+        self._clock = _Clock(self._waits, self._waits.new_spans())
+        phases: Any = trainer.phases  # type: ignore[attr-defined]
+        self._end_listening = phases.listen(self._clock.begin)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """At the end of a window, exchange and tell. A collective then."""
+        if self._clock is None:
+            return
+        step = self._steps.ended(trainer)
+        if step is None:
+            return
+        self._done += 1
+        if self._done == 0:
+            self._clock.take()
+        elif self._done == self._window:
+            self._tell(trainer, step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell of what is left of a window. A collective, if there is something."""
+        if self._clock is not None and self._done > 0:
+            self._tell(trainer, trainer.global_step)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """End measuring; what is left of a window is not told, since the others need not be here."""
+        self._stop()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """End measuring."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._end_listening is not None:
+            self._end_listening()
+            self._waits.stop()
+            self._end_listening = self._clock = self._waits = None
+
+    def _tell(self, trainer: Trainer, step: int) -> None:
+        assert self._clock is not None
+        own = [seconds / self._done for seconds in self._clock.take()]
+        self.latest = _of_all_ranks(own, trainer)
+        layout = getattr(trainer.strategy, "layout", None)
+        self.stragglers = find_stragglers(self.latest, layout, self.threshold)
+        metrics = {
+            f"{kind.name}_seconds": sum(getattr(each, kind.name) for each in self.latest) / len(self.latest)
+            for kind in fields(StepTimes)
+        }
+        if self.stragglers:
+            metrics |= {"straggler": self.stragglers[0].rank, "straggler_share": self.stragglers[0].share}
+        log_metrics(trainer, metrics, step)
+        self._say(trainer, step)
+        self._done = 0
+        self._waits.refresh()
+
+    def _say(self, trainer: Trainer, step: int) -> None:
+        found = {(each.rank, each.kind) for each in self.stragglers}
+        if trainer.is_global_zero and found - self._said:
+            _log.warning("step %d: %s", step, "; ".join(map(str, self.stragglers)))
+        self._said = found
+
+
+def find_stragglers(times: Sequence[StepTimes], layout: Any, threshold: float) -> list[Straggler]:
+    """Ranks that are slower than their peers, the slowest first.
+
+    Args:
+        times: of every rank, in order.
+        layout: of these ranks (:class:`~trainwright.strategies.layout.Layout`); ``None``: all are peers.
+        threshold: part of a step.
+    """
+    places = [{} if layout is None else layout.coordinates(rank) for rank in range(len(times))]
+    found = []
+    for rank, own in enumerate(times):
+        stage = places[rank].get("pipeline")
+        peers = [each for other, each in enumerate(times) if other != rank and places[other].get("pipeline") == stage]
+        if not peers or not own.total:
+            continue
+        behind = [
+            Straggler(rank, _place(places[rank], layout), kind, getattr(own, kind), _median(peers, kind), own.total)
+            for kind in _SUMMED
+        ]
+        worst = max(behind, key=lambda each: each.share)
+        if worst.share >= threshold:
+            found.append(worst)
+    return sorted(found, key=lambda each: each.share, reverse=True)
+
+
+def _median(times: Sequence[StepTimes], kind: str) -> float:
+    return median(getattr(each, kind) for each in times)
+
+
+def _place(coordinates: dict[str, int], layout: Any) -> str:
+    """Coordinates along the axes that there are, if more than one tells ranks apart."""
+    axes = [axis for axis in coordinates if getattr(layout, axis) > 1]
+    return ", ".join(f"{axis} {coordinates[axis]}" for axis in axes) if len(axes) > 1 else ""
+
+
+def _of_all_ranks(own: Sequence[float], trainer: Trainer) -> list[StepTimes]:
+    """What every rank has measured, by rank. A collective."""
+    mine = torch.tensor(own, dtype=torch.float32, device=trainer.strategy.root_device)
+    everyone = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    gathered = trainer.strategy.all_gather(mine, group=everyone).view(-1, len(own))
+    return [StepTimes(*row) for row in gathered.tolist()]
+
+
+class _Clock:
+    """Sums up for what the time is spent, as phases begin.
+
+    Args:
+        waits: measures how long this rank waits; also tells the time.
+        spans: of the same device, empty.
+    """
+
+    def __init__(self, waits: Any, spans: Any) -> None:
+        self._waits = waits
+        self._spans = spans
+        self._kind = waits.kind = "hooks"
+        self._since = spans.mark()
+
+    def begin(self, phase: str) -> None:
+        """A phase begins, and so the one before ends."""
+        self._turn(_KINDS.get(phase, ""))
+
+    def take(self) -> list[float]:
+        """Seconds of compute, data, hooks and waits since the last call."""
+        self._turn(self._kind)
+        spent, waited = self._spans.take(), self._waits.spans.take()
+        own = [max(spent.get(kind, 0.0) - waited.get(kind, 0.0), 0.0) for kind in _SUMMED]
+        return [*own, sum(waited.get(kind, 0.0) for kind in _SUMMED)]
+
+    def _turn(self, kind: str) -> None:
+        now = self._spans.mark()
+        self._spans.add(self._kind, self._since, now)
+        self._kind, self._since = kind, now
+        self._waits.kind = kind

@@ -1,0 +1,190 @@
+"""The slow rank is named, with the reason, under layouts in which ranks do the same work and others."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch import Trainer as LightningTrainer
+
+from tests.callbacks.faulty import fit
+from tests.callbacks.modules import QUIET, Regression, Written, loader
+from tests.parity.layouts import Texts
+from trainwright.callbacks.stragglers import StepTimes, Straggler, Stragglers, find_stragglers
+from trainwright.strategies.layout import Layout
+from trainwright.strategies.waiting import Waits, _Interception
+
+USUAL_WAIT = dist.Work.wait
+LATE = 0.05  # seconds, far more than the rest of a step
+
+LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "ddp": ("ddp", {}, 2),
+    "zero1": ("zero1", {}, 2),
+    "zero3": ("zero3", {}, 2),
+    "tensor": ("hybrid", {"tensor": 2}, 2),
+    "pipeline x shard": ("hybrid", {"pipeline": 2, "shard": 2, "stage": 1}, 4),
+}
+
+
+class Late(Callback):
+    """One rank is late in its forward pass, or in a hook."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        self.rank = rank
+        self.how = how
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if dist.get_rank() == self.rank and self.how == "compute":
+            step = pl_module.training_step
+            pl_module.training_step = lambda batch, batch_idx: (time.sleep(LATE), step(batch, batch_idx))[1]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if dist.get_rank() == self.rank and self.how == "hooks":
+            time.sleep(LATE)
+
+
+class LateTexts(Texts):
+    """Texts that one rank reads slowly."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(24)
+        self.rank = rank
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if dist.get_rank() == self.rank:
+            time.sleep(LATE)
+        return super().__getitem__(index)
+
+
+def watched(layout: str, how: str) -> tuple[list[StepTimes], list[Straggler], list[tuple[int, dict[str, float]]]]:
+    strategy, options, world_size = LAYOUTS[layout]
+    stragglers, late, written = Stragglers(every_n_steps=3), world_size - 1, Written()
+    data = LateTexts(late) if how == "data" else None
+    fit(strategy, options, Late(late, how), stragglers, steps=7, data=data, logger=written)
+    assert dist.Work.wait is USUAL_WAIT  # nothing is measured any more
+    return stragglers.latest, stragglers.stragglers, written.rows
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    [*((layout, "compute") for layout in LAYOUTS), ("ddp", "data"), ("zero3", "data"), ("ddp", "hooks")],
+)
+def test_the_slow_rank_is_named(ranks: Any, layout: str, how: str) -> None:
+    world_size = LAYOUTS[layout][2]
+    for times, found, rows in ranks(watched, world_size, layout, how):
+        assert (found[0].rank, found[0].kind) == (world_size - 1, how)
+        assert found[0].share > 0.3
+        # Its peers spend that time in waiting for it.
+        assert times[0].waits > times[-1].waits + LATE / 2
+        assert getattr(times[-1], how) > getattr(times[0], how) + LATE / 2
+        assert [step for step, _ in rows] == [3, 6]  # the first step is left out
+        assert rows[0][1]["straggler"] == world_size - 1
+        assert rows[0][1]["waits_seconds"] == pytest.approx(sum(each.waits for each in times) / len(times), rel=0.5)
+
+
+def times(**seconds: float) -> StepTimes:
+    return StepTimes(**{"compute": 1.0, "data": 0.0, "hooks": 0.0, "waits": 0.0, **seconds})
+
+
+def test_what_is_said() -> None:
+    ranks = [times(waits=0.8), times(waits=0.8), times(compute=1.8), times(waits=0.8)]
+    [found] = find_stragglers(ranks, Layout(replicate=4), 0.1)
+    assert str(found) == "rank 2 computes 1.8 x as long as the median of its peers (1800.0 ms, 1000.0 ms)"
+    assert found.share == pytest.approx(0.8 / 1.8)
+
+    ranks = [times(waits=0.7, data=0.1), times(data=0.8)]
+    [found] = find_stragglers(ranks, None, 0.1)
+    assert str(found) == "rank 1 waits for data 44 % of the time (the median of its peers: 6 %)"
+
+    ranks = [times(hooks=1.0), times(waits=1.0)]
+    [found] = find_stragglers(ranks, None, 0.1)
+    assert str(found).startswith("rank 0 is in hooks of callbacks and the module for 50 % of the time")
+
+
+def test_a_threshold_lies_between_noise_and_a_straggler() -> None:
+    ranks = [times(waits=0.09), times(compute=1.09)]
+    assert find_stragglers(ranks, None, 0.1) == []
+    assert [each.rank for each in find_stragglers(ranks, None, 0.05)] == [1]
+
+
+def test_stages_of_a_pipeline_have_different_work() -> None:
+    layout = Layout(pipeline=2, shard=2)
+    even = [times(waits=2.0), times(waits=2.0), times(compute=3.0), times(compute=3.0)]
+    assert find_stragglers(even, layout, 0.1) == []
+    assert find_stragglers([times(waits=2.0), times(compute=3.0)], Layout(pipeline=2), 0.1) == []  # no peers
+    uneven = [times(waits=2.0), times(waits=1.0, compute=2.0), times(compute=3.0), times(compute=3.0)]
+    [found] = find_stragglers(uneven, layout, 0.1)
+    assert str(found).startswith("rank 1 (pipeline 0, shard 1) computes 2.0 x")
+
+
+def test_the_slowest_comes_first() -> None:
+    ranks = [times(waits=2.0), times(waits=2.0), times(waits=2.0), times(waits=1.0, compute=2.0), times(compute=3.0)]
+    assert [each.rank for each in find_stragglers(ranks, None, 0.1)] == [4, 3]
+
+
+def test_it_is_said_when_something_changes(caplog: pytest.LogCaptureFixture) -> None:
+    watching, trainer = Stragglers(), type("T", (), {"is_global_zero": True})()
+    slow = Straggler(1, "", "compute", 2.0, 1.0, 2.0)
+    with caplog.at_level(logging.WARNING, "trainwright.stragglers"):
+        for step, found in enumerate([[slow], [slow], [], [slow]]):
+            watching.stragglers = found
+            watching._say(trainer, step)
+    assert [record.getMessage()[:7] for record in caplog.records] == ["step 0:", "step 3:"]
+
+
+def failing() -> bool:
+    class Fails(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        fit("ddp", {}, Stragglers(), Fails())
+    return dist.Work.wait is USUAL_WAIT and not _Interception.active
+
+
+def test_nothing_is_measured_after_an_error(ranks: Any) -> None:
+    assert ranks(failing, 2) == [True, True]
+
+
+def nested() -> tuple[float, float, bool]:
+    outer, inner = Waits(torch.device("cpu")), Waits(torch.device("cpu"))
+    if dist.get_rank() == 1:
+        time.sleep(LATE)
+    dist.barrier()
+    inner.stop()
+    inner.stop()
+    dist.barrier()
+    seconds = outer.spans.take()[""], inner.spans.take()[""]
+    outer.stop()
+    return *seconds, dist.Work.wait is USUAL_WAIT
+
+
+def test_two_may_measure_at_once(ranks: Any) -> None:
+    (outer, inner, restored), _ = ranks(nested, 2)
+    assert outer > inner > 0.5 * LATE
+    assert restored
+
+
+def test_a_single_rank_has_nobody_to_wait_for() -> None:
+    watching = Stragglers(every_n_steps=2)
+    fit("single", {}, watching, steps=4)
+    assert watching.stragglers == []
+    [own] = watching.latest
+    assert own.compute > 0
+    assert own.waits == 0
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="every_n_steps=0"):
+        Stragglers(every_n_steps=0)
+    for threshold in (0, 1, 1.5):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            Stragglers(threshold=threshold)
+    trainer = LightningTrainer(max_steps=1, devices=1, callbacks=[Stragglers()], **QUIET)
+    with pytest.raises(ValueError, match="needs trainwright.Trainer"):
+        trainer.fit(Regression(), loader())
