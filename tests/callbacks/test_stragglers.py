@@ -20,7 +20,7 @@ from trainwright.strategies.layout import Layout
 from trainwright.strategies.waiting import Waits, _Interception
 
 USUAL_WAIT = dist.Work.wait
-LATE = 0.05  # seconds, far more than the rest of a step
+LATE = 0.15  # seconds, far more than the rest of a step
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "ddp": ("ddp", {}, 2),
@@ -57,15 +57,15 @@ class LateTexts(Texts):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if dist.get_rank() == self.rank:
-            time.sleep(LATE)
+            time.sleep(LATE / 4)  # of each of the four samples of its batch
         return super().__getitem__(index)
 
 
 def watched(layout: str, how: str) -> tuple[list[StepTimes], list[Straggler], list[tuple[int, dict[str, float]]]]:
     strategy, options, world_size = LAYOUTS[layout]
-    stragglers, late, written = Stragglers(every_n_steps=3), world_size - 1, Written()
+    stragglers, late, written = Stragglers(every_n_steps=2), world_size - 1, Written()
     data = LateTexts(late) if how == "data" else None
-    fit(strategy, options, Late(late, how), stragglers, steps=7, data=data, logger=written)
+    fit(strategy, options, Late(late, how), stragglers, steps=5, data=data, logger=written)
     assert dist.Work.wait is USUAL_WAIT  # nothing is measured any more
     return stragglers.latest, stragglers.stragglers, written.rows
 
@@ -78,13 +78,12 @@ def test_the_slow_rank_is_named(ranks: Any, layout: str, how: str) -> None:
     world_size = LAYOUTS[layout][2]
     for times, found, rows in ranks(watched, world_size, layout, how):
         assert (found[0].rank, found[0].kind) == (world_size - 1, how)
-        assert found[0].share > 0.3
         # Its peers spend that time in waiting for it.
-        assert times[0].waits > times[-1].waits + LATE / 2
-        assert getattr(times[-1], how) > getattr(times[0], how) + LATE / 2
-        assert [step for step, _ in rows] == [3, 6]  # the first step is left out
-        assert rows[0][1]["straggler"] == world_size - 1
-        assert rows[0][1]["waits_seconds"] == pytest.approx(sum(each.waits for each in times) / len(times), rel=0.5)
+        assert times[0].waits > times[-1].waits + LATE / 3
+        assert getattr(times[-1], how) > getattr(times[0], how) + LATE / 3
+        assert [step for step, _ in rows] == [2, 4]  # the first step is left out
+        assert rows[-1][1]["straggler"] == world_size - 1
+        assert rows[-1][1]["waits_seconds"] == pytest.approx(sum(each.waits for each in times) / len(times))
 
 
 def times(**seconds: float) -> StepTimes:

@@ -1,0 +1,84 @@
+"""TCP connections between the processes of ranks. Linux, whose /proc tells which sockets belong together."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_ESTABLISHED = "01"
+_SOCKET = "socket:["
+# An end of a connection: address as /proc/net writes it (hexadecimal), with the port.
+End = str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs.
+
+    Args:
+        host: name of the machine.
+        pid: its process there.
+        addresses: ends that processes of the machine listen on or are connected by have one of these addresses.
+    """
+
+    host: str
+    pid: int
+    addresses: tuple[str, ...]
+
+
+def cut_off(own: Place, others: Collection[Place]) -> int:
+    """Shut down this process's TCP connections with other ranks.
+
+    Args:
+        own: where this rank is.
+        others: where those are that it shall not reach any more.
+
+    Returns:
+        How many connections there were.
+    """
+    ends_here = {end for place in others if place.host == own.host for end, _ in connections(place.pid).values()}
+    far = {address for place in others if place.host != own.host for address in place.addresses}
+    count = 0
+    for descriptor, (_, remote) in connections(os.getpid()).items():
+        if remote in ends_here or remote.partition(":")[0] in far:
+            # A second descriptor of the same socket: closing it leaves the first, which stays its owner's.
+            with socket.socket(fileno=os.dup(descriptor)) as connection, suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def connections(pid: int) -> dict[int, tuple[End, End]]:
+    """TCP connections of a process of this user: descriptor -> its own end and the other one."""
+    ends = dict(_ends_by_inode(pid))
+    found = {}
+    links: list[Path] = []
+    with suppress(OSError):  # the process has ended, or this is no Linux
+        links = list(Path(f"/proc/{pid}/fd").iterdir())
+    for link in links:
+        with suppress(OSError):  # closed meanwhile
+            target = os.readlink(link)
+            if target.startswith(_SOCKET) and target[len(_SOCKET) : -1] in ends:
+                found[int(link.name)] = ends[target[len(_SOCKET) : -1]]
+    return found
+
+
+def _ends_by_inode(pid: int) -> Iterator[tuple[str, tuple[End, End]]]:
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _ESTABLISHED:
+                    yield fields[9], (_plain(fields[1]), _plain(fields[2]))
+
+
+def _plain(end: End) -> End:
+    """An IPv4 address that a socket of IPv6 uses, as IPv4 alone writes it."""
+    address, _, port = end.partition(":")
+    if address.startswith("0000000000000000FFFF0000"):
+        address = address[-8:]
+    return f"{address}:{port}"
