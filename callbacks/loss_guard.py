@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from trainwright.callbacks.diverged import DivergedError
 from trainwright.callbacks.guard_options import guard_problems
 from trainwright.callbacks.loss_history import LossHistory
 from trainwright.callbacks.nonfinite import Blame, any_nonfinite, find_gradient, first_bad, in_words
@@ -28,10 +29,6 @@ _SHARE = 0.005
 _FIRST, _MOST = 10, 1000
 # What every rank tells of a step.
 _MEASURED = ("loss", "bad_loss", "bad_gradient", "has_loss", "step", "snapshot")
-
-
-class DivergedError(RuntimeError):
-    """The loss guard ended training; weights and checkpoints are those of the last good step."""
 
 
 class LossGuard(Callback):
@@ -182,7 +179,7 @@ class LossGuard(Callback):
         seen = self._measure(trainer)
         fault = self._fault(seen)
         if fault is not None:
-            fault = f"step {trainer.global_step + 1}: {fault}{self._origin(trainer, seen)}"
+            fault = f"step {trainer.global_step}: {fault}{self._origin(trainer, seen)}"
         self._losses = []
         if fault is not None:
             self._intervene(trainer, fault)
@@ -337,8 +334,8 @@ class LossGuard(Callback):
         self._log_counts(trainer)
         trainer.fit_loop.end_with(
             DivergedError(
-                f"LossGuard: {fault}. Training ends; weights and checkpoints are those of step {trainer.global_step}, "
-                "which was good, and a run that goes on from there begins with the samples after the bad ones."
+                f"LossGuard: {fault}. Training ends; weights and checkpoints are those of before that step, and a run "
+                "that goes on from there begins with the samples after those of that step."
             )
         )
         raise DropStep
@@ -346,7 +343,7 @@ class LossGuard(Callback):
     def _was_transient(self, trainer: Trainer) -> None:
         self.counts["transient"] += 1
         rank_zero_info(
-            f"LossGuard: step {trainer.global_step + 1} is good this time: the fault was transient, and nothing is "
+            f"LossGuard: step {trainer.global_step} is good this time: the fault was transient, and nothing is "
             "left of it. If such faults come again, have the device looked at."
         )
         self._suspect = None

@@ -8,7 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainwright.callbacks.loss_guard import DivergedError, LossGuard
+    from trainwright.callbacks.diverged import DivergedError
+    from trainwright.callbacks.loss_guard import LossGuard
     from trainwright.callbacks.run_state import RunStateCheckpoint
     from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
     from trainwright.strategies.ddp import DDPStrategy
@@ -43,7 +44,7 @@ _LOCATIONS = {
     "Layout": "trainwright.strategies.layout",
     "ModelPlan": "trainwright.strategies.plan",
     "LossGuard": "trainwright.callbacks.loss_guard",
-    "DivergedError": "trainwright.callbacks.loss_guard",
+    "DivergedError": "trainwright.callbacks.diverged",
     "RunStateCheckpoint": "trainwright.callbacks.run_state",
     "CheckpointError": "trainwright.checkpoint.errors",
     "DamagedCheckpoint": "trainwright.checkpoint.errors",

@@ -88,3 +88,9 @@ def test_what_was_caused_by_a_device_that_is_gone_is_forgiven() -> None:
     policy.decide(_killed(None, None))
     policy.forgive()
     assert policy.decide(_killed(None, None)) == Restart(2, 1.0)
+
+
+def test_a_run_that_its_guard_has_ended_is_not_restarted() -> None:
+    decision = RestartPolicy(max_restarts=None).decide(Setback(0, "DivergedError", "", 12, 3, raised=True))
+    assert isinstance(decision, Stop)
+    assert "ended it on purpose" in decision.reason

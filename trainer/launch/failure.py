@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trainwright.callbacks.diverged import DivergedError
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.trainer.launch.supervisor import Hang
 from trainwright.trainer.problems import ChangedDataError
@@ -46,7 +47,7 @@ class Failure:
 
 def is_told(error: BaseException) -> bool:
     """Whether the message of `error` says what is wrong and what to type, so that a traceback would only hide it."""
-    return isinstance(error, (CheckpointError, ChangedDataError))
+    return isinstance(error, (CheckpointError, ChangedDataError, DivergedError))
 
 
 def is_consequence(error: BaseException) -> bool:

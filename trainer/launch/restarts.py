@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from trainwright.callbacks.diverged import DivergedError
+
 # Longest wait before a restart, in seconds.
 _LONGEST_WAIT = 60.0
 # What differs between two tellings of the same error: numbers, addresses, paths of temporary files.
@@ -128,6 +130,8 @@ class RestartPolicy:
         self._last = setback
 
     def _reason_to_stop(self, setback: Setback) -> str | None:
+        if setback.kind == DivergedError.__name__:
+            return "it is not restarted, because the guard of the loss ended it on purpose (guard=rollback goes on)"
         if setback.raised and not setback.trained and self._restarts == 0:
             return "it is not restarted, because it failed by itself before its first step; correct that first"
         if self._same >= self._same_failure_limit:
