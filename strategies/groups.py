@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,3 +63,36 @@ class LayoutGroups:
     def _neighbours(self, axes: list[str]) -> list[int]:
         rank = dist.get_rank()
         return next(group for group in self.layout.groups(*axes) if rank in group)
+
+
+def leave_groups() -> None:
+    """Leave the default process group and with it all others, so that this process can meet other ranks anew.
+
+    The others need not be there. Groups whose collectives never end, because a peer is gone, are aborted.
+    """
+    gc.collect()  # DistributedDataParallel holds on to the group; over gloo its threads abort a process without it
+    if dist.is_initialized():
+        if dist.get_backend() == "nccl":
+            from torch.distributed.distributed_c10d import _abort_process_group
+
+            _abort_process_group()
+        else:
+            dist.destroy_process_group()
+    gc.collect()
+    forget_meshes()
+
+
+def forget_meshes() -> None:
+    """Clear what DTensor remembers of operations on earlier meshes.
+
+    Meshes of the same ranks and axes count as equal there, whatever their process groups: later ones would be handed
+    the groups of earlier ones, which are gone or, under the same name, other ranks by now. That hangs, or writes beyond
+    a buffer.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()

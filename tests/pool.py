@@ -213,6 +213,8 @@ def _clean_process(case: Case) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
+    from trainwright.strategies.groups import forget_meshes
+
     environment, handlers = dict(os.environ), {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR2)}
     os.environ.clear()
     os.environ.update(case.rank_environment())
@@ -239,29 +241,13 @@ def _clean_process(case: Case) -> Iterator[None]:
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()
-        _forget_meshes()
+        forget_meshes()
         _restore_torch()
         os.chdir("/")
         os.environ.clear()
         os.environ.update(environment)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _forget_meshes() -> None:
-    """Clear what DTensor remembers of operations on earlier meshes.
-
-    Meshes of the same ranks and axes count as equal there, whatever their process groups: a later case would be handed
-    the groups of an earlier one, which are gone or, under the same name, other ranks by now. That hangs, or writes
-    beyond a buffer.
-    """
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    from torch.distributed.tensor import _redistribute
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()
-    _redistribute._gen_transform_infos.cache_clear()
 
 
 def end_left_processes(parent: int, known: frozenset[int] = frozenset()) -> None:

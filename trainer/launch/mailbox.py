@@ -44,6 +44,7 @@ class Announcement:
         step: optimizer steps done in the state from which it goes on, which is in the memory of members; ``None``:
             from a checkpoint, or from the beginning, as the configuration says.
         sources: member that has no such state -> member that gives it one.
+        pids: process of each member, by rank.
     """
 
     generation: int
@@ -52,12 +53,14 @@ class Announcement:
     port: int
     step: int | None
     sources: dict[int, int]
+    pids: tuple[int, ...]
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> Announcement:
         """The announcement whose fields are ``plain``."""
         sources = {int(member): source for member, source in plain["sources"].items()}
-        return cls(**{**plain, "members": tuple(plain["members"]), "sources": sources})
+        lists = {name: tuple(plain[name]) for name in ("members", "pids")}
+        return cls(**{**plain, **lists, "sources": sources})
 
 
 @dataclass(frozen=True)

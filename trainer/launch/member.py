@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import threading
@@ -16,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainwright.trainer.launch.environment import of_rank
 from trainwright.trainer.launch.failure import FailureRecorder, is_consequence, log_file
 from trainwright.trainer.launch.forkserver import listen_again
-from trainwright.trainer.launch.mailbox import NOW, Announcement, Left, Mailbox, records_of
+from trainwright.trainer.launch.mailbox import NOW, Announcement, Left, Mailbox, records_of, waited
 from trainwright.trainer.launch.output import Output
 from trainwright.trainer.launch.records import write_result
 from trainwright.trainer.launch.watch import ShutdownWatch
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 # How often a member that waits in a collective of NCCL, which nothing interrupts, looks whether it is called.
 _LOOK_SECONDS = 0.5
 _MEET_SECONDS = 300.0
+# How long a member that met an error waits to hear that another one is gone, before the error counts as its own.
+_DOUBT_SECONDS = 1.0
 
 
 def member_main(environment: Mapping[str, str], verb: str, run_dir: Path, records: Path, mailbox: Path) -> None:
@@ -129,7 +130,7 @@ class Member:
             if not self._generation_ended(seen[0] if seen else error, announcement.generation):
                 self._recorder.record(seen[0] if seen else error)
                 raise
-            self._leave(error)
+            self._leave(error, announcement)
             return None
 
     def _regrouping(self) -> Regrouping:
@@ -147,6 +148,7 @@ class Member:
     def _state(self, announcement: Announcement, rank: int, cfg: DictConfig) -> HeldState | None:
         """The state to go on from: this member's own, or what another one hands over."""
         from trainwright.checkpoint.handing_over import receive, send
+        from trainwright.strategies.groups import leave_groups
 
         assert self._snapshots is not None
         if announcement.step is None:
@@ -169,7 +171,7 @@ class Member:
                     held = receive(announcement.members.index(source), group)
         finally:
             del group
-            _leave_group()
+            leave_groups()
         return held
 
     # ---- the end of a generation ------------------------------------------------------------------------------------
@@ -182,16 +184,25 @@ class Member:
             return True
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return False
-        return is_consequence(error) or self._mailbox.board.called(generation) == NOW
+        if is_consequence(error):
+            return True
+        # What breaks because another member is gone need not say so; the launching process calls when one is.
+        return waited(lambda: self._mailbox.board.called(generation), _DOUBT_SECONDS) == NOW
 
-    def _leave(self, error: BaseException) -> None:
+    def _leave(self, error: BaseException, announcement: Announcement) -> None:
         """Let go of the other members and say so."""
+        from trainwright.callbacks.connections import Place, cut_off
         from trainwright.callbacks.regrouping import Regroup
+        from trainwright.strategies.groups import leave_groups
 
         assert self._snapshots is not None
         text = None if isinstance(error, Regroup) else f"{type(error).__name__}: {error}"
         _forget_frames(error)
-        _leave_group()
+        if text is not None:
+            # Who waits for this member must not wait longer; its groups are gone only when nothing refers to them.
+            others = [Place("", pid, ()) for pid in announcement.pids if pid != os.getpid()]
+            cut_off(Place("", os.getpid(), ()), others)
+        leave_groups()
         steps = tuple(self._snapshots.steps())
         self._mailbox.say_left(self._generation, Left(self._number, steps, text))
 
@@ -212,21 +223,6 @@ def _forget_frames(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__context__
-
-
-def _leave_group() -> None:
-    """Leave the process group, whether or not the others are there; closing the connections tells them."""
-    import torch.distributed as dist
-
-    gc.collect()  # DistributedDataParallel holds on to the group
-    if dist.is_initialized():
-        if dist.get_backend() == "nccl":
-            from torch.distributed.distributed_c10d import _abort_process_group
-
-            _abort_process_group()  # destroying it would wait for collectives that never end
-        else:
-            dist.destroy_process_group()
-    gc.collect()
 
 
 class _interrupted:  # noqa: N801 - read as a sentence: with _interrupted(...)

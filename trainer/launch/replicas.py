@@ -249,6 +249,7 @@ class ReplicaAttempt:
         step = _common_step(left)
         if after is None or step is None:
             # Nobody has the state any more, or there is none yet: the run starts anew from a checkpoint.
+            self._log.tell(_why_not(lost, before, left))
             error = error or self._blame([Ended(member, 1) for member in sorted(lost) or before.members])
             self._setback = self._setback or Setback(error.rank, error.kind)
             return self._end_with(error)
@@ -302,9 +303,9 @@ class ReplicaAttempt:
         self._since = (time.monotonic(), step or 0)
         records_of(self._records, self._now.generation).mkdir()
         text = OmegaConf.to_yaml(cfg, resolve=True)
-        self._mailbox.announce(
-            Announcement(self._now.generation, text, self._now.members, self._store.port, step, sources)
-        )
+        members, port = self._now.members, self._store.port
+        pids = tuple(self._processes.pid(member) for member in members)
+        self._mailbox.announce(Announcement(self._now.generation, text, members, port, step, sources, pids))
         if old is not None:
             old.close()
 
@@ -375,6 +376,15 @@ class ReplicaAttempt:
         told += [f"{new} replica(s) joined"] if new else []
         text = f"{'; '.join(told)}; going on from step {step} with {size} of {full} replicas"
         self._log.tell(text, "" if error is None else str(error))
+
+
+def _why_not(lost: Collection[int], before: Membership, left: Sequence[Left]) -> str:
+    """Why the members that are left cannot go on."""
+    gone = ", ".join(str(before.rank_of(member)) for member in sorted(lost))
+    if not before.whole_replicas(lost):
+        return f"no replica is whole without rank(s) {gone}"
+    held = "; ".join(f"rank {before.rank_of(each.member)}: {list(each.steps)}" for each in left)
+    return f"without rank(s) {gone} there is no step of which all others have a copy in memory ({held or 'none'})"
 
 
 def _common_step(left: Sequence[Left]) -> int | None:

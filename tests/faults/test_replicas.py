@@ -1,0 +1,85 @@
+"""Replicas that are lost, and others that join, while the run goes on in the processes of those that are left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.survivors import Survived, write_project
+
+LAYOUTS = {
+    "ddp": ("strategy=ddp", "devices=3"),
+    "shard": ("strategy=hybrid", "strategy.replicate=2", "strategy.shard=2", "devices=4", "micro_batch_size=1"),
+    "pipeline": ("strategy=hybrid", "strategy.replicate=2", "strategy.pipeline=2", "devices=4"),
+}
+RESILIENT = ("launch=resilient", "launch.recovery=replicas", "launch.backoff_seconds=0", "module.sleep=0.03")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("survivor")
+    write_project(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(project: Path) -> Survived:
+    run = Survived(project, "undisturbed", "strategy=single", "devices=1")
+    assert run.code == 0, run.said
+    return run
+
+
+@pytest.mark.parametrize(
+    ("layout", "faults"),
+    [
+        ("ddp", ["kill(rank=0, at_step=12)", "kill(rank=2, at_step=40)"]),
+        ("shard", ["kill(rank=1, at_step=20)"]),
+        ("pipeline", ["kill(rank=3, at_step=20)"]),
+        ("ddp", ["partition(ranks=[1], at_step=20)", 'raise_in("on_before_optimizer_step", rank=2, at_step=40)']),
+    ],
+)
+def test_the_others_go_on_as_if_nothing_had_been(project, undisturbed, tmp_path, layout, faults):
+    run = Survived(project, str(tmp_path / "run"), *LAYOUTS[layout], *RESILIENT, f"+inject=[{', '.join(faults)}]")
+    assert run.code == 0, run.said
+    assert run.log.count("going on from step") >= len(faults), run.log
+    assert "with 1 of 2 replicas" in run.log or "with 2 of 3 replicas" in run.log or "connections" in run.log
+    assert "joined" in run.log
+    assert run.read == undisturbed.read
+    assert list(run.losses) == list(range(60))
+    assert run.losses == pytest.approx(undisturbed.losses, rel=1e-5)
+    (whole,) = {str(end["whole"]) for end in run.ends() if end["rank"]["pipeline"] == 0 and end["whole"]}
+    expected = undisturbed.ends()[0]["whole"]
+    for name, values in run.ends()[0]["whole"].items():
+        assert values == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    assert whole
+    by_place: dict[tuple[int, int], list[dict[str, list[float]]]] = {}
+    for end in run.ends():
+        by_place.setdefault((end["rank"]["pipeline"], end["rank"]["shard"]), []).append(end["own"])
+    for copies in by_place.values():
+        assert len(copies) > 1
+        assert all(copy == copies[0] for copy in copies), "replicas differ"
+
+
+def test_a_spare_takes_the_place_at_once(project, undisturbed, tmp_path):
+    run = Survived(
+        project,
+        str(tmp_path / "run"),
+        *LAYOUTS["ddp"],
+        *RESILIENT,
+        "launch.spares=1",
+        "+inject=kill(rank=1, at_step=20)",
+    )
+    assert run.code == 0, run.said
+    assert run.log.count("going on from step") == 1
+    assert "with 3 of 3 replicas" in run.log
+    assert run.losses == pytest.approx(undisturbed.losses, rel=1e-5)
+    assert run.read == undisturbed.read
+
+
+def test_a_fault_that_comes_again_and_again_ends_the_run(project, tmp_path):
+    fault = 'raise_in("on_train_batch_end", rank=1, at_step=6, times=None)'
+    run = Survived(project, str(tmp_path / "run"), *LAYOUTS["ddp"], *RESILIENT, f"+inject={fault}")
+    assert run.code == 1
+    assert "crash loop" in run.said
+    assert "on_train_batch_end" in run.said
