@@ -43,6 +43,7 @@ class Evidence:
         limit: seconds that its phase may take.
         slow_limit: seconds that anything may take that is seen to be slow for good reason.
         answer: what it says of itself; ``None`` = it did not answer.
+        asked: whether there was somebody to ask; before its run, and after it, there is not.
         state: of its process.
         stacks: what Python's C handler has written of a rank that did not answer; ``""`` = nothing.
         children: asked after where data is waited for.
@@ -53,6 +54,7 @@ class Evidence:
     limit: float
     slow_limit: float
     answer: Answer | None = None
+    asked: bool = True
     state: str = ""
     stacks: str = ""
     children: tuple[Child, ...] = field(default=())
@@ -76,6 +78,8 @@ class Evidence:
             return Wait(waits.DEBUGGER, "held by a debugger")
         if self.answer is None and self.state == IN_KERNEL:
             return Wait(KERNEL, "waiting in the kernel (state D: a disk or driver that does not answer)")
+        if not self.asked:
+            return Wait(waits.NATIVE, "outside of its run, where it cannot be asked")
         if self.answer is None:
             return Wait(SILENT, "in native code that does not let go of Python's lock (GIL)")
         return self._wait_of_thread(self.answer)

@@ -11,12 +11,12 @@ import select
 import signal
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from trainwright.trainer.launch.scratch import scratch
 from trainwright.trainer.watchdog.limits import HangLimits
 from trainwright.trainer.watchdog.monitor import VARIABLE, FoundHang, HangMonitor
+from trainwright.trainer.watchdog.process import kill_with_workers
 
 _INTERVAL = 0.5
 
@@ -46,8 +46,7 @@ def _told_to_stop() -> bool:
 
 def _end(hang: FoundHang, monitor: HangMonitor) -> None:
     print(f"\n{hang.report}\n\nEnding rank {hang.rank} (SIGKILL).", file=sys.stderr, flush=True)
-    with suppress(ProcessLookupError):
-        os.kill(monitor.process_of(hang.rank), signal.SIGKILL)
+    kill_with_workers(monitor.process_of(hang.rank))
 
 
 if __name__ == "__main__":

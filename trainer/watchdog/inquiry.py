@@ -51,6 +51,8 @@ class Inquiry:
         self._question = f"{number}"
         self._ranks = dict(ranks)
         self._open = {local for local in ranks if ask(folder, local, self._question)}
+        for local in ranks:
+            self._ranks[local] = replace(ranks[local], asked=local in self._open)
         self._end = time.monotonic() + ANSWER_SECONDS
         self._signals: dict[tuple[int, int], _Asked] | None = None
 
@@ -81,7 +83,7 @@ class Inquiry:
         found: dict[tuple[int, int], _Asked] = {}
         for local, one in self._ranks.items():
             process = one.progress.process
-            silent = one.answer is None and one.progress.running
+            silent = one.answer is None and one.asked and one.progress.running
             self._ranks[local] = one = replace(one, state=state_of(process))
             asked = [process] if silent else []
             if self._waits_for_data(one):

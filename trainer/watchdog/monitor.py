@@ -30,8 +30,8 @@ class FoundHang:
 
     Attributes:
         rank: which to end, a rank of this machine.
-        reason: in one line; where another rank is to blame, it is named there.
-        report: what a terminal shows: the reason, a line for each rank, and where everything else is.
+        reason: in one line, the same each time that this hang comes again.
+        report: what a terminal shows: who keeps whom waiting in what, a line for each rank, where the rest is.
         path: of the whole report; ``None`` = it could not be written.
     """
 
@@ -141,9 +141,7 @@ class HangMonitor:
         path = _written(self._run_dir / "logs", self._node, report)
         where = "" if path is None else f"\n\nThe whole report, with the stacks of every rank: {path}"
         self._forget()
-        return FoundHang(
-            verdict.ends, f"rank {verdict.ends} hangs: {verdict.sentence}", first_lines(report) + where, path
-        )
+        return FoundHang(verdict.ends, verdict.reason, first_lines(report) + where, path)
 
     def _forget(self) -> None:
         self._inquiry, self._suspects, self._not_before = None, frozenset(), 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,3 +61,23 @@ def is_alive(process: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def kill_with_workers(process: int) -> None:
+    """Kill a process and those that it has forked, such as workers of a data loader.
+
+    A worker notices that its parent is gone when it next looks, and one that is stuck never looks. Programs that the
+    process has started are no workers, and live on.
+    """
+    command = _command(process)
+    workers = [child for child in children_of(process) if _command(child) == command]
+    for each in (process, *workers):
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+def _command(process: int) -> bytes:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""

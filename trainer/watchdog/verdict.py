@@ -7,6 +7,7 @@ calls do not fit together: then the calls of each process group are laid side by
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ from trainwright.trainer.watchdog import waits
 from trainwright.trainer.watchdog.boxes import FIRST_DATA
 from trainwright.trainer.watchdog.calls import Call, Group
 from trainwright.trainer.watchdog.evidence import HALTED, KERNEL, SILENT, Evidence
+from trainwright.trainer.watchdog.stacks import Frame
 
 MISMATCH, SKIPPED, ELSEWHERE, ENDED, DEADLOCK = "mismatch", "skipped", "elsewhere", "ended", "deadlock"
 # What is certain before what is likely.
 _CERTAINTY = (HALTED, KERNEL, SILENT)
 # Calls whose inputs are the same on every rank; of others only the name must agree.
 _ALIKE = frozenset({"all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base"})
+# What Lightning and data loaders call of the user's.
+_ENTRY = re.compile(r"\.(on_\w+|\w+_step|configure_\w+|\w+_dataloader|__getitem__|__getitems__|__iter__|__next__)$")
 _ORDER = (
     FIRST_DATA,
     phases.DATA,
@@ -43,12 +47,14 @@ class Verdict:
         ends: a rank of this machine whose end frees all; ``rank`` where that is possible.
         kind: ``LOCK``, ``HALTED``, ``MISMATCH``, ... of this package.
         sentence: for people.
+        reason: the same in short and without numbers, so that the same hang has the same reason the next time.
     """
 
     rank: int
     ends: int
     kind: str
     sentence: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -105,9 +111,8 @@ def _standing_still(over: Sequence[Evidence], waiting: Sequence[_Waiting]) -> Ve
         return one.wait.kind in _CERTAINTY, one.rank in missed, one.stalled
 
     culprit = max(blamed, key=blame)
-    return Verdict(
-        culprit.rank, culprit.rank, culprit.wait.kind, f"{_missing(culprit, waiting, over)}{_doing(culprit)}"
-    )
+    sentence = f"{_missing(culprit, waiting, over)}{_doing(culprit)}"
+    return Verdict(culprit.rank, culprit.rank, culprit.wait.kind, sentence, _standing(culprit))
 
 
 def _missing(culprit: Evidence, waiting: Sequence[_Waiting], over: Sequence[Evidence]) -> str:
@@ -141,16 +146,25 @@ def _last_number(one: Evidence, group: str) -> int:
 
 def _doing(one: Evidence) -> str:
     """What a rank is doing, from its line of code to what it waits for."""
-    place, phase = one.place, f"phase {one.progress.phase}"
-    where = f"is in {_hook(place.function)}{place.place} ({phase})" if place is not None else f"is in {phase}"
     blocked = "; ".join(
         f"worker process {child.process} {_state_words(child.state)}" for child in one.children if child.state in "TDt"
     )
-    return f"rank {one.rank} {where}, {one.wait.words}{f': {blocked}' if blocked else ''}"
+    return f"rank {one.rank} is {_standing(one)}{f': {blocked}' if blocked else ''}"
 
 
-def _hook(function: str) -> str:
-    return "the hook " if function.rpartition(".")[2].startswith("on_") else ""
+def _standing(one: Evidence) -> str:
+    place, phase = one.place, one.progress.phase
+    where = f"in phase {phase}" if place is None else f"in {place.place}{_within(one, place)} (phase {phase})"
+    return f"{where}, {one.wait.words}"
+
+
+def _within(one: Evidence, place: Frame) -> str:
+    """The hook or step of the module, callback or data set that the line belongs to."""
+    users = () if one.thread is None else one.thread.users
+    entry = next((frame for frame in users if _ENTRY.search(frame.function)), None)
+    if entry is None or entry == place:
+        return ""
+    return f", within {entry.function}"
 
 
 def _state_words(state: str) -> str:
@@ -184,6 +198,7 @@ def _mismatch(waiting: Sequence[_Waiting], ranks: Sequence[Evidence]) -> Verdict
             f"rank {culprit} has called {_name(made[culprit])}{_at(ranks, culprit)} as number {one.call.number} of "
             f"{one.group}, where {_names(others, 'called')} {_name(made[others[0]])}{_at(ranks, others[0])}: "
             "one of them left a call out, made one too many, or gave another size or type",
+            f"called {made[culprit].name}{_at(ranks, culprit)} where others called {made[others[0]].name}",
         )
     return None
 
@@ -202,8 +217,9 @@ def _name(call: Call) -> str:
 
 
 def _at(ranks: Sequence[Evidence], rank: int) -> str:
-    place = next((one.place for one in ranks if one.rank == rank), None)
-    return "" if place is None else f" in {place.place}"
+    one = next((one for one in ranks if one.rank == rank), None)
+    place = None if one is None else one.place
+    return "" if one is None or place is None else f" in {place.place}{_within(one, place)}"
 
 
 def _furthest(ranks: Sequence[Evidence], among: dict[int, Call]) -> list[int]:
@@ -226,34 +242,60 @@ def _place_in_run(one: Evidence) -> tuple[int, int, int]:
 def _out_of_step(over: Sequence[Evidence], waiting: Sequence[_Waiting], ranks: Sequence[Evidence]) -> Verdict | None:
     """All wait: for a rank that has ended, that is elsewhere, or for each other in different calls."""
     here = {one.rank: one for one in ranks}
-    for one in sorted(waiting, key=lambda each: each.call.seconds, reverse=True):
-        absent = [rank for rank in one.group.ranks if rank in here and _is_absent(here[rank], one.call)]
+    longest_first = sorted(waiting, key=lambda one: one.call.seconds, reverse=True)
+    absent = [
+        (one, here[rank])
+        for one in longest_first
+        for rank in one.group.ranks
+        if rank in here and _is_absent(here[rank], one.call)
+    ]
+    if absent:
+        # Who is ahead of the others has left out what they wait for.
+        return _left_out(*max(absent, key=lambda pair: (not pair[1].progress.running, _place_in_run(pair[1]))))
+    for one in longest_first:
         others = [rank for rank in one.group.ranks if rank not in here]
-        told = f"{one.call} of {one.group}, in which rank {one.evidence.rank} has waited for {one.call.seconds:.0f} s"
-        ended = [rank for rank in absent if not here[rank].progress.running]
-        if ended:
-            return Verdict(
-                ended[0], one.evidence.rank, ENDED, f"rank {ended[0]} has ended its run without joining {told}"
-            )
-        if absent:
-            culprit = max(absent, key=lambda rank: _place_in_run(here[rank]))
-            return Verdict(
-                culprit, culprit, SKIPPED, f"rank {culprit} left out {told}; {_waits_instead(here[culprit])}"
-            )
-        # On the other machine a rank may be saving; only its own monitor knows how long that may take.
+        # There a rank may be saving; only its own monitor knows how long that may take.
         if others and one.evidence.stalled > one.evidence.slow_limit:
             return Verdict(
                 others[0],
                 one.evidence.rank,
                 ELSEWHERE,
-                f"no rank of this machine is to blame: {_names(others, 'not joined')} {told}, on another machine",
+                f"no rank of this machine is to blame: {_names(others, 'not joined')} {_told(one)}, on another machine",
+                f"waits for other machines in {one.call.name}",
             )
-    if any(set(one.group.ranks) - set(here) for one in waiting):
-        return None
+        if others:
+            return None
     longest = max(over, key=lambda one: one.stalled)
     return Verdict(
-        longest.rank, longest.rank, DEADLOCK, "all ranks wait for each other; " + "; ".join(_doing(one) for one in over)
+        longest.rank,
+        longest.rank,
+        DEADLOCK,
+        "all ranks wait for each other; " + "; ".join(_doing(one) for one in over),
+        f"all ranks wait for each other; {_standing(longest)}",
     )
+
+
+def _left_out(one: _Waiting, culprit: Evidence) -> Verdict:
+    """A rank has ended, or gone on, without a call that another one waits in."""
+    if not culprit.progress.running:
+        return Verdict(
+            culprit.rank,
+            one.evidence.rank,
+            ENDED,
+            f"rank {culprit.rank} has ended its run without joining {_told(one)}",
+            f"rank {culprit.rank} has ended its run, which others wait for in {one.call.name}",
+        )
+    return Verdict(
+        culprit.rank,
+        culprit.rank,
+        SKIPPED,
+        f"rank {culprit.rank} left out {_told(one)}; {_waits_instead(culprit)}",
+        f"left out {one.call.name}; {_standing(culprit)}",
+    )
+
+
+def _told(one: _Waiting) -> str:
+    return f"{one.call} of {one.group}, in which rank {one.evidence.rank} has waited for {one.call.seconds:.0f} s"
 
 
 def _waits_instead(one: Evidence) -> str:

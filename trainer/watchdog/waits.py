@@ -24,8 +24,7 @@ COMMUNICATION, TORCH, DATA, LOCK, QUEUE, THREAD, PROCESS, NETWORK, SLEEP, COMPUT
     "compiling",
 )
 
-# (part of the path of a library's file, functions of it or None for all, what it is, for people). Of several that are
-# on the stack between the innermost frame and the user's line, the outermost counts: a queue waits with a lock.
+# (part of the path of a library's file, functions of it or None for all, what it is, for people).
 _KNOWN: tuple[tuple[str, tuple[str, ...] | None, str, str], ...] = (
     ("/threading.py", ("join", "_wait_for_tstate_lock"), THREAD, "waiting for a thread to end"),
     ("/threading.py", None, LOCK, "waiting for a lock or a condition"),
@@ -35,12 +34,12 @@ _KNOWN: tuple[tuple[str, tuple[str, ...] | None, str, str], ...] = (
     ("/multiprocessing/synchronize.py", None, LOCK, "waiting for a lock that processes share"),
     ("/multiprocessing/", None, PROCESS, "waiting for another process"),
     ("/subprocess.py", None, PROCESS, "waiting for a program that it has started"),
+    ("/selectors.py", None, NATIVE, "waiting for input"),
     ("/socket.py", None, NETWORK, "waiting for the network"),
     ("/ssl.py", None, NETWORK, "waiting for the network"),
     ("/torch/utils/data/", None, DATA, "waiting for a worker process of its data loader"),
     ("/torch/distributed/checkpoint/", None, NATIVE, "saving or loading"),
     ("/torch/distributed/", None, COMMUNICATION, "waiting for other ranks"),
-    ("/torch/nn/parallel/", None, COMMUNICATION, "waiting for other ranks"),
     ("/torch/", None, TORCH, "computing in torch"),
 )
 # On the stack only while something is compiled, not when what was compiled runs.
@@ -67,10 +66,13 @@ def wait_of(thread: Thread) -> Wait:
         return Wait(DEBUGGER, "in a debugger")
     if any(part in frame.file for frame in thread.frames for part in _COMPILERS):
         return Wait(COMPILING, "compiling")
-    found = [wait for frame in _beneath_the_user(thread) if (wait := _known(frame)) is not None]
-    if found:
-        return found[-1]
-    return _at_line(thread)
+    found = list(_innermost_known(thread))
+    telling = [wait for wait in found if wait.kind != TORCH]
+    if telling:
+        wait = telling[-1]
+        computes = wait.kind == COMMUNICATION and thread.state == RUNNING
+        return Wait(COMPUTING, "computing") if computes else wait
+    return found[0] if found else _at_line(thread)
 
 
 def acting_thread(threads: tuple[Thread, ...]) -> Thread:
@@ -86,12 +88,13 @@ def acting_thread(threads: tuple[Thread, ...]) -> Thread:
     return main
 
 
-def _beneath_the_user(thread: Thread) -> Iterator[Frame]:
-    """Frames of libraries from the innermost out to the user's line."""
+def _innermost_known(thread: Thread) -> Iterator[Wait]:
+    """What the innermost frames are for, as far out as they are known: a queue waits with a lock, a loader with it."""
     for frame in thread.frames:
-        if frame.is_users:
+        wait = None if frame.is_users else _known(frame)
+        if wait is None:
             return
-        yield frame
+        yield wait
 
 
 def _known(frame: Frame) -> Wait | None:
