@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,8 +18,10 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
+from tests.faults.commands import Command, ends, goes_on, training, write_faulty_project
 from tests.faults.preempted import Told, evaluate, parameters_of, points, trainer_of, watched
 from tests.parity.test_resume_watched import Net
+from tests.pool import free_port
 from trainwright import RunStateCheckpoint
 from trainwright.callbacks.notice import URL, NoticePoll
 from trainwright.callbacks.preemption import Preempted, Preemption
@@ -361,3 +364,103 @@ def test_the_trainer_of_lightning_and_a_second_callback_are_refused() -> None:
     ours, module = trainer_of([Preemption(), Preemption()])
     with pytest.raises(ValueError, match="Two Preemption callbacks"):
         ours.fit(module, points())
+
+
+# ---- whole commands --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> Path:
+    return write_faulty_project(tmp_path)
+
+
+def saved_steps() -> list[int]:
+    return [found.step for found in list_checkpoints("run/checkpoints")]
+
+
+@pytest.mark.parametrize("who", ["the launching process", "one rank", "every process"])
+def test_a_command_saves_ends_and_goes_on(conf: Path, who: str) -> None:
+    run = Command(training(conf))
+    to = {"one rank": run.ranks()[1:], "every process": list(run.session())}.get(who)
+    run.tell(signal.SIGTERM, to)
+    assert run.end() == 143
+    [step] = saved_steps()
+    assert f"saved step {step}: {Path('run/checkpoints').absolute()}/step={step}" in run.said()
+    assert run.said().count("trainwright: ended by SIGTERM") == 1
+    assert "Traceback" not in run.said()
+    assert run.session() == {}
+    if who == "one rank":
+        assert "going on from run/checkpoints/step=" in goes_on(conf)
+
+
+def test_a_save_that_takes_too_long_is_given_up(conf: Path) -> None:
+    words = training(
+        conf,
+        *ends("os.kill(os.getpid(), 15)", step=5),
+        "+callbacks.slow._target_=trouble.SlowSave",
+        "checkpoint.last.every_n_steps=2",
+        "preemption.check_seconds=1e-6",  # so that it ends at step 5, which is not saved yet
+        "preemption.deadline_seconds=2",
+        "preemption.exit_code=75",
+    )
+    run = Command(words)
+    assert run.end() == 75
+    said = run.said()
+    assert "saving the run state of step 5." in said
+    assert "was not saved within 2 s (preemption.deadline_seconds)" in said
+    assert said.count(f"The last good checkpoint is {Path('run/checkpoints/step=4').absolute()}.") == 2
+    assert "Traceback" not in said
+    assert saved_steps() == [4]
+    assert run.session() == {}
+
+
+def test_torchrun_passes_the_signal_on(conf: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    run = Command([*torchrun, *training(conf)[1:]], more={"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)})
+    run.tell(signal.SIGTERM)
+    # torchrun's own code, whatever the ranks end with.
+    assert run.end() == 1
+    [step] = saved_steps()
+    assert f"saved step {step}" in run.said()
+    assert "got signal: 15" in run.said()
+    assert run.session() == {}
+
+
+SRUN = """
+import os, signal, subprocess, sys
+tasks = [
+    subprocess.Popen(sys.argv[1:], env={**os.environ, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
+    for rank in range(2)
+]
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, lambda received, _: [task.send_signal(received) for task in tasks])
+print("codes", *[task.wait() for task in tasks])
+sys.exit(max(task.returncode for task in tasks))
+"""
+
+
+def test_slurm_signals_saves_and_requeues(slurm: Path, conf: Path) -> None:
+    allocation = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "127.0.0.1",
+        "SLURM_JOB_NAME": "train",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    words = [sys.executable, "-c", SRUN, *training(conf, "preemption.requeue=true", "resume=auto")]
+    run = Command(words, more=allocation)
+    run.tell(signal.SIGUSR1)
+    assert run.end() == 138
+    assert "codes 138 138" in run.said()
+    assert (slurm / "calls").read_text() == "requeue 4711\n"
+    [step] = saved_steps()
+    assert f"saved step {step}" in run.said()
+    assert run.session() == {}
+    # What the requeued job does: the same command, which finds the same run.
+    again = Command(words, started=f"going on from run/checkpoints/step={step}", more=allocation)
+    again.tell(signal.SIGTERM)
+    assert again.end() == 143
+    assert again.session() == {}

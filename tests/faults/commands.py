@@ -1,0 +1,145 @@
+"""Real commands in a user's project: started, told to end, looked at afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.trainer.project import command, environment, write_project
+
+# Long enough to be told to end in; module.sleep makes steps that a person could see.
+WORDS = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv", "run_dir=run")
+ENDLESS = ("module.sleep=0.05", "max_steps=100000", "max_epochs=100000")
+
+CALLBACKS = """
+import os
+import time
+
+import lightning.pytorch as pl
+
+
+class SlowSave(pl.Callback):
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        if trainer.received_sigterm:
+            time.sleep(1000)
+
+
+class Ends(pl.Callback):
+    def __init__(self, how, step=2):
+        self.how, self.step = how, step
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_rank == 1 and trainer.global_step == self.step:
+            exec(self.how)
+"""
+
+
+def write_faulty_project(folder: Path) -> Path:
+    """A project with callbacks that make trouble; returns its configuration directory."""
+    (folder / "trouble.py").write_text(CALLBACKS, encoding="utf-8")
+    return write_project(folder)
+
+
+class Command:
+    """A running command, of which the output goes to a file.
+
+    Args:
+        words: of the command; a launcher may stand in front.
+        started: a line of its output that says that it trains.
+        more: variables of its environment.
+    """
+
+    def __init__(
+        self, words: Sequence[str], started: str = "first step of rank 0", more: dict[str, str] | None = None
+    ) -> None:
+        self.output = Path(f"output_{time.monotonic_ns()}")
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                words, stdout=file, stderr=subprocess.STDOUT, env=environment() | (more or {}), start_new_session=True
+            )
+        try:
+            self._wait_for(started)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _wait_for(self, line: str) -> None:
+        end = time.monotonic() + 60
+        while line not in self.said():
+            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.said()}"
+            assert time.monotonic() < end, f"did not say {line!r}:\n{self.said()}"
+            time.sleep(0.05)
+
+    def said(self) -> str:
+        """What it has printed so far."""
+        return self.output.read_text(encoding="utf-8", errors="replace")
+
+    def tell(self, number: int, to: Sequence[int] | None = None) -> None:
+        """Send a signal to processes, by default to that of the command."""
+        for process in [self.process.pid] if to is None else to:
+            os.kill(process, number)
+
+    def end(self, seconds: float = 60) -> int:
+        """Wait for its end; returns the exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running {seconds:g} s later; it said:\n{self.said()}") from None
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End it hard, if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    def session(self) -> dict[int, str]:
+        """Living processes of its session: process id -> command line."""
+        found = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[3]) == self.process.pid and fields[0] != "Z":
+                    found[int(stat.parent.name)] = (stat.parent / "cmdline").read_text().replace("\0", " ")
+            except (OSError, IndexError):
+                continue  # it has just ended
+        return found
+
+    def ranks(self) -> list[int]:
+        """Processes of the ranks, forked from the fork server, in the order of their start."""
+        server = [pid for pid, words in self.session().items() if "forkserver" in words]
+        return sorted(pid for pid in server if _parent(pid) in server)
+
+
+def _parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def ends(how: str, step: int = 2) -> tuple[str, ...]:
+    """Words that let rank 1 run a line of Python after a step."""
+    return ("+callbacks.ends._target_=trouble.Ends", f"+callbacks.ends.how='{how}'", f"+callbacks.ends.step={step}")
+
+
+def training(conf: Path, *more: str) -> list[str]:
+    """A command that trains without end on two ranks."""
+    return command("fit", "--config-dir", str(conf), *WORDS, *ENDLESS, *more)
+
+
+def goes_on(conf: Path) -> str:
+    """Go on from what was saved, for one step more; returns what that run said.
+
+    Raises:
+        AssertionError: if it cannot.
+    """
+    saved = max(int(path.name.split("=")[1]) for path in Path("run/checkpoints").glob("step=*"))
+    words = ("fit", "--config-dir", str(conf), *WORDS, "ckpt_path=last", f"max_steps={saved + 1}", "max_epochs=100000")
+    done = subprocess.run(
+        command(*words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), timeout=60
+    )
+    assert done.returncode == 0, done.stdout
+    assert Path(f"run/checkpoints/step={saved + 1}/manifest.json").exists()
+    return done.stdout
