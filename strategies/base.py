@@ -16,6 +16,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trainwright.checkpoint.parts import TensorParts
 from trainwright.strategies.blocks import (
     ActivationCheckpointing,
     checkpoint_activations,
@@ -26,6 +27,7 @@ from trainwright.strategies.blocks import (
 from trainwright.strategies.checkpointing import RunStateStrategy
 from trainwright.strategies.deferred import Piece, deferred_pieces, is_deferred
 from trainwright.strategies.gradients import local_tensor
+from trainwright.strategies.held import trained_boxes
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.loading import teach_lightning
 from trainwright.strategies.precision import adapt_precision
@@ -151,6 +153,14 @@ class LayoutStrategy(RunStateStrategy):
         Called once the strategy is set up.
         """
         return Waits(self.root_device)
+
+    def trained_boxes(self) -> dict[str, TensorParts]:
+        """What this rank holds of parameters and optimizer states, as boxes of the whole by key; views, no collective.
+
+        Ranks that hold the same box under the same key must have the same bytes in it, between two optimizer steps.
+        """
+        assert self.lightning_module is not None
+        return trained_boxes(self.lightning_module, self.optimizers, self.placement, self._name_of())
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Name and averaged gradient (a DTensor where it is sharded) of each parameter that has one.

@@ -49,6 +49,7 @@ def fit(
     steps: int = 4,
     ckpt_path: str | None = None,
     data: Any = None,
+    network: str = "gpt",
     **trainer_options: Any,
 ) -> Any:
     """Train a small language model on the ranks there are; returns the Trainer."""
@@ -64,7 +65,8 @@ def fit(
     )
     layout = getattr(trainer.strategy, "_open_layout", None)
     data_ranks = world() if layout is None else layout.resolve(world()).data_ranks
-    trainer.fit(make_module("gpt"), DataLoader(data or Texts(24), batch_size=8 // data_ranks), ckpt_path=ckpt_path)
+    loader = DataLoader(data or Texts(24), batch_size=(trainer.global_batch_size or 8) // data_ranks)
+    trainer.fit(make_module(network), loader, ckpt_path=ckpt_path)
     return trainer
 
 

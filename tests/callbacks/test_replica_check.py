@@ -1,0 +1,249 @@
+"""A flipped bit is found, named and repaired, under layouts in which ranks hold something alike."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch import Trainer as LightningTrainer
+
+from tests.callbacks.faulty import bits, fit, weights
+from tests.callbacks.modules import QUIET, Regression, loader
+from trainwright.callbacks import inject
+from trainwright.callbacks.replica_bytes import digest_of, receive, send
+from trainwright.callbacks.replica_check import Difference, ReplicaCheck, ReplicaDifferenceError
+from trainwright.callbacks.run_state import RunStateCheckpoint
+from trainwright.checkpoint.find import list_checkpoints
+
+NAME = "net.blocks.3.attention.out.weight"
+# Layouts with three or more that hold a box, and how many ranks they need.
+MAJORITIES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "ddp": ("ddp", {}, 3),
+    "zero1": ("zero1", {}, 3),
+    "replicate x shard": ("zero3", {"replicate": 3, "shard": 2}, 6),
+    "replicate x tensor": ("hybrid", {"replicate": 3, "tensor": 2, "stage": 1}, 6),
+    "pipeline x replicate": ("hybrid", {"pipeline": 2, "replicate": 3, "stage": 1}, 6),
+}
+# Layouts in which nothing may differ when nothing happens: also in what only some axes have alike.
+EQUAL: dict[str, tuple[str, dict[str, Any], int]] = {
+    **{name: MAJORITIES[name] for name in ("ddp", "zero1")},
+    "zero2": ("zero2", {}, 2),
+    "replicate x shard": ("zero3", {"replicate": 2, "shard": 2}, 4),
+    "tensor x sequence": ("hybrid", {"tensor": 2, "replicate": 2, "sequence_parallel": True}, 4),
+    "context": ("hybrid", {"context": 2, "replicate": 2, "stage": 1}, 4),
+    "pipeline": ("hybrid", {"pipeline": 2, "shard": 2}, 4),
+}
+
+
+def ended(layout: str, *faults: Any, check: ReplicaCheck | None = None) -> tuple[dict[str, Any], ReplicaCheck | None]:
+    strategy, options, _ = MAJORITIES.get(layout) or EQUAL[layout]
+    callbacks = [*([check] if check else []), *faults]
+    trainer = fit(strategy, options, *callbacks, steps=4, global_batch_size=12)
+    return {name: bits(tensor).clone() for name, tensor in weights(trainer).items()}, check
+
+
+def repaired(layout: str, rank: int) -> tuple[list[tuple[int, Difference]], bool, int | None]:
+    undisturbed, _ = ended(layout)
+    # Flipped after the optimizer has stepped for the second time, found before it steps for the third.
+    check = ReplicaCheck(every_n_steps=1)
+    flipped, _ = ended(layout, FlipAfterGradients(rank), check=check)
+    same = all(torch.equal(flipped[name], undisturbed[name]) for name in undisturbed)
+    return check.found, same, check.equal_at
+
+
+class FlipAfterGradients(Callback):
+    """Flips a bit between the backward pass and the check, so that nothing has been computed with it."""
+
+    def __init__(self, rank: int) -> None:
+        self.fault = inject.flip_bit(rank, 2, NAME)
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == self.fault.rank:
+            self.fault.strike(trainer, pl_module)
+
+
+@pytest.mark.parametrize("layout", MAJORITIES)
+def test_a_flipped_bit_is_named_and_repaired(ranks: Any, layout: str) -> None:
+    world_size = MAJORITIES[layout][2]
+    wrong = world_size - 1
+    results = ranks(repaired, world_size, layout, wrong)
+    for found, same, equal_at in results:
+        [(step, difference)] = found
+        assert step == 2
+        assert difference.key == f"weights/{NAME}"
+        assert difference.wrong == (wrong,)
+        assert len(difference.holders) == 3
+        assert same  # bit by bit what a run without the fault ends with
+        assert equal_at == 3
+
+
+def undisturbed(layout: str) -> tuple[list[Any], int | None, int]:
+    strategy, options, _ = EQUAL[layout]
+    check = ReplicaCheck(every_n_steps=1)
+    fit(strategy, options, check, steps=5, global_batch_size=12)
+    shared = sum(len(members) for members in check._holders._members.values())
+    return check.found, check.equal_at, shared
+
+
+@pytest.mark.parametrize("layout", EQUAL)
+def test_replicas_are_equal_when_nothing_happens(ranks: Any, layout: str) -> None:
+    for found, equal_at, shared in ranks(undisturbed, EQUAL[layout][2], layout):
+        assert found == []
+        assert equal_at == 4
+        assert shared > 0
+
+
+def stopped(layout: str, rank: int, options: dict[str, Any]) -> tuple[str, list[str]]:
+    strategy, arguments, _ = EQUAL[layout]
+    check = ReplicaCheck(every_n_steps=1, **options)
+    try:
+        fit(strategy, arguments, check, inject.flip_bit(rank, 2, NAME), steps=4, global_batch_size=12)
+    except ReplicaDifferenceError as error:
+        return str(error), [each.name for each in error.differences]
+    return "", []
+
+
+def test_of_two_replicas_nobody_knows_which_is_right(ranks: Any) -> None:
+    results = ranks(stopped, 4, "replicate x shard", 3, {})
+    for text, names in results:
+        assert names == [NAME]
+        assert f"Step 2: ranks 1, 3 hold different bytes of {NAME}; they were equal at step 1." in text
+        assert "Which of them is right cannot be known" in text
+        assert "resume=auto" in text
+
+
+def test_stopping_names_the_rank(ranks: Any) -> None:
+    for text, _ in ranks(stopped, 3, "ddp", 1, {"on_difference": "stop", "before_saves": False}):
+        assert f"rank 1 holds other bytes than rank 0, 2 of {NAME}" in text
+        assert "not newer than that (ckpt_path=...)" in text
+        assert "the machine of rank 1" in text
+
+
+def broken(most_repairs: int) -> tuple[str, int]:
+    check = ReplicaCheck(every_n_steps=1, most_repairs=most_repairs)
+    faults = [inject.flip_bit(1, step, NAME, times=None) for step in (1, 2, 3)]
+    try:
+        fit("ddp", {}, check, *faults, steps=5, global_batch_size=12)
+    except ReplicaDifferenceError as error:
+        return str(error), len(check.found)
+    return "", len(check.found)
+
+
+def test_a_rank_that_is_repaired_again_and_again_is_taken_out(ranks: Any) -> None:
+    for text, count in ranks(broken, 3, 2):
+        assert "Rank 1 had to be repaired 2 time(s) before: take its machine out" in text
+        assert count == 3
+    for text, count in ranks(broken, 3, 3):
+        assert (text, count) == ("", 3)
+
+
+def saved(before_saves: bool) -> str:
+    saving = RunStateCheckpoint(every_n_steps=2, keep_last=9)
+    try:
+        # Flipped before the third step, saved after the fourth; no check is due in between.
+        check = ReplicaCheck(every_n_steps=100, before_saves=before_saves)
+        fit("ddp", {}, check, saving, inject.flip_bit(1, 2, NAME), steps=6)
+    except ReplicaDifferenceError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("before_saves", "steps"), [(True, [2]), (False, [6, 4, 2])])
+def test_nothing_is_saved_that_replicas_do_not_agree_on(ranks: Any, before_saves: bool, steps: list[int]) -> None:
+    for text in ranks(saved, 2, before_saves):
+        assert ("they were equal at step 2" in text) == before_saves
+    assert [found.step for found in list_checkpoints("run/checkpoints")] == steps
+
+
+def moments() -> list[tuple[int, Difference]]:
+    class FlipMoment(Callback):
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.global_step == 2 and trainer.global_rank == 0:
+                parameter = pl_module.get_parameter(NAME)
+                trainer.optimizers[0].state[parameter]["momentum_buffer"][0, 0] += 1
+
+    check = ReplicaCheck(every_n_steps=2)
+    fit("ddp", {}, check, FlipMoment(), steps=4, global_batch_size=12)
+    return check.found
+
+
+def test_states_of_optimizers_are_compared_too(ranks: Any) -> None:
+    for [(step, difference)] in ranks(moments, 3):
+        assert step == 2
+        assert difference.name == f"{NAME} (momentum_buffer of the optimizer)"
+        assert difference.wrong == (0,)
+
+
+def warned() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit("zero3", {}, ReplicaCheck(every_n_steps=1), steps=4)
+    return [str(each.message) for each in caught if "ReplicaCheck" in str(each.message)]
+
+
+def test_a_layout_without_replicas_is_warned_of(ranks: Any) -> None:
+    told, others = ranks(warned, 2)
+    [text] = told
+    assert "compares nothing" in text
+    assert others == []
+
+
+def test_names() -> None:
+    assert Difference("weights/a.b", (0, 1), ()).name == "a.b"
+    assert Difference("optimizer/1/a.b/exp_avg", (0, 1), ()).name == "a.b (exp_avg of the optimizer)"
+
+
+def carried() -> bool:
+    device = torch.device("cpu")
+    fine = True
+    for value in (torch.randn(3, 4).t(), torch.tensor(7), torch.randn(5).bfloat16(), torch.tensor([True, False])):
+        sent = [value.clone()]
+        dist.broadcast_object_list(sent)
+        if dist.get_rank() == 0:
+            send(value, 1, device)
+        else:
+            value.zero_()
+            receive(value, 0, device)
+            fine = fine and torch.equal(value, sent[0]) and digest_of(value) == digest_of(sent[0])
+    return fine
+
+
+def test_bytes_of_any_tensor_travel(ranks: Any) -> None:
+    assert ranks(carried, 2) == [True, True]
+
+
+def test_a_hash_tells_any_bit() -> None:
+    tensor = torch.randn(4, 6)
+    plain = digest_of(tensor)
+    assert digest_of(tensor.t().contiguous().t()) == plain  # the order of the elements counts, not how they lie
+    octets = bits(tensor)
+    for index in (0, 47, 95):
+        octets[index] ^= 1
+        assert digest_of(tensor) != plain
+        octets[index] ^= 1
+    assert digest_of(tensor) == plain
+
+
+def test_a_single_rank_has_no_replicas() -> None:
+    check = ReplicaCheck(every_n_steps=1)
+    fit("single", {}, check, steps=2)
+    assert (check.found, check.equal_at) == ([], None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [({"every_n_steps": 0}, "every_n_steps=0"), ({"on_difference": "x"}, "'repair'"), ({"most_repairs": -1}, "-1")],
+)
+def test_what_is_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ReplicaCheck(**arguments)
+
+
+def test_another_librarys_strategy_is_refused() -> None:
+    trainer = LightningTrainer(max_steps=1, devices=1, callbacks=[ReplicaCheck()], **QUIET)
+    with pytest.raises(ValueError, match="needs one of Trainwright's strategies"):
+        trainer.fit(Regression(), loader())
