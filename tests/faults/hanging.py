@@ -58,7 +58,7 @@ class Ranks:
         port = free_port()
         self.processes = []
         for rank in range(world_size):
-            environment = {**os.environ, **_of_rank(rank, world_size, port), **self.monitor.environment}
+            environment = {**os.environ, **_of_rank(rank, world_size, port), **self.monitor.environment(rank)}
             printed = self.folder / f"printed_{rank}"
             process = _context.Process(target=_run, args=(environment, str(printed), os.getcwd(), case, args))
             process.start()

@@ -110,6 +110,9 @@ class Watcher:
         self.rank = rank
         self.pids: dict[int, int] = {}
 
+    def environment(self, rank: int) -> dict[str, str]:
+        return {"WATCHED": str(rank)}
+
     def watch(self, rank: int, pid: int) -> None:
         self.pids[rank] = pid
 

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from trainwright.trainer.launch.forkserver import hidden_main, start_forkserver
+from trainwright.trainer.watchdog.process import kill_with_workers
 
 # Seconds between two questions to a monitor.
 _MONITOR_INTERVAL = 0.5
@@ -36,6 +37,9 @@ class Hang(Protocol):
 
 class Monitor(Protocol):
     """Who finds out that a rank lives but does not get on."""
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Variables by which the process that is to be `rank` knows that it is watched."""
 
     def watch(self, rank: int, pid: int) -> None:
         """Hear that `rank` is now the process `pid`, whatever it was before."""
@@ -124,7 +128,8 @@ class Supervisor:
         if rank in self._processes:
             raise ValueError(f"rank {rank} lives as process {self.pid(rank)}; end it first")
         start_forkserver()
-        process = self._context.Process(target=self._entry, args=(dict(environment), *self._arguments))
+        watched = {} if self._monitor is None else self._monitor.environment(rank)
+        process = self._context.Process(target=self._entry, args=({**environment, **watched}, *self._arguments))
         self._processes[rank] = process
         try:
             with hidden_main():
@@ -225,5 +230,8 @@ class Supervisor:
             self._send(hang.rank, signal.SIGKILL)
 
     def _send(self, rank: int, number: signal.Signals) -> None:
+        if number == signal.SIGKILL:
+            kill_with_workers(self.pid(rank))
+            return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid(rank), number)

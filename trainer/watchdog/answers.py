@@ -76,13 +76,13 @@ class Answerer:
 
     Args:
         folder: of this machine, where questions and answers lie.
-        local_rank: place of this rank among those of the machine.
+        box: number of this rank's box.
     """
 
-    def __init__(self, folder: Path, local_rank: int) -> None:
+    def __init__(self, folder: Path, box: int) -> None:
         self._folder = folder
-        self._local_rank = local_rank
-        self._pipe = folder / f"ask_{local_rank}"
+        self._box = box
+        self._pipe = folder / f"ask_{box}"
         self._stacks: Any = None
         self._thread: threading.Thread | None = None
 
@@ -92,7 +92,7 @@ class Answerer:
             os.mkfifo(self._pipe, 0o600)
         # Open on both ends: it then never ends, whoever comes and goes.
         descriptor = os.open(self._pipe, os.O_RDWR)
-        self._stacks = stacks_file(self._folder, self._local_rank).open("a")
+        self._stacks = stacks_file(self._folder, self._box).open("a")
         if SIGNAL is not None:
             faulthandler.register(SIGNAL, file=self._stacks, all_threads=True, chain=False)
         self._thread = threading.Thread(
@@ -104,7 +104,7 @@ class Answerer:
         """End answering."""
         if self._thread is None:
             return
-        ask(self._folder, self._local_rank, _STOP)
+        ask(self._folder, self._box, _STOP)
         self._thread.join(5.0)
         self._thread = None
         if SIGNAL is not None:
@@ -126,17 +126,17 @@ class Answerer:
         except Exception as error:  # a torch that records otherwise must not end the thread
             answer = {"threads": [thread.plain() for thread in own_threads()], "calls": [], "groups": []}
             answer |= {"on_accelerator": _computes_elsewhere(), "error": repr(error)}
-        path = answer_file(self._folder, self._local_rank, question)
+        path = answer_file(self._folder, self._box, question)
         partial = path.with_suffix(".partial")
         with suppress(OSError):  # who asked is gone, and the folder with it
             partial.write_text(json.dumps(answer), encoding="utf-8")
             os.replace(partial, path)
 
 
-def ask(folder: Path, local_rank: int, question: str) -> bool:
+def ask(folder: Path, box: int, question: str) -> bool:
     """Put a question to a rank; whether there is somebody to answer it."""
     try:
-        descriptor = os.open(folder / f"ask_{local_rank}", os.O_WRONLY | os.O_NONBLOCK)
+        descriptor = os.open(folder / f"ask_{box}", os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.ENOENT):
             return False
@@ -150,9 +150,9 @@ def ask(folder: Path, local_rank: int, question: str) -> bool:
     return True
 
 
-def read_answer(folder: Path, local_rank: int, question: str) -> Answer | None:
+def read_answer(folder: Path, box: int, question: str) -> Answer | None:
     """The answer to a question; ``None`` = not yet. It is removed."""
-    path = answer_file(folder, local_rank, question)
+    path = answer_file(folder, box, question)
     try:
         answer = Answer.of(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -161,14 +161,14 @@ def read_answer(folder: Path, local_rank: int, question: str) -> Answer | None:
     return answer if answer.threads else None
 
 
-def answer_file(folder: Path, local_rank: int, question: str) -> Path:
+def answer_file(folder: Path, box: int, question: str) -> Path:
     """Where a rank writes its answer."""
-    return folder / f"answer_{local_rank}_{question}.json"
+    return folder / f"answer_{box}_{question}.json"
 
 
-def stacks_file(folder: Path, local_rank: int) -> Path:
+def stacks_file(folder: Path, box: int) -> Path:
     """Where a rank's interpreter writes stacks when it gets :data:`SIGNAL`, and those of processes forked from it."""
-    return folder / f"stacks_{local_rank}.txt"
+    return folder / f"stacks_{box}.txt"
 
 
 def _computes_elsewhere() -> bool:

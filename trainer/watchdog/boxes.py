@@ -81,10 +81,10 @@ class Progress:
 
 
 class Boxes:
-    """The boxes of all ranks of a machine, by local rank. To be made by the process that watches.
+    """The boxes of the ranks of a machine. To be made by the process that watches.
 
     Args:
-        count: number of ranks.
+        count: number of boxes.
         folder: for the file, where the system has no memory without a name.
 
     Attributes:
@@ -103,9 +103,9 @@ class Boxes:
         self._map = mmap.mmap(self._descriptor, size)
         self._all = memoryview(self._map).cast("d")
 
-    def read(self, local_rank: int) -> Progress:
-        """What a rank is doing now."""
-        values = self._all[local_rank * _DOUBLES : (local_rank + 1) * _DOUBLES].tolist()
+    def read(self, number: int) -> Progress:
+        """What the rank of a box is doing now."""
+        values = self._all[number * _DOUBLES : (number + 1) * _DOUBLES].tolist()
         longest = values[_LONGEST : _LONGEST + len(PHASES)]
         return Progress(
             process=int(values[_PROCESS]),
@@ -133,7 +133,7 @@ class Box:
 
     Args:
         address: of the boxes.
-        local_rank: which one.
+        number: which one.
         rank: global rank.
 
     Attributes:
@@ -143,14 +143,14 @@ class Box:
         FileNotFoundError: if who made the boxes is gone.
     """
 
-    def __init__(self, address: str, local_rank: int, rank: int) -> None:
+    def __init__(self, address: str, number: int, rank: int) -> None:
         descriptor = os.open(address, os.O_RDWR)
         try:
             self._map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         finally:
             os.close(descriptor)
         self._whole = memoryview(self._map).cast("d")
-        self._values = values = self._whole[local_rank * _DOUBLES : (local_rank + 1) * _DOUBLES]
+        self._values = values = self._whole[number * _DOUBLES : (number + 1) * _DOUBLES]
         values[_STATE] = _EMPTY
         for index in range(_DOUBLES):
             values[index] = 0.0

@@ -63,18 +63,22 @@ class Watchdog(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take this rank's box, and have a process that watches it, where the launching process does not."""
+        global _active
         if self.limits is None or self._box is not None:
             return
+        if _active is not None:
+            _active._stop()  # of a run that an error has ended in this process
+        _active = self
         place = json.loads(os.environ[VARIABLE]) if VARIABLE in os.environ else self._start_guardian(trainer)
         try:
-            box = Box(place["boxes"], trainer.local_rank, trainer.global_rank)
+            box = Box(place["boxes"], place["box"], trainer.global_rank)
         except FileNotFoundError as error:
             raise RuntimeError(
                 f"rank {trainer.global_rank} does not see the process that watches the ranks of its machine "
                 f"({place['boxes']}); it is gone, or each rank is in a container of its own. Turn the watchdog off: "
                 "Watchdog(hang_timeout=None), or launch.hang_timeout=null."
             ) from error
-        self._answerer = Answerer(Path(place["folder"]), trainer.local_rank)
+        self._answerer = Answerer(Path(place["folder"]), place["box"])
         self._answerer.start()
         self._listen(trainer, box)
         self._box = box
@@ -132,13 +136,13 @@ class Watchdog(Callback):
 
     # ---- the process that watches -----------------------------------------------------------------------------------
 
-    def _start_guardian(self, trainer: Trainer) -> dict[str, str]:
+    def _start_guardian(self, trainer: Trainer) -> dict[str, Any]:
         from trainwright.trainer.watchdog.outside import Guardian, agree
 
         assert self.limits is not None
         if trainer.local_rank == 0:
             self._guardian = Guardian(trainer, self.limits)
-        return agree(trainer, None if self._guardian is None else self._guardian.place)
+        return agree(trainer, None if self._guardian is None else self._guardian.places)
 
     def _stop(self) -> None:
         self._end_listening()
@@ -174,6 +178,10 @@ class _CoarseMarks(Callback):
 
     def on_save_checkpoint(self, *_: Any) -> None:
         self._box.begin(phases.SAVING)
+
+
+# A process is watched for one run at a time.
+_active: Watchdog | None = None
 
 
 def _nothing() -> None:

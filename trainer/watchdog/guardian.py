@@ -30,7 +30,7 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     folder = Path(tempfile.mkdtemp(prefix="watch-", dir=scratch()))
     monitor = HangMonitor(task["count"], folder, Path(task["run_dir"]), HangLimits(**task["limits"]), node=task["node"])
-    print(monitor.environment[VARIABLE], flush=True)
+    print(json.dumps([json.loads(monitor.environment(rank)[VARIABLE]) for rank in range(task["count"])]), flush=True)
     while os.getppid() == parent and not _told_to_stop():
         hang = monitor.check()
         if hang is not None:

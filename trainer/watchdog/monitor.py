@@ -29,7 +29,7 @@ class FoundHang:
     """A rank that keeps the others waiting.
 
     Attributes:
-        rank: which to end, a rank of this machine.
+        rank: which to end, by the number that the monitor knows it by.
         reason: in one line, the same each time that this hang comes again.
         report: what a terminal shows: who keeps whom waiting in what, a line for each rank, where the rest is.
         path: of the whole report; ``None`` = it could not be written.
@@ -49,15 +49,14 @@ class HangMonitor:
     is found (:mod:`trainwright.trainer.watchdog.verdict`). Nobody waits in here: a question is put in one call of
     :meth:`check`, its answers are read in later ones.
 
+    Processes are known by numbers, which may be ranks or anything else that tells them apart.
+
     Args:
-        count: number of ranks of this machine.
+        count: processes that may live at the same time.
         folder: of this machine, private to this process and its ranks; what lies there is whoever made it's to remove.
         run_dir: reports are written to ``logs/`` in it.
         limits: how long is too long.
         node: number of this machine; ``None`` = there is only one, and reports do not name it.
-
-    Attributes:
-        environment: variables that the ranks must have.
     """
 
     def __init__(
@@ -65,64 +64,93 @@ class HangMonitor:
     ) -> None:
         self._limits = limits or HangLimits()
         self._folder, self._run_dir, self._node = folder, run_dir, node
+        self._count = count
         self._boxes = Boxes(count, folder)
-        self.environment = {VARIABLE: json.dumps({"boxes": self._boxes.address, "folder": str(folder)})}
-        self._ranks = [_Watched(local) for local in range(count)]
+        self._watched: dict[int, _Watched] = {}
         self._looked_at: float | None = None
         self._questions = 0
         self._inquiry: Inquiry | None = None
         self._not_before = 0.0
         self._suspects: frozenset[int] = frozenset()
 
-    def watch(self, rank: int, pid: int) -> None:
-        """Hear that ``rank``, which is also its place on this machine, is now the process ``pid``."""
-        self._ranks[rank].expect(rank, pid)
+    def environment(self, number: int) -> dict[str, str]:
+        """Variables that a process must have to be watched; they name its box, which is free from then on.
+
+        Raises:
+            RuntimeError: if more processes live than there are boxes.
+        """
+        box = self._watched[number].box if number in self._watched else self._free_box()
+        self._watched[number] = _Watched(number, box)
+        place = {"boxes": self._boxes.address, "box": box, "folder": str(self._folder)}
+        return {VARIABLE: json.dumps(place)}
+
+    def _free_box(self) -> int:
+        taken = {one.box for one in self._watched.values()}
+        free = next((box for box in range(self._count) if box not in taken), None)
+        if free is not None:
+            return free
+        gone = next((one for one in self._watched.values() if one.process and not is_alive(one.process)), None)
+        if gone is None:
+            raise RuntimeError(f"there are boxes for {self._count} processes, and all of them live")
+        del self._watched[gone.number]
+        return gone.box
+
+    def watch(self, number: int, process: int) -> None:
+        """Hear that a process has been started as ``number``, with its :meth:`environment`."""
+        self._watched[number].process = process
         self._forget()
 
+    def process_of(self, number: int) -> int:
+        """Process id of a number; 0 = it has not said so yet."""
+        one = self._watched[number]
+        return one.process or one.progress.process
+
     def check(self) -> FoundHang | None:
-        """The rank to end, if any. To be asked about twice a second; it answers at once."""
+        """The process to end, if any. To be asked about twice a second; it answers at once."""
         now = time.monotonic()
         passed = 0.0 if self._looked_at is None else min(now - self._looked_at, _LONGEST_LOOK)
         self._looked_at = now
-        for one in self._ranks:
-            one.look(self._boxes.read(one.local), passed)
+        for one in self._watched.values():
+            one.look(self._boxes.read(one.box), passed)
         if self._inquiry is not None:
             return self._go_on()
-        if now >= self._not_before and any(one.stalled > self._limit(one.progress) for one in self._watched()):
+        if now >= self._not_before and any(one.stalled > self._limit(one.progress) for one in self._running()):
             self._questions += 1
             self._inquiry = Inquiry(self._folder, self._questions, self._known())
         return None
-
-    def process_of(self, rank: int) -> int:
-        """Process id of a rank of this machine, by its global number."""
-        return next(one.progress.process for one in self._ranks if one.progress.rank == rank)
 
     def close(self) -> None:
         """Give the boxes back."""
         self._boxes.close()
 
-    def _watched(self) -> list[_Watched]:
-        return [one for one in self._ranks if one.progress.running and is_alive(one.progress.process)]
+    def _running(self) -> list[_Watched]:
+        return [one for one in self._watched.values() if one.progress.running and is_alive(one.progress.process)]
 
     def _known(self) -> dict[int, Evidence]:
-        """What the boxes tell of every rank that has begun."""
+        """What the boxes tell of every rank that has begun, by box."""
         slow = self._limits.slow_limit()
+        running = self._running()
+        # Who has left the others may have had a number that another one has now.
+        taken = {one.progress.rank for one in running}
+        ended = [
+            one
+            for one in self._watched.values()
+            if one.progress.process and not one.progress.running and one.progress.rank not in taken
+        ]
         return {
-            one.local: Evidence(one.progress, one.stalled, self._limit(one.progress), slow)
-            for one in self._ranks
-            if one.progress.process
+            one.box: Evidence(one.progress, one.stalled, self._limit(one.progress), slow) for one in (*running, *ended)
         }
 
     def _limit(self, progress: Progress) -> float:
-        return self._limits.limit(progress.phase, [one.progress for one in self._ranks])
+        return self._limits.limit(progress.phase, [one.progress for one in self._watched.values()])
 
     def _go_on(self) -> FoundHang | None:
         assert self._inquiry is not None
-        ranks = self._inquiry.advance()
-        if ranks is None:
+        found = self._inquiry.advance()
+        if found is None:
             return None
         self._inquiry = None
-        ranks = [one for one in map(self._still_there, ranks) if one is not None]
+        ranks = [one for one in map(self._still_there, found) if one is not None]
         suspects = frozenset(one.rank for one in ranks if one.is_over)
         verdict = judge(ranks, seen_before=bool(suspects) and suspects == self._suspects)
         self._suspects = suspects
@@ -131,7 +159,7 @@ class HangMonitor:
 
     def _still_there(self, one: Evidence) -> Evidence | None:
         """What was found, unless the rank has got on or gone meanwhile."""
-        now = next((each for each in self._ranks if each.progress.process == one.progress.process), None)
+        now = next((each for each in self._watched.values() if each.progress.process == one.progress.process), None)
         if now is None or not is_alive(one.progress.process):
             return None
         return replace(one, stalled=now.stalled if now.progress.changes == one.progress.changes else 0.0)
@@ -140,38 +168,35 @@ class HangMonitor:
         report = report_of(verdict, ranks)
         path = _written(self._run_dir / "logs", self._node, report)
         where = "" if path is None else f"\n\nThe whole report, with the stacks of every rank: {path}"
+        process = next(one.progress.process for one in ranks if one.rank == verdict.ends)
+        number = next(one.number for one in self._watched.values() if one.progress.process == process)
         self._forget()
-        return FoundHang(verdict.ends, verdict.reason, first_lines(report) + where, path)
+        return FoundHang(number, verdict.reason, first_lines(report) + where, path)
 
     def _forget(self) -> None:
         self._inquiry, self._suspects, self._not_before = None, frozenset(), 0.0
 
 
 class _Watched:
-    """One rank of this machine, as it was seen last."""
+    """One process, as it was seen last; ``process`` is 0 until it is known to be started."""
 
-    def __init__(self, local: int) -> None:
-        self.local = local
+    def __init__(self, number: int, box: int) -> None:
+        self.number = number
+        self.box = box
+        self.process = 0
         self.stalled = 0.0
-        self.progress = _nothing(local)
-        self._expected = 0
-
-    def expect(self, rank: int, process: int) -> None:
-        """Be told of a new process, which has no box yet: until then it is being set up."""
-        self._expected, self.stalled = process, 0.0
-        self.progress = replace(_nothing(rank), process=process, running=True)
+        self.progress = _NOTHING
 
     def look(self, progress: Progress, passed: float) -> None:
         """See what the box says now, ``passed`` seconds after the last time."""
-        if self._expected and progress.process != self._expected:
-            progress = self.progress  # still the box of the process before, or an empty one
+        if self.process and progress.process != self.process:
+            progress = _NOTHING  # the box of the process before
         changed = (progress.process, progress.changes) != (self.progress.process, self.progress.changes)
         self.stalled = 0.0 if changed else self.stalled + passed
         self.progress = progress
 
 
-def _nothing(rank: int) -> Progress:
-    return Progress(0, rank, False, SETUP, 0, 0, 0, 0.0, {})
+_NOTHING = Progress(0, -1, False, SETUP, 0, 0, 0, 0.0, {})
 
 
 def _written(folder: Path, node: int | None, report: str) -> Path | None:

@@ -26,7 +26,7 @@ class Guardian:
         limits: how long is too long.
 
     Attributes:
-        place: where the boxes are and where questions are put, for the ranks of this machine.
+        places: for each rank of this machine, where its box is and where it is asked.
 
     Raises:
         RuntimeError: if the process could not be started.
@@ -52,7 +52,7 @@ class Guardian:
                 f"the process that watches this machine's ranks ended with exit code {self._process.wait()} before it "
                 "began; standard error says why. Without it: Watchdog(hang_timeout=None), or launch.hang_timeout=null."
             )
-        self.place: dict[str, str] = json.loads(line)
+        self.places: list[dict[str, Any]] = json.loads(line)
 
     def stop(self) -> None:
         """End the process."""
@@ -63,16 +63,17 @@ class Guardian:
             self._process.wait()
 
 
-def agree(trainer: Trainer, place: dict[str, str] | None) -> dict[str, str]:
-    """Tell every rank where its machine's boxes are. A collective of all ranks, once a run.
+def agree(trainer: Trainer, places: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """Tell every rank where its box is. A collective of all ranks, once a run.
 
     Args:
         trainer: of this rank.
-        place: what local rank 0 has; ``None`` on the others.
+        places: of the ranks of this machine, which local rank 0 has; ``None`` on the others.
     """
-    if trainer.world_size == 1:
-        assert place is not None
-        return place
-    told: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(told, (trainer.node_rank, place))
-    return dict(found for found in told if found[1] is not None)[trainer.node_rank]  # type: ignore[no-any-return]
+    told: list[Any] = [(trainer.node_rank, places)]
+    if trainer.world_size > 1:
+        told *= trainer.world_size
+        dist.all_gather_object(told, (trainer.node_rank, places))
+    of_nodes = dict(found for found in told if found[1] is not None)
+    place: dict[str, Any] = of_nodes[trainer.node_rank][trainer.local_rank]
+    return place
