@@ -156,6 +156,17 @@ class LaunchConfig:
     recovery: str = "restart"
     # With recovery=replicas, processes that stand ready to take a lost one's place at once; 0 = one is started then.
     spares: int = 0
+    # Seconds without progress after which the rank to blame is killed, with a report: auto = learned for each phase of
+    # a step from how long it took before, a number = the same for all, null = off. A run on one device is watched
+    # where a number is given.
+    hang_timeout: Any = "auto"
+    # How much longer than ever before a phase may take (hang_timeout=auto).
+    hang_safety_factor: float = 5.0
+    # Least seconds that a phase may take (hang_timeout=auto).
+    hang_floor_seconds: float = 30.0
+    # Seconds that a phase may take of which nothing is known yet: setup, the first steps, the first validation, the
+    # first checkpoint (hang_timeout=auto).
+    hang_first_timeout: float = 1800.0
 
 
 @dataclass

@@ -27,6 +27,8 @@ from trainwright.strategies.layout import Layout
 from trainwright.trainer.batch import solve_accumulation
 from trainwright.trainer.candidates import AUTO
 from trainwright.trainer.check_guard import guard_refusals
+from trainwright.trainer.check_hangs import hang_problems
+from trainwright.trainer.check_recovery import RECOVERIES, recovery_problems
 from trainwright.trainer.check_restarts import restart_problems
 from trainwright.trainer.check_resume import resume_problems
 from trainwright.trainer.config import ACCELERATORS, PARTITIONS, PRECISIONS
@@ -156,6 +158,7 @@ def _known_words(cfg: DictConfig, _: Surroundings) -> list[str]:
         ("accelerator", cfg.accelerator, ACCELERATORS, "accelerators"),
         ("precision", cfg.precision, PRECISIONS, "precisions"),
         ("launch.kind", cfg.launch.kind, ("local", "torchrun"), "kinds"),
+        ("launch.recovery", cfg.launch.recovery, RECOVERIES, "choices"),
     ]
     for key, allowed in (
         ("activation_checkpointing", ("none", "full", "selective")),
@@ -441,6 +444,15 @@ def _preemption(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     return preemption_refusals(cfg, surroundings.verb)
 
 
+def _recovery(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    layout = closed_layout(cfg, surroundings)
+    return recovery_problems(cfg, surroundings.verb, layout, has_launcher=surroundings.world_size is not None)
+
+
+def _hangs(cfg: DictConfig, _: Surroundings) -> list[str]:
+    return hang_problems(cfg)
+
+
 def _guard(cfg: DictConfig, _: Surroundings) -> list[str]:
     return guard_refusals(cfg)
 
@@ -518,6 +530,8 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _run_dir,
     _resume,
     _restarts,
+    _recovery,
+    _hangs,
     _preemption,
     _guard,
     _data_options,

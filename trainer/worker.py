@@ -23,11 +23,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.checkpoint.held import HeldState
 from trainwright.trainer.candidates import LAST
+from trainwright.trainer.check_hangs import AUTO
 from trainwright.trainer.inject_words import make_faults
 from trainwright.trainer.launch.failure import log_file
+from trainwright.trainer.launch.launcher import detect_launcher
 from trainwright.trainer.metrics_csv import MetricsCSV
 from trainwright.trainer.resume import look_in
 from trainwright.trainer.trainer import Trainer
+from trainwright.trainer.watchdog.callback import Watchdog
 
 PREDICTIONS = "predictions.pt"
 _LIBRARIES = re.compile(r"[/\\](lightning|torch|tensorboard)[/\\]")
@@ -78,6 +81,7 @@ def build_trainer(
     """The Trainer of a resolved configuration, with its strategy, callbacks and loggers."""
     callbacks = [built for group in (cfg.monitor, cfg.checkpoint, cfg.callbacks) for built in _build_all(group)]
     callbacks.append(instantiate(cfg.preemption, _convert_="all"))
+    callbacks += _watchdog(cfg, callbacks)
     # The guard looks at what the others may have changed.
     callbacks += [*make_faults(cfg.inject), *_build_all(cfg.guard), *more_callbacks]
     options: Any = OmegaConf.to_container(cfg.trainer)
@@ -102,6 +106,19 @@ def build_trainer(
         enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
         **options,
     )
+
+
+def _watchdog(cfg: DictConfig, callbacks: Sequence[Callback]) -> list[Callback]:
+    """Who watches this rank, unless the user has one: not a run in the process of the command, where a debugger works,
+    but one that a launcher has started."""
+    launch = cfg.launch
+    if launch.hang_timeout is None or any(isinstance(callback, Watchdog) for callback in callbacks):
+        return []
+    if launch.hang_timeout == AUTO and detect_launcher() is None:
+        return []
+    return [
+        Watchdog(launch.hang_timeout, launch.hang_safety_factor, launch.hang_floor_seconds, launch.hang_first_timeout)
+    ]
 
 
 class _ExceptionHook(Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import tempfile
 import threading
@@ -24,7 +25,9 @@ from trainwright.trainer.launch.restarts import RestartPolicy, Stop
 from trainwright.trainer.launch.scratch import scratch
 from trainwright.trainer.launch.shrinking import Shrinking
 from trainwright.trainer.launch.sizes import resized
+from trainwright.trainer.launch.watching import monitor_of
 from trainwright.trainer.run_directory import write_config_file
+from trainwright.trainer.watchdog.monitor import HangMonitor
 
 # Seconds that the other ranks have to end when a restart follows. Those that wait for the failed one in a collective of
 # NCCL never notice; what they are saving is cleaned up by the next attempt.
@@ -71,6 +74,7 @@ class LocalRun:
         self._shrinking = None if launch.min_devices is None else Shrinking(cfg, verb, self._log)
         self._samples: int | None = None  # per optimizer step
         self._attempts = 0
+        self._monitor: HangMonitor | None = None
 
     def run(self) -> dict[str, float]:
         """Go from attempt to attempt until one comes to the end of the run.
@@ -92,11 +96,16 @@ class LocalRun:
         finally:
             if self._shrinking is not None:
                 self._shrinking.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _try(self, attempt: Attempt | ReplicaAttempt) -> dict[str, float] | None:
         """The metrics of the end; None: there is to be another attempt."""
         look_seconds = None if self._shrinking is None else _LOOK_SECONDS
-        outcome = attempt.run(self._grace, look_seconds, lambda: self._resizes(attempt))
+        try:
+            outcome = attempt.run(self._grace, look_seconds, lambda: self._resizes(attempt))
+        finally:
+            if self._monitor is not None:
+                self._monitor.close()
         if self._samples is None and attempt.beginning is not None:
             self._samples = attempt.beginning.global_batch_size
         if outcome.failure is not None:
@@ -119,11 +128,12 @@ class LocalRun:
             write_config_file(cfg, folder)
         environment = {} if self._shrinking is None else self._shrinking.environment()
         number, self._attempts = self._attempts, self._attempts + 1
+        self._monitor = monitor = monitor_of(cfg, records)
         if keeps_replicas(cfg, self._verb):
             return ReplicaAttempt(
-                cfg, self._verb, records, environment=environment, monitor=None, policy=self._policy, log=self._log
+                cfg, self._verb, records, environment=environment, monitor=monitor, policy=self._policy, log=self._log
             )
-        return Attempt(cfg, self._verb, folder, records, number, environment)
+        return Attempt(cfg, self._verb, folder, records, number, environment, monitor)
 
     def _resizes(self, attempt: Attempt | ReplicaAttempt) -> bool:
         """Whether the attempt shall end because another number of devices is to be used."""
@@ -140,9 +150,9 @@ class LocalRun:
             RankError: if there is no restart.
         """
         if self._policy.is_off:
-            raise self._with_report(failure)
+            raise failure
         setback = attempt.setback(failure)
-        self._log.tell(f"{failure.summary} ({setback.when})", str(self._with_report(failure)))
+        self._log.tell(f"{failure.summary} ({setback.when})", str(failure))
         if self._shrinking is not None and self._shrinking.blame(setback, self._samples):
             self._policy.forgive()
         decision = self._policy.decide(setback)
@@ -152,13 +162,6 @@ class LocalRun:
         wait = f" in {decision.seconds:g} s" if decision.seconds else ""
         self._log.tell(f"restart {decision.number}{wait}; {self._log.path} says more")
         time.sleep(decision.seconds)
-
-    def _with_report(self, failure: RankError) -> RankError:
-        """The failure; what the monitor found out about a hang is kept as a file of its own, too."""
-        if failure.hang is None:
-            return failure
-        path = self._log.keep("hang", failure.hang.report)
-        return failure.because(f"this report is also in {path}")
 
     def _next_config(self) -> DictConfig:
         devices = self._first.devices if self._shrinking is None else self._shrinking.size

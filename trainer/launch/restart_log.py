@@ -33,12 +33,3 @@ class RestartLog:
             text += textwrap.indent(details.rstrip(), "    ") + "\n"
         with self.path.open("a", encoding="utf-8") as file:
             file.write(text)
-
-    def keep(self, name: str, text: str) -> Path:
-        """Keep a report as a file of its own beside the log; returns its path, with a number that is not taken."""
-        number = 1
-        while (path := self.path.with_name(f"{name}_{number}.txt")).exists():
-            number += 1
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        return path
