@@ -257,8 +257,8 @@ class LossGuard(Callback):
         """What is wrong with the step; ``None``: nothing."""
         if seen["bad_loss"] or seen["bad_gradient"]:
             return "NaN or infinity"
-        jump = self._history.jump(seen["loss"]) if seen["has_loss"] and self.threshold is not None else None
-        if jump is None or jump[0] <= self.threshold or jump[1] <= self.min_jump:
+        jump = self._history.jump(seen["loss"]) if seen["has_loss"] else None
+        if jump is None or self.threshold is None or jump[0] <= self.threshold or jump[1] <= self.min_jump:
             return None
         z_score, part = jump
         return (

@@ -23,11 +23,18 @@ def any_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     parts = [part for part in parts if part.numel()]
     if not parts:
         return torch.zeros((), device=device)
+    if all(part.device.type == "cpu" for part in parts) and _stacked(parts, 2.0, device).isfinite().all():
+        return torch.zeros((), device=device)  # several times as fast there as what follows
     # The largest absolute value of each: unlike a sum of squares it does not overflow where no element is infinite.
-    largest = torch._foreach_norm(parts, float("inf"))
-    if len({(each.device, each.dtype) for each in largest}) > 1:
-        largest = [each.to(device, torch.float32) for each in largest]
-    return (~torch.stack(largest).isfinite()).any().float().to(device)
+    return (~_stacked(parts, float("inf"), device).isfinite()).any().float()
+
+
+def _stacked(parts: list[Tensor], order: float, device: torch.device) -> Tensor:
+    """Norm of each tensor, ``(len(parts),)``, on ``device``."""
+    norms = list(torch._foreach_norm(parts, order))
+    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
+        norms = [norm.to(device, torch.float32) for norm in norms]
+    return torch.stack(norms).to(device)
 
 
 @dataclass(frozen=True)

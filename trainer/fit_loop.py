@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from trainwright.callbacks.verdict import GoBack, tell_gone_back
+from trainwright.checkpoint.held import HeldState
 from trainwright.trainer.cursor import Cursor, LoaderCursor, Skipped, differences, permission, refusal
 from trainwright.trainer.loop import LeanEpochLoop
 from trainwright.trainer.problems import ChangedDataError
@@ -118,24 +119,31 @@ class ResumableFitLoop(_FitLoop):
         """Go on from a state in memory: what resuming does, but for hooks that tell of a beginning."""
         if verdict.skip_steps:
             self._skip_steps(verdict.skip_steps)
-        trainer, reloaded = self.trainer, self._last_train_dl_reload_epoch
-        trainer.training = True
+        self.trainer.training = True
         self.epoch_loop.abandon()
+        self._leave_data()
+        self._put_back(verdict.held)
+        self.setup_data()
+        self.reset()
+        progress: Any = self.epoch_progress.current
+        if not self._iteration_based_training():
+            progress.completed = progress.processed
+        self._go_on_within_epoch()
+        self.trainer.strategy.restore_rank_state()  # type: ignore[attr-defined]
+        tell_gone_back(self.trainer)
+
+    def _leave_data(self) -> None:
+        """Forget what was read ahead, by workers too."""
         if self._data_fetcher is not None:
-            self._data_fetcher.teardown()  # workers have read ahead
+            self._data_fetcher.teardown()
             vars(self._data_fetcher).get("batches", []).clear()
-        known = self._skipped
-        trainer._checkpoint_connector.go_back(verdict.held)
+
+    def _put_back(self, held: HeldState) -> None:
+        known, reloaded = self._skipped, self._last_train_dl_reload_epoch
+        self.trainer._checkpoint_connector.go_back(held)
         self._skipped = known  # also what was decided since the state was taken
         if self._reloaded not in (None, reloaded):
             self._combined_loader = None  # the loaders of that epoch were other ones
-        self.setup_data()
-        self.reset()
-        if not self._iteration_based_training():
-            self.epoch_progress.current.completed = self.epoch_progress.current.processed
-        self._go_on_within_epoch()
-        trainer.strategy.restore_rank_state()
-        tell_gone_back(trainer)
 
     # ---- what is not trained on -----------------------------------------------------------------------------------
 

@@ -110,7 +110,8 @@ class LeanOptimization(_AutomaticOptimization):
 
     def _drop(self) -> None:
         """A callback does not want the step that was about to be made; nothing has been changed by it."""
-        trainer, progress = self.trainer, self.optim_progress.optimizer.step
+        trainer: Any = self.trainer
+        progress = self.optim_progress.optimizer.step
         for tracker in (progress.current, progress.total):
             tracker.ready -= 1  # what was begun would else be counted as interrupted
         _forget_scaled(trainer)
@@ -553,7 +554,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         trainer = self.trainer
         trainer.lightning_module.__dict__["_current_fx_name"] = None
         self._results.forget()
-        self.val_loop._results.forget()
+        self.val_loop._results.forget()  # type: ignore[attr-defined]
         trainer._logger_connector.reset_results()
         trainer._logger_connector.reset_metrics()
         self.val_loop._has_run = False

@@ -93,7 +93,7 @@ class ResumeConnector(_CheckpointConnector):
         Raises:
             CheckpointError: if the state is not one of this module and layout.
         """
-        checkpoint = self.trainer.strategy.load_checkpoint(held)
+        checkpoint = self.trainer.strategy.load_checkpoint(held)  # type: ignore[arg-type]
         keep = {each.state_key for each in self.trainer.callbacks if keeps_its_state(each)}  # type: ignore[attr-defined]
         states = checkpoint.get("callbacks", {})
         checkpoint["callbacks"] = {key: state for key, state in states.items() if key not in keep}

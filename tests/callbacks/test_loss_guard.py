@@ -223,6 +223,22 @@ def test_together_with(ranks, options):
         assert found["counts"]["transient"] == 1
 
 
+def averaged(place: str, guard: dict[str, Any], module: dict[str, Any]) -> Any:
+    recorder, _ = fit(place, [_average()], Faulty(), max_steps=STEPS)
+    return (recorder.losses, recorder.parameters), guarded(place, guard, module, [_average()])
+
+
+def _average() -> Any:
+    return pl.callbacks.EMAWeightAveraging(decay=0.5)  # at the end the module has the averaged weights
+
+
+@pytest.mark.parametrize("place", ["single", "zero3"])
+def test_averages_go_back_too(ranks, place):
+    for expected, found in ranks(averaged, PLACES[place][2], place, {}, {"step": 7}):
+        assert_undisturbed(expected, found)
+        assert found["counts"]["transient"] == 1
+
+
 # ---- skipping -------------------------------------------------------------------------------------------------------
 
 
