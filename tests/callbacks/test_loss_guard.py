@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from tests.callbacks.modules import Written
-from tests.trainer.held import PLACES, Losses, Model, fit
+from tests.trainer.held import PLACES, Losses, Model, fit, make_loader
+from trainwright.callbacks.global_loss import GlobalLoss
 from trainwright.callbacks.loss_guard import DivergedError, LossGuard
 from trainwright.callbacks.loss_history import LossHistory
 from trainwright.callbacks.nonfinite import any_nonfinite
+from trainwright.callbacks.throughput import Throughput
 from trainwright.strategies.gradients import local_tensor
 
 STEPS = 9  # of which an epoch has 5
@@ -128,8 +130,10 @@ def assert_undisturbed(expected: tuple[dict[int, float], dict[str, Tensor]], fou
 # ---- going back -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", FOUR)
-@pytest.mark.parametrize(("step", "factor"), [(4, math.nan), (7, 1e4)])  # within an epoch, and across its end
+@pytest.mark.parametrize(("place", "step", "factor"), [  # within an epoch, and across its end
+    ("single", 7, math.nan), ("ddp", 4, 1e4), ("zero3", 4, math.nan), ("zero3", 7, 1e4),
+    ("pipeline x shard", 4, math.nan), ("pipeline x shard", 7, 1e4),
+])  # fmt: skip
 def test_a_transient_fault_leaves_nothing(ranks, place, step, factor):
     last = PLACES[place][2] - 1
     module = {"step": step, "rank": last, "factor": factor}
@@ -145,7 +149,7 @@ def test_a_transient_fault_leaves_nothing(ranks, place, step, factor):
             assert ("has jumped to" if factor == 1e4 else "the loss is not finite on data rank") in said
 
 
-@pytest.mark.parametrize("place", FOUR)
+@pytest.mark.parametrize("place", ["ddp", "pipeline x shard"])
 def test_a_gradient_is_named(ranks, place):
     name, last = "blocks.3.inner.weight", PLACES[place][2] - 1
     planted = BadGradient(4, last, name)
@@ -160,11 +164,8 @@ def test_the_rank_and_micro_batch_of_a_loss_are_named(ranks):
     assert "the loss is not finite on data rank 1 (rank 1, micro-batch 0); the gradient of " in results[0]["said"][0]
 
 
-@pytest.mark.parametrize("place", ["single", "pipeline x shard"])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("place", "workers"), [("single", 1), ("pipeline x shard", 0)])
 def test_a_bad_sample_is_passed_over(ranks, place, workers):
-    from tests.trainer.held import make_loader
-
     bad = 13
     loader = make_loader(num_workers=workers)
     guard = {"skip_steps": 1, "max_rollbacks": 10}
@@ -278,6 +279,20 @@ def test_what_is_logged(ranks):
     assert {"guard/skipped", "guard/rollbacks", "guard/transient", "guard/reproducible", "guard/z_score"} <= columns
     rollbacks = [row["guard/rollbacks"] for _, row in found["written"] if "guard/rollbacks" in row]
     assert rollbacks == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_the_exact_loss_is_logged_all_the_same(ranks, policy):
+    for found, rows in ranks(exact_loss, 2, policy):
+        logged = {step + 1: row["loss"] for step, row in rows if "loss" in row}
+        assert logged == pytest.approx(found["losses"])
+        assert found["counts"]["skipped" if policy == "skip" else "rollbacks"] > 0
+
+
+def exact_loss(policy: str) -> Any:
+    loss, speed = GlobalLoss(every_n_steps=4), Throughput(every_n_steps=2)
+    found = guarded("ddp", {"policy": policy, "skip_steps": 1}, {"sample": 25}, [loss, speed])
+    return found, found["written"]
 
 
 # ---- judging --------------------------------------------------------------------------------------------------------

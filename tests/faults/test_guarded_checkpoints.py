@@ -45,8 +45,7 @@ def saves_with_and_without(place: str, folder: str, asynchronous: bool) -> Any:
     return (calm.losses, calm.parameters), found, watch.counts, saver.last_model_path
 
 
-@pytest.mark.parametrize("place", ["single", "zero3", "pipeline x shard"])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("place", "asynchronous"), [("single", True), ("zero3", False), ("pipeline x shard", True)])
 def test_what_is_saved_while_going_back(ranks, tmp_path, place, asynchronous):
     results = ranks(saves_with_and_without, PLACES[place][2], place, str(tmp_path), asynchronous)
     for expected, found, counts, last in results:

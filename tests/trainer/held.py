@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from tests.parity.harness import QUIET, world_size
-from trainwright import Trainer
+from trainwright import DealtStream, Trainer
 from trainwright.checkpoint.held import HeldState
 from trainwright.checkpoint.snapshots import Snapshots
 from trainwright.strategies.registry import make_strategy
@@ -161,9 +161,44 @@ def make_trainer(place: str, callbacks: Sequence[Any], max_steps: int = 8, **opt
     )
 
 
-def make_loader(samples: int = 60, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
-    """A shuffled loader; with 12 samples per optimizer step, 60 make epochs of 5 steps."""
-    return DataLoader(Numbered(samples), batch_size=batch_size, shuffle=True, **options)
+class Stateful(IterableDataset[Any]):
+    """Keeps its place by itself."""
+
+    def __init__(self, data: Numbered) -> None:
+        self.data, self.next = data, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.next < len(self.data):
+            self.next += 1
+            yield self.data[self.next - 1]
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+class InPairs(BatchSampler):
+    """A batch sampler that is no plain one."""
+
+
+def make_loader(samples: int = 60, batch_size: int = 2, kind: str = "map", **options: Any) -> DataLoader[Any]:
+    """A loader; with 12 samples per optimizer step, 60 make epochs of 5 steps.
+
+    Args:
+        samples, batch_size: of the data.
+        kind: ``"map"`` (shuffled), ``"stream"``, ``"stateful"`` or ``"batches"`` (a batch sampler of its own).
+        **options: of the loader.
+    """
+    data = Numbered(samples)
+    if kind == "batches":
+        return DataLoader(data, batch_sampler=InPairs(RandomSampler(data), batch_size, drop_last=False), **options)
+    if kind == "map":
+        return DataLoader(data, batch_size=batch_size, shuffle=True, **options)
+    stream = DealtStream([data[index] for index in range(samples)]) if kind == "stream" else Stateful(data)
+    return DataLoader(stream, batch_size=batch_size, **options)
 
 
 def fit(
