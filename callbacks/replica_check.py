@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ Policy = Literal["repair", "stop"]
 _SHOWN = 8
 # Numbers that a digest is sent as.
 _WORDS = 2
-
-_log = logging.getLogger("trainwright.replicas")
 
 
 class ReplicaDifferenceError(RuntimeError):
@@ -166,8 +163,7 @@ class ReplicaCheck(Callback):
             return []
         self._refuse_what_cannot_be_repaired(differences, step)
         self._repair(boxes, strategy.root_device)
-        if trainer.is_global_zero:
-            _log.warning("step %d: %s; repaired from the others", step, _text(differences))
+        rank_zero_warn(f"Step {step}: {_text(differences)}; repaired from the others.")
         return differences
 
     def _warn_once_if_nothing_is_shared(self, trainer: Trainer) -> None:

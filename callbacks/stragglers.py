@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from statistics import median
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
 
@@ -19,8 +19,6 @@ _KINDS = {"data": "data", "forward": "compute", "backward": "compute", "optimize
 _SUMMED = ("compute", "data", "hooks")
 # Steps at the beginning that are left out: they compile, warm caches and make connections.
 _WARM_UP = 1
-
-_log = logging.getLogger("trainwright.stragglers")
 
 
 @dataclass(frozen=True)
@@ -197,14 +195,14 @@ class Stragglers(Callback):
         if self.stragglers:
             metrics |= {"straggler": self.stragglers[0].rank, "straggler_share": self.stragglers[0].share}
         log_metrics(trainer, metrics, step)
-        self._say(trainer, step)
+        self._say(step)
         self._done = 0
         self._waits.refresh()
 
-    def _say(self, trainer: Trainer, step: int) -> None:
+    def _say(self, step: int) -> None:
         found = {(each.rank, each.kind) for each in self.stragglers}
-        if trainer.is_global_zero and found - self._said:
-            _log.warning("step %d: %s", step, "; ".join(map(str, self.stragglers)))
+        if found - self._said:
+            rank_zero_warn(f"Step {step}: {'; '.join(map(str, self.stragglers))}.")
         self._said = found
 
 
@@ -234,7 +232,8 @@ def find_stragglers(times: Sequence[StepTimes], layout: Any, threshold: float) -
 
 
 def _median(times: Sequence[StepTimes], kind: str) -> float:
-    return median(getattr(each, kind) for each in times)
+    middle: float = median(getattr(each, kind) for each in times)
+    return middle
 
 
 def _place(coordinates: dict[str, int], layout: Any) -> str:
