@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trainwright.trainer.run import run
     from trainwright.trainer.stream import DealtStream
     from trainwright.trainer.trainer import Trainer
+    from trainwright.trainer.watchdog.callback import Watchdog
 
     __version__: str
 
@@ -49,6 +50,7 @@ _LOCATIONS = {
     "CheckpointError": "trainwright.checkpoint.errors",
     "DamagedCheckpoint": "trainwright.checkpoint.errors",
     "DealtStream": "trainwright.trainer.stream",
+    "Watchdog": "trainwright.trainer.watchdog.callback",
     "compose": "trainwright.trainer.compose",
     "run": "trainwright.trainer.run",
 }
@@ -70,6 +72,7 @@ __all__ = [
     "SingleDeviceStrategy",
     "TensorParallelStrategy",
     "Trainer",
+    "Watchdog",
     "ZeroStrategy",
     "__version__",
     "compose",

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -25,7 +26,7 @@ from trainwright.trainer.launch.restarts import RestartPolicy, Stop
 from trainwright.trainer.launch.scratch import scratch
 from trainwright.trainer.launch.shrinking import Shrinking
 from trainwright.trainer.launch.sizes import resized
-from trainwright.trainer.launch.watching import monitor_of
+from trainwright.trainer.launch.watching import explained, monitor_of
 from trainwright.trainer.run_directory import write_config_file
 from trainwright.trainer.watchdog.monitor import HangMonitor
 
@@ -103,6 +104,8 @@ class LocalRun:
         look_seconds = None if self._shrinking is None else _LOOK_SECONDS
         try:
             outcome = attempt.run(self._grace, look_seconds, lambda: self._resizes(attempt))
+            if outcome.failure is not None:
+                outcome = replace(outcome, failure=explained(outcome.failure, self._monitor))
         finally:
             if self._monitor is not None:
                 self._monitor.close()

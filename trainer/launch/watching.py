@@ -6,6 +6,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.watchdog.limits import HangLimits
 from trainwright.trainer.watchdog.monitor import HangMonitor
 
@@ -27,3 +28,16 @@ def monitor_of(cfg: DictConfig, records: Path) -> HangMonitor | None:
     )
     # While one process is being replaced, the one before may still live.
     return HangMonitor(2 * cfg.devices + launch.spares, folder, Path(cfg.run_dir), limits)
+
+
+def explained(failure: RankError, monitor: HangMonitor | None) -> RankError:
+    """A failure, with what the ranks say of the calls in which the connections between them broke.
+
+    Args:
+        failure: what ended an attempt.
+        monitor: of the attempt; None = nobody has watched.
+    """
+    if monitor is None or failure.hang is not None:
+        return failure
+    text = monitor.explain()
+    return failure if text is None else failure.because(text)

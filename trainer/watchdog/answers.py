@@ -21,11 +21,13 @@ from typing import Any
 
 from trainwright.trainer.watchdog import calls
 from trainwright.trainer.watchdog.calls import Call, Group
-from trainwright.trainer.watchdog.stacks import Thread, own_threads
+from trainwright.trainer.watchdog.stacks import Thread, own_threads, raised
 
 # Real-time signals are for programs to use; by this one a rank writes down its stacks. None where there are none.
 SIGNAL: int | None = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else None
 _STOP = "stop"
+# In place of the number of a question: what a rank says when an error ends its run.
+FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,16 @@ class Answer:
         )
 
 
-def own_answer() -> dict[str, Any]:
+def own_answer(threads: list[Thread]) -> dict[str, Any]:
     """What this process is doing, as plain values; see :class:`Answer`."""
+    try:
+        made, groups = calls.own_calls(), calls.own_groups()
+    except Exception:  # a torch that records otherwise: stacks are worth something without calls
+        made, groups = [], []
     return {
-        "threads": [thread.plain() for thread in own_threads()],
-        "calls": calls.plain(calls.own_calls()),
-        "groups": calls.plain(calls.own_groups()),
+        "threads": [thread.plain() for thread in threads],
+        "calls": calls.plain(made),
+        "groups": calls.plain(groups),
         "on_accelerator": _computes_elsewhere(),
     }
 
@@ -84,6 +90,7 @@ class Answerer:
         self._box = box
         self._pipe = folder / f"ask_{box}"
         self._stacks: Any = None
+        self._tells_crashes = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -93,6 +100,9 @@ class Answerer:
         # Open on both ends: it then never ends, whoever comes and goes.
         descriptor = os.open(self._pipe, os.O_RDWR)
         self._stacks = stacks_file(self._folder, self._box).open("a")
+        if not faulthandler.is_enabled():
+            faulthandler.enable(self._stacks)  # so that the Python line is known in which native code crashes
+            self._tells_crashes = True
         if SIGNAL is not None:
             faulthandler.register(SIGNAL, file=self._stacks, all_threads=True, chain=False)
         self._thread = threading.Thread(
@@ -111,7 +121,13 @@ class Answerer:
             # What comes now must not end the process.
             faulthandler.unregister(SIGNAL)
             signal.signal(SIGNAL, signal.SIG_IGN)
+        if self._tells_crashes:
+            faulthandler.disable()
         self._stacks.close()
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Write down what this rank was doing when an error ended its run: the process may be gone when it is asked."""
+        self._write(FAILED, [raised(error)])
 
     def _answer(self, descriptor: int) -> None:
         with os.fdopen(descriptor) as questions:
@@ -120,12 +136,8 @@ class Answerer:
                     return
                 self._write(question.strip())
 
-    def _write(self, question: str) -> None:
-        try:
-            answer = own_answer()
-        except Exception as error:  # a torch that records otherwise must not end the thread
-            answer = {"threads": [thread.plain() for thread in own_threads()], "calls": [], "groups": []}
-            answer |= {"on_accelerator": _computes_elsewhere(), "error": repr(error)}
+    def _write(self, question: str, threads: list[Thread] | None = None) -> None:
+        answer = own_answer(own_threads() if threads is None else threads)
         path = answer_file(self._folder, self._box, question)
         partial = path.with_suffix(".partial")
         with suppress(OSError):  # who asked is gone, and the folder with it
@@ -169,6 +181,14 @@ def answer_file(folder: Path, box: int, question: str) -> Path:
 def stacks_file(folder: Path, box: int) -> Path:
     """Where a rank's interpreter writes stacks when it gets :data:`SIGNAL`, and those of processes forked from it."""
     return folder / f"stacks_{box}.txt"
+
+
+def stacks_text(folder: Path, box: int) -> str:
+    """All that a rank's interpreter has written of stacks; ``""`` = nothing."""
+    try:
+        return stacks_file(folder, box).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def _computes_elsewhere() -> bool:

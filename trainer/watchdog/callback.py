@@ -109,7 +109,9 @@ class Watchdog(Callback):
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """A rank that fails takes as long as it takes to clean up."""
+        """Say in which calls this rank was; then cleaning up takes as long as it takes."""
+        if self._answerer is not None:
+            self._answerer.tell_failure(exception)
         self._begin(ENDING)
 
     # ---- outside of training ----------------------------------------------------------------------------------------

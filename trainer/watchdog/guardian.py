@@ -35,6 +35,9 @@ def main() -> None:
         hang = monitor.check()
         if hang is not None:
             _end(hang, monitor)
+    explanation = monitor.explain()
+    if explanation is not None:
+        print(f"trainwright: {explanation}", file=sys.stderr, flush=True)
     monitor.close()
 
 

@@ -10,13 +10,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trainwright.trainer.watchdog.answers import FAILED, read_answer, stacks_text
 from trainwright.trainer.watchdog.boxes import SETUP, Boxes, Progress
+from trainwright.trainer.watchdog.crashes import crash_in, place_of
 from trainwright.trainer.watchdog.evidence import Evidence
 from trainwright.trainer.watchdog.inquiry import Inquiry
 from trainwright.trainer.watchdog.limits import HangLimits
 from trainwright.trainer.watchdog.process import is_alive
 from trainwright.trainer.watchdog.report import first_lines, report_of
-from trainwright.trainer.watchdog.verdict import Verdict, judge
+from trainwright.trainer.watchdog.verdict import Verdict, differing_calls, judge, last_call
 
 # How a rank learns where its box is and where it is asked.
 VARIABLE = "TRAINWRIGHT_WATCHDOG"
@@ -119,6 +121,32 @@ class HangMonitor:
             self._inquiry = Inquiry(self._folder, self._questions, self._known())
         return None
 
+    def explain(self) -> str | None:
+        """What is known of the calls of ranks that an error or a crash has ended, when that tells something.
+
+        All processes may be gone: each rank has written down what it was doing when the error came, and Python what it
+        was doing when native code ended it, as gloo does where a rank receives more than it asked for.
+        """
+        slow = self._limits.slow_limit()
+        failed, crashed, crashes = [], [], []
+        for one in self._watched.values():
+            progress = self._boxes.read(one.box)
+            answer = read_answer(self._folder, one.box, FAILED)
+            if answer is not None:
+                failed.append(Evidence(progress, 0.0, slow, slow, answer))
+            crash = crash_in(stacks_text(self._folder, one.box))
+            if crash is not None:
+                crashed.append(f"rank {progress.rank} crashed in compiled code: {place_of(crash)}")
+                crashes.append(f"---- rank {progress.rank}\n{crash}")
+        differing = differing_calls(failed)
+        if differing is not None:
+            return f"calls that do not fit together: {differing}"
+        if not crashed:
+            return None
+        path = _written(self._run_dir / "logs", "crash", self._node, "\n".join(crashes))
+        stacks = "" if path is None else f"; the stacks: {path}"
+        return "; ".join(filter(None, [*crashed, *map(last_call, failed)])) + stacks
+
     def close(self) -> None:
         """Give the boxes back."""
         self._boxes.close()
@@ -166,7 +194,7 @@ class HangMonitor:
 
     def _tell(self, verdict: Verdict, ranks: Sequence[Evidence]) -> FoundHang:
         report = report_of(verdict, ranks)
-        path = _written(self._run_dir / "logs", self._node, report)
+        path = _written(self._run_dir / "logs", "hang", self._node, report)
         where = "" if path is None else f"\n\nThe whole report, with the stacks of every rank: {path}"
         process = next(one.progress.process for one in ranks if one.rank == verdict.ends)
         number = next(one.number for one in self._watched.values() if one.progress.process == process)
@@ -199,14 +227,14 @@ class _Watched:
 _NOTHING = Progress(0, -1, False, SETUP, 0, 0, 0, 0.0, {})
 
 
-def _written(folder: Path, node: int | None, report: str) -> Path | None:
+def _written(folder: Path, kind: str, node: int | None, report: str) -> Path | None:
     """Write a report under the next free name; ``None`` where that is not possible."""
     suffix = "" if node is None else f"_node_{node}"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         number = 1
         while True:
-            path = folder / f"hang_{number}{suffix}.txt"
+            path = folder / f"{kind}_{number}{suffix}.txt"
             try:
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             except FileExistsError:

@@ -33,7 +33,7 @@ def report_of(verdict: Verdict, ranks: Sequence[Evidence]) -> str:
 
 def first_lines(report: str) -> str:
     """What of a report a terminal shows: who and why, and a line for each rank."""
-    return "\n".join(part.strip() for part in report.split("\n\n")[:3])
+    return "\n".join(part.rstrip() for part in report.split("\n\n")[:3])
 
 
 def _row(one: Evidence) -> str:

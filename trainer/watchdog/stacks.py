@@ -19,6 +19,8 @@ from trainwright.trainer.watchdog.process import state_of
 # Of a stack, counted from the innermost frame.
 _MOST_FRAMES = 60
 _MOST_CHARACTERS = 100
+# Lightning's; what is further out than this function has called fit, validate, ...
+_CALLED_TRAINER = "_call_and_handle_interrupt"
 _LOCKS = ("lock", "RLock", "Lock", "Condition", "Semaphore", "BoundedSemaphore", "Event", "Barrier")
 
 
@@ -66,8 +68,9 @@ class Thread:
 
     @property
     def users(self) -> tuple[Frame, ...]:
-        """Frames of the user's own code, innermost first."""
-        return tuple(frame for frame in self.frames if frame.is_users)
+        """Frames of the user's own code, innermost first; without those that have called the Trainer."""
+        within = itertools.takewhile(lambda frame: frame.function != _CALLED_TRAINER, self.frames)
+        return tuple(frame for frame in within if frame.is_users)
 
     def plain(self) -> dict[str, Any]:
         """As plain values."""
@@ -94,33 +97,42 @@ def own_threads() -> list[Thread]:
     return sorted(found, key=lambda each: not each.is_main)
 
 
+def raised(error: BaseException) -> Thread:
+    """The main thread as it was when it raised ``error``."""
+    frames, traceback = [], error.__traceback__
+    while traceback is not None:
+        frames.append(_frame(traceback.tb_frame, traceback.tb_lasti, with_values=False))
+        traceback = traceback.tb_next
+    return Thread("MainThread", True, "", tuple(reversed(frames[-_MOST_FRAMES:])))
+
+
 def _frames(innermost: FrameType) -> tuple[Frame, ...]:
     frames, frame = [], innermost
     while frame is not None and len(frames) < _MOST_FRAMES:
         # Only of the innermost line is known that it waits, and on what.
-        frames.append(_frame(frame, with_values=frame is innermost))
+        frames.append(_frame(frame, frame.f_lasti, with_values=frame is innermost))
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(frames)
 
 
-def _frame(frame: FrameType, with_values: bool) -> Frame:
+def _frame(frame: FrameType, instruction: int, with_values: bool) -> Frame:
     code = frame.f_code
-    line, text = _expression(code, frame)
+    line, text = _expression(code, instruction, frame.f_lineno)
     return Frame(
         file=code.co_filename,
         line=line,
         function=code.co_qualname,
         text=text,
-        is_users=_is_users(code.co_filename),
+        is_users=is_users(code.co_filename),
         holds_lock=with_values and _is_lock(text, frame),
     )
 
 
-def _expression(code: CodeType, frame: FrameType) -> tuple[int, str]:
+def _expression(code: CodeType, instruction: int, line_now: int | None) -> tuple[int, str]:
     """Line and source text of what is being evaluated: the call rather than its whole line."""
-    position = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None), (None, None, None, None))
+    position = next(itertools.islice(code.co_positions(), instruction // 2, None), (None, None, None, None))
     first, last, begin, end = position
-    line = first or frame.f_lineno or 0
+    line = first or line_now or 0
     source = linecache.getline(code.co_filename, line)
     text = source.strip()
     if source.isascii() and first == last and begin is not None and end is not None:  # columns count bytes
@@ -142,7 +154,8 @@ def _is_lock(text: str, frame: FrameType) -> bool:
 
 
 @cache
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether a source file is neither Python's, nor an installed package's, nor Trainwright's."""
     return not file.startswith(("<", *_libraries()))
 
 

@@ -24,6 +24,8 @@ MISMATCH, SKIPPED, ELSEWHERE, ENDED, DEADLOCK = "mismatch", "skipped", "elsewher
 _CERTAINTY = (HALTED, KERNEL, SILENT)
 # Calls whose inputs are the same on every rank; of others only the name must agree.
 _ALIKE = frozenset({"all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base"})
+# Calls of a rank that are laid beside those of others when it has failed.
+_COMPARED = 30
 # What Lightning and data loaders call of the user's.
 _ENTRY = re.compile(r"\.(on_\w+|\w+_step|configure_\w+|\w+_dataloader|__getitem__|__getitems__|__iter__|__next__)$")
 _ORDER = (
@@ -96,6 +98,33 @@ def _waiting(over: Sequence[Evidence]) -> list[_Waiting]:
         if call is not None:
             found.append(_Waiting(one, call, one.answer.groups[call.group]))
     return found
+
+
+def differing_calls(ranks: Sequence[Evidence]) -> str | None:
+    """Where the calls of ranks that an error has ended stopped fitting together; ``None`` = nowhere that is known.
+
+    Args:
+        ranks: with what each has said when the error came.
+    """
+    told = [one for one in ranks if one.answer is not None]
+    lately = [
+        _Waiting(one, call, one.answer.groups[call.group])
+        for one in told
+        if one.answer is not None
+        for call in one.answer.calls[-_COMPARED:]
+        if call.group in one.answer.groups
+    ]
+    verdict = _mismatch(lately, told)
+    return None if verdict is None else verdict.sentence
+
+
+def last_call(one: Evidence) -> str:
+    """The last call of a rank that an error has ended, for people; ``""`` = it is not known."""
+    if one.answer is None or not one.answer.calls:
+        return ""
+    call = one.answer.calls[-1]
+    place = "" if one.place is None else f" in {one.place.place}"
+    return f"rank {one.rank} was in {call} of {one.answer.groups.get(call.group, call.group)}{place}"
 
 
 # ---- a rank that does not wait for others --------------------------------------------------------------------------
