@@ -23,6 +23,7 @@ from trainwright.callbacks.save_schedule import SaveSchedule
 from trainwright.checkpoint.asynchronous import AsyncSaver, BlockingSaver, Saved
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.find import Found, list_checkpoints
+from trainwright.checkpoint.groups import gloo_group
 from trainwright.checkpoint.manifest import Manifest
 from trainwright.checkpoint.memory import NeighbourCopies
 from trainwright.checkpoint.retention import Retention
@@ -488,7 +489,7 @@ def _is_by_callback(found: Found) -> bool:
 
 def _new_group(trainer: Trainer) -> dist.ProcessGroup | None:
     """A gloo group of all ranks, for one thread alone; ``None`` for a single process."""
-    return dist.new_group(backend="gloo", timeout=_TIMEOUT) if trainer.world_size > 1 else None
+    return gloo_group(_TIMEOUT) if trainer.world_size > 1 else None
 
 
 def _fresh_metrics(trainer: Trainer) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from trainwright.checkpoint.handing_over import HANDED_OVER
 from trainwright.checkpoint.held import HeldSource, HeldState
+from trainwright.checkpoint.groups import gloo_group
 from trainwright.checkpoint.hugging_face import hugging_face_facts
 from trainwright.checkpoint.manifest import read_manifest, verify
 from trainwright.checkpoint.names import match_names, tied_names
@@ -145,7 +146,7 @@ class RunStateStrategy(Strategy):
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
         if self._checkpoint_group is None:
-            self._checkpoint_group = dist.new_group(backend="gloo")
+            self._checkpoint_group = gloo_group()
         return self._checkpoint_group
 
     def teardown(self) -> None:

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader
 
+from trainwright.checkpoint.groups import gloo_group
 from trainwright.strategies.precision import AutocastPrecision
 from trainwright.strategies.registry import make_strategy, strategy_names, strategy_target
 from trainwright.trainer.batch import GlobalBatch, solve_accumulation
@@ -203,7 +204,7 @@ class Trainer(LightningTrainer):
     def agreement_group(self) -> dist.ProcessGroup:
         """A gloo group of all ranks for agreements that must not wait for the collectives of training."""
         if self._agreement_group is None:
-            self._agreement_group = dist.new_group(backend="gloo")
+            self._agreement_group = gloo_group()
         return self._agreement_group
 
     def _run(self, model: LightningModule, ckpt_path: Any = None, weights_only: bool | None = None) -> Any:

@@ -1,0 +1,159 @@
+"""A fit in which one rank fails in one hook."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from tests.parity.harness import make_trainer, world_size
+from tests.parity.modules import Tokens, make_module
+from tests.parity.test_resume_watched import Points
+from trainwright import RunStateCheckpoint
+from trainwright.callbacks.preemption import Preemption
+
+# What a fit calls of a module. (`configure_callbacks` and the loaders are asked before ranks meet, as hooks are.)
+OF_MODULE = (
+    "configure_callbacks",
+    "prepare_data",
+    "setup",
+    "configure_model",
+    "configure_optimizers",
+    "train_dataloader",
+    "val_dataloader",
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "on_train_batch_start",
+    "training_step",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "on_before_backward",
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "lr_scheduler_step",
+    "on_train_batch_end",
+    "on_validation_model_zero_grad",
+    "on_validation_model_eval",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_batch_start",
+    "validation_step",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "on_validation_model_train",
+    "on_save_checkpoint",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_fit_end",
+    "teardown",
+)
+
+# What a fit calls of a callback.
+OF_CALLBACK = (
+    "setup",
+    "on_fit_start",
+    "on_sanity_check_start",
+    "on_sanity_check_end",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "on_save_checkpoint",
+    "state_dict",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_fit_end",
+    "teardown",
+)
+
+
+class Model(pl.LightningModule):
+    """Brings its own loaders, a scheduler and everything else that makes a fit call all its hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(6, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch[0]).pow(2).mean()
+        self.log("train", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.net(batch[0]).pow(2).mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Points(8, 0), batch_size=2)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Points(4, 1), batch_size=2)
+
+
+class Boom(Exception):
+    """What the failing rank raises."""
+
+
+def make_failing(target: Any, hook: str) -> None:
+    """Let a hook of a module or a callback raise on one rank."""
+    original = getattr(target, hook)
+    rank = 0 if hook == "prepare_data" else world_size() - 1  # which is for the first rank of a node alone
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == rank:
+            raise Boom(f"in {hook}")
+        return original(*args, **kwargs)
+
+    fail.__name__ = hook
+    # On the class: Lightning asks it which hooks are overridden.
+    setattr(type(target), hook, lambda self, *args, **kwargs: fail(*args, **kwargs))
+
+
+def end_of_fit(strategy: str, options: dict[str, Any], of: str, hook: str, folder: str) -> str:
+    """How a fit ends on this rank: "finished", or the error's name and text."""
+    plain = strategy == "ddp"
+    module: Any = type("Failing", (Model,), {})() if plain else make_module("decoder-adamw")
+    data = () if plain else (DataLoader(Tokens(8), batch_size=2),)
+    callback = type("FailingCallback", (pl.Callback,), {})()
+    make_failing(module if of == "module" else callback, hook)
+    trainer = make_trainer(
+        strategy,
+        options,
+        max_epochs=2,
+        num_sanity_val_steps=1,
+        gradient_clip_val=1.0,
+        enable_checkpointing=True,
+        callbacks=[callback, RunStateCheckpoint(folder, every_n_steps=1), Preemption(check_seconds=1e-6)],
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            trainer.fit(module, *data)
+        except BaseException as error:
+            return f"{type(error).__name__}: {error}"
+    return "finished"
