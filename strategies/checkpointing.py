@@ -24,9 +24,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from trainwright.checkpoint.groups import gloo_group
 from trainwright.checkpoint.handing_over import HANDED_OVER
 from trainwright.checkpoint.held import HeldSource, HeldState
-from trainwright.checkpoint.groups import gloo_group
 from trainwright.checkpoint.hugging_face import hugging_face_facts
 from trainwright.checkpoint.manifest import read_manifest, verify
 from trainwright.checkpoint.names import match_names, tied_names
