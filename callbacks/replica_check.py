@@ -140,6 +140,11 @@ class ReplicaCheck(Callback):
         if self.before_saves and trainer.training:
             self.check(trainer)
 
+    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What was equal at a later step has not been reached yet."""
+        if self.equal_at is not None:
+            self.equal_at = min(self.equal_at, trainer.global_step)
+
     def check(self, trainer: Trainer) -> list[Difference]:
         """Compare now, and do what the policy says. A collective of all ranks.
 

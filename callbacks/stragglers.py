@@ -163,6 +163,11 @@ class Stragglers(Callback):
         elif self._done == self._window:
             self._tell(trainer, step)
 
+    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin a window anew, after a step that is left out."""
+        self._steps.start(trainer)
+        self._done = -_WARM_UP
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tell of what is left of a window. A collective, if there is something."""
         if self._clock is not None and self._done > 0:

@@ -14,6 +14,8 @@ from lightning.pytorch import Trainer as LightningTrainer
 from tests.callbacks.faulty import fit
 from tests.callbacks.modules import QUIET, Regression, Written, loader
 from tests.parity.layouts import Texts
+from trainwright.callbacks import inject
+from trainwright.callbacks.loss_guard import LossGuard
 from trainwright.callbacks.stragglers import StepTimes, Straggler, Stragglers, find_stragglers
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.waiting import Waits, _Interception
@@ -185,3 +187,14 @@ def test_what_is_refused() -> None:
     trainer = LightningTrainer(max_steps=1, devices=1, callbacks=[Stragglers()], **QUIET)
     with pytest.raises(ValueError, match="needs trainwright.Trainer"):
         trainer.fit(Regression(), loader())
+
+
+def test_a_window_begins_anew_where_training_goes_back() -> None:
+    watching, written = Stragglers(every_n_steps=2), Written()
+    guard = LossGuard("rollback", snapshot_every_n_steps=2)
+    fit("single", {}, guard, watching, inject.nan(rank=0, at_step=4), steps=8, logger=written)
+    steps = [step for step, metrics in written.rows if "compute_seconds" in metrics]
+    # One window before the NaN, then the first of the steps made again is left out.
+    assert steps[0] == 2
+    assert len(steps) == len(set(steps)) > 1
+    assert watching._clock is None
