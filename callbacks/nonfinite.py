@@ -85,17 +85,23 @@ def in_words(found: Sequence[Blame]) -> str:
     of_gradient = [each for each in found if each.position >= 0]
     texts = []
     if of_loss:
-        # Ranks of other axes than data share the loss of theirs.
-        by_data = {each.data_rank: each for each in reversed(of_loss)}
+        # Ranks of a pipeline share the loss of their samples; only one of them has computed it.
+        by_data: dict[int, list[Blame]] = {}
+        for each in of_loss:
+            by_data.setdefault(each.data_rank, []).append(each)
         places = [
-            f"data rank {d} (rank {by_data[d].rank}, micro-batch {by_data[d].micro_batch})" for d in sorted(by_data)
+            f"data rank {data_rank} ({_ranks(blamed)}, micro-batch {blamed[0].micro_batch})"
+            for data_rank, blamed in sorted(by_data.items())
         ]
         texts.append(f"the loss is not finite on {', '.join(places)}")
     if of_gradient:
         first = max(of_gradient, key=lambda each: (each.stage, each.position, -each.rank))
-        ranks = sorted({each.rank for each in of_gradient})
-        where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         more = max(each.count for each in of_gradient) - 1
         rest = f", and of {more} more" if more else ""
-        texts.append(f"the gradient of {first.name} is not finite, the first in backward{rest} ({where})")
+        texts.append(f"the gradient of {first.name} is not finite, the first in backward{rest} ({_ranks(of_gradient)})")
     return "; ".join(texts) or "a number was not finite, but no longer is"
+
+
+def _ranks(found: Sequence[Blame]) -> str:
+    ranks = ", ".join(str(each.rank) for each in found)
+    return f"rank {ranks}" if len(found) == 1 else f"ranks {ranks}"
