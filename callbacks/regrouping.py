@@ -91,7 +91,7 @@ class Regrouping(Callback):
         begin = time.perf_counter()
         before, self._since = self._since, (begin, self._step)
         strategy: Any = trainer.strategy
-        content = strategy.run_state(trainer._checkpoint_connector.dump_checkpoint(), complete=True)
+        content = strategy.run_state(trainer._checkpoint_connector.dump_checkpoint(weights_only=False), complete=True)
         self._snapshots.take(content, self._step)
         steps = self._step - before[1]
         per_step = (begin - before[0]) / steps if before[0] and steps > 0 else math.inf

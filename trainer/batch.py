@@ -64,8 +64,8 @@ def solve_accumulation(global_batch_size: int, micro_batch_size: int, data_ranks
         f"{data_ranks} data rank(s), which read {wave} samples at a time. "
         f"Nearest possible: global_batch_size={' or '.join(nearest)}."
     )
-    per_rank, uneven = divmod(global_batch_size, data_ranks)
-    if not uneven and per_rank:
+    per_rank, left_over = divmod(global_batch_size, data_ranks)
+    if not left_over and per_rank:
         fitting = [m for m in range(1, per_rank + 1) if per_rank % m == 0]
         near = sorted(sorted(fitting, key=lambda m: abs(m - micro_batch_size))[:4])
         message += f" Or keep it and set micro_batch_size={' or '.join(map(str, near))}."

@@ -151,7 +151,9 @@ class Trainer(LightningTrainer):
     @property
     def phases(self) -> Phases:
         """What this rank is doing within a step, for those who watch."""
-        return self.fit_loop.epoch_loop.phases  # type: ignore[no-any-return]
+        loop: Any = self.fit_loop.epoch_loop
+        phases: Phases = loop.phases
+        return phases
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """As Lightning's; who watches is told that it is no step that takes so long."""

@@ -187,7 +187,8 @@ class Member:
         if is_consequence(error):
             return True
         # What breaks because another member is gone need not say so; the launching process calls when one is.
-        return waited(lambda: self._mailbox.board.called(generation), _DOUBT_SECONDS) == NOW
+        called: int | None = waited(lambda: self._mailbox.board.called(generation), _DOUBT_SECONDS)
+        return called == NOW
 
     def _leave(self, error: BaseException, announcement: Announcement) -> None:
         """Let go of the other members and say so."""

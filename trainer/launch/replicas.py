@@ -227,8 +227,8 @@ class ReplicaAttempt:
         by_rank = {self._now.rank_of(each.rank): each for each in failed if each.rank in self._now.members}
         run_dir = Path(self._cfg.run_dir)
         if not by_rank:
-            codes = {each.rank: each.exit_code for each in failed}
-            return first_failure(records_of(self._records, None), codes, run_dir)
+            ends = {each.rank: each.exit_code for each in failed}
+            return first_failure(records_of(self._records, None), ends, run_dir)
         codes: dict[int, int | None] = dict.fromkeys(range(len(self._now.members)))
         codes.update((rank, each.exit_code) for rank, each in by_rank.items() if rank is not None)
         hangs = {rank: each.hang for rank, each in by_rank.items() if rank is not None and each.hang is not None}

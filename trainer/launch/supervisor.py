@@ -22,17 +22,19 @@ _SECONDS_TO_DIE = 30.0
 
 
 class Hang(Protocol):
-    """What a monitor has found.
+    """What a monitor has found."""
 
-    Attributes:
-        rank: the rank that keeps the others waiting.
-        reason: in one line.
-        report: all that is known, for people.
-    """
+    @property
+    def rank(self) -> int:
+        """The rank that keeps the others waiting."""
 
-    rank: int
-    reason: str
-    report: str
+    @property
+    def reason(self) -> str:
+        """In one line."""
+
+    @property
+    def report(self) -> str:
+        """All that is known, for people."""
 
 
 class Monitor(Protocol):
