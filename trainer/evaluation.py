@@ -88,8 +88,10 @@ class OrderedPredictionLoop(_PredictionLoop):
             kept = self._predictions[dataloader_idx]
             if len(kept) > batch_idx:
                 kept.pop()
-        if _is_told_to_end(self.trainer, dataloader_iter) and not self.batch_progress.is_last_batch:
-            self.trainer._signal_connector.end()
+        progress: Any = self.batch_progress
+        if _is_told_to_end(self.trainer, dataloader_iter) and not progress.is_last_batch:
+            signals: Any = self.trainer._signal_connector
+            signals.end()
 
     def _on_predict_epoch_end(self) -> Any:
         predictions = super()._on_predict_epoch_end()

@@ -331,7 +331,7 @@ class ResumableFitLoop(_FitLoop):
             self._restarting = False
         with self.epoch_loop.with_remembered_logs():
             super().on_advance_end()
-        signals = self.trainer._signal_connector
+        signals: Any = self.trainer._signal_connector
         if signals.passed(fits=True) and not self.done:
             signals.end()
 
