@@ -47,14 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run_command(words)
     except Interrupted as interrupted:
-        print(f"trainwright: ended by {interrupted.number.name}", file=sys.stderr)
-        return interrupted.exit_code
+        return _say(interrupted)
     except KeyboardInterrupt:
-        print("trainwright: ended by SIGINT", file=sys.stderr)
-        return Interrupted(signal.SIGINT).exit_code
+        return _say(Interrupted(signal.SIGINT))
     finally:
         stop_forkserver()
         signal.signal(signal.SIGTERM, previous)
+
+
+def _say(interrupted: Interrupted) -> int:
+    """Tell by what the command was ended; returns its exit code."""
+    # Whoever is impatient types Ctrl-C again, while this process is at its last steps: those are not to be interrupted.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print(f"trainwright: ended by {interrupted.number.name}", file=sys.stderr)
+    return interrupted.exit_code
 
 
 def _is_about_checkpoints(words: Sequence[str]) -> bool:

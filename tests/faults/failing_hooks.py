@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from torch.utils.data import DataLoader
 
 from tests.parity.harness import make_trainer, world_size
@@ -157,3 +158,46 @@ def end_of_fit(strategy: str, options: dict[str, Any], of: str, hook: str, folde
         except BaseException as error:
             return f"{type(error).__name__}: {error}"
     return "finished"
+
+
+def hooks_of_a_fit(folder: str) -> dict[str, set[str]]:
+    """Names of all hooks that a fit calls of a module and of a callback."""
+    called: dict[str, set[str]] = {"module": set(), "callback": set()}
+    hooks = {"module": (ModelHooks, DataHooks, CheckpointHooks, pl.LightningModule), "callback": (pl.Callback,)}
+    targets: dict[str, Any] = {
+        "module": type("Heard", (Model,), {}),
+        "callback": type("HeardCallback", (pl.Callback,), {}),
+    }
+    for of, target in targets.items():
+        for name in {name for base in hooks[of] for name, value in vars(base).items() if callable(value)}:
+            if not name.startswith("_") and name not in _NO_HOOKS[of]:
+                _hear(target, name, called[of])
+    trainer = make_trainer(
+        "ddp",
+        max_epochs=2,
+        num_sanity_val_steps=1,
+        gradient_clip_val=1.0,
+        enable_checkpointing=True,
+        callbacks=[targets["callback"](), RunStateCheckpoint(folder, every_n_steps=1)],
+    )
+    trainer.fit(targets["module"]())
+    return called
+
+
+# What Lightning, or the module itself, calls for other reasons than to let the user do something.
+_NO_HOOKS: dict[str, frozenset[str]] = {
+    "module": frozenset(vars(torch.nn.Module))
+    | {"log", "log_dict", "optimizers", "lr_schedulers", "all_gather", "toggle_optimizer", "clip_gradients", "print"}
+    | {"configure_sharded_model"},  # deprecated
+    "callback": frozenset(),
+}
+
+
+def _hear(target: type, name: str, called: set[str]) -> None:
+    original = getattr(target, name)
+
+    def heard(self: Any, *args: Any, **kwargs: Any) -> Any:
+        called.add(name)
+        return original(self, *args, **kwargs)
+
+    setattr(target, name, heard)  # not by functools.wraps, which Lightning looks through

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.failing_hooks import OF_CALLBACK, OF_MODULE, end_of_fit
+from tests.faults.commands import WORDS, Command, ends, training, write_faulty_project
+from tests.faults.failing_hooks import OF_CALLBACK, OF_MODULE, end_of_fit, hooks_of_a_fit
+from tests.trainer.project import environment
 
 CASES = [("module", hook) for hook in OF_MODULE] + [("callback", hook) for hook in OF_CALLBACK]
+
+
+def test_the_hooks_are_all_that_a_fit_calls(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    called = ranks(hooks_of_a_fit, 2, str(tmp_path))[0]
+    assert called["module"] == set(OF_MODULE)
+    assert called["callback"] == set(OF_CALLBACK)
 
 
 @pytest.mark.parametrize(("of", "hook"), CASES, ids=[f"{of}-{hook}" for of, hook in CASES])
@@ -41,3 +55,102 @@ def test_it_keeps_nobody_waiting_in_other_layouts(
     *others, failing = ends = ranks(end_of_fit, count, strategy, options, "callback", hook, str(tmp_path), timeout=30)
     assert failing == f"Boom: in {hook}", ends
     assert not any("Boom" in other for other in others)
+
+
+# ---- whole commands --------------------------------------------------------------------------------------------------
+
+# How rank 1 ends -> exit code of the command, what is told of it.
+ENDS: dict[str, tuple[str, int, str]] = {
+    "an exception": ('raise ValueError("boom")', 1, "rank 1 of 2 failed with ValueError: boom; the others were ended"),
+    "no memory": ('raise MemoryError("16 GiB")', 1, "rank 1 of 2 failed with MemoryError: 16 GiB; the others"),
+    "sys.exit(3)": ("raise SystemExit(3)", 3, "rank 1 of 2 called sys.exit(3); the others were ended"),
+    "os._exit(5)": ("os._exit(5)", 5, "rank 1 of 2 ended with exit code 5; the others were ended"),
+    "the kernel": ("os.kill(os.getpid(), 9)", 1, "rank 1 of 2 was ended by SIGKILL (from outside, or by the kernel"),
+    "a crash": ("os.abort()", 1, "rank 1 of 2 was ended by SIGABRT (a crash in compiled code)"),
+}
+
+SCRIPT = """
+import os, re, sys
+from pathlib import Path
+from trainwright.trainer.command import run_command
+from trainwright.trainer.launch.forkserver import stop_forkserver
+
+def listening():
+    inodes = {line.split()[9] for line in open("/proc/net/tcp").readlines()[1:] if line.split()[3] == "0A"}
+    open_files = [path for path in Path("/proc/self/fd").iterdir() if path.exists()]
+    links = [os.readlink(path) for path in open_files]
+    return [link for link in links if link.startswith("socket:") and link[8:-1] in inodes]
+
+ends, words = eval(sys.argv[1]), sys.argv[2:]
+for number, how in enumerate(ends):
+    print("END", number, file=sys.stderr, flush=True)
+    more = [f"run_dir=run{number}", "+callbacks.ends._target_=trouble.Ends", f"+callbacks.ends.how='{how}'"]
+    code = run_command([*words, *more])
+    children = [open(f"/proc/{pid}/cmdline").read().split("\\0") for task in Path("/proc/self/task").glob("*/children")
+                for pid in task.read_text().split()]
+    ranks = [child for child in children if not re.search("forkserver|resource_tracker", " ".join(child))]
+    print("CODE", code, "PORTS", listening(), "CHILDREN", ranks, file=sys.stderr, flush=True)
+stop_forkserver()
+"""
+
+
+def test_the_first_cause_is_told_and_nothing_is_left(conf: Path, temporary: Path) -> None:
+    """All in one launching process, since starting one costs seconds."""
+    words = ["fit", "--config-dir", str(conf), *WORDS[:-1]]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, repr([how for how, _, _ in ENDS.values()]), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout
+    said = done.stdout.split("END ")[1:]
+    for text, (how, code, told) in zip(said, ENDS.values(), strict=True):
+        assert f"CODE {code} PORTS [] CHILDREN []" in text, text
+        assert f"trainwright: {told}" in text, text
+        # One traceback, if the cause has one; nothing of the connections that the others have lost by it.
+        assert text.count("Traceback") == (how.startswith("raise")), text
+        assert "Connection" not in text, text
+    assert names_in(temporary) == []
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_ends_everything(conf: Path, temporary: Path, times: int) -> None:
+    run = Command(training(conf))
+    for _ in range(times):
+        os.killpg(run.process.pid, signal.SIGINT)
+        time.sleep(0.05)
+    assert run.end() == 130, run.said()
+    assert run.said().count("trainwright: ended by SIGINT") == 1
+    assert "Traceback" not in run.said()
+    assert run.session() == {}
+    assert names_in(temporary) == []
+
+
+def test_sys_exit_in_a_run_of_one_process(conf: Path) -> None:
+    more = (*ends("raise SystemExit(3)"), "strategy=single", "devices=1")
+    Path("trouble.py").write_text(Path("trouble.py").read_text().replace("global_rank == 1", "global_rank == 0"))
+    run = Command(training(conf, *more))
+    assert run.end() == 3
+    assert "trainwright: sys.exit(3) was called by" in run.said()
+    assert "Traceback" not in run.said()
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> Path:
+    return write_faulty_project(tmp_path)
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files, with a path as short as that of an ordinary one."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def names_in(folder: Path) -> list[str]:
+    """What lies there, without the cache that torch keeps."""
+    return [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor")]
