@@ -48,8 +48,9 @@ def _impossible_numbers(cfg: DictConfig) -> Iterator[str]:
 
 
 def _saves(cfg: DictConfig) -> bool:
-    """Whether something saves that a restart can go on from; callbacks of the user's own may do anything."""
-    return any(each is not None for each in cfg.checkpoint.values()) or bool(cfg.callbacks)
+    """Whether something saves that a restart can go on from: the group checkpoint, or a callback of the recipe."""
+    own = (str(each.get("_target_", "")) for each in cfg.callbacks.values() if isinstance(each, DictConfig))
+    return any(each is not None for each in cfg.checkpoint.values()) or any("Checkpoint" in each for each in own)
 
 
 def _word(number: int | None) -> str:

@@ -318,21 +318,31 @@ def test_everything_ends_with_the_launching_process(
         assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")] == []
 
 
-def test_torchrun_starts_the_ranks_and_rank_0_decides(conf: Path, tmp_path: Path) -> None:
-    words = ("fit", "--config-dir", str(conf), *WORDS)
+def test_torchrun_starts_the_ranks_and_starts_them_again(conf: Path, tmp_path: Path) -> None:
+    kills = "kill(rank=1, at_step=1), kill(rank=0, at_step=3)"
+    words = ("fit", "--config-dir", str(conf), *WORDS, "checkpoint.last.every_n_steps=1", f"+inject=[{kills}]")
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *command(*words)[1:]],
+        [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--standalone", "--nproc-per-node=2", "--max-restarts=3"),  # with the kind of store that misleads ranks
+            *command(*words)[1:],
+            "trainer.log_every_n_steps=1",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         # torchrun leaves a folder for logs in the temporary folder.
         env=environment() | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
-        timeout=150,
+        timeout=250,
     )
     assert done.returncode == 0, done.stdout
+    assert "going on from" in done.stdout
     [run_dir] = Path("runs/mine").iterdir()
-    assert {path.name for path in (run_dir / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
+    assert {path.name for path in (run_dir / "logs").glob("rank_*")} == {"rank_0.log", "rank_1.log"}
     assert (run_dir / "checkpoints/step=4/manifest.json").exists()
+    rows = [line.split(",") for line in (run_dir / "metrics.csv").read_text().splitlines()]
+    step, loss = rows[0].index("step"), rows[0].index("loss")
+    assert [row[step] for row in rows[1:] if row[loss]] == ["0", "1", "2", "3"]
 
 
 def test_the_fork_server_has_one_thread_when_it_forks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -178,15 +179,24 @@ def probe_main(environment: Mapping[str, str], on_gpu: bool) -> None:
     """Compute something on the first device that the environment shows.
 
     Raises:
-        SystemExit: with exit code 1 if the result is wrong.
+        SystemExit: with exit code 1 if that fails, or the result is wrong.
     """
     os.environ.update(environment)
+    try:
+        works = _computes(on_gpu)
+    except Exception as error:  # whatever a driver raises
+        print(f"trainwright: a device does not answer: {error}", file=sys.stderr)
+        works = False
+    raise SystemExit(0 if works else 1)
+
+
+def _computes(on_gpu: bool) -> bool:
     import torch
 
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     numbers = torch.arange(1024, device=device, dtype=torch.float64)
     total = float((numbers.view(32, 32) @ torch.ones(32, 1, device=device, dtype=torch.float64)).sum())
-    raise SystemExit(0 if total == 1023 * 1024 / 2 else 1)
+    return total == 1023 * 1024 / 2
 
 
 def probe_environment(device: int, count: int, on_gpu: bool) -> dict[str, str]:

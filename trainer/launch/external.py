@@ -53,8 +53,8 @@ def _decided(store: Any, launcher: Launcher, decide: Callable[[Launcher], DictCo
         return cfg
     finally:
         store.set(_KEY, json.dumps(answer))
-        # The store may live in this process, which lets go of it now.
-        _wait_for_readers(store, launcher.world_size - 1)
+        if answer["config"] is None:
+            _wait_for_readers(store, launcher.world_size - 1)  # the store may live in this process, which ends now
 
 
 def _heard(store: Any) -> DictConfig | None:

@@ -4,8 +4,9 @@ torchrun hands the store of its agent to the ranks. The store outlives them: aft
 those before them listened, connect to addresses that nobody answers at any more, and fail or wait for each other.
 (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in torchrun's environment helps with some kinds of rendezvous, but the ranks
 cannot set it.) So rank 0 of each attempt opens a store of its own, and the agent's store says nothing but where it is.
-That may be told of an earlier attempt too, so who comes there looks whether it is the right one: rank 0 of an earlier
-attempt is dead, or its ranks have come already.
+Nothing tells the ranks which attempt theirs is (each agent counts its own restarts, and one that joins later begins at
+0), so they may read where rank 0 of an earlier attempt was. Who comes there finds out: that rank 0 is dead, or its
+ranks have come already.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ _JOINED = "trainwright/joined"
 TIMEOUT = timedelta(minutes=5)
 _CONNECT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.1
-# Rank 0 keeps its store for the life of the process: the process group uses it.
-_kept: list[LocalStore] = []
+# Stores live as long as the process: where no agent holds it, that of the launcher lives in rank 0, and the others may
+# not have read in it yet; and the process group uses the one that rank 0 has opened.
+_kept: list[Any] = []
 
 
 def meet(launcher: Launcher) -> Store:
@@ -44,16 +46,17 @@ def meet(launcher: Launcher) -> Store:
         TimeoutError: if rank 0 is not found within :data:`TIMEOUT`.
     """
     store = _launchers_store(launcher)
+    _kept[:] = [store]
     if not is_elastic(os.environ):
         return store  # the launcher has started one attempt; another has other processes and another store
-    key = f"{_PLACE}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if launcher.rank == 0:
         own = _open(launcher)
+        _kept.append(own)
         own.store.add(f"{_JOINED}/0", 1)
-        store.set(key, json.dumps([own.address, own.port]))
+        store.set(_PLACE, json.dumps([own.address, own.port]))
         _enter(own.address, own.port)
         return own.store
-    return _join(store, key, launcher.rank)
+    return _join(store, launcher.rank)
 
 
 def is_elastic(environment: Mapping[str, str]) -> bool:
@@ -63,15 +66,13 @@ def is_elastic(environment: Mapping[str, str]) -> bool:
 
 def _open(launcher: Launcher) -> LocalStore:
     """On rank 0: a store at an address that the other machines reach; on one machine, that only it reaches."""
-    _kept.clear()
     address, told = ADDRESS, ADDRESS
     if launcher.world_size > launcher.local_world_size:
         address = told = _own_address()
         if address.startswith("127.") or address == "::1":
             # The name of the machine stands for the machine itself here; elsewhere it is its address.
             address, told = "0.0.0.0", os.environ["MASTER_ADDR"]  # noqa: S104 - other machines have to reach it
-    _kept.append(LocalStore(address=address, told=told, timeout=TIMEOUT))
-    return _kept[0]
+    return LocalStore(address=address, told=told, timeout=TIMEOUT)
 
 
 def _own_address() -> str:
@@ -81,11 +82,11 @@ def _own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _join(store: Store, key: str, rank: int) -> Store:
+def _join(store: Store, rank: int) -> Store:
     """On the other ranks: the store of rank 0 of this attempt."""
     end = time.monotonic() + TIMEOUT.total_seconds()
     while time.monotonic() < end:
-        address, port = json.loads(store.get(key).decode())
+        address, port = json.loads(store.get(_PLACE).decode())
         if _answers(address, port):
             found = TCPStore(address, port, is_master=False, timeout=TIMEOUT)
             if found.add(f"{_JOINED}/{rank}", 1) == 1:

@@ -1,0 +1,294 @@
+"""Runs whose ranks are killed again and again come to the same end as undisturbed ones."""
+
+from __future__ import annotations
+
+import csv
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from trainwright.trainer.compose import compose
+from trainwright.trainer.launch.failure import RankError
+from trainwright.trainer.launch.records import read_steps
+from trainwright.trainer.launch.scratch import scratch
+from trainwright.trainer.problems import ConfigError
+from trainwright.trainer.run import run
+
+RECIPE = """# @package _global_
+name: tiny
+accelerator: cpu
+micro_batch_size: 4
+max_steps: 24
+seed: 3
+module:
+  _target_: tests.faults.tiny.Tiny
+  dropout: 0.1
+  seconds: 0.0
+  fail_at: -1
+  broken: ""
+callbacks:
+  loss:
+    _target_: trainwright.callbacks.global_loss.GlobalLoss
+    every_n_steps: 1
+data:
+  _target_: tests.faults.tiny.TinyData
+  batch_size: ${micro_batch_size}
+"""
+ALWAYS = ("recipe=tiny", "monitor=none", "logger=csv", "checkpoint.last.every_n_steps=2")
+PIPELINE = ("strategy=pipeline", "strategy.pipeline=2", "strategy.micro_batches=2")
+# Longest time that anything is waited for, in seconds; nothing takes it unless it hangs.
+LIMIT = 90.0
+
+
+@pytest.fixture(autouse=True)
+def _server(ranks: object) -> None:
+    """The server of the suite is there, before any test runs; it forks the ranks of these runs too."""
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> Path:
+    recipes = tmp_path / "conf" / "recipe"
+    recipes.mkdir(parents=True)
+    (recipes / "tiny.yaml").write_text(RECIPE, encoding="utf-8")
+    return tmp_path / "conf"
+
+
+def _train(conf: Path, name: str, *words: str) -> Path:
+    """Run it in a directory of that name; returns the directory."""
+    run_dir = conf.parent / name
+    run(compose(None, [*ALWAYS, f"run_dir={run_dir}", *words], conf))
+    return run_dir
+
+
+def _losses(run_dir: Path) -> list[tuple[str, str]]:
+    """Step and loss of every row."""
+    with (run_dir / "metrics.csv").open(newline="") as file:
+        return [(row["step"], row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+
+
+def _told(run_dir: Path) -> str:
+    log = run_dir / "logs" / "restarts.log"
+    return log.read_text() if log.exists() else ""
+
+
+def _restarts(run_dir: Path) -> int:
+    return len(re.findall(r" restart \d+", _told(run_dir)))
+
+
+@contextmanager
+def _beside(action: Callable[[], None]) -> Iterator[None]:
+    """Do something while a run goes on; its error is the test's."""
+    errors: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(LIMIT)
+    if errors:
+        raise errors[0]
+
+
+def _until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end, f"{what} has not happened within {LIMIT} s"
+        time.sleep(0.01)
+
+
+# ---- twenty kills ----------------------------------------------------------------------------------------------------
+
+
+def _kills(seed: int, count: int, ranks: int, steps: int) -> list[tuple[int, int]]:
+    """Ranks and steps, in order of the steps."""
+    dice = random.Random(seed)
+    return [(dice.randrange(ranks), step) for step in sorted(dice.sample(range(1, steps), count))]
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "count"),
+    [
+        (("strategy=zero3", "devices=2"), 2, 7),
+        ((*PIPELINE, "devices=2"), 2, 6),
+    ],
+    ids=["zero3", "pipeline"],
+)
+def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
+    conf: Path, words: tuple[str, ...], ranks: int, count: int
+) -> None:
+    undisturbed = _train(conf, "undisturbed", *words)
+    faults = ", ".join(f"kill(rank={rank}, at_step={step})" for rank, step in _kills(7, count, ranks, 24))
+    killed = _train(conf, "killed", *words, "launch=resilient", f"+inject=[{faults}]")
+    assert _restarts(killed) == count
+    assert _losses(killed) == _losses(undisturbed)
+    assert len(_losses(killed)) == 24
+    assert [path.name for path in (killed / "checkpoints").iterdir()] == ["step=24"]  # nothing half-written is left
+
+
+def test_ranks_that_are_killed_at_any_moment_lose_nothing(conf: Path) -> None:
+    words = ("strategy=ddp", "devices=2", "module.seconds=0.01")
+    undisturbed = _train(conf, "undisturbed", *words)
+    plan, dice = _kills(11, 7, 2, 21), random.Random(11)
+    with _beside(lambda: _kill(plan, dice, conf.parent / "killed")):
+        killed = _train(conf, "killed", *words, "launch=resilient", "checkpoint=async")
+    assert _restarts(killed) == len(plan)
+    assert _losses(killed) == _losses(undisturbed)
+
+
+def _kill(plan: list[tuple[int, int]], dice: random.Random, run_dir: Path) -> None:
+    """Kill ranks at or soon after certain steps: within a step, a collective, a save."""
+    for number, (rank, step) in enumerate(plan, 1):
+        _until(lambda: _step() >= step, f"step {step}")  # noqa: B023
+        pid = _pid(run_dir, rank)
+        time.sleep(dice.uniform(0, 0.03))
+        os.kill(pid, signal.SIGKILL)
+        _until(lambda: _restarts(run_dir) == number, f"restart {number}")  # noqa: B023
+
+
+def _step() -> int:
+    """Of the slowest rank of the newest attempt; -1 if not both train."""
+    attempts = list(scratch().glob("run-*/attempt_*"))
+    steps = read_steps(max(attempts, key=lambda path: path.stat().st_mtime_ns)) if attempts else {}
+    return min(steps.values()) if len(steps) == 2 else -1
+
+
+def _pid(run_dir: Path, rank: int) -> int:
+    """The living process of a rank."""
+
+    def living() -> list[int]:
+        pids = [int(path.name.split(".")[1]) for path in run_dir.glob(f"pids/{rank}.*")]
+        return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+    _until(lambda: len(living()) > 0, f"the start of rank {rank}")
+    return living()[0]
+
+
+# ---- when there is no sense in it ------------------------------------------------------------------------------------
+
+
+def test_a_crash_loop_ends_the_run_and_says_so(conf: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankError) as error:
+        _train(
+            conf,
+            "loop",
+            "strategy=ddp",
+            "devices=2",
+            "launch=resilient",
+            "module.fail_at=5",
+            "launch.backoff_seconds=0",
+        )
+    text = str(error.value)
+    assert "rank 1 of 2 failed with ValueError: this fails always" in text
+    assert "crash loop: the same failure (ValueError at step 5) came 3 times in a row" in text
+    assert _told(conf.parent / "loop").count("this fails always") >= 3
+    assert _restarts(conf.parent / "loop") == 2
+    assert "restart 2" in capfd.readouterr().err
+
+
+def test_a_mistake_is_told_at_once(conf: Path) -> None:
+    with pytest.raises(RankError, match="before its first step; correct that first"):
+        _train(conf, "mistake", "strategy=ddp", "devices=2", "launch=resilient", "module.fail_at=0")
+    assert _restarts(conf.parent / "mistake") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("launch.max_restarts=-1",), "launch.max_restarts=-1: must be at least 0"),
+        (
+            ("launch.max_restarts=3", "checkpoint=none"),
+            "every restart would begin from the start; type checkpoint=last",
+        ),
+        (("launch.min_devices=1",), "launch.min_devices=1 with launch.max_restarts=0: .* type launch=resilient"),
+        (("launch=resilient", "launch.min_devices=2"), "launch.min_devices=2 with devices=2: .* launch.min_devices=1"),
+        (("launch=resilient", "launch.same_failure_limit=0"), "launch.same_failure_limit=0: must be at least 1"),
+        (
+            ("launch=resilient", "launch.min_devices=1", *PIPELINE),
+            "possible with none of 1 to 1 devices, .*type -1 for an axis",
+        ),
+    ],
+    ids=["negative", "no checkpoint", "no restarts", "not fewer", "limit", "layout"],
+)
+def test_what_cannot_work_is_refused(conf: Path, words: tuple[str, ...], problem: str) -> None:
+    given = ["recipe=tiny", f"run_dir={conf.parent / 'refused'}", "strategy=ddp", "devices=2", *words]
+    with pytest.raises(ConfigError, match=problem):
+        run(compose(None, given, conf))
+    assert not (conf.parent / "refused").exists()
+
+
+# ---- fewer and more devices ------------------------------------------------------------------------------------------
+
+
+def _close(run_dir: Path, other: Path) -> None:
+    """The same losses at the same steps; sums over another number of ranks are rounded elsewhere."""
+    losses, others = _losses(run_dir), _losses(other)
+    assert [step for step, _ in losses] == [step for step, _ in others]
+    assert [float(loss) for _, loss in losses] == pytest.approx([float(loss) for _, loss in others], rel=1e-4)
+
+
+SLOW = ("strategy=ddp", "devices=2", "module.dropout=0.0", "module.seconds=0.05", "max_steps=50")
+
+
+@pytest.fixture
+def undisturbed(conf: Path) -> Path:
+    return _train(conf, "undisturbed", *SLOW, "module.seconds=0.0")
+
+
+def test_a_lost_device_is_done_without_until_it_answers_again(conf: Path, undisturbed: Path) -> None:
+    broken, run_dir = conf.parent / "broken", conf.parent / "lost"
+
+    def break_and_repair() -> None:
+        _until(lambda: _step() >= 4, "step 4")
+        broken.touch()
+        os.kill(_pid(run_dir, 1), signal.SIGKILL)
+        _until(lambda: "device 1 is taken out of use" in _told(run_dir), "the loss of a device")
+        broken.unlink()
+
+    with _beside(break_and_repair):
+        _train(
+            conf,
+            "lost",
+            *SLOW,
+            "launch=resilient",
+            "launch.min_devices=1",
+            "launch.backoff_seconds=0",
+            "launch.probe_seconds=1",
+            f"module.broken={broken}",
+        )
+    told = _told(run_dir)
+    assert "with 1 rank(s)" in told
+    assert "device 1 answers again" in told
+    assert "devices: 2 in place of 1" in told
+    _close(run_dir, undisturbed)
+
+
+def test_a_number_in_a_file_says_how_many_devices_may_be_used(conf: Path, undisturbed: Path) -> None:
+    run_dir = conf.parent / "limited"
+
+    def limit() -> None:
+        _until(lambda: _step() >= 4, "step 4")
+        (run_dir / "devices").write_text("1\n")
+        _until(lambda: "with 1 rank(s)" in _told(run_dir), "going on with one device")
+        (run_dir / "devices").write_text("2\n")
+
+    with _beside(limit):
+        _train(conf, "limited", *SLOW, "launch=resilient", "launch.min_devices=1")
+    told = _told(run_dir)
+    assert told.index("devices: 1 in place of 2") < told.index("devices: 2 in place of 1")
+    assert "ended by" not in told
+    _close(run_dir, undisturbed)

@@ -1,0 +1,105 @@
+"""Ranks that torchrun has started meet anew in every attempt, and know the run that they were in."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from trainwright.trainer.launch import meeting
+from trainwright.trainer.launch.begun import agent_id, begun_run, remember
+from trainwright.trainer.launch.launcher import Launcher
+from trainwright.trainer.launch.meeting import meet
+from trainwright.trainer.launch.rendezvous import LocalStore
+
+
+@pytest.fixture
+def agents_store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
+    """The store of the agent, which outlives the ranks."""
+    store = HashStore()
+    monkeypatch.setattr(meeting, "_launchers_store", lambda launcher: store)
+    monkeypatch.setattr(meeting, "_kept", [])
+    for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "")  # so that they are put back
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    return store
+
+
+def _rank(rank: int, size: int = 2) -> Launcher:
+    return Launcher("torchrun", rank, size, size)
+
+
+def test_a_rank_waits_for_the_rank_0_of_its_own_attempt(agents_store: HashStore) -> None:
+    with LocalStore() as dead, LocalStore() as before:
+        # Rank 0 of one earlier attempt is dead, that of another lives still; its rank 1 has been there.
+        before.store.add("trainwright/joined/1", 1)
+        dead_port = dead.port
+        dead.close()
+        agents_store.set("trainwright/meeting", json.dumps(["127.0.0.1", dead_port]))
+        found: list[Any] = []
+        waiting = threading.Thread(target=lambda: found.append(meet(_rank(1))))
+        waiting.start()
+        waiting.join(0.3)
+        assert not found
+        agents_store.set("trainwright/meeting", json.dumps(["127.0.0.1", before.port]))
+        waiting.join(0.3)
+        assert not found
+        own = meet(_rank(0))
+        waiting.join(20)
+        assert found, "rank 1 has not found rank 0 within 20 s"
+        own.set("from", "rank 0")
+        assert found[0].get("from") == b"rank 0"
+    assert os.environ["MASTER_PORT"] not in (str(before.port), str(dead_port))
+    assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+
+
+def test_where_ranks_are_started_once_they_meet_at_the_launchers_store(
+    agents_store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert meet(_rank(0)) is agents_store
+    assert meet(_rank(1)) is agents_store
+
+
+# ---- the run that was begun ------------------------------------------------------------------------------------------
+
+
+def _environment(folder: str, attempt: int, rank: int = 0) -> dict[str, str]:
+    return {
+        "TORCHELASTIC_RUN_ID": "none",
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_ERROR_FILE": f"/tmp/{folder}/attempt_{attempt}/{rank}/error.json",
+    }
+
+
+def test_an_agent_has_a_name_that_its_attempts_share() -> None:
+    name = agent_id(_environment("agent", 0))
+    assert name == agent_id(_environment("agent", 1, rank=3))
+    assert name != agent_id(_environment("other", 0))
+    assert name != agent_id(_environment("agent", 0) | {"TORCHELASTIC_RUN_ID": "job7"})
+    without = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
+    assert agent_id(without) == agent_id(without)  # of the process above this one
+    assert agent_id({"RANK": "0", "WORLD_SIZE": "2"}) is None  # nobody starts these again
+
+
+def test_ranks_find_the_run_that_their_agent_was_in() -> None:
+    for name in ("first", "second", "third"):
+        Path("runs/mine", name).mkdir(parents=True)
+        Path("runs/mine", name, "config.yaml").touch()
+    Path("own").mkdir()
+    assert begun_run("mine", None, ("a", "b")) is None
+    remember(Path("runs/mine/second"), "b")
+    remember(Path("runs/mine/third"), "c")
+    assert begun_run("mine", None, ("a", "b")) == Path("runs/mine/second")
+    assert begun_run("mine", None, ()) is None
+    assert begun_run("mine", "runs/mine/third", ("a", "b")) is None  # of another agent: begins, or is refused
+    assert begun_run("mine", "own", ("b",)) is None
+    remember(Path("own"), "b")
+    assert begun_run("mine", "own", ("b",)) is None  # it failed before there was a run
+    Path("own/config.yaml").touch()
+    assert begun_run("mine", "own", ("b",)) == Path("own")
