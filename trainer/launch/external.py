@@ -46,7 +46,7 @@ def agree(launcher: Launcher, decide: Callable[[Launcher], DictConfig]) -> DictC
 
 def _decided(store: Any, launcher: Launcher, decide: Callable[[Launcher], DictConfig]) -> DictConfig:
     """On rank 0."""
-    answer = {"config": None}
+    answer: dict[str, str | None] = {"config": None}
     try:
         cfg = decide(replace(launcher, agents=_agents(store)))
         answer["config"] = OmegaConf.to_yaml(cfg, resolve=True)

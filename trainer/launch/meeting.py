@@ -112,10 +112,11 @@ def _enter(address: str, port: int) -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 
 
-def _launchers_store(launcher: Launcher) -> Any:
+def _launchers_store(launcher: Launcher) -> Store:
     """A client of the store that the launcher has told the ranks of."""
     address, port = _address(launcher)
     url = f"tcp://{address}:{port}?rank={launcher.rank}&world_size={launcher.world_size}"
+    store: Store
     store, _, _ = next(iter(rendezvous(url, timeout=TIMEOUT)))
     return store
 
