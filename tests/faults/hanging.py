@@ -40,9 +40,16 @@ _context = multiprocessing.get_context("forkserver")
 
 @contextmanager
 def watched_ranks(
-    case: Callable[..., Any], world_size: int, *args: Any, limits: HangLimits = LIMITS
+    case: Callable[..., Any], world_size: int, *args: Any, limits: HangLimits | None = LIMITS
 ) -> Iterator[Ranks]:
-    """Ranks that run ``case(*args)``, and their monitor; those that are left are killed at the end."""
+    """Ranks that run ``case(*args)``, and their monitor; those that are left are killed at the end.
+
+    Args:
+        case: what each rank does, a function at the top level of a module.
+        world_size: number of ranks.
+        args: of the case.
+        limits: of the monitor; None = the ranks look after themselves, as in a script under any launcher.
+    """
     ranks = Ranks(case, world_size, args, limits)
     try:
         yield ranks
@@ -51,19 +58,23 @@ def watched_ranks(
 
 
 class Ranks:
-    def __init__(self, case: Callable[..., Any], world_size: int, args: tuple[Any, ...], limits: HangLimits) -> None:
+    def __init__(
+        self, case: Callable[..., Any], world_size: int, args: tuple[Any, ...], limits: HangLimits | None
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(dir=os.getcwd()))
         self.monitor = HangMonitor(world_size, self.folder, Path(os.getcwd()), limits)
         RankPool.warm()
         port = free_port()
         self.processes = []
         for rank in range(world_size):
-            environment = {**os.environ, **_of_rank(rank, world_size, port), **self.monitor.environment(rank)}
+            watched = {} if limits is None else self.monitor.environment(rank)
+            environment = {**os.environ, **_of_rank(rank, world_size, port), **watched}
             printed = self.folder / f"printed_{rank}"
             process = _context.Process(target=_run, args=(environment, str(printed), os.getcwd(), case, args))
             process.start()
             self.processes.append(process)
-            self.monitor.watch(rank, process.pid or 0)
+            if watched:
+                self.monitor.watch(rank, process.pid or 0)
 
     def hang(self, seconds: float = 120.0) -> FoundHang:
         """The hang that the monitor finds; fails when it finds none in time, or a rank ends."""
@@ -86,6 +97,13 @@ class Ranks:
             assert time.monotonic() < end, f"the ranks still run after {seconds:g} s"
             time.sleep(0.1)
         assert [process.exitcode for process in self.processes] == [0] * len(self.processes), self.printed(0)
+
+    def first_exit_code(self, rank: int, seconds: float = 120.0) -> int:
+        """Wait for a rank to end; how it did."""
+        self.processes[rank].join(seconds)
+        code = self.processes[rank].exitcode
+        assert code is not None, f"rank {rank} still runs after {seconds:g} s:\n{self.printed(rank)}"
+        return code
 
     def printed(self, rank: int) -> str:
         return (self.folder / f"printed_{rank}").read_text(errors="replace")[-4000:]
@@ -152,7 +170,11 @@ def sleep_on() -> None:
     time.sleep(FOREVER)
 
 
-FAULTS = {fault.__name__: fault for fault in (stop_by_signal, wait_for_a_lock, hold_the_gil, sleep_on)}
+def nothing() -> None:
+    pass
+
+
+FAULTS = {fault.__name__: fault for fault in (stop_by_signal, wait_for_a_lock, hold_the_gil, sleep_on, nothing)}
 
 
 class FaultyHook(Callback):
@@ -194,7 +216,7 @@ def fit(
         **{**QUIET, **more},
         max_steps=20,
         max_epochs=-1,
-        callbacks=[Watchdog(), *callbacks],
+        callbacks=[Watchdog(floor_seconds=LIMITS.floor_seconds, first_timeout=LIMITS.first_timeout), *callbacks],
     )
     trainer.fit(module, DataLoader(Tokens(), batch_size=4) if data is None else data)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults import hanging
 from tests.faults.hanging import watched_ranks
+from tests.trainer.project import run_command, write_project
 from trainwright.trainer.watchdog.monitor import FoundHang
 
 # Their server, from which the ranks of these tests fork too.
@@ -116,3 +119,29 @@ def test_a_rank_that_saves_is_no_hang() -> None:
     """The other waits for it, longer than anything it waited for before."""
     with watched_ranks(hanging.saving_slowly, 2, 5.0) as ranks:
         ranks.come_to_the_end()
+
+
+def test_a_script_under_any_launcher_is_watched_by_a_process_of_its_own() -> None:
+    with watched_ranks(hanging.in_hook, 2, "stop_by_signal", limits=None) as ranks:
+        assert ranks.first_exit_code(1) == -signal.SIGKILL
+        printed = ranks.printed(0)
+    assert "rank 1 is in phase hooks, stopped by a signal (SIGSTOP)" in printed
+    assert "Ending rank 1 (SIGKILL)." in printed
+    assert "rank 1 has not joined all_reduce" in Path("logs/hang_1.txt").read_text()
+
+
+def test_the_process_that_watches_a_script_ends_with_it() -> None:
+    """That none is left is what every test is looked at for."""
+    with watched_ranks(hanging.in_hook, 2, "nothing", limits=None) as ranks:
+        assert [ranks.first_exit_code(rank) for rank in range(2)] == [0, 0]
+
+
+def test_a_command_goes_on_after_a_hang(tmp_path: Path) -> None:
+    words = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv", "max_steps=12", "max_epochs=2")
+    found = ("run_dir=run", "launch=resilient", "launch.hang_floor_seconds=1.5", "checkpoint=last")
+    conf = write_project(tmp_path)
+    done = run_command("fit", "--config-dir", str(conf), *words, *found, "+inject='stop(rank=1, at_step=5)'")
+    assert done.returncode == 0, done.stdout
+    assert "rank 1 hangs: in phase hooks, stopped by a signal (SIGSTOP)" in done.stdout
+    assert "restart 1" in done.stdout
+    assert "rank 1 has not joined all_reduce" in Path("run/logs/hang_1.txt").read_text()

@@ -32,7 +32,21 @@ class HangLimits:
     def of(
         cls, hang_timeout: str | float, safety_factor: float, floor_seconds: float, first_timeout: float
     ) -> HangLimits:
-        """From the keys of the configuration, where ``hang_timeout`` is ``"auto"`` or a number of seconds."""
+        """From what a user gives, where ``hang_timeout`` is ``"auto"`` or a number of seconds.
+
+        Raises:
+            ValueError: with what is out of range.
+        """
+        is_number = isinstance(hang_timeout, int | float) and not isinstance(hang_timeout, bool)
+        if hang_timeout != "auto" and not (is_number and float(hang_timeout) > 0):
+            raise ValueError(
+                f"hang_timeout={hang_timeout!r}: must be 'auto', a number of seconds above 0, or None (off)"
+            )
+        if safety_factor < 1:
+            raise ValueError(f"safety_factor={safety_factor:g}: must be at least 1; 5 is the default")
+        for name, seconds in (("floor_seconds", floor_seconds), ("first_timeout", first_timeout)):
+            if seconds <= 0:
+                raise ValueError(f"{name}={seconds:g}: must be a number of seconds above 0")
         fixed = None if hang_timeout == "auto" else float(hang_timeout)
         return cls(fixed, safety_factor, floor_seconds, first_timeout)
 

@@ -142,7 +142,8 @@ def _expression(code: CodeType, instruction: int, line_now: int | None) -> tuple
 
 def _is_lock(text: str, frame: FrameType) -> bool:
     """Whether the object that the expression works on is a lock, found without running anything of the user's."""
-    names = text.split("(")[0].split(".")
+    # `with lock:` is one expression from `with` to the end of its block.
+    names = text.removeprefix("with ").removesuffix(":").split("(")[0].split(".")
     if not all(name.isidentifier() for name in names):
         return False
     value = frame.f_locals.get(names[0], frame.f_globals.get(names[0]))

@@ -110,11 +110,12 @@ def _at_line(thread: Thread) -> Wait:
     if not thread.frames:
         return Wait(NATIVE, "in native code")
     frame = thread.frames[0]
-    if frame.holds_lock or ".acquire(" in frame.text:
+    called = frame.text.split("(")[0]
+    if frame.holds_lock or called.endswith(".acquire"):
         return Wait(LOCK, "waiting for a lock")
-    if "sleep(" in frame.text:
+    if called.endswith("sleep"):
         return Wait(SLEEP, "sleeping")
-    if ".wait(" in frame.text:
+    if called.endswith(".wait"):
         return Wait(COMMUNICATION, "waiting for what it has begun")
     if thread.state == RUNNING:
         return Wait(COMPUTING, "computing")

@@ -1,0 +1,381 @@
+"""The parts of the watchdog: boxes, limits, answers, stacks, calls, and the monitor that puts them together."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from trainwright import Watchdog
+from trainwright.trainer import phases
+from trainwright.trainer.check_hangs import hang_problems
+from trainwright.trainer.config import LaunchConfig
+from trainwright.trainer.watchdog import answers, monitor, waits
+from trainwright.trainer.watchdog.answers import Answer, Answerer, ask, own_answer, read_answer
+from trainwright.trainer.watchdog.boxes import OTHER, SETUP, Box, Boxes, Progress
+from trainwright.trainer.watchdog.calls import Call, own_calls, own_groups
+from trainwright.trainer.watchdog.crashes import crash_in, place_of
+from trainwright.trainer.watchdog.limits import HangLimits
+from trainwright.trainer.watchdog.monitor import VARIABLE, HangMonitor
+from trainwright.trainer.watchdog.process import catches, state_of
+from trainwright.trainer.watchdog.stacks import Frame, Thread, own_threads
+
+# ---- boxes -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_rank_writes_is_read(tmp_path: Path) -> None:
+    boxes = Boxes(2, tmp_path)
+    box = Box(boxes.address, 1, rank=7)
+    box.begin(phases.FORWARD)
+    box.count(12)
+    read = boxes.read(1)
+    assert (read.process, read.rank, read.running, read.phase) == (os.getpid(), 7, True, phases.FORWARD)
+    assert (read.step, read.micro_batches, read.changes) == (12, 1, 1)
+    assert boxes.read(0).process == 0
+    box.close()
+    assert not boxes.read(1).running
+    boxes.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FileNotFoundError):
+        Box(boxes.address, 1, rank=7)
+
+
+def test_times_of_the_first_steps_are_not_learned(tmp_path: Path) -> None:
+    boxes = Boxes(1, tmp_path)
+    box = Box(boxes.address, 0, 0)
+    for phase in (phases.FORWARD, phases.SAVING, phases.FORWARD, phases.BACKWARD):
+        box.begin(phase)
+    assert set(boxes.read(0).longest) == {SETUP, phases.SAVING}
+    box.learning = True
+    box.begin(phases.FORWARD)
+    time.sleep(0.02)
+    box.begin(phases.BACKWARD)
+    box.begin(phases.FORWARD)
+    box.begin("a phase of another version")
+    longest = boxes.read(0).longest
+    assert set(longest) == {SETUP, phases.SAVING, phases.FORWARD, phases.BACKWARD}
+    assert longest[phases.FORWARD] >= 0.02
+    assert boxes.read(0).phase == OTHER
+    box.close()
+    boxes.close()
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+
+def _progress(**values: Any) -> Progress:
+    plain = {"process": 1, "rank": 0, "running": True, "phase": phases.FORWARD, "step": 0, "micro_batches": 0}
+    return Progress(**{**plain, "changes": 0, "changed_at": 0.0, "longest": {}, **values})
+
+
+def test_the_longest_time_of_any_rank_is_what_counts() -> None:
+    limits = HangLimits(safety_factor=3.0, floor_seconds=10.0, first_timeout=100.0)
+    ranks = [_progress(longest={phases.FORWARD: 2.0}), _progress(longest={phases.FORWARD: 4.0, phases.DATA: 1.0})]
+    assert limits.limit(phases.FORWARD, ranks) == 12.0
+    assert limits.limit(phases.DATA, ranks) == 10.0
+    assert limits.limit(phases.SAVING, ranks) == 100.0
+    fixed = HangLimits.of(7, 3.0, 10.0, 100.0)
+    assert [fixed.limit(phase, ranks) for phase in (phases.FORWARD, phases.SAVING)] == [7.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hang_timeout", "soon"),
+        ("hang_timeout", 0),
+        ("hang_timeout", True),
+        ("hang_safety_factor", 0.5),
+        ("hang_floor_seconds", 0.0),
+        ("hang_first_timeout", -1.0),
+    ],
+)
+def test_impossible_limits_are_refused(key: str, value: Any) -> None:
+    cfg = OmegaConf.create({"launch": OmegaConf.structured(LaunchConfig)})
+    assert hang_problems(cfg) == []
+    cfg.launch[key] = value
+    [problem] = hang_problems(cfg)
+    assert problem.startswith(f"launch.{key}={value:g}" if isinstance(value, float) else f"launch.{key}={value}")
+    assert "must be" in problem
+
+
+def test_impossible_limits_of_the_callback_are_refused() -> None:
+    assert Watchdog(hang_timeout=None).limits is None
+    with pytest.raises(ValueError, match="hang_timeout='soon': must be 'auto'"):
+        Watchdog(hang_timeout="soon")
+    with pytest.raises(ValueError, match="safety_factor=0.5: must be at least 1"):
+        Watchdog(safety_factor=0.5)
+    with pytest.raises(ValueError, match="floor_seconds=0: must be"):
+        Watchdog(floor_seconds=0)
+
+
+# ---- stacks ----------------------------------------------------------------------------------------------------------
+
+
+def _acquire(lock: Any) -> None:
+    with lock:
+        pass
+
+
+class Holder:
+    """Whose lock is found without running the property beside it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    @property
+    def trap(self) -> Any:
+        raise AssertionError("a stack was read by running the user's code")
+
+    def wait(self) -> None:
+        self.lock.acquire()
+
+    def fall(self) -> None:
+        time.sleep(0.2 if self.__class__ is Holder else self.trap.acquire())
+
+
+def _while_in(function: Any, *args: Any) -> Thread:
+    thread = threading.Thread(target=function, args=args, name="looked at", daemon=True)
+    thread.start()
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        found = [each for each in own_threads() if each.name == "looked at"]
+        if found and found[0].state == "S" and any(frame.is_users for frame in found[0].frames):
+            return found[0]
+        time.sleep(0.01)
+    raise AssertionError("the thread does not come to wait")
+
+
+def test_a_thread_that_waits_for_a_lock() -> None:
+    holder = Holder()
+    with holder.lock:
+        for function, args in ((_acquire, (holder.lock,)), (holder.wait, ())):
+            thread = _while_in(function, *args)
+            assert thread.frames[0].holds_lock, thread.frames[0]
+            assert waits.wait_of(thread) == waits.Wait(waits.LOCK, "waiting for a lock")
+            holder.lock.release()
+            holder.lock.acquire()
+
+
+def test_no_code_of_the_user_runs_to_read_a_stack() -> None:
+    thread = _while_in(Holder().fall)
+    assert not thread.frames[0].holds_lock
+    assert waits.wait_of(thread).kind == waits.SLEEP
+    assert thread.users[0].place.startswith("Holder.fall at test_watchdog.py:")
+
+
+def _at(file: str, function: str, text: str = "", users: bool = False) -> Frame:
+    return Frame(file, 1, function, text, users)
+
+
+def _kind(*frames: Frame, state: str = "S") -> str:
+    return waits.wait_of(Thread("", True, state, frames)).kind
+
+
+def test_what_is_waited_for_is_told_by_the_outermost_library_that_is_known() -> None:
+    wait, get = _at("/usr/lib/threading.py", "Condition.wait"), _at("/usr/lib/queue.py", "Queue.get")
+    loader = _at("/x/torch/utils/data/dataloader.py", "_MultiProcessingDataLoaderIter._try_get_data")
+    user, fetcher = _at("/me/train.py", "Net.training_step", users=True), _at("/x/lightning/fetchers.py", "next")
+    assert _kind(wait, get, loader, fetcher) == waits.DATA
+    assert _kind(wait, get, user, loader) == waits.QUEUE
+    assert _kind(wait, user) == waits.LOCK
+    recv = _at("/x/torch/distributed/distributed_c10d.py", "recv")
+    assert _kind(recv, _at("/x/torch/nn/modules/module.py", "Module._call_impl"), user) == waits.COMMUNICATION
+    assert _kind(recv, state="R") == waits.COMPUTING
+    assert _kind(_at("/x/torch/nn/functional.py", "linear"), user) == waits.TORCH
+    assert _kind(_at("/x/torch/_ops.py", "OpOverload.__call__"), recv) == waits.COMMUNICATION
+
+
+def test_who_debugs_or_compiles_is_known() -> None:
+    user = _at("/me/train.py", "Net.training_step", users=True)
+    assert (
+        _kind(_at("/usr/lib/cmd.py", "Cmd.cmdloop"), _at("/usr/lib/pdb.py", "Pdb.interaction"), user) == waits.DEBUGGER
+    )
+    compiling = _at("/x/torch/_dynamo/convert_frame.py", "_compile")
+    assert _kind(_at("/usr/lib/threading.py", "Condition.wait"), compiling, user) == waits.COMPILING
+    assert _kind(user, _at("/x/torch/_dynamo/eval_frame.py", "compile_wrapper")) == waits.NATIVE
+
+
+def test_the_thread_in_which_backward_runs_the_users_hooks_is_the_one_that_acts() -> None:
+    main = Thread("MainThread", True, "S", (_at("/x/torch/autograd/graph.py", "_engine_run_backward"),))
+    other = Thread("reader", False, "S", (_at("/me/data.py", "read", users=True),))
+    device = Thread("", False, "S", (_at("/me/train.py", "hook", users=True),))
+    assert waits.acting_thread((main, other, device)) is device
+    assert waits.acting_thread((main, other)) is main
+
+
+# ---- crashes ---------------------------------------------------------------------------------------------------------
+
+CRASH = """Thread 0x1 (most recent call first):
+  File "/me/train.py", line 9 in asked_for_earlier
+
+Fatal Python error: Aborted
+
+Thread 0x2 (most recent call first):
+  File "/me/other.py", line 3 in reader
+
+Thread 0x3 (most recent call first):
+  File "{torch}", line 5 in all_reduce
+  File "/me/train.py", line 7 in on_train_batch_end
+
+Extension modules: a, b"""
+
+
+def test_the_users_line_of_a_crash_is_found() -> None:
+    crash = crash_in(CRASH.format(torch=dist.distributed_c10d.__file__))
+    assert crash is not None
+    assert place_of(crash) == "Aborted (on_train_batch_end at train.py:7)"
+    assert "Extension" not in crash
+    assert crash_in("Thread 0x1 (most recent call first):") is None
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_answers_until_it_stops(tmp_path: Path) -> None:
+    assert not ask(tmp_path, 0, "1")  # nobody is there
+    answerer = Answerer(tmp_path, 0)
+    answerer.start()
+    assert answers.SIGNAL is None or catches(os.getpid(), answers.SIGNAL)
+    for question in ("1", "2"):
+        assert ask(tmp_path, 0, question)
+        assert _answer(tmp_path, question).main.is_main
+    answerer.stop()
+    assert not ask(tmp_path, 0, "3")
+    assert "trainwright-watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+def _answer(folder: Path, question: str) -> Answer:
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        answer = read_answer(folder, 0, question)
+        if answer is not None:
+            return answer
+        time.sleep(0.01)
+    raise AssertionError("no answer came")
+
+
+def test_an_answer_survives_being_written() -> None:
+    answer = Answer.of(json.loads(json.dumps(own_answer(own_threads() or [Thread("", True, "S", ())]))))
+    assert answer.calls == ()
+    assert answer.groups == {}
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kinds", "text"),
+    [
+        ((), (), "barrier #3"),
+        (((4, 128),), ("float32",), "barrier #3 (512 x float32)"),
+        (((4,), (6,)), ("float32", "int64"), "barrier #3 (10 x float32 and int64 in 2 tensors)"),
+        (((),), ("bool",), "barrier #3 (1 x bool)"),
+    ],
+)
+def test_calls_for_people(sizes: Any, kinds: Any, text: str) -> None:
+    assert str(Call("0", 3, "barrier", sizes, kinds, True, 1.0)) == text
+
+
+def names_of_groups() -> dict[str, tuple[int, ...]]:
+    group = dist.new_group([0, 1], group_desc="mesh_replicate")
+    dist.all_reduce(torch.ones(2), group=group)
+    assert isinstance(own_calls(), list)  # empty where torch was told to remember none before the first group
+    return {group.label: group.ranks for group in own_groups()}
+
+
+def test_groups_are_named(ranks: Any) -> None:
+    assert ranks(names_of_groups, 2) == [{"all ranks": (0, 1), "replicate": (0, 1)}] * 2
+
+
+# ---- the monitor -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds of the monitor's clock."""
+    now = [100.0]
+    # The monitor's own: those who look for what a test has left need one that goes on.
+    monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+class SilentInquiry:
+    """Counts the questions."""
+
+    asked = 0
+
+    def __init__(self, *_: Any) -> None:
+        type(self).asked += 1
+
+    def advance(self) -> None:
+        return None
+
+
+@pytest.fixture
+def questions(monkeypatch: pytest.MonkeyPatch) -> type[SilentInquiry]:
+    monkeypatch.setattr(SilentInquiry, "asked", 0)
+    monkeypatch.setattr(monitor, "Inquiry", SilentInquiry)
+    return SilentInquiry
+
+
+def _watched_box(watcher: HangMonitor, number: int) -> Box:
+    place = json.loads(watcher.environment(number)[VARIABLE])
+    return Box(place["boxes"], place["box"], rank=number)
+
+
+def test_a_job_that_was_put_to_sleep_is_no_hang(tmp_path: Path, clock: Any, questions: Any) -> None:
+    watcher = HangMonitor(1, tmp_path, tmp_path, HangLimits(fixed=10.0))
+    box = _watched_box(watcher, 0)
+    watcher.check()
+    clock[0] += 3600.0  # the ranks slept as well
+    watcher.check()
+    assert questions.asked == 0
+    for _ in range(20):
+        clock[0] += 0.5
+        watcher.check()
+    assert questions.asked == 1
+    box.close()
+    watcher.close()
+
+
+def test_progress_and_an_end_are_no_hang(tmp_path: Path, clock: Any, questions: Any) -> None:
+    watcher = HangMonitor(2, tmp_path, tmp_path, HangLimits(fixed=10.0))
+    getting_on, ended = _watched_box(watcher, 0), _watched_box(watcher, 1)
+    ended.close()
+    for phase in itertools.islice(itertools.cycle((phases.FORWARD, phases.BACKWARD)), 40):
+        clock[0] += 1.0
+        getting_on.begin(phase)
+        watcher.check()
+    assert questions.asked == 0
+    getting_on.close()
+    watcher.close()
+
+
+def test_a_process_that_takes_the_place_of_another_gets_its_box(tmp_path: Path) -> None:
+    watcher = HangMonitor(1, tmp_path, tmp_path)
+    box = json.loads(watcher.environment(0)[VARIABLE])["box"]
+    watcher.watch(0, os.getpid())
+    with pytest.raises(RuntimeError, match="boxes for 1 processes, and all of them live"):
+        watcher.environment(1)
+    assert json.loads(watcher.environment(0)[VARIABLE])["box"] == box  # started anew under its number
+    gone = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    gone.wait()
+    watcher.watch(0, gone.pid)
+    assert json.loads(watcher.environment(1)[VARIABLE])["box"] == box
+    watcher.close()
+
+
+def test_own_state_is_known() -> None:
+    assert state_of(os.getpid()) == "R"

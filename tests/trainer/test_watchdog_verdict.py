@@ -1,0 +1,188 @@
+"""Who is to blame, from what is known of each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainwright.trainer import phases
+from trainwright.trainer.watchdog import verdict, waits
+from trainwright.trainer.watchdog.answers import Answer
+from trainwright.trainer.watchdog.boxes import Progress
+from trainwright.trainer.watchdog.calls import Call, Group
+from trainwright.trainer.watchdog.evidence import HALTED, KERNEL, Child, Evidence
+from trainwright.trainer.watchdog.report import first_lines, report_of
+from trainwright.trainer.watchdog.stacks import Frame, Thread
+from trainwright.trainer.watchdog.verdict import differing_calls, judge
+
+LIMIT, SLOW = 10.0, 100.0
+IN_TORCH = Frame("/x/torch/distributed/distributed_c10d.py", 1, "all_reduce", "work.wait()", False)
+IN_STEP = Frame("/me/user.py", 12, "Net.training_step", "self.lock.acquire()", True, holds_lock=True)
+IN_LOOP = Frame("/me/user.py", 20, "Net.training_step", "x + 1", True)
+
+
+def call(number: int, name: str = "all_reduce", size: int = 512, pending: bool = True, group: str = "1") -> Call:
+    return Call(group, number, name, ((size,),), ("float32",), pending, 31.0 if pending else 40.0)
+
+
+def rank(
+    number: int,
+    *calls: Call,
+    frame: Frame = IN_TORCH,
+    stalled: float = 31.0,
+    groups: dict[str, tuple[int, ...]] | None = None,
+    state: str = "S",
+    on_accelerator: bool = False,
+    answers: bool = True,
+    state_of_process: str = "S",
+    **more: Any,
+) -> Evidence:
+    box = {"phase": phases.FORWARD, "step": 5, "micro_batches": 6, "running": True}
+    box |= {name: more.pop(name) for name in list(more) if name in box}
+    progress = Progress(process=100 + number, rank=number, changes=1, changed_at=0.0, longest={}, **box)
+    known = {name: Group(name, "replicate", ranks) for name, ranks in (groups or {"1": (0, 1)}).items()}
+    thread = Thread("MainThread", True, state, (frame,))
+    answer = Answer((thread,), calls, known, on_accelerator) if answers else None
+    return Evidence(progress, stalled, LIMIT, SLOW, answer, state=state_of_process, **more)
+
+
+def test_who_has_not_joined_is_named_with_the_call_and_the_line() -> None:
+    found = judge([rank(0, call(57)), rank(1, call(56, pending=False), frame=IN_STEP)])
+    assert found is not None
+    assert (found.rank, found.ends, found.kind) == (1, 1, waits.LOCK)
+    assert found.sentence == (
+        "rank 1 has not joined all_reduce #57 (512 x float32) of group 'replicate' [0, 1], in which rank 0 has waited "
+        "for 31 s; rank 1 is in Net.training_step at user.py:12 (phase forward), waiting for a lock"
+    )
+    assert found.reason == "in Net.training_step at user.py:12 (phase forward), waiting for a lock"
+
+
+def test_who_is_within_its_own_time_is_not_to_blame() -> None:
+    assert judge([rank(0, call(57)), rank(1, frame=IN_LOOP, stalled=5.0, state="R", phase=phases.SAVING)], True) is None
+
+
+def test_who_computes_for_longer_than_ever_is_to_blame() -> None:
+    found = judge([rank(0, call(57)), rank(1, frame=IN_LOOP, state="R")])
+    assert found is not None
+    assert (found.rank, found.kind) == (1, waits.COMPUTING)
+
+
+def test_a_compiler_has_the_time_of_a_first_step() -> None:
+    compiling = Frame("/x/torch/_dynamo/convert_frame.py", 1, "_compile", "", False)
+    assert judge([rank(0, call(57)), rank(1, frame=compiling)], True) is None
+    assert judge([rank(0, call(57), stalled=120.0), rank(1, frame=compiling, stalled=120.0)]) is not None
+
+
+def test_a_person_who_debugs_is_left_alone() -> None:
+    debugger = Frame("/usr/lib/pdb.py", 1, "Pdb.interaction", "", False)
+    assert judge([rank(0, call(57)), rank(1, frame=debugger, stalled=9999.0)], True) is None
+    assert judge([rank(0, call(57)), rank(1, answers=False, state_of_process="t")], True) is None
+
+
+def test_what_is_certain_comes_before_what_is_likely() -> None:
+    groups = {"1": (0, 1, 2)}
+    asleep = rank(1, frame=Frame("/me/user.py", 3, "wait", "time.sleep(9)", True), stalled=50.0, groups=groups)
+    for state, kind in (("T", HALTED), ("D", KERNEL)):
+        found = judge([rank(0, call(57), groups=groups), asleep, rank(2, answers=False, state_of_process=state)])
+        assert found is not None
+        assert (found.rank, found.kind) == (2, kind)
+
+
+def test_of_two_who_stand_still_the_one_that_others_wait_for() -> None:
+    found = judge([rank(0, call(57)), rank(1, frame=IN_STEP), rank(2, frame=IN_STEP, stalled=90.0)])
+    assert found is not None
+    assert found.rank == 1
+
+
+def test_on_an_accelerator_any_line_may_wait_for_a_call() -> None:
+    item = Frame("/me/user.py", 30, "Net.training_step", "loss.item()", True)
+    waiting = rank(0, call(57), frame=item, state="R", on_accelerator=True)
+    found = judge([waiting, rank(1, frame=IN_STEP, on_accelerator=True)])
+    assert found is not None
+    assert found.rank == 1
+    assert waiting.wait.kind == waits.COMMUNICATION
+    assert rank(0, call(57), frame=item, state="R").wait.kind == waits.COMPUTING
+
+
+def test_the_minority_has_made_another_call() -> None:
+    groups = {"1": (0, 1, 2, 3)}
+    ranks = [rank(number, call(57), groups=groups) for number in (0, 1, 3)]
+    found = judge([*ranks, rank(2, call(57, size=100), groups=groups)])
+    assert found is not None
+    assert (found.rank, found.kind) == (2, verdict.MISMATCH)
+    assert "rank 2 has called all_reduce (100 x float32)" in found.sentence
+    assert (
+        "number 57 of group 'replicate' [0, 1, 2, 3], where ranks 0, 1, 3 have called all_reduce (512" in found.sentence
+    )
+
+
+def test_of_two_the_one_ahead_has_made_another_call() -> None:
+    behind = rank(0, call(57, "all_gather"), phase=phases.FORWARD)
+    found = judge([behind, rank(1, call(57), phase=phases.BACKWARD)])
+    assert found is not None
+    assert (found.rank, found.kind) == (1, verdict.MISMATCH)
+
+
+def test_calls_whose_sizes_may_differ_fit_together() -> None:
+    assert judge([rank(0, call(57, "alltoall_base", 3)), rank(1, call(57, "alltoall_base", 5))]) is None
+
+
+def test_a_call_left_out_is_told_by_who_is_ahead_and_only_when_seen_twice() -> None:
+    groups = {"1": (0, 1), "2": (0, 1)}
+    behind = rank(0, call(57), groups=groups, phase=phases.BACKWARD)
+    ahead = rank(1, call(56, pending=False), call(3, "broadcast", group="2"), groups=groups, phase=phases.HOOKS)
+    assert judge([behind, ahead]) is None
+    found = judge([behind, ahead], seen_before=True)
+    assert found is not None
+    assert (found.rank, found.kind) == (1, verdict.SKIPPED)
+    assert found.sentence.startswith("rank 1 left out all_reduce #57")
+    assert found.sentence.endswith("in broadcast #3 (512 x float32) of group 'replicate' [0, 1]")
+
+
+def test_a_rank_that_has_ended_is_named_and_one_that_lives_is_ended() -> None:
+    found = judge([rank(0, call(57)), rank(1, call(56, pending=False), running=False)], seen_before=True)
+    assert found is not None
+    assert (found.rank, found.ends, found.kind) == (1, 0, verdict.ENDED)
+
+
+def test_ranks_of_another_machine_are_blamed_late() -> None:
+    groups = {"1": (0, 1, 2)}
+    here = [rank(number, call(57), groups=groups) for number in (0, 1)]
+    assert judge(here, seen_before=True) is None  # the other one may be saving, which only its own monitor knows
+    late = [rank(number, call(57), groups=groups, stalled=120.0) for number in (0, 1)]
+    found = judge(late, seen_before=True)
+    assert found is not None
+    assert (found.rank, found.ends, found.kind) == (2, 0, verdict.ELSEWHERE)
+
+
+def test_all_wait_for_each_others_messages() -> None:
+    found = judge([rank(0, groups={"1": (0, 1)}), rank(1, stalled=40.0)], seen_before=True)
+    assert found is not None
+    assert (found.rank, found.kind) == (1, verdict.DEADLOCK)
+
+
+def test_a_stopped_worker_of_a_data_loader_is_named() -> None:
+    loader = Frame("/x/torch/utils/data/dataloader.py", 1, "_BaseDataLoaderIter.__next__", "", False)
+    found = judge([rank(0, call(57)), rank(1, frame=loader, children=(Child(77, "python", "T"),))])
+    assert found is not None
+    assert found.sentence.endswith("its data loader: worker process 77 is stopped by a signal (SIGSTOP)")
+
+
+def test_calls_of_ranks_that_have_failed_are_laid_side_by_side() -> None:
+    done = [call(number, pending=False) for number in (55, 56)]
+    failed = [rank(0, *done, call(57, pending=False)), rank(1, *done, call(57, size=100, pending=False))]
+    told = differing_calls(failed)
+    assert told is not None
+    assert "as number 57 of group 'replicate' [0, 1]" in told
+    assert differing_calls([rank(0, *done), rank(1, *done, call(57))]) is None
+
+
+def test_the_report_begins_with_who_and_why_and_the_users_lines() -> None:
+    ranks = [rank(0, call(57)), rank(1, call(56, pending=False), frame=IN_STEP)]
+    found = judge(ranks)
+    assert found is not None
+    report = report_of(found, ranks)
+    assert first_lines(report).splitlines()[0] == f"Hang: {found.sentence}"
+    assert first_lines(report).splitlines()[2].startswith("  rank 0: phase forward, step 5, micro-batch 6, no progress")
+    assert report.index("Rank 1 is in your lines") < report.index("---- rank 1") < report.index("---- rank 0")
+    assert "  /me/user.py:12 in Net.training_step: self.lock.acquire()" in report
+    assert "all_reduce #57 (512 x float32) of group 'replicate' [0, 1]: PENDING" in report
