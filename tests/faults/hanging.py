@@ -98,6 +98,14 @@ class Ranks:
             time.sleep(0.1)
         assert [process.exitcode for process in self.processes] == [0] * len(self.processes), self.printed(0)
 
+    def explanation(self, seconds: float = 120.0) -> str:
+        """What the ranks say of a failure, once all have ended."""
+        for rank in range(len(self.processes)):
+            self.first_exit_code(rank, seconds)
+        explanation = self.monitor.explain()
+        assert explanation is not None, self.printed(0)
+        return explanation
+
     def first_exit_code(self, rank: int, seconds: float = 120.0) -> int:
         """Wait for a rank to end; how it did."""
         self.processes[rank].join(seconds)
@@ -269,6 +277,9 @@ class OwnCalls(Callback):
             dist.all_gather([torch.empty(3), torch.empty(3)], torch.ones(3))
         else:
             dist.all_reduce(torch.ones(3))
+
+    def other_size(self, otherwise: bool) -> None:
+        dist.all_reduce(torch.ones(100 if otherwise else 7))
 
     def left_out(self, otherwise: bool) -> None:
         if not otherwise:

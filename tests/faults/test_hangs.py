@@ -115,6 +115,17 @@ def test_a_call_left_out_of_another_group() -> None:
     assert "of group 'all ranks' [0, 1]" in first_line(found)
 
 
+def test_a_call_of_another_size_which_ends_a_rank() -> None:
+    """gloo ends the process that receives more than it asked for; the other one loses its connection."""
+    with watched_ranks(hanging.with_own_calls, 2, "other_size", "ddp") as ranks:
+        explanation = ranks.explanation()
+    assert re.search(
+        r"rank \d crashed in compiled code: Aborted \(other_size at hanging.py:\d+\); rank \d was in all_reduce #\d+ "
+        r"\((7|100) x float32\) of group 'all ranks' \[0, 1\] in OwnCalls.other_size at hanging.py:\d+; the stacks: ",
+        explanation,
+    )
+
+
 def test_a_rank_that_saves_is_no_hang() -> None:
     """The other waits for it, longer than anything it waited for before."""
     with watched_ranks(hanging.saving_slowly, 2, 5.0) as ranks:

@@ -13,12 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
+from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import Watchdog
+from trainwright import Trainer, Watchdog
 from trainwright.trainer import phases
 from trainwright.trainer.check_hangs import hang_problems
 from trainwright.trainer.config import LaunchConfig
@@ -297,6 +299,54 @@ def names_of_groups() -> dict[str, tuple[int, ...]]:
 
 def test_groups_are_named(ranks: Any) -> None:
     assert ranks(names_of_groups, 2) == [{"all ranks": (0, 1), "replicate": (0, 1)}] * 2
+
+
+# ---- the callback ----------------------------------------------------------------------------------------------------
+
+
+class Line(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.layer(batch[0]).mean()
+
+    def validation_step(self, batch: Any) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("kind", [Trainer, pl.Trainer])
+def test_a_run_tells_what_it_does(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "watchdog"
+    folder.mkdir()
+    watcher = HangMonitor(1, folder, tmp_path)
+    place = json.loads(watcher.environment(0)[VARIABLE])
+    monkeypatch.setenv(VARIABLE, json.dumps(place))
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "10")  # what the user has set counts
+    seen: list[Progress] = []
+    look = pl.callbacks.LambdaCallback(on_train_epoch_end=lambda *_: seen.append(watcher._boxes.read(0)))
+    trainer = kind(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[Watchdog(), look],
+    )
+    loader = DataLoader(TensorDataset(torch.ones(12, 2)), batch_size=2)
+    trainer.fit(Line(), loader, loader)
+    assert [(each.running, each.rank, each.micro_batches) for each in seen] == [(True, 0, 6), (True, 0, 12)]
+    assert {phases.FORWARD, phases.DATA, "evaluation"} <= set(seen[1].longest)
+    assert not watcher._boxes.read(0).running
+    assert "trainwright-watchdog" not in [thread.name for thread in threading.enumerate()]
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "10"
+    watcher.close()
 
 
 # ---- the monitor -----------------------------------------------------------------------------------------------------
