@@ -35,6 +35,7 @@ from trainwright.trainer.data_order import (
 from trainwright.trainer.evaluation import ExactEvaluationLoop, OrderedPredictionLoop
 from trainwright.trainer.even import EvenLoader
 from trainwright.trainer.fit_loop import ResumableFitLoop
+from trainwright.trainer.loader_workers import spare_workers
 from trainwright.trainer.loop import LeanEpochLoop
 from trainwright.trainer.loss_weighting import LossWeighting, TokenCount, make_token_weights
 from trainwright.trainer.partition import PARTITIONS, DataKey, Partition, RangePartition, resolve_data_key
@@ -225,6 +226,12 @@ class OrderedDataConnector(_DataConnector):
     trainer: Trainer
 
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        loader = self._prepared(dataloader, shuffle, mode)
+        _auto_add_worker_init_fn(loader, self.trainer.global_rank)
+        spare_workers(loader)
+        return loader
+
+    def _prepared(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         strategy = self.trainer.strategy
         ranks, rank = getattr(strategy, "num_data_ranks", None), getattr(strategy, "data_rank", 0)
         training = mode == RunningStage.TRAINING

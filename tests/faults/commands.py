@@ -19,6 +19,15 @@ import os
 import time
 
 import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+from my_module import MyData
+
+
+class WorkerData(MyData):
+    def train_dataloader(self):
+        plain = super().train_dataloader()
+        return DataLoader(plain.dataset, plain.batch_size, num_workers=1, persistent_workers=True)
 
 
 class SlowSave(pl.Callback):
@@ -110,9 +119,10 @@ class Command:
         return found
 
     def ranks(self) -> list[int]:
-        """Processes of the ranks, forked from the fork server, in the order of their start."""
-        server = [pid for pid, words in self.session().items() if "forkserver" in words]
-        return sorted(pid for pid in server if _parent(pid) in server)
+        """Processes of the ranks, which the command's fork server has forked, in the order of their start."""
+        forked = [pid for pid, words in self.session().items() if "forkserver" in words]
+        [server] = [pid for pid in forked if _parent(pid) == self.process.pid]
+        return sorted(pid for pid in forked if _parent(pid) == server)
 
 
 def _parent(process: int) -> int:

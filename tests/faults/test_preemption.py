@@ -380,7 +380,7 @@ def saved_steps() -> list[int]:
 
 @pytest.mark.parametrize("who", ["the launching process", "one rank", "every process"])
 def test_a_command_saves_ends_and_goes_on(conf: Path, who: str) -> None:
-    run = Command(training(conf))
+    run = Command(training(conf, "data._target_=trouble.WorkerData"))
     to = {"one rank": run.ranks()[1:], "every process": list(run.session())}.get(who)
     run.tell(signal.SIGTERM, to)
     assert run.end() == 143

@@ -19,7 +19,7 @@ from typing import Any
 
 from trainwright.trainer.launch.scratch import scratch
 
-# A rank starts with these ignored too, see listen_again.
+# A rank starts with these ignored too, see become_ordinary.
 _NOT_FOR_THE_SERVER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PRELOAD = ("trainwright.trainer.worker",)
 # Process id of the server that this module has started; None when there is none, or it is another library's.
@@ -70,8 +70,13 @@ def hidden_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def listen_again() -> None:
-    """In a process that was forked from the server: react to signals as any process does."""
+def become_ordinary() -> None:
+    """In a process that was forked from the server: react to signals, and start processes, as any process does.
+
+    multiprocessing hands its own start method down: each rank would start a fork server of its own for the workers of
+    its data loaders, whose data sets would have to be pickled.
+    """
+    multiprocessing.set_start_method(None, force=True)
     for number in _NOT_FOR_THE_SERVER:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.trainer.launch.environment import of_rank
 from trainwright.trainer.launch.failure import FailureRecorder, is_consequence, log_file
-from trainwright.trainer.launch.forkserver import listen_again
+from trainwright.trainer.launch.forkserver import become_ordinary
 from trainwright.trainer.launch.mailbox import NOW, Announcement, Left, Mailbox, records_of, waited
 from trainwright.trainer.launch.output import Output
 from trainwright.trainer.launch.records import write_result
@@ -49,7 +49,7 @@ def member_main(environment: Mapping[str, str], verb: str, run_dir: Path, record
     os.environ.update(environment)
     member = Member(int(environment["TRAINWRIGHT_MEMBER"]), verb, run_dir, records, Mailbox(mailbox))
     try:
-        listen_again()
+        become_ordinary()
         launcher = multiprocessing.parent_process()
         assert launcher is not None
         ShutdownWatch(read_config(run_dir).launch.grace_seconds, launcher.sentinel).start()

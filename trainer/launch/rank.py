@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainwright.trainer.launch.failure import FailureRecorder, log_file
-from trainwright.trainer.launch.forkserver import listen_again
+from trainwright.trainer.launch.forkserver import become_ordinary
 from trainwright.trainer.launch.output import Output
 from trainwright.trainer.launch.records import write_result
 from trainwright.trainer.launch.watch import ShutdownWatch
@@ -29,7 +29,7 @@ def rank_main(environment: Mapping[str, str], verb: str, folder: Path, records: 
     rank = int(environment["RANK"])
     recorder = FailureRecorder(records, rank)
     try:
-        listen_again()
+        become_ordinary()
         cfg = read_config(folder)
         if rank != 0:
             Output().to(log_file(Path(cfg.run_dir), rank))
