@@ -30,18 +30,23 @@ def start_forkserver() -> None:
     """Start the server unless one runs already; returns at once, the imports go on in the background."""
     global _started
     server: Any = forkserver._forkserver
-    if server._forkserver_pid is not None:
-        return
-    # Sockets and semaphores of multiprocessing then lie in our folder, which is removed after kill -9 as well.
+    before = server._forkserver_pid
+    if before is None:
+        _use_scratch()
+        multiprocessing.set_forkserver_preload(list(_PRELOAD))
+    with _single_threaded_blas(), _ignoring_signals(), hidden_main():
+        forkserver.ensure_running()  # another one, in the place of one that was killed
+    if server._forkserver_pid != before:
+        _started = server._forkserver_pid
+
+
+def _use_scratch() -> None:
+    """Have sockets and semaphores of multiprocessing lie in our folder, which is removed after kill -9 as well."""
     previous, tempfile.tempdir = tempfile.tempdir, str(scratch())
     try:
         util.get_temp_dir()
     finally:
         tempfile.tempdir = previous
-    multiprocessing.set_forkserver_preload(list(_PRELOAD))
-    with _single_threaded_blas(), _ignoring_signals(), hidden_main():
-        forkserver.ensure_running()
-    _started = server._forkserver_pid
 
 
 def stop_forkserver() -> None:

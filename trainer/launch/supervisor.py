@@ -19,6 +19,8 @@ from trainwright.trainer.watchdog.process import kill_with_workers
 _MONITOR_INTERVAL = 0.5
 # A process in the kernel (a driver that does not answer) outlives SIGKILL; then the launching process goes on alone.
 _SECONDS_TO_DIE = 30.0
+# What multiprocessing says of the processes of a fork server that was killed: nobody knows how they ended, and whether.
+_SERVER_IS_GONE = 255
 
 
 class Hang(Protocol):
@@ -219,6 +221,8 @@ class Supervisor:
         process.join()
         code = process.exitcode
         assert code is not None
+        if code == _SERVER_IS_GONE:
+            self._send(rank, signal.SIGKILL)  # it may live
         del self._processes[rank]
         process.close()
         asked = rank in self._asked
