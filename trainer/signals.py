@@ -40,32 +40,23 @@ class Pace:
         self.distance = 1
         self._passed = 0
         self._spent = 0.0
-        self._since = time.perf_counter()
 
-    def enter(self) -> None:
-        """The loop of these batches begins, or goes on after another one."""
-        self._since = time.perf_counter()
-
-    def leave(self) -> None:
-        """Another loop begins; its time does not count here."""
-        self._spent += time.perf_counter() - self._since
-
-    def is_due(self) -> bool:
-        """Count one batch; whether the ranks are to agree after it."""
+    def passed(self, seconds: float) -> bool:
+        """Count a batch that took so long on this rank; whether the ranks are to agree after it."""
         self._passed += 1
+        self._spent += seconds
         return self._passed >= self.distance
 
     @property
     def seconds_per_batch(self) -> float:
         """Of this rank, since the last agreement."""
-        return (self._spent + time.perf_counter() - self._since) / max(self._passed, 1)
+        return self._spent / max(self._passed, 1)
 
     def settle(self, slowest: float) -> None:
         """Begin anew, by the seconds per batch of the slowest rank; every rank has to give the same."""
         wanted = self._seconds / slowest if slowest > 0 else MOST_BATCHES
         self.distance = max(1, int(min(wanted, self.distance * _GROWTH, MOST_BATCHES)))
         self._passed, self._spent = 0, 0.0
-        self._since = time.perf_counter()
 
 
 class FlagOnSignal(_SignalConnector):
@@ -87,7 +78,7 @@ class FlagOnSignal(_SignalConnector):
         self._process = os.getpid()
         self._without_callback = Preemption(signals=("SIGTERM",))
         self._paces: dict[bool, Pace] = {}
-        self._present: Pace | None = None
+        self._last_batch = 0.0  # when it ended
         self._undo: list[Callable[[], object]] = []
         self.agreed: Told | None = None
         """What the ranks were told, once they have agreed that they were."""
@@ -107,7 +98,7 @@ class FlagOnSignal(_SignalConnector):
         self.received_sigterm, self.agreed = False, None
         self._process = os.getpid()  # a notice that was not obeyed yet, in the fit before, still counts
         self._paces = {fits: Pace(preemption.check_seconds) for fits in (True, False)}
-        self._present = None
+        self._last_batch = time.perf_counter()
         self._original_handlers = self._get_current_signal_handlers()
         self._limit_time(preemption)
         for number in preemption.numbers:
@@ -197,18 +188,12 @@ class FlagOnSignal(_SignalConnector):
         if self.trainer.world_size == 1:
             self.agreed = self._notice.told
         elif self.agreed is None and even:
-            pace = self._enter(self._paces[fits])
-            if pace.is_due():
+            now, pace = time.perf_counter(), self._paces[fits]
+            due = pace.passed(now - self._last_batch)
+            self._last_batch = now
+            if due:
                 self._agree(pace)
         return self.agreed is not None
-
-    def _enter(self, pace: Pace) -> Pace:
-        if self._present is not pace:
-            if self._present is not None:
-                self._present.leave()
-            pace.enter()
-            self._present = pace
-        return pace
 
     def _agree(self, pace: Pace) -> None:
         told, now = self._notice.told, time.monotonic()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +17,9 @@ from torch.utils.data import DataLoader
 
 from tests.parity.harness import make_trainer
 from tests.parity.modules import Tokens, make_module
+from tests.trainer.project import environment
+from trainwright.callbacks.preemption import Preemption
+from trainwright.trainer.signals import Pace
 
 
 class ToldToEnd(pl.Callback):
@@ -41,3 +48,138 @@ def step_at_the_end(hook: str) -> int:
 def test_ranks_end_together(ranks, hook):
     steps = ranks(step_at_the_end, 2, hook, timeout=60)
     assert steps[0] == steps[1]
+
+
+# ---- how often ranks ask each other ----------------------------------------------------------------------------------
+
+
+def distances(seconds_per_batch: float, batches: int) -> list[int]:
+    """Batches between one agreement and the next, of ranks that all need so long for a batch."""
+    pace, found, passed = Pace(seconds=1.0), [], 0
+    for _ in range(batches):
+        passed += 1
+        if pace.passed(seconds_per_batch):
+            found.append(passed)
+            passed = 0
+            pace.settle(pace.seconds_per_batch)
+    return found
+
+
+def test_slow_batches_are_each_agreed_upon() -> None:
+    assert distances(10.0, 4) == [1, 1, 1, 1]
+    assert distances(0.75, 4) == [1, 1, 1, 1]
+
+
+def test_quick_batches_are_agreed_upon_by_time() -> None:
+    # Not beyond 16 times what was known to be right.
+    assert distances(1 / 128, 500) == [1, 16, 128, 128, 128]
+    assert distances(2.0**-20, 2000) == [1, 16, 256, 512, 512, 512]
+
+
+class Slow(pl.Callback):
+    """Rank 0 needs longer for its batches than the other."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if dist.get_rank() == 0:
+            time.sleep(0.02)
+
+
+def distance_at_the_end() -> tuple[int, int]:
+    trainer = make_trainer("ddp", max_steps=24, callbacks=[Slow(), Preemption(check_seconds=0.1)])
+    agreements: list[int] = []
+    signals = trainer._signal_connector
+    agree = signals._agree
+
+    def counted(pace: Pace) -> None:
+        agreements.append(pace.distance)
+        agree(pace)
+
+    signals._agree = counted
+    trainer.fit(make_module("decoder-sgd"), DataLoader(Tokens(), batch_size=12))
+    return signals._paces[True].distance, len(agreements)
+
+
+def test_ranks_ask_by_the_slowest(ranks):
+    [(distance, agreements), other] = ranks(distance_at_the_end, 2)
+    assert (distance, agreements) == other
+    assert 1 <= distance <= 5
+    assert agreements >= 5
+
+
+# ---- a process that does not end in time -----------------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+from tests.faults.preempted import points, trainer_of
+from trainwright import RunStateCheckpoint
+from trainwright.callbacks.preemption import Preemption
+import lightning.pytorch as pl
+
+class Hangs(pl.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pthread_sigmask(signal.SIG_BLOCK, [])  # handlers of Python run now
+            time.sleep(600)
+
+saver = RunStateCheckpoint("states", every_n_steps=2)
+trainer, module = trainer_of([saver, Hangs(), Preemption(deadline_seconds=0.5)])
+trainer.fit(module, points())
+"""
+
+
+def test_a_script_that_hangs_ends_in_time(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        env=environment() | {"PYTHONPATH": str(root)},
+    )
+    assert done.returncode == 143, done.stdout
+    said = "was not saved within 0.5 s (preemption.deadline_seconds). The last good checkpoint is "
+    assert f"{said}{tmp_path / 'states' / 'step=2'}." in done.stdout
+
+
+WATCHED = """
+import os, signal, sys, time
+from multiprocessing import get_context
+from trainwright.trainer.launch.watch import Allowance, ShutdownWatch
+
+watch = ShutdownWatch(0.2)
+watch.start()
+signal.signal(signal.SIGTERM, lambda *_: None)
+signal.signal(signal.SIGINT, lambda *_: None)
+if sys.argv[1] == "allowed":
+    undo = watch.allow(Allowance([signal.SIGTERM], 30.0, lambda number: 7, lambda number: None))
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)
+    print("lives", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)  # who is impatient
+elif sys.argv[1] == "end_at":
+    watch.allow(Allowance([101], 30.0, lambda number: 7, lambda number: os.write(1, b"last words\\n")))
+    watch.end_at(time.monotonic() + 0.2, 101)
+elif sys.argv[1] == "child":
+    child = get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    time.sleep(0.2)
+    child.terminate()  # its handler runs, and the signal is none of this process
+    time.sleep(0.5)
+    print("lives", flush=True)
+    child.kill()
+    child.join()
+    watch.stop()
+    sys.exit(0)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"), [("allowed", 130, "lives\n"), ("end_at", 7, "last words\n"), ("child", 0, "lives\n")]
+)
+def test_the_watch_of_a_process(how: str, code: int, said: str) -> None:
+    done = subprocess.run([sys.executable, "-c", WATCHED, how], stdout=subprocess.PIPE, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (code, said)
