@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainwright.callbacks.diverged import DivergedError
     from trainwright.callbacks.loss_guard import LossGuard
+    from trainwright.callbacks.preemption import Preempted, Preemption
     from trainwright.callbacks.run_state import RunStateCheckpoint
     from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
     from trainwright.strategies.ddp import DDPStrategy
@@ -46,6 +47,8 @@ _LOCATIONS = {
     "ModelPlan": "trainwright.strategies.plan",
     "LossGuard": "trainwright.callbacks.loss_guard",
     "DivergedError": "trainwright.callbacks.diverged",
+    "Preempted": "trainwright.callbacks.preemption",
+    "Preemption": "trainwright.callbacks.preemption",
     "RunStateCheckpoint": "trainwright.callbacks.run_state",
     "CheckpointError": "trainwright.checkpoint.errors",
     "DamagedCheckpoint": "trainwright.checkpoint.errors",

@@ -13,6 +13,7 @@ import torch
 from tests.parity.harness import CLIPPING, make_loader, make_trainer, world_size
 from tests.parity.modules import make_module
 from tests.strategies.traffic import Collective, recorded
+from trainwright import Preemption
 
 GLOBAL_BATCH = 12
 BLOCKS = 2
@@ -38,8 +39,10 @@ class Span(pl.Callback):
 def traffic_of_a_step(strategy: str, accumulation: int, clipping: str, options: dict[str, Any]) -> list[Collective]:
     # DDP settles the order of its buckets in the second step.
     span = Span(step=2)
+    # On a slow machine the ranks would ask each other in this very step whether one was told to end.
+    callbacks = [span, Preemption(check_seconds=1e6)]
     trainer = make_trainer(
-        strategy, options, global_batch_size=GLOBAL_BATCH, max_epochs=1, callbacks=[span], **CLIPPING[clipping]
+        strategy, options, global_batch_size=GLOBAL_BATCH, max_epochs=1, callbacks=callbacks, **CLIPPING[clipping]
     )
     trainer.fit(make_module(MODULE), make_loader(48, GLOBAL_BATCH // (world_size() * accumulation)))
     return span.collectives
