@@ -71,6 +71,8 @@ __all__ = [
     "LossGuard",
     "ModelPlan",
     "PipelineStrategy",
+    "Preempted",
+    "Preemption",
     "RunStateCheckpoint",
     "SingleDeviceStrategy",
     "TensorParallelStrategy",

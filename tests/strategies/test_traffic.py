@@ -154,7 +154,8 @@ class Silent(pl.Callback):
 
 def traffic_of_an_epoch(steps: int) -> list[Collective]:
     silent = Silent()
-    trainer = make_trainer("ddp", max_epochs=1, callbacks=[silent])
+    # By time alone the number of agreements would depend on the machine.
+    trainer = make_trainer("ddp", max_epochs=1, callbacks=[silent, Preemption(check_seconds=1e6)])
     trainer.fit(make_module("plain-sgd"), make_loader(2 * steps, 1))
     return silent.collectives
 
@@ -162,7 +163,7 @@ def traffic_of_an_epoch(steps: int) -> list[Collective]:
 def test_the_loop_itself_is_silent(ranks):
     """Apart from gradients there are at most a few calls an epoch, and as many for a longer one."""
     others = [
-        [c for c in ranks(traffic_of_an_epoch, 2, steps)[0] if c.name != "all_reduce" or c.elements == 1]
+        [c for c in ranks(traffic_of_an_epoch, 2, steps)[0] if c.name != "all_reduce" or c.elements <= 3]
         for steps in (20, 40)
     ]
     assert len(others[0]) == len(others[1]) <= 6, others
