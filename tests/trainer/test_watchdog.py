@@ -293,7 +293,8 @@ def test_calls_for_people(sizes: Any, kinds: Any, text: str) -> None:
 def names_of_groups() -> dict[str, tuple[int, ...]]:
     group = dist.new_group([0, 1], group_desc="mesh_replicate")
     dist.all_reduce(torch.ones(2), group=group)
-    assert isinstance(own_calls(), list)  # empty where torch was told to remember none before the first group
+    last = own_calls()[-1]
+    assert (last.name, last.sizes, last.kinds, last.pending) == ("all_reduce", ((2,),), ("float32",), False)
     return {group.label: group.ranks for group in own_groups()}
 
 
@@ -327,6 +328,7 @@ def test_a_run_tells_what_it_does(kind: Any, tmp_path: Path, monkeypatch: pytest
     place = json.loads(watcher.environment(0)[VARIABLE])
     monkeypatch.setenv(VARIABLE, json.dumps(place))
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "10")  # what the user has set counts
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "mine")
     seen: list[Progress] = []
     look = pl.callbacks.LambdaCallback(on_train_epoch_end=lambda *_: seen.append(watcher._boxes.read(0)))
     trainer = kind(
@@ -345,7 +347,7 @@ def test_a_run_tells_what_it_does(kind: Any, tmp_path: Path, monkeypatch: pytest
     assert {phases.FORWARD, phases.DATA, "evaluation"} <= set(seen[1].longest)
     assert not watcher._boxes.read(0).running
     assert "trainwright-watchdog" not in [thread.name for thread in threading.enumerate()]
-    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "10"
+    assert (os.environ["TORCH_FR_BUFFER_SIZE"], os.environ["TORCH_FR_DUMP_TEMP_FILE"]) == ("10", "mine")
     watcher.close()
 
 

@@ -128,14 +128,31 @@ def test_calls_whose_sizes_may_differ_fit_together() -> None:
 
 def test_a_call_left_out_is_told_by_who_is_ahead_and_only_when_seen_twice() -> None:
     groups = {"1": (0, 1), "2": (0, 1)}
-    behind = rank(0, call(57), groups=groups, phase=phases.BACKWARD)
-    ahead = rank(1, call(56, pending=False), call(3, "broadcast", group="2"), groups=groups, phase=phases.HOOKS)
+    before = call(56, pending=False), call(2, "broadcast", group="2", pending=False)
+    behind = rank(0, *before, call(57), groups=groups, phase=phases.BACKWARD)
+    ahead = rank(1, *before, call(3, "broadcast", group="2"), groups=groups, phase=phases.HOOKS)
     assert judge([behind, ahead]) is None
     found = judge([behind, ahead], seen_before=True)
     assert found is not None
     assert (found.rank, found.kind) == (1, verdict.SKIPPED)
     assert found.sentence.startswith("rank 1 left out all_reduce #57")
     assert found.sentence.endswith("in broadcast #3 (512 x float32) of group 'replicate' [0, 1]")
+
+
+def test_a_rank_in_a_call_that_nobody_else_makes_is_to_blame_wherever_it_is() -> None:
+    groups = {"1": (0, 1), "2": (0, 1)}
+    before = call(56, pending=False)
+    found = judge(
+        [
+            rank(0, before, call(57), groups=groups, phase=phases.BACKWARD),
+            rank(1, before, call(1, "barrier", group="2"), groups=groups, phase=phases.FORWARD),
+        ],
+        seen_before=True,
+    )
+    assert found is not None
+    assert (found.rank, found.kind) == (1, verdict.ALONE)
+    assert found.sentence.startswith("rank 1 has waited for 31 s in barrier #1")
+    assert "rank 0 has waited for 31 s in all_reduce #57" in found.sentence
 
 
 def test_a_rank_that_has_ended_is_named_and_one_that_lives_is_ended() -> None:

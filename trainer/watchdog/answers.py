@@ -193,4 +193,4 @@ def stacks_text(folder: Path, box: int) -> str:
 
 def _computes_elsewhere() -> bool:
     torch: Any = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch is not None and bool(torch.cuda.is_initialized())

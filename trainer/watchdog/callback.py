@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from trainwright.trainer import phases
 from trainwright.trainer.watchdog.answers import Answerer
 from trainwright.trainer.watchdog.boxes import ENDING, EVALUATION, EVALUATION_END, FIRST_DATA, WARM_UP_STEPS, Box
-from trainwright.trainer.watchdog.calls import remember_calls
+from trainwright.trainer.watchdog.calls import keep_traces_in, remember_calls
 from trainwright.trainer.watchdog.limits import HangLimits
 from trainwright.trainer.watchdog.monitor import VARIABLE
 
@@ -80,6 +80,7 @@ class Watchdog(Callback):
             ) from error
         self._answerer = Answerer(Path(place["folder"]), place["box"])
         self._answerer.start()
+        keep_traces_in(Path(trainer.default_root_dir) / "logs")
         self._listen(trainer, box)
         self._box = box
 
@@ -116,17 +117,33 @@ class Watchdog(Callback):
 
     # ---- outside of training ----------------------------------------------------------------------------------------
 
+    def on_sanity_check_start(self, *_: Any) -> None:
+        """A batch of an evaluation is progress."""
+        self._begin(EVALUATION)
+
     def on_validation_batch_start(self, *_: Any) -> None:
         """A batch of an evaluation is progress."""
         self._begin(EVALUATION)
 
-    on_test_batch_start = on_predict_batch_start = on_sanity_check_start = on_validation_batch_start
+    def on_test_batch_start(self, *_: Any) -> None:
+        """A batch of an evaluation is progress."""
+        self._begin(EVALUATION)
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        """A batch of an evaluation is progress."""
+        self._begin(EVALUATION)
 
     def on_validation_epoch_end(self, *_: Any) -> None:
         """What metrics do at the end of an evaluation is not a batch of it."""
         self._begin(EVALUATION_END)
 
-    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+    def on_test_epoch_end(self, *_: Any) -> None:
+        """What metrics do at the end of an evaluation is not a batch of it."""
+        self._begin(EVALUATION_END)
+
+    def on_predict_epoch_end(self, *_: Any) -> None:
+        """What metrics do at the end of an evaluation is not a batch of it."""
+        self._begin(EVALUATION_END)
 
     def on_fit_end(self, *_: Any) -> None:
         """Loggers and strategies end their work."""

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 # Calls that each process remembers; older ones are overwritten.
@@ -83,10 +84,16 @@ class Group:
 def remember_calls() -> None:
     """Have torch remember the calls of this process; without effect once it has made a process group.
 
-    Costs about a microsecond a call. What the user has set counts.
+    Newer versions do so by themselves. What the user has set counts.
     """
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the name until torch 2.9, which torch still prefers
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name, which the newer one would overrule
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_REMEMBERED))
+
+
+def keep_traces_in(folder: Path) -> None:
+    """Have NCCL's own watchdog, should it be first, write what it remembers there instead of into ``/tmp``."""
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl_trace_rank_"))
 
 
 def own_calls() -> list[Call]:
@@ -95,7 +102,13 @@ def own_calls() -> list[Call]:
         return []
     from torch._C import _distributed_c10d
 
-    entries = json.loads(_distributed_c10d._dump_fr_trace_json()).get("entries", [])
+    entries: list[dict[str, Any]] = []
+    # NCCL's calls are kept apart from those of other backends.
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(_distributed_c10d, name, None)
+        if dump is not None:
+            entries += json.loads(dump()).get("entries", [])
+    entries.sort(key=lambda entry: entry["time_created_ns"])
     now = time.time_ns()
     calls = [_call(entry, now) for entry in entries]
     old = max(0, len(calls) - _TOLD)

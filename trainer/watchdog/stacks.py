@@ -99,7 +99,8 @@ def own_threads() -> list[Thread]:
 
 def raised(error: BaseException) -> Thread:
     """The main thread as it was when it raised ``error``."""
-    frames, traceback = [], error.__traceback__
+    frames: list[Frame] = []
+    traceback = error.__traceback__
     while traceback is not None:
         frames.append(_frame(traceback.tb_frame, traceback.tb_lasti, with_values=False))
         traceback = traceback.tb_next
@@ -107,11 +108,12 @@ def raised(error: BaseException) -> Thread:
 
 
 def _frames(innermost: FrameType) -> tuple[Frame, ...]:
-    frames, frame = [], innermost
+    frames: list[Frame] = []
+    frame: FrameType | None = innermost
     while frame is not None and len(frames) < _MOST_FRAMES:
         # Only of the innermost line is known that it waits, and on what.
         frames.append(_frame(frame, frame.f_lasti, with_values=frame is innermost))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return tuple(frames)
 
 

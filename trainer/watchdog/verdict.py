@@ -19,7 +19,14 @@ from trainwright.trainer.watchdog.calls import Call, Group
 from trainwright.trainer.watchdog.evidence import HALTED, KERNEL, SILENT, Evidence
 from trainwright.trainer.watchdog.stacks import Frame
 
-MISMATCH, SKIPPED, ELSEWHERE, ENDED, DEADLOCK = "mismatch", "skipped", "elsewhere", "ended", "deadlock"
+MISMATCH, SKIPPED, ALONE, ELSEWHERE, ENDED, DEADLOCK = (
+    "mismatch",
+    "skipped",
+    "alone",
+    "elsewhere",
+    "ended",
+    "deadlock",
+)
 # What is certain before what is likely.
 _CERTAINTY = (HALTED, KERNEL, SILENT)
 # Calls whose inputs are the same on every rank; of others only the name must agree.
@@ -278,6 +285,9 @@ def _out_of_step(over: Sequence[Evidence], waiting: Sequence[_Waiting], ranks: S
         for rank in one.group.ranks
         if rank in here and _is_absent(here[rank], one.call)
     ]
+    alone = [one for one in longest_first if not _has_been_made(one)]
+    if alone and len(alone) < len(longest_first) and any(one is alone[0] for one, _ in absent):
+        return _entered_alone(alone[0], longest_first)
     if absent:
         # Who is ahead of the others has left out what they wait for.
         return _left_out(*max(absent, key=lambda pair: (not pair[1].progress.running, _place_in_run(pair[1]))))
@@ -301,6 +311,30 @@ def _out_of_step(over: Sequence[Evidence], waiting: Sequence[_Waiting], ranks: S
         DEADLOCK,
         "all ranks wait for each other; " + "; ".join(_doing(one) for one in over),
         f"all ranks wait for each other; {_standing(longest)}",
+    )
+
+
+def _has_been_made(one: _Waiting) -> bool:
+    """Whether such a call was made before, as the calls of every step are."""
+    calls = () if one.evidence.answer is None else one.evidence.answer.calls
+    return any(
+        call.group == one.call.group and call.number < one.call.number and _form(call) == _form(one.call)
+        for call in calls
+    )
+
+
+def _entered_alone(one: _Waiting, all_waiting: Sequence[_Waiting]) -> Verdict:
+    """A rank waits in a call that is new to the run, and the others in one of those that every step has."""
+    rank = one.evidence.rank
+    other = next(each for each in all_waiting if _has_been_made(each))
+    return Verdict(
+        rank,
+        rank,
+        ALONE,
+        f"rank {rank} has waited for {one.call.seconds:.0f} s in {one.call} of {one.group}, a call that was not made "
+        f"before and that the others do not make; rank {other.evidence.rank} has waited for {other.call.seconds:.0f} s "
+        f"in {other.call} of {other.group}; {_doing(one.evidence)}",
+        f"alone in {one.call.name}; {_standing(one.evidence)}",
     )
 
 
