@@ -28,13 +28,14 @@ class Preempted(SIGTERMException):
 
     Attributes:
         told: by whom, and when.
-        code: exit code of the process.
+        exit_code: of the process; :attr:`code` of a ``SystemExit``.
         checkpoint: the newest checkpoint of this run, ``""`` if there is none.
         saved: whether it holds the step at which the run ends.
     """
 
     def __init__(self, told: Told, code: int, checkpoint: str = "", saved: bool = False) -> None:
         super().__init__(code)
+        self.exit_code = code
         self.told = told
         self.checkpoint = checkpoint
         self.saved = saved

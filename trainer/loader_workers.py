@@ -80,10 +80,11 @@ def _unblocked() -> Iterator[None]:
 
 def _let_programs_be_ended() -> None:
     """A program that a data set starts (a decoder, say) would inherit the blocked signals, and never be terminated."""
-    start: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined] - of the standard library, in private
+    popen: Any = subprocess.Popen
+    start = popen._execute_child
 
     def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _unblocked():
             return start(self, *args, **kwargs)
 
-    subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
+    popen._execute_child = execute
