@@ -156,8 +156,7 @@ def _run_here(cfg: DictConfig, verb: str) -> dict[str, float]:
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT) from None
     except Preempted as ended:
-        assert ended.code is not None
-        raise Interrupted(ended.told.signal, int(ended.code)) from None
+        raise Interrupted(ended.told.signal, ended.exit_code) from None
     except SystemExit:
         # Lightning answers Ctrl-C with exit code 1; a shell expects 130.
         if any(isinstance(error, KeyboardInterrupt) for error in seen):
