@@ -26,7 +26,7 @@ from trainwright.trainer.check_hangs import hang_problems
 from trainwright.trainer.config import LaunchConfig
 from trainwright.trainer.watchdog import answers, monitor, waits
 from trainwright.trainer.watchdog.answers import Answer, Answerer, ask, own_answer, read_answer
-from trainwright.trainer.watchdog.boxes import OTHER, SETUP, Box, Boxes, Progress
+from trainwright.trainer.watchdog.boxes import OTHER, Box, Boxes, Progress
 from trainwright.trainer.watchdog.calls import Call, own_calls, own_groups
 from trainwright.trainer.watchdog.crashes import crash_in, place_of
 from trainwright.trainer.watchdog.limits import HangLimits
@@ -59,7 +59,7 @@ def test_times_of_the_first_steps_are_not_learned(tmp_path: Path) -> None:
     box = Box(boxes.address, 0, 0)
     for phase in (phases.FORWARD, phases.SAVING, phases.FORWARD, phases.BACKWARD):
         box.begin(phase)
-    assert set(boxes.read(0).longest) == {SETUP, phases.SAVING}
+    assert set(boxes.read(0).longest) == {phases.SAVING}
     box.learning = True
     box.begin(phases.FORWARD)
     time.sleep(0.02)
@@ -67,7 +67,7 @@ def test_times_of_the_first_steps_are_not_learned(tmp_path: Path) -> None:
     box.begin(phases.FORWARD)
     box.begin("a phase of another version")
     longest = boxes.read(0).longest
-    assert set(longest) == {SETUP, phases.SAVING, phases.FORWARD, phases.BACKWARD}
+    assert set(longest) == {phases.SAVING, phases.FORWARD, phases.BACKWARD}
     assert longest[phases.FORWARD] >= 0.02
     assert boxes.read(0).phase == OTHER
     box.close()

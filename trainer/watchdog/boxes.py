@@ -129,7 +129,8 @@ class Boxes:
 class Box:
     """The box of this rank. To be made by the rank.
 
-    Times are learned of every phase once ``learning`` is set, and of phases outside of steps from the beginning.
+    Times are learned of phases of a step once ``learning`` is set, of others from the beginning, and of setting up and
+    ending never.
 
     Args:
         address: of the boxes.
@@ -170,7 +171,7 @@ class Box:
         """Say that a phase begins; names that are not in :data:`PHASES` count as ``"other"``."""
         now = time.monotonic()
         before, values = self._phase, self._values
-        if self.learning or before not in _OF_STEPS:
+        if before in (_LEARNED if self.learning else _AT_ONCE):
             took = now - self._since
             if took > self._longest[before]:
                 self._longest[before] = values[_LONGEST + before] = took
@@ -198,6 +199,9 @@ class Box:
 
 
 _OTHER = _INDEX[OTHER]
-_OF_STEPS = frozenset(
-    _INDEX[name] for name in (phases.DATA, phases.FORWARD, phases.BACKWARD, phases.OPTIMIZER, phases.HOOKS)
-)
+_STEPS = (phases.DATA, phases.FORWARD, phases.BACKWARD, phases.OPTIMIZER, phases.HOOKS)
+# Ranks set up and end once, and each in its own time: how long one took says nothing of another.
+_NOT_LEARNED = (SETUP, ENDING, OTHER)
+# What is learned from the beginning, and what once the first steps are done.
+_AT_ONCE = frozenset(_INDEX[name] for name in PHASES if name not in _STEPS + _NOT_LEARNED)
+_LEARNED = frozenset(_INDEX[name] for name in PHASES if name not in _NOT_LEARNED)
