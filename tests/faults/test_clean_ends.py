@@ -116,10 +116,9 @@ def test_the_first_cause_is_told_and_nothing_is_left(conf: Path, temporary: Path
     assert names_in(temporary) == []
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_ends_everything(conf: Path, temporary: Path, times: int) -> None:
+def test_a_second_ctrl_c_ends_everything_as_well(conf: Path, temporary: Path) -> None:
     run = Command(training(conf))
-    for _ in range(times):
+    for _ in range(2):
         os.killpg(run.process.pid, signal.SIGINT)
         time.sleep(0.05)
     assert run.end() == 130, run.said()

@@ -459,8 +459,3 @@ def test_slurm_signals_saves_and_requeues(slurm: Path, conf: Path) -> None:
     [step] = saved_steps()
     assert f"saved step {step}" in run.said()
     assert run.session() == {}
-    # What the requeued job does: the same command, which finds the same run.
-    again = Command(words, started=f"going on from run/checkpoints/step={step}", more=allocation)
-    again.tell(signal.SIGTERM)
-    assert again.end() == 143
-    assert again.session() == {}
