@@ -118,6 +118,13 @@ class Command:
                 continue  # it has just ended
         return found
 
+    def left(self) -> dict[int, str]:
+        """Processes of its session that do not end by themselves within seconds: process id -> command line."""
+        end = time.monotonic() + 10
+        while (found := self.session()) and time.monotonic() < end:
+            time.sleep(0.05)  # Python's own tracker of resources ends when it finds that all others have
+        return found
+
     def ranks(self) -> list[int]:
         """Processes of the ranks, which the command's fork server has forked, in the order of their start."""
         forked = [pid for pid, words in self.session().items() if "forkserver" in words]

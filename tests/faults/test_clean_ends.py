@@ -124,7 +124,7 @@ def test_a_second_ctrl_c_ends_everything_as_well(conf: Path, temporary: Path) ->
     assert run.end() == 130, run.said()
     assert run.said().count("trainwright: ended by SIGINT") == 1
     assert "Traceback" not in run.said()
-    assert run.session() == {}
+    assert run.left() == {}
     assert names_in(temporary) == []
 
 

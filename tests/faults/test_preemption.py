@@ -388,7 +388,7 @@ def test_a_command_saves_ends_and_goes_on(conf: Path, who: str) -> None:
     assert f"saved step {step}: {Path('run/checkpoints').absolute()}/step={step}" in run.said()
     assert run.said().count("trainwright: ended by SIGTERM") == 1
     assert "Traceback" not in run.said()
-    assert run.session() == {}
+    assert run.left() == {}
     if who == "one rank":
         assert "going on from run/checkpoints/step=" in goes_on(conf)
 
@@ -411,7 +411,7 @@ def test_a_save_that_takes_too_long_is_given_up(conf: Path) -> None:
     assert said.count(f"The last good checkpoint is {Path('run/checkpoints/step=4').absolute()}.") == 2
     assert "Traceback" not in said
     assert saved_steps() == [4]
-    assert run.session() == {}
+    assert run.left() == {}
 
 
 def test_torchrun_passes_the_signal_on(conf: Path, tmp_path: Path) -> None:
@@ -423,7 +423,7 @@ def test_torchrun_passes_the_signal_on(conf: Path, tmp_path: Path) -> None:
     [step] = saved_steps()
     assert f"saved step {step}" in run.said()
     assert "got signal: 15" in run.said()
-    assert run.session() == {}
+    assert run.left() == {}
 
 
 SRUN = """
@@ -458,4 +458,4 @@ def test_slurm_signals_saves_and_requeues(slurm: Path, conf: Path) -> None:
     assert (slurm / "calls").read_text() == "requeue 4711\n"
     [step] = saved_steps()
     assert f"saved step {step}" in run.said()
-    assert run.session() == {}
+    assert run.left() == {}

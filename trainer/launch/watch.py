@@ -100,10 +100,13 @@ class ShutdownWatch:
     def end_at(self, moment: float, number: int) -> None:
         """Have the process end hard at `moment` (of `time.monotonic`) at the latest, as if by the signal `number`."""
         self._set_end(moment, number)
-        self._wake()
+        if not self._stopped:
+            self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+        with contextlib.suppress(
+            BlockingIOError, BrokenPipeError
+        ):  # full, which wakes as well; or the thread has ended
             os.write(self._write, _LOOK_AGAIN)
 
     def _watch(self) -> None:
