@@ -104,9 +104,8 @@ class ShutdownWatch:
             self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(
-            BlockingIOError, BrokenPipeError
-        ):  # full, which wakes as well; or the thread has ended
+        # The pipe is full, which wakes as well, or the thread has ended.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._write, _LOOK_AGAIN)
 
     def _watch(self) -> None:
