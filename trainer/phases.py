@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 # In the order of a micro-batch. "hooks" is what callbacks and the module do after it; "validation" the loop within
-# training; "saving" a checkpoint, whenever that is; "idle" before and after training.
-DATA, FORWARD, BACKWARD, OPTIMIZER, HOOKS, VALIDATION, SAVING, IDLE = (
+# training; "agreement" where the loop asks all ranks whether one was told to end; "saving" a checkpoint, whenever that
+# is; "idle" before and after training.
+DATA, FORWARD, BACKWARD, OPTIMIZER, HOOKS, VALIDATION, AGREEMENT, SAVING, IDLE = (
     "data",
     "forward",
     "backward",
     "optimizer",
     "hooks",
     "validation",
+    "agreement",
     "saving",
     "idle",
 )

@@ -21,6 +21,7 @@ from trainwright.callbacks.notice import FILE, URL, Notice, NoticePoll, Told
 from trainwright.callbacks.preemption import Preemption
 from trainwright.trainer.launch.interrupt import raise_interrupted
 from trainwright.trainer.launch.watch import Allowance, ShutdownWatch
+from trainwright.trainer.phases import AGREEMENT
 
 # Micro-batches between two agreements at most: of very short ones, and where there is nothing to go by.
 MOST_BATCHES = 512
@@ -202,7 +203,8 @@ class FlagOnSignal(_SignalConnector):
         answers = torch.tensor([*mine, pace.seconds_per_batch], dtype=torch.float64)
         if dist.is_available() and dist.is_initialized():
             trainer: Any = self.trainer
-            dist.all_reduce(answers, op=dist.ReduceOp.MAX, group=trainer.agreement_group())
+            with trainer.phases.within(AGREEMENT):
+                dist.all_reduce(answers, op=dist.ReduceOp.MAX, group=trainer.agreement_group())
         number, ago, slowest = answers.tolist()
         pace.settle(slowest)
         if number:

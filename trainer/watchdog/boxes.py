@@ -35,6 +35,7 @@ PHASES = (
     phases.OPTIMIZER,
     phases.HOOKS,
     phases.VALIDATION,
+    phases.AGREEMENT,
     phases.SAVING,
     phases.IDLE,
     EVALUATION,
@@ -199,7 +200,7 @@ class Box:
 
 
 _OTHER = _INDEX[OTHER]
-_STEPS = (phases.DATA, phases.FORWARD, phases.BACKWARD, phases.OPTIMIZER, phases.HOOKS)
+_STEPS = (phases.DATA, phases.FORWARD, phases.BACKWARD, phases.OPTIMIZER, phases.HOOKS, phases.AGREEMENT)
 # Ranks set up and end once, and each in its own time: how long one took says nothing of another.
 _NOT_LEARNED = (SETUP, ENDING, OTHER)
 # What is learned from the beginning, and what once the first steps are done.

@@ -43,6 +43,7 @@ _ORDER = (
     phases.OPTIMIZER,
     phases.HOOKS,
     phases.VALIDATION,
+    phases.AGREEMENT,
     phases.IDLE,
 )
 
