@@ -102,7 +102,8 @@ def distance_at_the_end() -> tuple[int, int]:
 def test_ranks_ask_by_the_slowest(ranks):
     [(distance, agreements), other] = ranks(distance_at_the_end, 2)
     assert (distance, agreements) == other
-    assert 1 <= distance <= 5
+    # About 5; the other rank alone, whose batches take a millisecond or two, would choose 50 and more.
+    assert 1 <= distance <= 12
     assert agreements >= 5
 
 

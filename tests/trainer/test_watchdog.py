@@ -142,6 +142,7 @@ class Holder:
 
     def wait(self) -> None:
         self.lock.acquire()
+        self.lock.release()  # whoever comes first, the test takes it again
 
     def fall(self) -> None:
         time.sleep(0.2 if self.__class__ is Holder else self.trap.acquire())
