@@ -11,6 +11,7 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import signal
 import sys
 import threading
 import uuid
@@ -75,6 +76,16 @@ def _no_environment_left() -> Iterator[None]:
     os.environ.update(before)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     assert not changed - EXPECTED_VARIABLES, f"The test changed environment variables: {changed - EXPECTED_VARIABLES}"
+
+
+@pytest.fixture(autouse=True)
+def _signal_handlers_put_back() -> Iterator[None]:
+    """What a command does with its process's signals (a benchmark lets SIGTERM raise) ends with its test."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @pytest.fixture(autouse=True)
