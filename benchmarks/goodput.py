@@ -283,7 +283,7 @@ def protection(bench: Bench, rounds: int, steps: int = 200) -> tuple[float, list
     """Median seconds of a run with all protection by those of one without, and each round's."""
     ratios = []
     for number in range(rounds):
-        sides = {"bare": _BARE, "protected": (*_PROTECTED, "launch.recovery=replicas", "checkpoint=none")}
+        sides = {"bare": _BARE, "protected": (*_PROTECTED, "launch.recovery=replicas")}
         order = list(sides) if number % 2 == 0 else list(sides)[::-1]
         taken = {name: bench.run(f"{name}_{number}", steps, *sides[name]).seconds for name in order}
         ratios.append(taken["protected"] / taken["bare"])
