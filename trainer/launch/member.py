@@ -123,7 +123,7 @@ class Member:
         callbacks = [ProgressReport(records_of(self._records, announcement.generation)), self._regrouping()]
         seen: list[BaseException] = []
         try:
-            held = self._state(announcement, rank, cfg)
+            held = self._state(announcement, rank)
             with _interrupted(self._mailbox, announcement.generation):
                 return run_verb(cfg, self._verb, seen.append, held=held, more_callbacks=callbacks)
         except BaseException as error:
@@ -145,7 +145,7 @@ class Member:
         assert self._snapshots is not None
         return Regrouping(self._snapshots, must_leave, lambda step: board.tell_step(self._number, step))
 
-    def _state(self, announcement: Announcement, rank: int, cfg: DictConfig) -> HeldState | None:
+    def _state(self, announcement: Announcement, rank: int) -> HeldState | None:
         """The state to go on from: this member's own, or what another one hands over."""
         from trainwright.checkpoint.handing_over import receive, send
         from trainwright.strategies.groups import leave_groups
