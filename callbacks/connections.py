@@ -45,11 +45,27 @@ def cut_off(own: Place, others: Collection[Place]) -> int:
     count = 0
     for descriptor, (_, remote) in connections(os.getpid()).items():
         if remote in ends_here or remote.partition(":")[0] in far:
-            # A second descriptor of the same socket: closing it leaves the first, which stays its owner's.
-            with socket.socket(fileno=os.dup(descriptor)) as connection, suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-                count += 1
+            count += _shut(descriptor, remote)
     return count
+
+
+def _shut(descriptor: int, remote: End) -> bool:
+    """Shut a connection down, unless its owner (a thread of gloo) has closed it since it was looked up."""
+    try:
+        # A second descriptor of the same socket: closing it leaves the first, which stays its owner's.
+        copy = os.dup(descriptor)
+    except OSError:
+        return False
+    try:
+        connection = socket.socket(fileno=copy)
+    except OSError:  # the number belongs to a file by now
+        os.close(copy)
+        return False
+    with connection, suppress(OSError):
+        if connection.getpeername()[1] == int(remote.partition(":")[2], 16):  # not to another connection by now
+            connection.shutdown(socket.SHUT_RDWR)
+            return True
+    return False
 
 
 def connections(pid: int) -> dict[int, tuple[End, End]]:

@@ -182,6 +182,18 @@ def first_failure(
     return _error(cause, rank, exit_codes, run_dir)
 
 
+def ends(folder: Path, exit_codes: Mapping[int, int | None]) -> list[str]:
+    """How each of these ranks ended, in a line each.
+
+    Args:
+        folder: where the ranks wrote their records.
+        exit_codes: of each rank; None where it is not known.
+    """
+    failures = {rank: folder / f"{rank}.json" for rank in exit_codes}
+    told = {rank: Failure(**json.loads(path.read_text("utf-8"))) for rank, path in failures.items() if path.is_file()}
+    return [RankError("", rank, code, told.get(rank)).summary for rank, code in sorted(exit_codes.items())]
+
+
 def _error(failure: Failure | None, rank: int, exit_codes: Mapping[int, int | None], run_dir: Path) -> RankError:
     log, whom, exit_code = log_file(run_dir, rank), f"rank {rank} of {len(exit_codes)}", exit_codes.get(rank)
     if failure is not None and failure.is_told:

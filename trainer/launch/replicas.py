@@ -21,7 +21,7 @@ from trainwright.trainer.check_recovery import RESTART
 from trainwright.trainer.launch.attempt import Outcome, pass_on, patience
 from trainwright.trainer.launch.ending import told_to_end
 from trainwright.trainer.launch.environment import rank_environment
-from trainwright.trainer.launch.failure import RankError, first_failure
+from trainwright.trainer.launch.failure import RankError, ends, first_failure
 from trainwright.trainer.launch.interrupt import Interrupted
 from trainwright.trainer.launch.mailbox import NOW, Announcement, Left, Mailbox, records_of
 from trainwright.trainer.launch.member import member_main
@@ -96,6 +96,7 @@ class ReplicaAttempt:
         self._since = (0.0, 0)  # when this generation was announced, and its first step
         self._called = self._suspects = False
         self._setback: Setback | None = None
+        self._codes: dict[int, int] = {}  # exit codes of members that ended by themselves
 
     @property
     def beginning(self) -> Beginning | None:
@@ -163,6 +164,7 @@ class ReplicaAttempt:
     def _look_after(self, ended: Sequence[Ended]) -> Outcome | None:
         """Do what is due: regroup, start replacements, call members; the outcome if there is no going on."""
         failed = [each for each in ended if each.failed]
+        self._codes.update((each.rank, each.exit_code) for each in failed)
         gone = {each.rank for each in failed}
         self._joining = [member for member in self._joining if member not in gone]
         error = self._blame(failed) if failed else None
@@ -249,7 +251,7 @@ class ReplicaAttempt:
         step = _common_step(left)
         if after is None or step is None:
             # Nobody has the state any more, or there is none yet: the run starts anew from a checkpoint.
-            self._log.tell(_why_not(lost, before, left))
+            self._log.tell("; ".join([_why_not(lost, before, left), *self._ends_of(lost)]))
             error = error or self._blame([Ended(member, 1) for member in sorted(lost) or before.members])
             self._setback = self._setback or Setback(error.rank, error.kind)
             return self._end_with(error)
@@ -274,8 +276,14 @@ class ReplicaAttempt:
             for each in self._processes.wait(0.02):
                 if each.rank in self._now.members:
                     lost = lost | {each.rank}
+                    self._codes[each.rank] = each.exit_code
                 elif each.rank in self._joining:
                     self._joining.remove(each.rank)
+
+    def _ends_of(self, lost: Collection[int]) -> list[str]:
+        """How those of them ended that were not told to: a line each."""
+        codes = {rank: self._codes[m] for rank, m in enumerate(self._now.members) if m in lost and m in self._codes}
+        return ends(records_of(self._records, self._now.generation), codes)
 
     def _end_broken_replicas(self, lost: Collection[int]) -> set[int]:
         """End what is left of replicas that lost a member."""

@@ -1,0 +1,53 @@
+"""Connections that are cut while their owners close some of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainwright.callbacks import connections
+from trainwright.callbacks.connections import Place, cut_off
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The two ends of a connection, both of this process."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+        far, _ = server.accept()
+        with far:
+            yield near, far
+
+
+def own() -> Place:
+    return Place("", os.getpid(), ())
+
+
+def test_both_ends_are_told(pair: tuple[socket.socket, socket.socket]) -> None:
+    assert cut_off(own(), [own()]) == 2
+    assert pair[0].recv(1) == pair[1].recv(1) == b""
+
+
+@pytest.mark.parametrize("now", ["nothing", "a file", "another connection"])
+def test_what_was_closed_meanwhile_is_left_alone(
+    now: str, pair: tuple[socket.socket, socket.socket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_up = connections.connections
+    known = look_up(os.getpid())
+    descriptor = os.dup(pair[0].fileno())
+    known[descriptor] = ("0100007F:0001", "0100007F:0001")  # a connection to port 1 it was
+    monkeypatch.setattr(connections, "connections", lambda _: known)
+    before = len(os.listdir("/proc/self/fd"))
+    if now == "nothing":
+        os.close(descriptor)
+        before -= 1
+    if now == "a file":
+        with (tmp_path / "file").open("w") as file:
+            os.dup2(file.fileno(), descriptor)
+    assert cut_off(own(), [Place("", 1, ())]) == 2
+    assert len(os.listdir("/proc/self/fd")) == before, "a descriptor was left open"
+    if now != "nothing":
+        os.close(descriptor)
