@@ -79,6 +79,7 @@ class FlagOnSignal(_SignalConnector):
         self._process = os.getpid()
         self._without_callback = Preemption(signals=("SIGTERM",))
         self._paces: dict[bool, Pace] = {}
+        self._clock: Callable[[], float] = time.perf_counter
         self._last_batch = 0.0  # when it ended
         self._undo: list[Callable[[], object]] = []
         self.agreed: Told | None = None
@@ -99,7 +100,7 @@ class FlagOnSignal(_SignalConnector):
         self.received_sigterm, self.agreed = False, None
         self._process = os.getpid()  # a notice that was not obeyed yet, in the fit before, still counts
         self._paces = {fits: Pace(preemption.check_seconds) for fits in (True, False)}
-        self._last_batch = time.perf_counter()
+        self._last_batch = self._clock()
         self._original_handlers = self._get_current_signal_handlers()
         self._limit_time(preemption)
         for number in preemption.numbers:
@@ -189,7 +190,7 @@ class FlagOnSignal(_SignalConnector):
         if self.trainer.world_size == 1:
             self.agreed = self._notice.told
         elif self.agreed is None and even:
-            now, pace = time.perf_counter(), self._paces[fits]
+            now, pace = self._clock(), self._paces[fits]
             due = pace.passed(now - self._last_batch)
             self._last_batch = now
             if due:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -76,35 +75,38 @@ def test_quick_batches_are_agreed_upon_by_time() -> None:
     assert distances(2.0**-20, 2000) == [1, 16, 256, 512, 512, 512]
 
 
-class Slow(pl.Callback):
-    """Rank 0 needs longer for its batches than the other."""
+class Clock(pl.Callback):
+    """Stands for the time of this rank: it passes between one batch and the next, and at no other moment."""
+
+    def __init__(self, seconds_per_batch: float) -> None:
+        self.seconds_per_batch = seconds_per_batch
+        self.now = 0.0
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if dist.get_rank() == 0:
-            time.sleep(0.02)
+        self.now += self.seconds_per_batch
 
 
-def distance_at_the_end() -> tuple[int, int]:
-    trainer = make_trainer("ddp", max_steps=24, callbacks=[Slow(), Preemption(check_seconds=0.1)])
-    agreements: list[int] = []
-    signals = trainer._signal_connector
-    agree = signals._agree
+def steps_of_agreements(seconds_of_ranks: list[float]) -> list[int]:
+    """After which steps the ranks agreed, each of which needs so long for a batch by its own clock."""
+    clock = Clock(seconds_of_ranks[dist.get_rank()])
+    trainer = make_trainer("ddp", max_epochs=1, callbacks=[clock, Preemption(check_seconds=0.125)])
+    signals, steps = trainer._signal_connector, []
+    signals._clock, agree = lambda: clock.now, signals._agree
 
-    def counted(pace: Pace) -> None:
-        agreements.append(pace.distance)
+    def noted(pace: Pace) -> None:
+        steps.append(trainer.global_step)
         agree(pace)
 
-    signals._agree = counted
-    trainer.fit(make_module("decoder-sgd"), DataLoader(Tokens(), batch_size=12))
-    return signals._paces[True].distance, len(agreements)
+    signals._agree = noted
+    trainer.fit(make_module("decoder-sgd"), DataLoader(Tokens(48), batch_size=1))
+    return steps
 
 
-def test_ranks_ask_by_the_slowest(ranks):
-    [(distance, agreements), other] = ranks(distance_at_the_end, 2)
-    assert (distance, agreements) == other
-    # About 5; the other rank alone, whose batches take a millisecond or two, would choose 50 and more.
-    assert 1 <= distance <= 12
-    assert agreements >= 5
+@pytest.mark.parametrize("slow", [0, 1])
+def test_ranks_ask_by_the_slowest(ranks, slow):
+    # By the quick rank alone, the first distance would be 16. The end of the epoch counts as one more.
+    seconds = [2.0**-5 if rank == slow else 2.0**-10 for rank in range(2)]
+    assert ranks(steps_of_agreements, 2, seconds) == [[1, 5, 9, 13, 17, 21, 24]] * 2
 
 
 # ---- a process that does not end in time -----------------------------------------------------------------------------
