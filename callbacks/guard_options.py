@@ -26,8 +26,9 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "min_history": (lambda value: _is_count(value, 2), "2 or more optimizer steps"),
     "snapshot_every_n_steps": (
         lambda value: value is None or _is_count(value),
-        "1 or more optimizer steps, or None for as often as costs little",
+        "1 or more optimizer steps, or None for as often as loses least time",
     ),
+    "mtbf": (lambda value: _is_number(value) and value > 0, "more than 0 hours"),
     "keep_snapshots": (_is_count, "1 or more"),
     "back_steps": (lambda value: _is_count(value, 0), "0 or more optimizer steps"),
     "skip_steps": (_is_count, "1 or more optimizer steps"),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,14 +20,9 @@ from trainwright.callbacks.loss_history import LossHistory
 from trainwright.callbacks.nonfinite import Blame, any_nonfinite, find_gradient, first_bad, in_words
 from trainwright.callbacks.steps import log_metrics
 from trainwright.callbacks.verdict import DropStep, GoBack
-from trainwright.checkpoint.snapshots import Snapshots
 
-# What copying the state may cost of the time of training, at most, where the guard decides how often.
-_SHARE = 0.005
-# Steps between copies: before it is known what one costs, and at most, so that going back never loses more.
-_FIRST, _MOST = 10, 1000
-# What every rank tells of a step.
-_MEASURED = ("loss", "bad_loss", "bad_gradient", "has_loss", "step", "snapshot")
+if TYPE_CHECKING:
+    from trainwright.trainer.copies import StateCopies
 
 
 class LossGuard(Callback):
@@ -50,7 +44,7 @@ class LossGuard(Callback):
     - ``"stop"``: the step is dropped and training ends as at its regular end, with what is saved then, and
       :class:`DivergedError` is raised on every rank.
 
-    It costs a pass over the gradients, an all-reduce of six numbers and a wait for the device at every optimizer step;
+    It costs a pass over the gradients, an all-reduce of four numbers and a wait for the device at every optimizer step;
     with ``"rollback"`` also the copies, in host memory of ``keep_snapshots`` times what the rank holds.
 
     Args:
@@ -62,9 +56,9 @@ class LossGuard(Callback):
             taken to have jumped.
         window: good optimizer steps that are remembered.
         min_history: good optimizer steps before anything is taken for a jump.
-        snapshot_every_n_steps: optimizer steps between copies; ``None``: so many that they cost half a percent of the
-            time, at most 1000.
-        keep_snapshots: how many copies are kept.
+        snapshot_every_n_steps: optimizer steps between copies; ``None``: as many as lose least time, by ``mtbf``.
+        mtbf: hours between two bad steps that are expected, see :class:`~trainwright.trainer.copies.StateCopies`.
+        keep_snapshots: how many copies are kept, at least.
         back_steps: go back by at least so many steps where a copy is old enough: a jump may come from an update some
             steps before it.
         skip_steps: optimizer steps whose samples ``"skip_window"`` passes over.
@@ -89,6 +83,7 @@ class LossGuard(Callback):
         window: int = 128,
         min_history: int = 32,
         snapshot_every_n_steps: int | None = None,
+        mtbf: float = 3.0,
         keep_snapshots: int = 2,
         back_steps: int = 0,
         skip_steps: int = 10,
@@ -106,22 +101,19 @@ class LossGuard(Callback):
         self.threshold = threshold
         self.min_jump = min_jump
         self.snapshot_every_n_steps = snapshot_every_n_steps
+        self.mtbf = mtbf
+        self.keep_snapshots = keep_snapshots
         self.back_steps = back_steps
         self.skip_steps = skip_steps
         self.max_rollbacks = max_rollbacks
         self.max_skips = max_skips
         self.per_steps = per_steps
-        self.snapshots = Snapshots(keep_snapshots)
-        """Copies to go back to; empty unless the policy is ``"rollback"``."""
         self.counts = {"skipped": 0, "rollbacks": 0, "transient": 0, "reproducible": 0}
         """Steps dropped, times gone back, and faults that did or did not come again, in this run."""
         self._history = LossHistory(window, min_history)
         self._interventions: list[int] = []  # steps done at each
         self._suspect: int | None = None  # steps done when a fault was met that may come again
         self._losses: list[Tensor] = []  # of the micro-batches of this optimizer step
-        self._clock = _Clock()
-        self._step = 0  # the last one seen
-        self._next_snapshot = 0
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -160,9 +152,11 @@ class LossGuard(Callback):
         """
         _refuse(_start_problem(self, trainer))
         self._losses = []
-        self._clock = _Clock()
-        self._step = trainer.global_step
-        self._next_snapshot = self._step + 1  # when optimizers have a state
+        if self.policy == "rollback":
+            every = self.snapshot_every_n_steps
+            _copies(trainer).want(
+                keep=self.keep_snapshots, every_n_steps=every, mtbf=self.mtbf if every is None else None
+            )
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Keep the loss of a micro-batch."""
@@ -189,33 +183,10 @@ class LossGuard(Callback):
             self._tell_z_score(trainer, seen["loss"])
             self._history.add(trainer.global_step + 1, seen["loss"])
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """After an optimizer step: copy the run state if it is time."""
-        step = trainer.global_step
-        if step == self._step:
-            return
-        self._step = step
-        if self.policy == "rollback" and step >= self._next_snapshot:
-            self._take_snapshot(trainer)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock of steps."""
-        self._clock.pause()
-
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the losses and copies of steps that are made again."""
-        self._step = trainer.global_step
-        self._history.forget_after(self._step)
-        self.snapshots.forget_after(self._step)
-        self._next_snapshot = self._step + self._every()
+        """Forget the losses of steps that are made again."""
+        self._history.forget_after(trainer.global_step)
         self._losses = []
-        self._clock.pause()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the memory of the copies back."""
-        self.snapshots.release()
 
     # ---- judging ----------------------------------------------------------------------------------------------------
 
@@ -230,15 +201,12 @@ class LossGuard(Callback):
             bad_gradient = any_nonfinite((gradient for _, gradient in strategy.named_gradients()), device)
         else:
             bad_gradient = torch.zeros((), device=device)
-        told = torch.tensor([float(bool(len(losses))), self._clock.step(), self._clock.snapshot], device=device)
-        seen = torch.cat((torch.stack((total, bad_loss, bad_gradient)), told))
+        has_loss = torch.tensor(float(bool(len(losses))), device=device)
+        seen = torch.stack((total, bad_loss, bad_gradient, has_loss))
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(seen)
             seen /= dist.get_world_size()
-        values = dict(
-            zip(("loss", "bad_loss", "bad_gradient", "has_loss", "step", "snapshot"), seen.tolist(), strict=True)
-        )
-        self._clock.agree(values["step"], values["snapshot"])
+        values = dict(zip(("loss", "bad_loss", "bad_gradient", "has_loss"), seen.tolist(), strict=True))
         weights = getattr(trainer, "token_weights", None)
         if weights is not None and weights.step_loss is not None and not values["bad_loss"]:
             values["loss"] = float(weights.step_loss)  # the mean over all tokens of the step, the same on every rank
@@ -315,7 +283,8 @@ class LossGuard(Callback):
             self.counts["reproducible"] += 1
             if self.on_reproducible == "stop":
                 self._stop(trainer, f"{fault}; it came again when the same steps were made again")
-        held = self.snapshots.newest(step - self.back_steps) or self.snapshots.oldest()
+        snapshots = _copies(trainer).snapshots
+        held = snapshots.newest(step - self.back_steps) or snapshots.oldest()
         if held is None:
             self._stop(trainer, f"{fault}; there is no copy in memory yet to go back to")
             return
@@ -349,19 +318,6 @@ class LossGuard(Callback):
         self._suspect = None
         self._log_counts(trainer)
 
-    # ---- copies -----------------------------------------------------------------------------------------------------
-
-    def _take_snapshot(self, trainer: Any) -> None:
-        begin = time.perf_counter()
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        self.snapshots.take(trainer.strategy.run_state(checkpoint, complete=True), self._step)
-        self._clock.took(time.perf_counter() - begin)
-        self._next_snapshot = self._step + self._every()
-
-    def _every(self) -> int:
-        """Optimizer steps to the next copy, the same on every rank."""
-        return self._clock.every() if self.snapshot_every_n_steps is None else self.snapshot_every_n_steps
-
     # ---- logging ----------------------------------------------------------------------------------------------------
 
     def _tell_z_score(self, trainer: Any, loss: float) -> None:
@@ -377,46 +333,9 @@ class LossGuard(Callback):
         log_metrics(trainer, values, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-class _Clock:
-    """Seconds of optimizer steps and of copies, as the ranks agree on them."""
-
-    def __init__(self) -> None:
-        self.snapshot = 0.0
-        """Seconds of this rank's last copy."""
-        self._last: float | None = None
-        self._took = 0.0  # of copies since the last step
-        self._copies = 0
-        self._agreed = (0.0, 0.0)  # of a step, of a copy
-
-    def step(self) -> float:
-        """Seconds since the last call without those of copies; 0 where that is no step."""
-        now = time.perf_counter()
-        seconds = 0.0 if self._last is None else now - self._last - self._took
-        self._last, self._took = now, 0.0
-        return seconds
-
-    def pause(self) -> None:
-        """What follows until the next step is none."""
-        self._last = None
-
-    def took(self, seconds: float) -> None:
-        """A copy took so long."""
-        self._took += seconds
-        self.snapshot = seconds
-        self._copies += 1
-
-    def agree(self, step: float, snapshot: float) -> None:
-        """Means over the ranks of what they measured."""
-        before = self._agreed[0]
-        smooth = step if before == 0 else before + 0.1 * (step - before)
-        self._agreed = (smooth if step > 0 else before, snapshot)
-
-    def every(self) -> int:
-        """Steps between copies so that these cost their share of the time."""
-        step, snapshot = self._agreed
-        if self._copies < 2 or step <= 0:  # the first one makes the memory
-            return _FIRST
-        return max(1, min(_MOST, math.ceil(snapshot / (_SHARE * step))))
+def _copies(trainer: Any) -> StateCopies:
+    copies: StateCopies = trainer.copies
+    return copies
 
 
 def _scaler(trainer: Trainer) -> Any:

@@ -35,6 +35,10 @@ class Snapshots:
             raise ValueError(f"Snapshots(keep={keep}) (allowed: 1 or more)")
         self._places = [_Place(Staging()) for _ in range(keep)]
 
+    def keep_at_least(self, count: int) -> None:
+        """Keep more copies from now on, if there are fewer than ``count``."""
+        self._places += [_Place(Staging()) for _ in range(count - len(self._places))]
+
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory that are held."""

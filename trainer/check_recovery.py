@@ -11,7 +11,7 @@ RECOVERIES = (RESTART, REPLICAS, AUTO)
 
 
 def recovery_problems(cfg: DictConfig, verb: str, layout: Layout | None, has_launcher: bool) -> list[str]:
-    """What speaks against `launch.recovery` and `launch.spares`.
+    """What speaks against `launch.recovery`, `launch.spares` and `launch.mtbf`.
 
     Args:
         cfg: the resolved configuration.
@@ -20,6 +20,8 @@ def recovery_problems(cfg: DictConfig, verb: str, layout: Layout | None, has_lau
         has_launcher: whether torchrun or SLURM has started this process.
     """
     problems = [] if cfg.launch.recovery != REPLICAS else list(_against_replicas(cfg, verb, layout, has_launcher))
+    if cfg.launch.mtbf <= 0:
+        problems.append(f"launch.mtbf={cfg.launch.mtbf}: must be a number of hours above 0; 3 is the default")
     if cfg.launch.spares < 0:
         problems.append(f"launch.spares={cfg.launch.spares}: must be at least 0, which is none")
     elif cfg.launch.spares > 0 and cfg.launch.recovery == RESTART:

@@ -156,6 +156,9 @@ class LaunchConfig:
     recovery: str = "restart"
     # With recovery=replicas, processes that stand ready to take a lost one's place at once; 0 = one is started then.
     spares: int = 0
+    # Hours between two failures of the job that are expected: with recovery=replicas, copies in memory are made as
+    # often as loses least time then, by Young's and Daly's formula from what a copy costs.
+    mtbf: float = 3.0
     # Seconds without progress after which the rank to blame is killed, with a report: auto = learned for each phase of
     # a step from how long it took before, a number = the same for all, null = off. A run on one device is watched
     # where a number is given.

@@ -130,6 +130,7 @@ class ResumableFitLoop(_FitLoop):
             progress.completed = progress.processed
         self._go_on_within_epoch()
         self.trainer.strategy.restore_rank_state()  # type: ignore[attr-defined]
+        self.trainer.copies.gone_back()  # type: ignore[attr-defined]
         tell_gone_back(self.trainer)
 
     def _leave_data(self) -> None:
@@ -259,6 +260,7 @@ class ResumableFitLoop(_FitLoop):
             "cursor": cursor.to_json(),
             "logged": self._of_data_ranks(mine),
             "reloaded": self._last_train_dl_reload_epoch,
+            "reading": self.epoch_loop.reading,
         }
 
     def _is_exact(self, cursor: Cursor) -> bool:
@@ -281,6 +283,7 @@ class ResumableFitLoop(_FitLoop):
                 "The checkpoint holds states of data loaders that Lightning saved, which are those of one rank and "
                 "begin where a loader had read ahead. They are not used: the epoch goes on after the batches counted."
             )
+        self.epoch_loop.was_reading = bool(state_dict.get("reading", False))
         if self._loaded is not None and not self._loaded.finished:
             self._reopen(self._loaded.epoch)
 
@@ -317,6 +320,7 @@ class ResumableFitLoop(_FitLoop):
 
     def on_advance_start(self) -> None:
         """Begin an epoch; its number of batches may be another than that of the one before."""
+        self.epoch_loop.reading = False
         self.setup_data()
         self._set_epoch(self._epochs_done)
         if self._set_limits():

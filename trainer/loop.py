@@ -279,6 +279,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self._step_takes_index = True
         self._moves_batch = True
         self._in_batch = False
+        # Whether the loaders of the epoch have been begun; and, resuming, whether they had been when the run was saved.
+        self.reading = self.was_reading = False
         # Resuming: whether the run was saved within the end of a batch, of which the rest is still to come.
         self.owes_end_of_batch = False
         # Whether the present micro-batch made no step that it should have made.
@@ -321,16 +323,18 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if self._lean:
             data_fetcher._start_profiler = data_fetcher._stop_profiler = _nothing
         self._go_on_with_random_numbers(data_fetcher, reads_anew)
+        self.reading = True
 
     def _go_on_with_random_numbers(self, data_fetcher: _DataFetcher, reads_anew: bool) -> None:
         """Draw what the saved run would have drawn next: beginning to read a loader draws a number too."""
         strategy: Any = self.trainer.strategy
         if getattr(strategy, "pending_rank_state", None) is None:
             return
-        if self.batch_progress.current.ready:
-            strategy.restore_rank_state()  # the loader was begun before the run was saved
-        elif not reads_anew and self._only_dealer() is not None:
+        begun = self.batch_progress.current.ready > 0
+        if not begun and not reads_anew and self._only_dealer() is not None:
             iter(data_fetcher)  # begun before the state was restored, or not at all
+        if begun or self.was_reading:
+            strategy.restore_rank_state()  # the loader was begun before the run was saved
         strategy.pending_rank_state = None
 
     def run(self, data_fetcher: _DataFetcher) -> None:

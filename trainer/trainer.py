@@ -22,6 +22,7 @@ from trainwright.checkpoint.groups import gloo_group
 from trainwright.strategies.precision import AutocastPrecision
 from trainwright.strategies.registry import make_strategy, strategy_names, strategy_target
 from trainwright.trainer.batch import GlobalBatch, solve_accumulation
+from trainwright.trainer.copies import StateCopies
 from trainwright.trainer.data_order import (
     DealtBatchSampler,
     EpochOrder,
@@ -116,6 +117,7 @@ class Trainer(LightningTrainer):
         self.data_partition, self.data_key = data_partition, resolve_data_key(data_key)
         self.seed_samples, self.allow_changed_data = seed_samples, allow_changed_data
         self._agreement_group: dist.ProcessGroup | None = None
+        self.copies = StateCopies(self)
         self.token_weights = make_token_weights(self.strategy, loss_weighting, token_count)
         _set_error_if_nonfinite(self, error_if_nonfinite)
         self._use_own_loops(inference_mode=kwargs.get("inference_mode", True))
@@ -217,6 +219,7 @@ class Trainer(LightningTrainer):
 
     def _teardown(self) -> None:
         super()._teardown()
+        self.copies.stop()
         self._agreement_group = None
 
 

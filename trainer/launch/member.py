@@ -120,7 +120,7 @@ class Member:
         os.environ.update(of_rank(rank, len(announcement.members), announcement.port, announcement.generation))
         self._output.to(None if rank == 0 else log_file(self._run_dir, rank))
         self._recorder = FailureRecorder(records_of(self._records, announcement.generation), rank)
-        callbacks = [ProgressReport(records_of(self._records, announcement.generation)), self._regrouping()]
+        callbacks = [ProgressReport(records_of(self._records, announcement.generation)), self._regrouping(cfg)]
         seen: list[BaseException] = []
         try:
             held = self._state(announcement, rank)
@@ -133,7 +133,7 @@ class Member:
             self._leave(error, announcement)
             return None
 
-    def _regrouping(self) -> Regrouping:
+    def _regrouping(self, cfg: DictConfig) -> Regrouping:
         from trainwright.callbacks.regrouping import Regrouping
 
         board, generation = self._mailbox.board, self._generation
@@ -143,7 +143,9 @@ class Member:
             return called is not None and step >= called
 
         assert self._snapshots is not None
-        return Regrouping(self._snapshots, must_leave, lambda step: board.tell_step(self._number, step))
+        return Regrouping(
+            self._snapshots, cfg.launch.mtbf, must_leave, lambda step: board.tell_step(self._number, step)
+        )
 
     def _state(self, announcement: Announcement, rank: int) -> HeldState | None:
         """The state to go on from: this member's own, or what another one hands over."""
