@@ -33,6 +33,7 @@ class PipelineCut:
         owned: names of the parameters this rank owns.
         holders: name of each parameter -> the stages that hold it, ascending.
         outside: names of the parameters outside of the blocks.
+        ghosts: name of each parameter that this rank does not own -> what stands for it, once the cut is applied.
         buffer_stages: name of each buffer in a block, in ``plan.first`` or in ``plan.last`` -> the stage whose copy
             counts (the others' copies of running statistics mean nothing).
 
@@ -55,6 +56,7 @@ class PipelineCut:
         self.holders: Mapping[str, tuple[int, ...]] = self._deal_out()
         own = set(self.mine)
         self.owned = frozenset(name for name, stages in self.holders.items() if own & set(stages))
+        self.ghosts: dict[str, Tensor] = {}
         self.buffer_stages: Mapping[str, int] = {
             name: stages[0] for name, _ in module.named_buffers() if (stages := sorted(self._stages_of(name)))
         }
@@ -99,18 +101,23 @@ class PipelineCut:
         for name in self.holders:
             if name not in self.owned:
                 owner, key = self._slots[name][0]
-                put(self._slots[name], make_ghost(getattr(owner, key), device))
+                self._put_ghost(name, make_ghost(getattr(owner, key), device))
         for index, block in enumerate(self.blocks):
             if not self.owns_block(index):
                 block.forward = _Forbidden(self.names[index], self._stage_of_block[index])
 
     def place_ghosts(self, device: torch.device, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
         """Put every ghost on ``device``, with the dtype that ``dtype_of`` says for it."""
-        for name in self.holders:
-            if name not in self.owned:
-                owner, key = self._slots[name][0]
-                ghost = getattr(owner, key)
-                put(self._slots[name], torch.zeros((), dtype=dtype_of(ghost), device=device).expand(ghost.shape))
+        for name, ghost in list(self.ghosts.items()):
+            self._put_ghost(name, torch.zeros((), dtype=dtype_of(ghost), device=device).expand(ghost.shape))
+
+    def put_ghost_back(self, name: str) -> None:
+        """Let the ghost of a parameter stand again where something else was put for a while."""
+        put(self._slots[name], self.ghosts[name])
+
+    def _put_ghost(self, name: str, ghost: Tensor) -> None:
+        self.ghosts[name] = ghost
+        self.put_ghost_back(name)
 
     @property
     def outside(self) -> list[str]:

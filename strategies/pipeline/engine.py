@@ -252,12 +252,10 @@ class PipelineEngine:
         if self._is_whole:
             yield
             return
-        ghosts = {}
-        for name in sorted(self.cut.outside):
+        outside = sorted(self.cut.outside)
+        for name in outside:
             tensor = self._shared(name, whole)
-            if name not in self.cut.owned:
-                owner, key = self.cut.slots(name)[0]
-                ghosts[name] = owner.__dict__[key]
+            if name in self.cut.ghosts:
                 put(self.cut.slots(name), tensor)
         self._share_buffers()
         self._is_whole = True
@@ -265,8 +263,8 @@ class PipelineEngine:
             yield
         finally:
             self._is_whole = False
-            for name, ghost in ghosts.items():
-                put(self.cut.slots(name), ghost)
+            for name in self.cut.ghosts.keys() & outside:
+                self.cut.put_ghost_back(name)
 
     @torch.no_grad()
     def _shared(self, name: str, whole: Callable[[str], Tensor] | None) -> Tensor:

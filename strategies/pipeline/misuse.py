@@ -129,17 +129,15 @@ def make_watch(cut: PipelineCut, phase: Callable[[], str]) -> Watch:
     ghosts, own = {}, {}
     inside = {id(module) for block in cut.blocks for module in block.modules()}
     for name in cut.holders:
+        ghost = cut.ghosts.get(name)
         for owner, key in cut.slots(name):
             here = owner._parameters.get(key)
-            if here is None and isinstance(ghost := owner.__dict__.get(key), Tensor) and _is_ghost(ghost):
+            # Not by its size: in an evaluation a parameter of one element stands here, as small as a ghost.
+            if ghost is not None and owner.__dict__.get(key) is ghost:
                 ghosts[id(ghost)] = name
             elif here is not None and all(id(module) in inside for module, _ in cut.slots(name)):
                 own[id(here)] = name
     return Watch(ghosts, own, phase, lambda name, what, before: _explain(cut, name, what, before), cut.names)
-
-
-def _is_ghost(tensor: Tensor) -> bool:
-    return not tensor.requires_grad and tensor.untyped_storage().nbytes() <= tensor.element_size()
 
 
 def _explain(cut: PipelineCut, name: str, what: str, before: bool) -> str:
