@@ -50,13 +50,16 @@ data: {_target_: benchmarks.soaked.Data, batch_size: "${micro_batch_size}"}
 callbacks: {clock: {_target_: benchmarks.soaked.Clock}}
 """
 _BARE = ("launch.max_restarts=0", "launch.hang_timeout=null", "checkpoint=none")
+# As somebody has it who wants everything.
+_DEFAULTS = ("launch=resilient", "guard=rollback", "checkpoint=last")
+# For a run whose failures come every 25 seconds, and NaN every 150.
 _PROTECTED = (
-    "launch=resilient",
+    *_DEFAULTS,
+    "launch.mtbf=0.007",
     "launch.hang_floor_seconds=1",
     "launch.backoff_seconds=0",
-    "guard=rollback",
     "guard.loss.threshold=null",
-    "checkpoint=last",
+    "guard.loss.mtbf=0.04",
     "checkpoint.last.every_n_seconds=10",
 )
 REPLICAS = ("launch.recovery=replicas", "launch.spares=1")
@@ -283,7 +286,7 @@ def protection(bench: Bench, rounds: int, steps: int = 200) -> tuple[float, list
     """Median seconds of a run with all protection by those of one without, and each round's."""
     ratios = []
     for number in range(rounds):
-        sides = {"bare": _BARE, "protected": (*_PROTECTED, "launch.recovery=replicas")}
+        sides = {"bare": _BARE, "protected": (*_DEFAULTS, "launch.recovery=replicas")}
         order = list(sides) if number % 2 == 0 else list(sides)[::-1]
         taken = {name: bench.run(f"{name}_{number}", steps, *sides[name]).seconds for name in order}
         ratios.append(taken["protected"] / taken["bare"])

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -49,6 +50,7 @@ def fit(
     steps: int = 4,
     ckpt_path: str | None = None,
     data: Any = None,
+    val_data: Any = None,
     network: str = "gpt",
     **trainer_options: Any,
 ) -> Any:
@@ -66,7 +68,8 @@ def fit(
     layout = getattr(trainer.strategy, "_open_layout", None)
     data_ranks = world() if layout is None else layout.resolve(world()).data_ranks
     loader = DataLoader(data or Texts(24), batch_size=(trainer.global_batch_size or 8) // data_ranks)
-    trainer.fit(make_module(network), loader, ckpt_path=ckpt_path)
+    val_loader = None if val_data is None else DataLoader(val_data, batch_size=2)
+    trainer.fit(make_module(network), loader, val_loader, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -89,6 +92,7 @@ class Child:
     def __init__(self, work: Callable[[], Any], name: str = "child") -> None:
         self.stacks = Path(f"{name}.stacks").absolute()
         self.beats = Path(f"{name}.beats").absolute()
+        self.error = Path(f"{name}.error").absolute()
         self.pid = os.fork()
         if self.pid == 0:
             code = 70
@@ -99,6 +103,8 @@ class Child:
                 code = 0
             except SystemExit as error:
                 code = int(error.code or 0)
+            except BaseException:
+                self.error.write_text(traceback.format_exc())
             finally:
                 os._exit(code)
 
@@ -133,7 +139,8 @@ class Child:
         try:
             wait_until(is_there, f"it is not in {function}")
         except AssertionError as error:
-            raise AssertionError(f"{error}, but here:\n{stack}") from None
+            ended = f"\nIt ended with:\n{self.error.read_text()}" if self.error.exists() else ""
+            raise AssertionError(f"{error}, but here:\n{stack}{ended}") from None
         return stack
 
     def wait(self) -> int:
