@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -130,14 +131,15 @@ class ReplicaCheck(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Check, if it is time. A collective then."""
-        step = trainer.global_step
-        is_first = optimizer is trainer.optimizers[0] or getattr(optimizer, "optimizer", None) is trainer.optimizers[0]
-        if step and step % self.every_n_steps == 0 and is_first:
+        step = trainer.global_step  # of several optimizers each step counts, so each number comes by once
+        if step and step % self.every_n_steps == 0:
             self.check(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Check what is about to be saved. A collective."""
-        if self.before_saves and trainer.training:
+        # After a validation the best are saved; once training has ended, ranks do not hold what they held.
+        fits = trainer.state.fn == TrainerFn.FITTING and (trainer.training or trainer.validating)
+        if self.before_saves and fits:
             self.check(trainer)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:

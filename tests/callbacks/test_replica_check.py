@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from lightning.pytorch import Trainer as LightningTrainer
 
 from tests.callbacks.faulty import bits, fit, weights
 from tests.callbacks.modules import QUIET, Regression, loader
+from tests.parity.harness import make_trainer
+from tests.parity.layouts import Texts
 from trainwright.callbacks import inject
 from trainwright.callbacks.replica_bytes import digest_of, receive, send
 from trainwright.callbacks.replica_check import Difference, ReplicaCheck, ReplicaDifferenceError
@@ -157,6 +160,59 @@ def test_nothing_is_saved_that_replicas_do_not_agree_on(ranks: Any, before_saves
     for text in ranks(saved, 2, before_saves):
         assert ("they were equal at step 2" in text) == before_saves
     assert [found.step for found in list_checkpoints("run/checkpoints")] == steps
+
+
+def saved_after_validations() -> str:
+    saving = RunStateCheckpoint(every=None, monitor="val_loss", keep_best=9, keep_last=9, save_at_end=False)
+    faults = [inject.flip_bit(1, 2, NAME)]
+    try:
+        fit("ddp", {}, ReplicaCheck(), saving, *faults, steps=6, val_data=Texts(4), val_check_interval=1)
+    except ReplicaDifferenceError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_saved_after_a_validation_is_compared_too(ranks: Any) -> None:
+    for text in ranks(saved_after_validations, 2):
+        assert "they were equal at step 2" in text
+    assert [found.step for found in list_checkpoints("run/checkpoints")] == [2, 1]
+
+
+class Partners(pl.LightningModule):
+    """Two networks with an optimizer each, of which the second one steps first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        self.manual_backward((self.first(batch[0]) - self.second(batch[0]) - batch[1]).square().mean())
+        for optimizer in (second, first):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.first, self.second)]
+
+
+def checked_of_several_optimizers(every_n_steps: int) -> list[int]:
+    steps = []
+
+    class Noting(ReplicaCheck):
+        def check(self, trainer: Any) -> Any:
+            steps.append(trainer.global_step)
+            return super().check(trainer)
+
+    trainer = make_trainer("ddp", max_steps=12, max_epochs=-1, callbacks=[Noting(every_n_steps)])
+    trainer.fit(Partners(), loader())
+    return steps
+
+
+def test_several_optimizers_step_over_no_check(ranks: Any) -> None:
+    assert ranks(checked_of_several_optimizers, 2, 4) == [[4, 8]] * 2
 
 
 def moments() -> list[tuple[int, Difference]]:
