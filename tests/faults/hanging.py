@@ -33,6 +33,8 @@ from trainwright.trainer.watchdog.process import kill_with_workers
 
 # Limits so small that a test ends soon, and large enough for a machine that has other things to do.
 LIMITS = HangLimits(floor_seconds=1.5, first_timeout=120.0)
+# Limits so large that what is found within the time of a test was not found by them.
+NO_LIMITS = HangLimits(floor_seconds=600.0, first_timeout=1800.0)
 HANGS_AT = 5  # after the steps of which nothing is learned
 FOREVER = 1000.0
 _context = multiprocessing.get_context("forkserver")
@@ -216,15 +218,20 @@ class FaultyModule:
 
 
 def fit(
-    strategy: str, options: dict[str, Any], module: Any, data: Any = None, callbacks: tuple[Any, ...] = (), **more: Any
+    strategy: str,
+    options: dict[str, Any],
+    module: Any,
+    data: Any = None,
+    callbacks: tuple[Any, ...] = (),
+    limits: HangLimits = LIMITS,
 ) -> None:
     trainer = Trainer(
         strategy=make_strategy(strategy, **options),
         devices=int(os.environ["WORLD_SIZE"]),
-        **{**QUIET, **more},
+        **QUIET,
         max_steps=20,
         max_epochs=-1,
-        callbacks=[Watchdog(floor_seconds=LIMITS.floor_seconds, first_timeout=LIMITS.first_timeout), *callbacks],
+        callbacks=[Watchdog(floor_seconds=limits.floor_seconds, first_timeout=limits.first_timeout), *callbacks],
     )
     trainer.fit(module, DataLoader(Tokens(), batch_size=4) if data is None else data)
 
@@ -238,8 +245,8 @@ def in_training_step(fault: str, strategy: str, options: dict[str, Any]) -> None
     fit(strategy, options, FaultyModule(FAULTS[fault])(module), DataLoader(data, batch_size=4))
 
 
-def in_hook(fault: str) -> None:
-    fit("ddp", {}, make_module("decoder-sgd"), callbacks=(FaultyHook(fault),))
+def in_hook(fault: str, limits: HangLimits = LIMITS) -> None:
+    fit("ddp", {}, make_module("decoder-sgd"), callbacks=(FaultyHook(fault),), limits=limits)
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.faults import hanging
-from tests.faults.hanging import watched_ranks
+from tests.faults.hanging import NO_LIMITS, watched_ranks
 from tests.trainer.project import run_command, write_project
 from trainwright.trainer.watchdog.monitor import FoundHang
 
@@ -42,8 +42,8 @@ def test_a_lock_in_the_users_step(strategy: str, options: dict[str, Any], world_
     assert "in wait_for_a_lock: lock.acquire()" in users.splitlines()[0]
 
 
-def test_a_rank_that_is_stopped() -> None:
-    with watched_ranks(hanging.in_training_step, 2, "stop_by_signal", "zero3", {}) as ranks:
+def test_a_rank_that_is_stopped_is_found_whatever_the_limits() -> None:
+    with watched_ranks(hanging.in_training_step, 2, "stop_by_signal", "zero3", {}, limits=NO_LIMITS) as ranks:
         found = ranks.hang()
     assert found.rank == 1
     assert re.search(r"rank 1 has not joined \w+ #\d+ .*, in which rank 0 has waited for \d+ s", first_line(found))
@@ -133,7 +133,7 @@ def test_a_rank_that_saves_is_no_hang() -> None:
 
 
 def test_a_script_under_any_launcher_is_watched_by_a_process_of_its_own() -> None:
-    with watched_ranks(hanging.in_hook, 2, "stop_by_signal", limits=None) as ranks:
+    with watched_ranks(hanging.in_hook, 2, "stop_by_signal", NO_LIMITS, limits=None) as ranks:
         assert ranks.first_exit_code(1) == -signal.SIGKILL
         printed = ranks.printed(0)
     assert "rank 1 is in phase hooks, stopped by a signal (SIGSTOP)" in printed
@@ -149,7 +149,7 @@ def test_the_process_that_watches_a_script_ends_with_it() -> None:
 
 def test_a_command_goes_on_after_a_hang(tmp_path: Path) -> None:
     words = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv", "max_steps=12", "max_epochs=2")
-    found = ("run_dir=run", "launch=resilient", "launch.hang_floor_seconds=1.5", "checkpoint=last")
+    found = ("run_dir=run", "launch=resilient", "launch.hang_floor_seconds=600", "checkpoint=last")
     conf = write_project(tmp_path)
     done = run_command("fit", "--config-dir", str(conf), *words, *found, "+inject='stop(rank=1, at_step=5)'")
     assert done.returncode == 0, done.stdout

@@ -82,9 +82,32 @@ def test_what_is_certain_comes_before_what_is_likely() -> None:
     groups = {"1": (0, 1, 2)}
     asleep = rank(1, frame=Frame("/me/user.py", 3, "wait", "time.sleep(9)", True), stalled=50.0, groups=groups)
     for state, kind in (("T", HALTED), ("D", KERNEL)):
-        found = judge([rank(0, call(57), groups=groups), asleep, rank(2, answers=False, state_of_process=state)])
+        certain = rank(2, answers=False, state_of_process=state, halted=state == "T")
+        found = judge([rank(0, call(57), groups=groups), asleep, certain])
         assert found is not None
         assert (found.rank, found.kind) == (2, kind)
+
+
+def test_a_stopped_rank_is_named_with_the_call_before_anybody_has_waited_for_too_long() -> None:
+    groups = {"1": (0, 1, 2)}
+    waiting = rank(0, call(57), groups=groups, stalled=1.5)
+    others = [waiting, rank(2, frame=IN_LOOP, state="R", stalled=1.5)]
+    found = judge([*others, rank(1, answers=False, stalled=1.5, state_of_process="T", halted=True)])
+    assert found is not None
+    assert (found.rank, found.ends, found.kind) == (1, 1, HALTED)
+    assert found.sentence == (
+        "rank 1 has not joined all_reduce #57 (512 x float32) of group 'replicate' [0, 1, 2], in which rank 0 has "
+        "waited for 31 s; rank 1 is in phase forward, stopped by a signal (SIGSTOP)"
+    )
+    assert found.reason == "in phase forward, stopped by a signal (SIGSTOP)"
+
+
+def test_who_is_stopped_for_a_moment_or_was_continued_meanwhile_is_not_to_blame() -> None:
+    waiting = rank(0, call(57), stalled=1.5)
+    for state, halted in (("T", False), ("S", True)):
+        assert judge([waiting, rank(1, answers=False, stalled=1.5, state_of_process=state, halted=halted)]) is None
+    # However long all of them have stood still: the whole job is suspended.
+    assert judge([rank(number, answers=False, state_of_process="T") for number in (0, 1)], seen_before=True) is None
 
 
 def test_of_two_who_stand_still_the_one_that_others_wait_for() -> None:

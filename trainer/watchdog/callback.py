@@ -22,9 +22,10 @@ class Watchdog(Callback):
     """Find a rank that hangs, write down who keeps whom waiting in which call, and end it.
 
     Every phase of a run has its own limit, learned from how long it took before; see :class:`HangLimits`. What stands
-    still for longer is looked at: stacks and collective calls of all ranks of the machine. The report goes to
-    ``logs/hang_1.txt`` in the run directory, its first lines to standard error, and the rank to blame is killed
-    (SIGKILL), so that a launcher that restarts (``torchrun --max-restarts``) can do so, and any other ends the run.
+    still for longer is looked at: stacks and collective calls of all ranks of the machine. So is at once a rank that a
+    signal has stopped (SIGSTOP) while another one of the machine runs. The report goes to ``logs/hang_1.txt`` in the
+    run directory, its first lines to standard error, and the rank to blame is killed (SIGKILL), so that a launcher that
+    restarts (``torchrun --max-restarts``) can do so, and any other ends the run.
 
     The ``trainwright`` command has this callback in every rank, and watches by itself (``launch.hang_timeout``). In a
     script of your own, under any launcher, give it to the Trainer: local rank 0 of each machine then starts a process

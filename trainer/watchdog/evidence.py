@@ -8,7 +8,7 @@ from trainwright.trainer.watchdog import waits
 from trainwright.trainer.watchdog.answers import Answer
 from trainwright.trainer.watchdog.boxes import Progress
 from trainwright.trainer.watchdog.calls import Call
-from trainwright.trainer.watchdog.process import IN_KERNEL, STOPPED
+from trainwright.trainer.watchdog.process import IN_KERNEL, STOPPED, TRACED
 from trainwright.trainer.watchdog.stacks import Frame, Thread
 from trainwright.trainer.watchdog.waits import Wait
 
@@ -47,6 +47,7 @@ class Evidence:
         state: of its process.
         stacks: what Python's C handler has written of a rank that did not answer; ``""`` = nothing.
         children: asked after where data is waited for.
+        halted: whether a signal has kept its process stopped for too long.
     """
 
     progress: Progress
@@ -58,6 +59,7 @@ class Evidence:
     state: str = ""
     stacks: str = ""
     children: tuple[Child, ...] = field(default=())
+    halted: bool = False
 
     @property
     def rank(self) -> int:
@@ -74,7 +76,7 @@ class Evidence:
         """What it waits for."""
         if self.state == STOPPED:
             return Wait(HALTED, "stopped by a signal (SIGSTOP)")
-        if self.answer is None and self.state == "t":
+        if self.answer is None and self.state == TRACED:
             return Wait(waits.DEBUGGER, "held by a debugger")
         if self.answer is None and self.state == IN_KERNEL:
             return Wait(KERNEL, "waiting in the kernel (state D: a disk or driver that does not answer)")
@@ -92,8 +94,10 @@ class Evidence:
     @property
     def is_over(self) -> bool:
         """Whether it has stood still for longer than it may."""
-        slow = self.wait.kind == waits.COMPILING
-        return self.progress.running and self.stalled > (self.slow_limit if slow else self.limit)
+        kind = self.wait.kind
+        if kind == HALTED:
+            return self.progress.running and self.halted
+        return self.progress.running and self.stalled > (self.slow_limit if kind == waits.COMPILING else self.limit)
 
     @property
     def place(self) -> Frame | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainwright.trainer.watchdog.answers import FAILED, read_answer, stacks_text
-from trainwright.trainer.watchdog.boxes import SETUP, Boxes, Progress
+from trainwright.trainer.watchdog.boxes import Boxes, Progress
 from trainwright.trainer.watchdog.crashes import crash_in, place_of
 from trainwright.trainer.watchdog.evidence import Evidence
 from trainwright.trainer.watchdog.inquiry import Inquiry
@@ -19,6 +19,7 @@ from trainwright.trainer.watchdog.limits import HangLimits
 from trainwright.trainer.watchdog.process import is_alive
 from trainwright.trainer.watchdog.report import first_lines, report_of
 from trainwright.trainer.watchdog.verdict import Verdict, differing_calls, judge, last_call
+from trainwright.trainer.watchdog.watched import Watched, any_gets_on, are_suspended
 
 # How a rank learns where its box is and where it is asked.
 VARIABLE = "TRAINWRIGHT_WATCHDOG"
@@ -47,9 +48,10 @@ class HangMonitor:
     """Finds a hang among the ranks of this machine.
 
     Each rank says in its box (:mod:`trainwright.trainer.watchdog.boxes`) which phase it has begun, and when. One that
-    stays in a phase for too long raises a suspicion; then all ranks are asked what they are doing, and the one to blame
-    is found (:mod:`trainwright.trainer.watchdog.verdict`). Nobody waits in here: a question is put in one call of
-    :meth:`check`, its answers are read in later ones.
+    stays in a phase for too long raises a suspicion, and so does one that a signal has stopped while others of the
+    machine run, whatever the limits are; then all ranks are asked what they are doing, and the one to blame is found
+    (:mod:`trainwright.trainer.watchdog.verdict`). Nobody waits in here: a question is put in one call of :meth:`check`,
+    its answers are read in later ones.
 
     Processes are known by numbers, which may be ranks or anything else that tells them apart.
 
@@ -68,12 +70,13 @@ class HangMonitor:
         self._folder, self._run_dir, self._node = folder, run_dir, node
         self._count = count
         self._boxes = Boxes(count, folder)
-        self._watched: dict[int, _Watched] = {}
+        self._watched: dict[int, Watched] = {}
         self._looked_at: float | None = None
         self._questions = 0
         self._inquiry: Inquiry | None = None
         self._not_before = 0.0
         self._suspects: frozenset[int] = frozenset()
+        self._asked_stops: frozenset[tuple[int, int | None]] = frozenset()
 
     def environment(self, number: int) -> dict[str, str]:
         """Variables that a process must have to be watched; they name its box, which is free from then on.
@@ -82,7 +85,7 @@ class HangMonitor:
             RuntimeError: if more processes live than there are boxes.
         """
         box = self._watched[number].box if number in self._watched else self._free_box()
-        self._watched[number] = _Watched(number, box)
+        self._watched[number] = Watched(number, box)
         place = {"boxes": self._boxes.address, "box": box, "folder": str(self._folder)}
         return {VARIABLE: json.dumps(place)}
 
@@ -112,11 +115,17 @@ class HangMonitor:
         now = time.monotonic()
         passed = 0.0 if self._looked_at is None else min(now - self._looked_at, _LONGEST_LOOK)
         self._looked_at = now
-        for one in self._watched.values():
-            one.look(self._boxes.read(one.box), passed)
+        same = [one for one in self._watched.values() if not one.look(self._boxes.read(one.box))]
+        running = self._running()
+        self._count_stops(running, passed)
+        if are_suspended(running):
+            self._inquiry = None
+            return None
+        for one in same:
+            one.stalled += passed
         if self._inquiry is not None:
             return self._go_on()
-        if now >= self._not_before and any(one.stalled > self._limit(one.progress) for one in self._running()):
+        if self._is_suspicious(running, now):
             self._questions += 1
             self._inquiry = Inquiry(self._folder, self._questions, self._known())
         return None
@@ -151,8 +160,32 @@ class HangMonitor:
         """Give the boxes back."""
         self._boxes.close()
 
-    def _running(self) -> list[_Watched]:
-        return [one for one in self._watched.values() if one.progress.running and is_alive(one.progress.process)]
+    def _running(self) -> list[Watched]:
+        return [one for one in self._watched.values() if one.runs]
+
+    def _count_stops(self, running: Sequence[Watched], passed: float) -> None:
+        """See who is stopped while others are not; a monitor that was put to sleep begins anew."""
+        counts = passed < _LONGEST_LOOK and any_gets_on(running)
+        for one in running:
+            one.count_stop(passed if counts else None)
+
+    def _is_suspicious(self, running: Sequence[Watched], now: float) -> bool:
+        """Whether somebody is stopped alone, or still, for too long, and has not been asked about just now."""
+        stops = frozenset((one.progress.process, one.stop) for one in running if one.stopped_alone)
+        if now >= self._not_before:
+            found = bool(stops) or any(one.stalled > self._limit(one.progress) for one in running)
+        else:
+            # The pause is for those who were seen to have a reason; a stop that came since was not seen.
+            found = bool(stops - self._asked_stops)
+            if found:
+                self._suspects = frozenset()  # too short a time ago to count as seen before
+        if found:
+            self._asked_stops = stops
+        return found
+
+    def _is_halted(self, one: Watched) -> bool:
+        """Whether a stop has lasted for too long; where nobody else runs, its own limit tells."""
+        return one.stopped_alone or (len(self._running()) == 1 and one.stalled > self._limit(one.progress))
 
     def _known(self) -> dict[int, Evidence]:
         """What the boxes tell of every rank that has begun, by box."""
@@ -190,7 +223,8 @@ class HangMonitor:
         now = next((each for each in self._watched.values() if each.progress.process == one.progress.process), None)
         if now is None or not is_alive(one.progress.process):
             return None
-        return replace(one, stalled=now.stalled if now.progress.changes == one.progress.changes else 0.0)
+        stalled = now.stalled if now.progress.changes == one.progress.changes else 0.0
+        return replace(one, stalled=stalled, halted=self._is_halted(now))
 
     def _tell(self, verdict: Verdict, ranks: Sequence[Evidence]) -> FoundHang:
         report = report_of(verdict, ranks)
@@ -203,28 +237,7 @@ class HangMonitor:
 
     def _forget(self) -> None:
         self._inquiry, self._suspects, self._not_before = None, frozenset(), 0.0
-
-
-class _Watched:
-    """One process, as it was seen last; ``process`` is 0 until it is known to be started."""
-
-    def __init__(self, number: int, box: int) -> None:
-        self.number = number
-        self.box = box
-        self.process = 0
-        self.stalled = 0.0
-        self.progress = _NOTHING
-
-    def look(self, progress: Progress, passed: float) -> None:
-        """See what the box says now, ``passed`` seconds after the last time."""
-        if self.process and progress.process != self.process:
-            progress = _NOTHING  # the box of the process before
-        changed = (progress.process, progress.changes) != (self.progress.process, self.progress.changes)
-        self.stalled = 0.0 if changed else self.stalled + passed
-        self.progress = progress
-
-
-_NOTHING = Progress(0, -1, False, SETUP, 0, 0, 0, 0.0, {})
+        self._asked_stops = frozenset()
 
 
 def _written(folder: Path, kind: str, node: int | None, report: str) -> Path | None:

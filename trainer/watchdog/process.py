@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 # First letter of the state, as in ps(1).
-RUNNING, SLEEPING, IN_KERNEL, STOPPED, ZOMBIE = "R", "S", "D", "T", "Z"
+RUNNING, SLEEPING, IN_KERNEL, STOPPED, TRACED, ZOMBIE = "R", "S", "D", "T", "t", "Z"
 
 
 def state_of(process: int, thread: int | None = None) -> str:
@@ -21,6 +21,18 @@ def state_of(process: int, thread: int | None = None) -> str:
         return (folder / "stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def stop_of(process: int) -> int | None:
+    """Which of its stops a process is in; ``None`` = a signal has not stopped it.
+
+    It is told by how often the main thread has given up the processor, which one that was continued and stopped again
+    has done in between.
+    """
+    status = _status(process)
+    if not status.get("State", "").strip().startswith(STOPPED):
+        return None
+    return sum(int(status.get(f"{kind}_ctxt_switches", "0")) for kind in ("voluntary", "nonvoluntary"))
 
 
 def name_of(process: int) -> str:
@@ -42,17 +54,17 @@ def children_of(process: int) -> list[int]:
 
 def catches(process: int, number: int) -> bool:
     """Whether a process has a handler for a signal, so that sending it does no harm."""
-    try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except OSError:
-        return False
-    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
+    return bool(int(_status(process).get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
-def is_alive(process: int) -> bool:
-    """Whether a process exists and has not ended."""
-    if state_of(process) in (ZOMBIE, "X"):
+def is_alive(process: int, state: str | None = None) -> bool:
+    """Whether a process exists and has not ended.
+
+    Args:
+        process: its id.
+        state: of the process, where it is known already.
+    """
+    if (state_of(process) if state is None else state) in (ZOMBIE, "X"):
         return False
     try:
         os.kill(process, 0)
@@ -74,6 +86,15 @@ def kill_with_workers(process: int) -> None:
     for each in (process, *workers):
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
+
+
+def _status(process: int) -> dict[str, str]:
+    """What the kernel tells by name; nothing where the process is gone."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: value for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _command(process: int) -> bytes:

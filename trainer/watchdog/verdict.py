@@ -88,7 +88,7 @@ def judge(ranks: Sequence[Evidence], seen_before: bool = False) -> Verdict | Non
         return None  # the person who types there knows
     over = [one for one in running if one.is_over]
     waiting = _waiting(over)
-    verdict = _mismatch(waiting, ranks) or _standing_still(over, waiting)
+    verdict = _mismatch(waiting, ranks) or _standing_still(over, running)
     if verdict is not None:
         return verdict
     if not over or any(one.wait.kind != waits.COMMUNICATION for one in running):
@@ -96,10 +96,10 @@ def judge(ranks: Sequence[Evidence], seen_before: bool = False) -> Verdict | Non
     return _out_of_step(over, waiting, ranks) if seen_before else None
 
 
-def _waiting(over: Sequence[Evidence]) -> list[_Waiting]:
+def _waiting(ranks: Sequence[Evidence]) -> list[_Waiting]:
     """The oldest pending call of each rank that waits for communication."""
     found = []
-    for one in over:
+    for one in ranks:
         if one.answer is None or one.wait.kind != waits.COMMUNICATION:
             continue
         call = next((call for call in one.pending if call.group in one.answer.groups), None)
@@ -138,22 +138,25 @@ def last_call(one: Evidence) -> str:
 # ---- a rank that does not wait for others --------------------------------------------------------------------------
 
 
-def _standing_still(over: Sequence[Evidence], waiting: Sequence[_Waiting]) -> Verdict | None:
+def _standing_still(over: Sequence[Evidence], running: Sequence[Evidence]) -> Verdict | None:
     blamed = [one for one in over if one.wait.kind != waits.COMMUNICATION]
     if not blamed:
         return None
-    missed = {rank for one in waiting for rank in one.group.ranks}
+    missed = {rank for one in _waiting(over) for rank in one.group.ranks}
 
     def blame(one: Evidence) -> tuple[bool, bool, float]:
         return one.wait.kind in _CERTAINTY, one.rank in missed, one.stalled
 
     culprit = max(blamed, key=blame)
-    sentence = f"{_missing(culprit, waiting, over)}{_doing(culprit)}"
+    # A stop is found before anybody has waited for too long.
+    witnesses = running if culprit.wait.kind == HALTED else over
+    sentence = f"{_missing(culprit, witnesses)}{_doing(culprit)}"
     return Verdict(culprit.rank, culprit.rank, culprit.wait.kind, sentence, _standing(culprit))
 
 
-def _missing(culprit: Evidence, waiting: Sequence[_Waiting], over: Sequence[Evidence]) -> str:
+def _missing(culprit: Evidence, witnesses: Sequence[Evidence]) -> str:
     """What the others wait for: the call that the culprit has not joined."""
+    waiting = _waiting(witnesses)
     absent = [one for one in waiting if culprit.rank in one.group.ranks and _is_absent(culprit, one.call)]
     if absent:
         longest = max(absent, key=lambda one: one.call.seconds)
@@ -162,7 +165,7 @@ def _missing(culprit: Evidence, waiting: Sequence[_Waiting], over: Sequence[Evid
             f"{_names([one.evidence.rank for one in absent if one.call.number == longest.call.number])} "
             f"waited for {longest.call.seconds:.0f} s; "
         )
-    others = [one for one in over if one.wait.kind == waits.COMMUNICATION]
+    others = [one for one in witnesses if one.wait.kind == waits.COMMUNICATION]
     if not others:
         return ""
     longest_one = max(others, key=lambda one: one.stalled)

@@ -1,0 +1,246 @@
+"""A process that a signal has stopped is found by its state, not by its silence; a suspended job is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainwright.trainer.watchdog import monitor
+from trainwright.trainer.watchdog.inquiry import Inquiry
+from trainwright.trainer.watchdog.limits import HangLimits
+from trainwright.trainer.watchdog.monitor import VARIABLE, FoundHang, HangMonitor
+from trainwright.trainer.watchdog.process import STOPPED, TRACED, state_of, stop_of
+
+LONG = HangLimits(floor_seconds=600.0, first_timeout=1800.0)
+# Half a second, as those who watch ask.
+LOOK = 0.5
+
+RANK = """
+import ctypes, os, signal, sys
+from trainwright.trainer.watchdog.boxes import Box
+
+box = Box(sys.argv[1], int(sys.argv[2]), rank=int(sys.argv[2]))
+box.begin("forward")
+print("ready", flush=True)
+for line in sys.stdin:
+    # PTRACE_TRACEME: who has started this process is its debugger, which holds it at its next signal.
+    ctypes.CDLL(None).ptrace(0, 0, 0, 0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+class Job:
+    """Ranks that are in a phase of theirs, and their monitor, whose clock goes on only when it looks."""
+
+    def __init__(self, count: int, folder: Path, limits: HangLimits, clock: list[float]) -> None:
+        self.clock = clock
+        self.monitor = HangMonitor(count, folder, folder, limits)
+        self.ranks = [self._start(rank) for rank in range(count)]
+        for rank, process in enumerate(self.ranks):
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            self.monitor.watch(rank, process.pid)
+        self.look(2 * LOOK)
+
+    def _start(self, rank: int) -> subprocess.Popen[str]:
+        place = json.loads(self.monitor.environment(rank)[VARIABLE])
+        command = [sys.executable, "-c", RANK, place["boxes"], str(place["box"])]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def look(self, seconds: float, step: float = LOOK) -> FoundHang | None:
+        """Look again and again for so long; what is found, if anything."""
+        for _ in range(round(seconds / step)):
+            self.clock[0] += step
+            found = self.monitor.check()
+            if found is not None:
+                return found
+        return None
+
+    def stop(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.ranks[rank].send_signal(signal.SIGSTOP)
+            self._await(rank, lambda state: state == STOPPED)
+
+    def go_on(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.ranks[rank].send_signal(signal.SIGCONT)
+            self._await(rank, lambda state: state != STOPPED)
+
+    def hold(self, rank: int) -> None:
+        """Have a rank held as a debugger does."""
+        stdin = self.ranks[rank].stdin
+        assert stdin is not None
+        stdin.write("be held\n")
+        stdin.flush()
+        # Read here, or Popen would take this news of the process for its end, and never kill it.
+        _, status = os.waitpid(self.ranks[rank].pid, 0)
+        assert os.WIFSTOPPED(status)
+        assert state_of(self.ranks[rank].pid) == TRACED
+
+    def _await(self, rank: int, wanted: Callable[[str], bool]) -> None:
+        end = time.monotonic() + 30
+        while not wanted(state_of(self.ranks[rank].pid)):
+            assert time.monotonic() < end, f"rank {rank} is in state {state_of(self.ranks[rank].pid)}"
+            time.sleep(0.002)
+
+    def end(self) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.communicate()
+        self.monitor.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
+    """``job(2)``: so many ranks; all end with the test."""
+    clock, jobs = [100.0], []
+    monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def start(count: int, limits: HangLimits = LONG) -> Job:
+        jobs.append(Job(count, tmp_path, limits, clock))
+        return jobs[-1]
+
+    yield start
+    for each in jobs:
+        each.end()
+
+
+# ---- what is found ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limits", [LONG, HangLimits(fixed=600.0)], ids=["learned", "fixed"])
+def test_a_stopped_rank_is_found_long_before_its_limit(limits: HangLimits, job: Any) -> None:
+    ranks = job(3, limits)
+    ranks.stop(1)
+    assert ranks.look(1.0) is None  # it may be the first of all
+    found = ranks.look(1.0)
+    assert found is not None
+    assert found.rank == 1
+    assert found.report.startswith("Hang: rank 1 is in phase forward, stopped by a signal (SIGSTOP)")
+    assert found.path is not None
+    assert "does not answer; state of its process: T" in found.path.read_text()
+
+
+def test_it_does_not_matter_how_often_the_monitor_looks(job: Any) -> None:
+    ranks = job(2)
+    ranks.stop(0)
+    assert ranks.look(1.0, step=0.1) is None
+    found = ranks.look(1.0, step=0.1)
+    assert found is not None
+    assert found.rank == 0
+
+
+def test_of_two_stopped_ranks_one_is_found_after_the_other(job: Any) -> None:
+    ranks = job(3)
+    ranks.stop(1, 2)
+    found = []
+    for _ in range(2):
+        found.append(ranks.look(2.0))
+        assert found[-1] is not None
+        ranks.ranks[found[-1].rank].kill()
+        ranks.ranks[found[-1].rank].wait()
+    assert {each.rank for each in found} == {1, 2}
+    assert ranks.look(60.0) is None
+
+
+def test_a_rank_that_runs_alone_has_its_own_limit(job: Any) -> None:
+    ranks = job(1, HangLimits(fixed=20.0))
+    ranks.stop(0)
+    assert ranks.look(15.0) is None
+    found = ranks.look(10.0)
+    assert found is not None
+    assert "stopped by a signal (SIGSTOP)" in found.report
+
+
+# ---- what is not -----------------------------------------------------------------------------------------------------
+
+
+def test_a_suspended_job_is_never_a_hang(job: Any) -> None:
+    """Neither while it lasts, nor when its ranks are continued one after the other, nor by the time that has passed."""
+    ranks = job(3, HangLimits(fixed=20.0))
+    ranks.stop(0, 1, 2)
+    assert ranks.look(600.0) is None
+    ranks.go_on(1)
+    assert ranks.look(1.0) is None
+    ranks.go_on(0, 2)
+    assert ranks.look(5.0) is None
+
+
+def test_a_monitor_that_was_suspended_with_the_job_does_not_count_that_time(job: Any) -> None:
+    ranks = job(2, HangLimits(fixed=20.0))
+    ranks.stop(1)
+    assert ranks.look(LOOK) is None  # seen on the way to the others
+    assert ranks.look(3600.0, step=3600.0) is None  # and rank 0 is continued before rank 1
+    assert ranks.look(1.0) is None
+    ranks.go_on(1)
+    assert ranks.look(5.0) is None
+
+
+def test_looks_far_apart_find_no_stop(job: Any) -> None:
+    ranks = job(2)
+    ranks.stop(1)
+    assert ranks.look(300.0, step=3.0) is None
+    assert ranks.look(3.0) is not None
+
+
+def test_a_process_that_is_stopped_and_continued_all_the_time_is_slow_and_not_stopped(job: Any) -> None:
+    """As programs do that give a process a part of a processor only."""
+    ranks = job(2)
+    for _ in range(20):
+        ranks.stop(1)
+        assert ranks.look(LOOK) is None
+        ranks.go_on(1)
+
+
+def test_a_rank_that_a_debugger_holds_is_not_stopped(job: Any) -> None:
+    ranks = job(2, HangLimits(fixed=20.0))
+    ranks.hold(1)
+    assert ranks.look(60.0) is None
+
+
+def test_a_stop_is_asked_about_at_once_and_then_now_and_then(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions = []
+
+    class Counted(Inquiry):
+        def __init__(self, *args: Any) -> None:
+            questions.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr(monitor, "Inquiry", Counted)
+    ranks = job(3)
+    ranks.hold(0)  # by a person, who is left alone
+    for count in (1, 2):
+        ranks.stop(1)
+        assert ranks.look(10.0) is None
+        assert len(questions) == count
+        ranks.go_on(1)
+    ranks.stop(1)
+    assert ranks.look(2 * LONG.pause()) is None
+    assert len(questions) == 4
+
+
+# ---- the kernel's part -----------------------------------------------------------------------------------------------
+
+
+def test_one_stop_is_told_from_the_next(job: Any) -> None:
+    ranks = job(1)
+    process = ranks.ranks[0].pid
+    assert stop_of(process) is None
+    seen = []
+    for _ in range(3):
+        ranks.stop(0)
+        seen.append(stop_of(process))
+        assert stop_of(process) == seen[-1]
+        ranks.go_on(0)
+    assert None not in seen
+    assert len(set(seen)) == 3
