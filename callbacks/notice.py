@@ -77,11 +77,13 @@ class NoticePoll:
         file: as soon as it exists, the run is to end; ``None``: off.
         url: asked by http or https; any answer of status 200 other than an empty one, ``FALSE`` and ``NONE`` (in any
             case) says that the run is to end, while status 404 says that nothing is planned; ``None``: off. Proxies
-            are not asked, since an address of metadata means this machine. What cannot be reached says nothing, and is
-            told once in the log.
+            are not asked, since an address of metadata means this machine, nor is another address to which this one
+            sends: it would see the headers, and what it answers was not asked for. What cannot be reached says nothing.
         headers: sent to ``url``.
         seconds: between two looks.
         on_notice: called in the thread with :data:`FILE` or :data:`URL`, once.
+
+    Looking goes on where it fails; why is told in the log, once for the file and once for the address.
     """
 
     def __init__(
@@ -94,11 +96,11 @@ class NoticePoll:
     ) -> None:
         self._file = None if file is None else Path(file).expanduser()
         self._request = None if url is None else urllib.request.Request(url, headers=dict(headers))  # noqa: S310
-        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+        self._open = _opener().open
         self._seconds = seconds
         self._on_notice = on_notice
         self._stopped = threading.Event()
-        self._complained = False
+        self._complained: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="trainwright-preemption", daemon=True)
 
     def start(self) -> None:
@@ -119,24 +121,48 @@ class NoticePoll:
 
     def look(self) -> int | None:
         """Where there is a notice now: :data:`FILE`, :data:`URL`, or ``None``."""
-        if self._file is not None and self._file.exists():
+        if self._file is not None and self._is_there(self._file):
             return FILE
-        return URL if self._request is not None and self._answers() else None
+        return URL if self._request is not None and self._answers(self._request) else None
 
-    def _answers(self) -> bool:
-        assert self._request is not None
+    def _is_there(self, file: Path) -> bool:
         try:
-            with self._open(self._request, timeout=_URL_SECONDS) as answer:
+            file.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except (OSError, ValueError) as error:
+            self._complain(FILE, f"preemption.file={file} cannot be looked at ({error}); it is looked at again")
+            return False
+        return True
+
+    def _answers(self, request: urllib.request.Request) -> bool:
+        try:
+            with self._open(request, timeout=_URL_SECONDS) as answer:
                 return answer.status == 200 and answer.read(_URL_BYTES).strip().upper() not in _NOTHING_PLANNED
         except urllib.error.HTTPError as error:
             error.close()
-            if error.code != 404:
-                self._complain(error)
-        except (OSError, http.client.HTTPException) as error:
-            self._complain(error)
+            if error.code == 404:
+                return False
+            problem: Exception = error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            problem = error
+        self._complain(URL, f"preemption.url={request.full_url} gives no answer ({problem}); it is asked again")
         return False
 
-    def _complain(self, error: Exception) -> None:
-        if not self._complained:
-            self._complained = True
-            _log.warning("preemption.url=%s gives no answer (%s); it is asked again", self._request.full_url, error)  # type: ignore[union-attr]
+    def _complain(self, what: int, text: str) -> None:
+        if what not in self._complained:
+            self._complained.add(what)
+            _log.warning(text)
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    """Opens addresses of http and https, and nothing else: no proxy, no file, no address that an answer names."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.HTTPHandler(),
+        urllib.request.HTTPSHandler(),
+        urllib.request.HTTPErrorProcessor(),
+        urllib.request.HTTPDefaultErrorHandler(),
+    ):
+        opener.add_handler(handler)
+    return opener

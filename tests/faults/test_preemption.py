@@ -23,7 +23,7 @@ from tests.faults.preempted import Told, evaluate, parameters_of, points, traine
 from tests.parity.test_resume_watched import Net
 from tests.pool import free_port
 from trainwright import RunStateCheckpoint
-from trainwright.callbacks.notice import URL, NoticePoll
+from trainwright.callbacks.notice import FILE, URL, NoticePoll
 from trainwright.callbacks.preemption import Preempted, Preemption
 from trainwright.checkpoint.asynchronous import Saved
 from trainwright.checkpoint.errors import CheckpointError
@@ -187,26 +187,55 @@ ANSWERS: list[tuple[int, bytes, int | None]] = [
 ]
 
 
+class Metadata:
+    """A server that answers by paths; ``asked`` are those it was asked for, with a header of each question."""
+
+    def __init__(self, answers: dict[str, tuple[int, dict[str, str], bytes]]) -> None:
+        self.asked = asked = []  # type: list[tuple[str, str | None]]
+
+        class Answer(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked.append((self.path, self.headers["Metadata-Flavor"]))
+                status, headers, body = answers[self.path]
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Answer)
+        self.address = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> Metadata:
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
 @pytest.mark.parametrize(("status", "body", "found"), ANSWERS)
 def test_what_an_address_answers(status: int, body: bytes, found: int | None) -> None:
-    asked: list[str | None] = []
-
-    class Metadata(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.headers["Metadata-Flavor"])
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Metadata) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/preempted"
-        poll = NoticePoll(None, url, {"Metadata-Flavor": "Google"}, 1.0, lambda _: None)
+    with Metadata({"/preempted": (status, {}, body)}) as server:
+        poll = NoticePoll(None, f"{server.address}/preempted", {"Metadata-Flavor": "Google"}, 1.0, lambda _: None)
         assert poll.look() == found
-    assert asked == ["Google"]
+    assert server.asked == [("/preempted", "Google")]
+
+
+def test_an_address_that_sends_elsewhere_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """What answers there was not asked for, such as the page of a network to log in, and must not see the headers."""
+    answers = {"/preempted": (302, {"Location": "/login"}, b""), "/login": (200, {}, b"Who are you?")}
+    with Metadata(answers) as server:
+        poll = NoticePoll(None, f"{server.address}/preempted", {"Metadata-Flavor": "Google"}, 1.0, lambda _: None)
+        assert poll.look() is None
+    assert server.asked == [("/preempted", "Google")]
+    assert "302" in caplog.text
 
 
 def test_an_address_that_cannot_be_reached_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -216,6 +245,20 @@ def test_an_address_that_cannot_be_reached_says_nothing(caplog: pytest.LogCaptur
         poll = NoticePoll(None, url, {}, 1.0, lambda _: None)
         assert [poll.look(), poll.look()] == [None, None]
     assert len([record for record in caplog.records if "gives no answer" in record.message]) == 1
+
+
+def test_looking_goes_on_where_it_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file system that is away for a moment, a name that cannot be looked up: both are told once."""
+    with Metadata({"/": (200, {}, b"TRUE")}) as server:
+        poll = NoticePoll(str(tmp_path / ("x" * 300)), f"{server.address}/", {}, 1.0, lambda _: None)
+        assert [poll.look(), poll.look()] == [URL, URL]
+    assert caplog.text.count("File name too long") == 1
+
+    poll = NoticePoll(str(tmp_path / "end"), "http://..metadata/", {}, 1.0, lambda _: None)
+    assert [poll.look(), poll.look()] == [None, None]
+    assert caplog.text.count("gives no answer") == 1
+    (tmp_path / "end").touch()
+    assert poll.look() == FILE
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
@@ -355,6 +398,33 @@ def test_impossible_options_are_named_all_at_once() -> None:
         Preemption(signals=["SIGKILL"], url="file:///etc/passwd", poll_seconds=0, deadline_seconds=-1, exit_code=300)
     for name in ("signals=['SIGKILL']", "url='file:", "poll_seconds=0", "deadline_seconds=-1", "exit_code=300"):
         assert name in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"signals": None}, "signals=None"),
+        ({"signals": "SIGTERM"}, "signals='SIGTERM'"),
+        ({"signals": [["SIGTERM"]]}, "signals="),
+        ({"save": "no"}, "save='no' (allowed: True, or False for off)"),
+        ({"requeue": 1}, "requeue=1"),
+        ({"url": "http://metadata:port/"}, "url="),
+        ({"url": "http://metadata:99999/"}, "url="),
+        ({"url": "http://user:secret@metadata/"}, "url="),
+        ({"url": "http://a b/"}, "url="),
+        ({"url": "http://metadata/\u00fc"}, "url="),
+        ({"url": "http://..metadata/"}, "url="),
+        ({"url": "http://metadata/", "url_headers": "Google"}, "url_headers='Google'"),
+        ({"url": "http://metadata/", "url_headers": {"Metadata-Flavor": None}}, "url_headers.Metadata-Flavor"),
+        ({"url": "http://metadata/", "url_headers": {"Metadata-Flavor": "a\r\nb"}}, "url_headers.Metadata-Flavor"),
+        ({"url": "http://metadata/", "url_headers": {"Metadata Flavor": "Google"}}, "url_headers.Metadata Flavor"),
+        ({"url_headers": {"Metadata-Flavor": "Google"}}, "url_headers without url"),
+    ],
+)
+def test_what_could_not_be_asked_or_heard_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match="Preemption: ") as refused:
+        Preemption(**options)
+    assert said in str(refused.value)
 
 
 def test_the_trainer_of_lightning_and_a_second_callback_are_refused() -> None:
