@@ -56,7 +56,6 @@ _DEFAULTS = ("launch=resilient", "guard=rollback", "checkpoint=last")
 _PROTECTED = (
     *_DEFAULTS,
     "launch.mtbf=0.007",
-    "launch.hang_floor_seconds=1",
     "launch.backoff_seconds=0",
     "guard.loss.threshold=null",
     "guard.loss.mtbf=0.04",

@@ -130,7 +130,7 @@ class ResumableFitLoop(_FitLoop):
             progress.completed = progress.processed
         self._go_on_within_epoch()
         self.trainer.strategy.restore_rank_state()  # type: ignore[attr-defined]
-        self.trainer.copies.gone_back()  # type: ignore[attr-defined]
+        self.trainer.copies.gone_back()
         tell_gone_back(self.trainer)
 
     def _leave_data(self) -> None:

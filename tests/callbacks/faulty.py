@@ -123,9 +123,15 @@ class Child:
         """The Python stack of its main thread now, or the first lines of it."""
         wait_until(self.beats.exists, "it has not begun")  # before that, the signal would go to its parent's handler
         self.stacks.write_text("")
-        os.kill(self.pid, signal.SIGUSR1)
-        wait_until(lambda: "File" in self.stacks.read_text(), "its stack was not written")
+        wait_until(self._answers, "its stack was not written")
         return self.stacks.read_text()
+
+    def _answers(self) -> bool:
+        # Asked again and again: while Python's main thread still writes, a thread that is none of Python's may get the
+        # signal, and has nothing to tell.
+        os.kill(self.pid, signal.SIGUSR1)
+        time.sleep(0.02)
+        return "File" in self.stacks.read_text()
 
     def wait_within(self, function: str) -> str:
         """Its stack, as soon as ``function`` is on it."""
@@ -139,9 +145,14 @@ class Child:
         try:
             wait_until(is_there, f"it is not in {function}")
         except AssertionError as error:
-            ended = f"\nIt ended with:\n{self.error.read_text()}" if self.error.exists() else ""
-            raise AssertionError(f"{error}, but here:\n{stack}{ended}") from None
+            raise AssertionError(f"{error}, but here:\n{stack}{self._end()}") from None
         return stack
+
+    def _end(self) -> str:
+        """How it ended, if it has."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        error = self.error.read_text() if self.error.exists() else ""
+        return f"\nIt has ended ({os.waitstatus_to_exitcode(status)}). {error}" if pid else "\nIt lives."
 
     def wait(self) -> int:
         """Its exit code, negative for a signal."""
