@@ -42,6 +42,8 @@ class StateCopies:
         self._schedule = CopySchedule()
         self._step = -1  # the last one whose beginning was heard of
         self._next = 0
+        # Step of the last copy of this run; what memory holds that was brought along may differ from rank to rank.
+        self._copied: int | None = None
 
     @property
     def snapshots(self) -> Snapshots:
@@ -80,10 +82,11 @@ class StateCopies:
         self._schedule.add(mtbf, every_n_steps)
 
     def take(self) -> None:
-        """Copy now, unless there is a copy of this step; to be called where a step begins. A collective."""
+        """Copy now, unless that was done at this step; to be called where a step begins. A collective."""
         step = self._trainer.global_step
-        if step in self._snapshots.steps():
+        if step == self._copied:
             return
+        self._copied = step
         begin = self._clock()
         strategy: Any = self._trainer.strategy
         checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
@@ -93,6 +96,7 @@ class StateCopies:
     def gone_back(self) -> None:
         """Hear that training went back to an earlier step: copies of later ones will be made anew."""
         self._step = self._trainer.global_step
+        self._copied = None
         self._snapshots.forget_after(self._step)
         self._schedule.pause()
         self._next = self._step + self._steps_to_next()
@@ -104,7 +108,7 @@ class StateCopies:
         if self._is_own:
             self._snapshots.release()
         self._snapshots, self._is_own = Snapshots(), True
-        self._end, self._schedule = None, CopySchedule()
+        self._end, self._schedule, self._copied = None, CopySchedule(), None
 
     def _hear(self, phase: str) -> None:
         step = self._trainer.global_step

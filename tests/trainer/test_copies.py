@@ -109,3 +109,20 @@ def test_ranks_agree_where_a_copy_costs_more_on_one(ranks: Any) -> None:
     first, second = ranks(differently_dear, 2, 1e-5)
     assert first == second
     assert len(first) > 1
+
+
+def taken_in() -> list[list[int]]:
+    """A run that goes on from a copy in memory, where the memory of one rank is new."""
+    memory = Snapshots()
+    for last in (2, 4):
+        held = memory.newest()
+        if held is not None and dist.get_rank() == 1:
+            memory = Snapshots()
+        wants = Wants(every_n_steps=1, at_once=True, memory=memory)
+        trainer = Trainer(strategy="ddp", devices=2, max_steps=last, callbacks=[wants], **QUIET)
+        trainer.fit(Regression(), loader(200), ckpt_path=held)
+    return wants.steps
+
+
+def test_ranks_copy_together_whatever_each_has_in_memory(ranks: Any) -> None:
+    assert ranks(taken_in, 2) == [[[1, 0], [2, 1], [3, 2]], [[1], [2, 1], [3, 2]]]
