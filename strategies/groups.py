@@ -71,15 +71,24 @@ def leave_groups() -> None:
     The others need not be there. Groups whose collectives never end, because a peer is gone, are aborted.
     """
     gc.collect()  # DistributedDataParallel holds on to the group; over gloo its threads abort a process without it
-    if dist.is_initialized():
-        if dist.get_backend() == "nccl":
-            from torch.distributed.distributed_c10d import _abort_process_group
-
-            _abort_process_group()
-        else:
-            dist.destroy_process_group()
+    if not abort_groups() and dist.is_initialized():
+        dist.destroy_process_group()
     gc.collect()
     forget_meshes()
+
+
+def abort_groups() -> bool:
+    """Abort all process groups if they are NCCL's, whose kernels wait for a peer that is gone; from any thread.
+
+    Returns:
+        Whether they were. Those of another backend are left as they are.
+    """
+    if not dist.is_initialized() or dist.get_backend() != "nccl":
+        return False
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group()
+    return True
 
 
 def forget_meshes() -> None:

@@ -250,14 +250,7 @@ class _interrupted:  # noqa: N801 - read as a sentence: with _interrupted(...)
     def _look(self) -> None:
         while not self._over.wait(_LOOK_SECONDS):
             if self._mailbox.board.called(self._generation) == NOW:
-                self._abort()
+                from trainwright.strategies.groups import abort_groups
+
+                abort_groups()
                 return
-
-    @staticmethod
-    def _abort() -> None:
-        import torch.distributed as dist
-
-        if dist.is_initialized() and dist.get_backend() == "nccl":
-            from torch.distributed.distributed_c10d import _abort_process_group
-
-            _abort_process_group()
