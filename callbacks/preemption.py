@@ -102,6 +102,7 @@ class Preemption(Callback):
         self.exit_code = exit_code
         self.requeue = requeue
         self.check_seconds = check_seconds
+        self._settled: Told | None = None  # a notice for which everything is done but to end the process
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot work: another Trainer, a second callback of this kind, a requeue of nothing."""
@@ -145,6 +146,7 @@ class Preemption(Callback):
             self._say(trainer, f"told to end by {told.reason}; nothing is saved{self._why_not(trainer)}")
         else:
             path = self._saved(trainer, saver, told)
+        self._settled = told
         if self.requeue and trainer.state.fn == TrainerFn.FITTING and trainer.is_global_zero:
             self._requeue()
         raise Preempted(told, self.code_for(told), path or last_good(trainer), bool(path))
@@ -153,11 +155,12 @@ class Preemption(Callback):
         """The deadline has passed: say what is left, from a thread, while the main thread may hold any lock."""
         if not trainer.is_global_zero:
             return
-        _write(
-            f"trainwright: told to end by {told.reason}; the run state was not saved within "
-            f"{self.deadline_seconds:g} s (preemption.deadline_seconds). {_last_good_text(trainer)}"
-        )
-        if self.requeue:
+        settled = self._settled == told
+        what = "the process had not ended" if settled else "the run state was not saved"
+        limit = self.deadline_seconds  # none where a signal came before the run, which is given less
+        within = "in time" if limit is None else f"within {limit:g} s (preemption.deadline_seconds)"
+        _write(f"trainwright: told to end by {told.reason}; {what} {within}. {_last_good_text(trainer)}")
+        if self.requeue and not settled:
             _write(f"trainwright: {requeue(os.environ) or 'the job is requeued'}")
 
     def _saved(self, trainer: Trainer, saver: RunStateCheckpoint, told: Told) -> str:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -112,9 +112,10 @@ class FlagOnSignal(_SignalConnector):
 
         def handle(received: int, frame: FrameType | None) -> None:
             if os.getpid() != self._process:
-                return  # a forked worker of a data loader has inherited the handler
+                _end_forked(received, frame, existing)
+                return
             self._on_notice(received)
-            if callable(existing) and existing not in (raise_interrupted, signal.default_int_handler):
+            if _is_of_user(existing):
                 existing(received, frame)
 
         return handle
@@ -233,6 +234,25 @@ class FlagOnSignal(_SignalConnector):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_undo": [], "_notice": Notice()}
+
+
+def _is_of_user(handler: _HANDLER) -> TypeGuard[Callable[[int, FrameType | None], object]]:
+    return callable(handler) and handler not in (raise_interrupted, signal.default_int_handler)
+
+
+def _end_forked(number: int, frame: FrameType | None, existing: _HANDLER) -> None:
+    """What the handler does in a process that was forked meanwhile, and has inherited it.
+
+    SIGTERM ends it, as without us: who sends it waits for that end (``Pool.terminate``, say). The other signals come
+    from a scheduler, which sends them to every process of a job, and the run is to go on until it has saved.
+    """
+    if number != signal.SIGTERM or existing == signal.SIG_IGN:
+        return
+    if _is_of_user(existing):
+        existing(number, frame)
+        return
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _wakeup_is_free() -> bool:

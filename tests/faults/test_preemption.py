@@ -372,6 +372,20 @@ def test_a_requeue_that_fails_says_what_to_type(slurm: Path, tmp_path: Path, cap
     assert "was not requeued (scontrol: Job is on hold); type `scontrol requeue 4711`" in capfd.readouterr().err
 
 
+def test_a_process_that_hangs_after_the_save_says_what_is_saved_and_requeues_once(
+    slurm: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    preemption, states = Preemption(requeue=True), tmp_path / "states"
+    trainer, module = trainer_of([RunStateCheckpoint(str(states)), Told("on_train_batch_end", 3), preemption])
+    with pytest.raises(Preempted) as ended:
+        trainer.fit(module, points())
+    preemption.give_up(trainer, ended.value.told)  # as the watch does when the deadline has passed
+    assert (slurm / "calls").read_text() == "requeue 4711\n"
+    said = capfd.readouterr().err
+    assert "was not saved" not in said
+    assert f"had not ended within 120 s (preemption.deadline_seconds). The last good checkpoint is {states}/" in said
+
+
 def test_impossible_requeues_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     trainer, module = trainer_of([RunStateCheckpoint(str(tmp_path)), Preemption(requeue=True)])

@@ -6,6 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,41 @@ def step_at_the_end(hook: str) -> int:
 def test_ranks_end_together(ranks, hook):
     steps = ranks(step_at_the_end, 2, hook, timeout=60)
     assert steps[0] == steps[1]
+
+
+class Forks(pl.Callback):
+    """Forks a process while the run heeds signals, as a pool of workers does, and sends it some."""
+
+    def __init__(self) -> None:
+        self.codes: list[int | None] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        receiver, sender = Pipe(duplex=False)
+        child = get_context("fork").Process(target=_says_that_it_runs, args=(sender,), daemon=True)
+        child.start()
+        assert child.pid is not None
+        receiver.recv()  # Python forgets signals that come while it forks
+        for number, seconds in ((signal.SIGUSR1, 0.3), (signal.SIGTERM, 30.0)):
+            os.kill(child.pid, number)
+            child.join(seconds)
+            self.codes.append(child.exitcode)
+        child.kill()
+        child.join()
+
+
+def _says_that_it_runs(to: Connection) -> None:
+    to.send("yes")
+    time.sleep(60)
+
+
+def test_a_forked_process_can_be_terminated() -> None:
+    """Else who ends it would wait for ever: `Pool.terminate`, or the interpreter for processes that are daemons."""
+    forks = Forks()
+    trainer = make_trainer("single", max_steps=1, callbacks=[forks, Preemption()])
+    trainer.fit(make_module("decoder-sgd"), DataLoader(Tokens(), batch_size=12))
+    # A scheduler sends the other signals to every process of a job, which the run is to survive.
+    assert forks.codes == [None, -signal.SIGTERM]
+    assert not trainer.received_sigterm
 
 
 # ---- how often ranks ask each other ----------------------------------------------------------------------------------
@@ -149,7 +187,8 @@ def test_a_script_that_hangs_ends_in_time(tmp_path: Path) -> None:
 
 WATCHED = """
 import os, signal, sys, time
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from trainwright.trainer.launch.watch import Allowance, ShutdownWatch
 
 watch = ShutdownWatch(0.2)
