@@ -24,6 +24,7 @@ from trainwright.checkpoint.asynchronous import AsyncSaver, BlockingSaver, Saved
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.find import Found, list_checkpoints
 from trainwright.checkpoint.groups import gloo_group
+from trainwright.checkpoint.held import HeldState
 from trainwright.checkpoint.manifest import Manifest
 from trainwright.checkpoint.memory import NeighbourCopies
 from trainwright.checkpoint.retention import Retention
@@ -217,7 +218,8 @@ class RunStateCheckpoint(Checkpoint):
         self._validated = False
         self._prepared = not self.asynchronous
         self._saver = self._make_saver(trainer)
-        if trainer.is_global_zero:
+        # A run that goes on from memory makes the very states of the later ones again.
+        if trainer.is_global_zero and not isinstance(trainer.ckpt_path, HeldState):
             self._warn_of_later_ones()
         self._schedule.start(self._step, partial(self._first_says, trainer))
         if self.in_memory_every_n_steps is not None and self.copies is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.trainer.held import PLACES, Hold, Model, fit, meet_anew
+from trainwright.callbacks.run_state import RunStateCheckpoint
 from trainwright.checkpoint.errors import CheckpointError
 
 HELD_AT, STEPS = 3, 7
@@ -115,3 +117,18 @@ def test_who_wants_to_see_whole_weights(ranks, place):
     for expected, found, shapes, looked in ranks(edit, PLACES[place][2], place):
         assert found == expected
         assert looked == shapes
+
+
+def said_of_later_ones(folder: str) -> list[str]:
+    hold = Hold(HELD_AT)
+    given = {"max_steps": STEPS, "enable_checkpointing": True}
+    fit("single", [hold, RunStateCheckpoint(folder, every_n_steps=2)], **given)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        saver = RunStateCheckpoint(folder, every_n_steps=2)
+        fit("single", [saver], held=hold.snapshots.newest(), **given)
+    return [str(each.message) for each in caught if "later steps" in str(each.message)]
+
+
+def test_checkpoints_that_are_made_again_are_no_reason_to_warn(ranks, tmp_path):
+    assert ranks(said_of_later_ones, 1, str(tmp_path / "saved")) == [[]]
