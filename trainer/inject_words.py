@@ -231,7 +231,7 @@ def _exception(call: ast.Call) -> Exception:
         raise SentenceError(f"{ast.unparse(call)} is no built-in exception; type for example ValueError('why')")
     try:
         made: Exception = kind(*map(_value, call.args))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise SentenceError(f"{ast.unparse(call)}: {error}") from None
     return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,9 @@ class Firings:
         rank: the global rank.
     """
 
+    # A thread that writes a checkpoint may be struck while the one that trains is.
+    _writing = threading.Lock()
+
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = folder / f"rank_{rank}.json"
 
@@ -40,16 +44,17 @@ class Firings:
 
     def add(self, sentence: str, step: int) -> None:
         """Write down that a fault strikes now; on return it is on the disk."""
-        known = self._read()
-        known.setdefault(sentence, []).append({"step": step, "time": time.time()})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(known, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        # At once: a fault of another kind may end this process in between.
-        os.replace(partial, self.path)
+        with self._writing:
+            known = self._read()
+            known.setdefault(sentence, []).append({"step": step, "time": time.time()})
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.path.with_suffix(".partial")
+            with partial.open("w", encoding="utf-8") as file:
+                json.dump(known, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            # At once: a fault of another kind may end this process in between.
+            os.replace(partial, self.path)
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -107,6 +112,11 @@ class Fault(Callback):
             self.fire(trainer)
             self.strike(trainer, pl_module)
 
+    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Steps are reached again, the one that was struck too."""
+        self.step, self._struck = trainer.global_step, False
+        self._before = self.step - 1
+
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What happens."""
 
@@ -116,9 +126,7 @@ class Fault(Callback):
         """Keep in mind which step runs. With several optimizers steps are counted in leaps; none in between is lost."""
         step = trainer.global_step
         if step != self.step:
-            # A run that has gone back in this process reaches its steps again.
-            self._before = self.step if step > self.step else step - 1
-            self.step, self._struck = step, False
+            self._before, self.step, self._struck = self.step, step, False
 
     def strikes(self, trainer: Trainer) -> bool:
         """Whether this rank is meant."""
@@ -140,6 +148,10 @@ class Fault(Callback):
         assert self._firings is not None
         self._struck = True
         self._firings.add(self._key, self.step)
+        self.say(trainer)
+
+    def say(self, trainer: Trainer) -> None:
+        """Tell the log of this rank."""
         _log.warning("injected on rank %d at step %d: %s", trainer.global_rank, self.step, self._key)
 
     def _key_among(self, trainer: Trainer) -> str:
@@ -176,6 +188,7 @@ class StepFault(Fault):
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the module its step back: the batch that was struck does not end."""
+        super().on_gone_back(trainer, pl_module)
         self.release(pl_module)
 
     def surround(self, pl_module: LightningModule) -> None:

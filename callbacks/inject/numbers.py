@@ -70,6 +70,7 @@ class NaN(Spike):
         self.where = where
         self.parameter = parameter
         self._handles: list[RemovableHandle] = []
+        self._is_chosen = False  # whose gradient it will be
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse, before the first step, a parameter of which this rank holds nothing."""
@@ -82,7 +83,7 @@ class NaN(Spike):
         if self.where == "loss":
             super().strike(trainer, pl_module)
             return
-        self._done = False
+        self._done = self._is_chosen = False
         for module, name in _owners(pl_module, self.parameter):
             self._handles.append(module.register_forward_pre_hook(partial(self._poison, name)))
 
@@ -97,8 +98,9 @@ class NaN(Spike):
         self._remove()
         if was_due:
             raise RuntimeError(
-                f"{self.sentence} changed nothing: rank {trainer.global_rank} did not call the module of "
-                f"{self.parameter or 'any parameter'}. Name another parameter, or another rank."
+                f"{self.sentence} changed nothing: rank {trainer.global_rank} computed no gradient of "
+                f"{self.parameter or 'the first parameter that it used'}, because it is frozen, was not used, or the "
+                "loss does not depend on it. Name another parameter, or another rank."
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -113,10 +115,17 @@ class NaN(Spike):
 
     def _poison(self, name: str, module: nn.Module, inputs: Any) -> None:
         parameter = getattr(module, name)
-        if self._done or not parameter.requires_grad:
+        if self._is_chosen or not parameter.requires_grad:
             return
+        self._is_chosen = True
+        self._handles.append(parameter.register_hook(self._with_nan))
+
+    def _with_nan(self, gradient: Tensor) -> Tensor:
+        """``gradient`` with one element that is NaN."""
         self._done = True
-        self._handles.append(parameter.register_hook(_with_nan))
+        poisoned = gradient.clone()
+        poisoned[(0,) * poisoned.dim()] = math.nan
+        return poisoned
 
     def _remove(self) -> None:
         for handle in self._handles:
@@ -146,7 +155,8 @@ class FlipBit(Fault):
         Raises:
             RuntimeError: if this rank holds nothing of the parameter.
         """
-        held = {name: _local(parameter) for name, parameter in pl_module.named_parameters()}
+        parameters = pl_module.named_parameters(remove_duplicate=False)  # a tied one by any of its names
+        held = {name: _local(parameter) for name, parameter in parameters}
         name = self.parameter or next((name for name, tensor in held.items() if _is_held(tensor)), "")
         if name not in held or not _is_held(held[name]):
             raise RuntimeError(
@@ -165,18 +175,22 @@ class Slow(StepFault):
         self.to_step = to_step
         self._device = torch.device("cpu")
         self._since: float | None = None  # processor time of this thread at the last micro-batch
+        self._is_slow = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to watch."""
         super().on_train_start(trainer, pl_module)
-        self._device, self._since = trainer.strategy.root_device, None
+        self._device, self._since, self._is_slow = trainer.strategy.root_device, None, False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Slow down from the first step on that is meant, and no longer than that."""
         self.reach(trainer)
         is_meant = self.at_step <= self.step and (self.to_step is None or self.step < self.to_step)
-        if is_meant and self.strikes(trainer):
+        was_slow, self._is_slow = self._is_slow, is_meant and self.strikes(trainer)
+        if self._is_slow:
             self.surround(pl_module)
+            if not was_slow:
+                self.say(trainer)
         else:
             self.release(pl_module)
             self._since = None
@@ -230,13 +244,6 @@ def flip_bit(tensor: Tensor, bit: int | None = None) -> None:
     octet = bit // 8 if sys.byteorder == "little" else tensor.element_size() - 1 - bit // 8
     octets[octet] ^= 1 << bit % 8
     number.copy_(octets.view(tensor.dtype)[0])
-
-
-def _with_nan(gradient: Tensor) -> Tensor:
-    """``gradient`` with one element that is NaN."""
-    poisoned = gradient.clone()
-    poisoned[(0,) * poisoned.dim()] = math.nan
-    return poisoned
 
 
 def _owners(module: nn.Module, parameter: str | None) -> Iterator[tuple[nn.Module, str]]:

@@ -117,7 +117,7 @@ def _are_seconds(value: Any) -> bool:
 
 
 def _are_kinds(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and set(value) <= set(SOAKED)
+    return isinstance(value, list | tuple) and bool(value) and all(kind in SOAKED for kind in value)
 
 
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {

@@ -24,14 +24,15 @@ class FullDisk(Fault):
 
     def __init__(self, at_step: int, rank: int | None, times: int | None) -> None:
         super().__init__(rank, at_step, times)
-        self._usual: Any = None
+        self._trainer: Trainer | None = None
         self._failed: set[str] = set()  # tokens of the saves that fail
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Fill the disk, once the step is reached."""
         self.reach(trainer)
-        if self._usual is None and self.step >= self.at_step and self.strikes(trainer) and self.has_more():
-            self._fill(trainer)
+        if self._trainer is None and self.step >= self.at_step and self.strikes(trainer) and self.has_more():
+            self._trainer = trainer
+            _Disk.fill(self)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Empty it again."""
@@ -41,24 +42,45 @@ class FullDisk(Fault):
         """Empty it again."""
         self._empty()
 
+    def fails(self, save: str) -> bool:
+        """Whether a file of the save with this token fails; all of one save do."""
+        if save not in self._failed and self._trainer is not None and self.has_more():
+            self._failed.add(save)
+            self.fire(self._trainer)
+        return save in self._failed
+
     def _empty(self) -> None:
-        if self._usual is not None:
-            PendingFolder.create_file = self._usual  # type: ignore[method-assign]
-            self._usual = None
+        self._trainer = None
+        _Disk.empty(self)
 
-    def _fill(self, trainer: Trainer) -> None:
-        self._usual = usual = PendingFolder.create_file
 
-        def create_file(pending: PendingFolder, name: str, rank: int, size: int | None = None) -> SealedFile:
-            if pending.token not in self._failed:
-                if not self.has_more():
-                    return usual(pending, name, rank, size)
-                self._failed.add(pending.token)
-                self.fire(trainer)
-            error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            raise write_error(error, os.path.join(pending.target, name), size) from error
+class _Disk:
+    """Exchanges what creates files of checkpoints, once for all faults that fill the disk."""
 
-        PendingFolder.create_file = create_file  # type: ignore[method-assign, assignment]
+    full: tuple[FullDisk, ...] = ()
+    usual: Any = None
+
+    @classmethod
+    def fill(cls, fault: FullDisk) -> None:
+        if not cls.full:
+            cls.usual = PendingFolder.create_file
+            PendingFolder.create_file = _create_file  # type: ignore[method-assign]
+        cls.full = (*cls.full, fault)
+
+    @classmethod
+    def empty(cls, fault: FullDisk) -> None:
+        if fault in cls.full:
+            cls.full = tuple(each for each in cls.full if each is not fault)
+            if not cls.full:
+                PendingFolder.create_file = cls.usual  # type: ignore[method-assign]
+
+
+def _create_file(pending: PendingFolder, name: str, rank: int, size: int | None = None) -> SealedFile:
+    if any(fault.fails(pending.token) for fault in _Disk.full):
+        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise write_error(error, os.path.join(pending.target, name), size) from error
+    created: SealedFile = _Disk.usual(pending, name, rank, size)
+    return created
 
 
 class CorruptCheckpoint(Fault):
@@ -68,7 +90,7 @@ class CorruptCheckpoint(Fault):
 
     def __init__(self, step: int, rank: int, times: int | None) -> None:
         super().__init__(rank, step, times)
-        self._seen = ""  # the newest checkpoint that was looked at
+        self._damaged: set[str] = set()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Look for the checkpoint."""
@@ -85,15 +107,17 @@ class CorruptCheckpoint(Fault):
             self._look(trainer)
 
     def _look(self, trainer: Trainer) -> None:
-        callback: Any = getattr(trainer, "checkpoint_callback", None)
-        newest = getattr(callback, "last_model_path", "")
-        if not newest or newest == self._seen or not self.strikes(trainer) or not self.has_more():
+        if trainer.global_step < self.at_step or not self.strikes(trainer):
             return
-        self._seen = newest
-        manifest = read_manifest(newest)
-        if manifest.about.get("step") == self.at_step:
-            self.fire(trainer)
-            corrupt(newest, list(manifest.files.values()), self.rank)
+        for callback in trainer.checkpoint_callbacks:
+            newest = getattr(callback, "last_model_path", "")
+            # Read anew each time: a checkpoint may have the name of the one before.
+            if newest and newest not in self._damaged and self.has_more():
+                manifest = read_manifest(newest)
+                if manifest.about.get("step") == self.at_step:
+                    self._damaged.add(newest)
+                    self.fire(trainer)
+                    corrupt(newest, list(manifest.files.values()), self.rank)
 
 
 def corrupt(checkpoint: str, files: list[FileRecord], rank: int) -> None:

@@ -17,13 +17,17 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from tests.callbacks.faulty import Child, Steps, bits, firings, fit, free_port, group_of, wait_until, weights
+from tests.callbacks.modules import Regression, loader
+from tests.parity.harness import make_trainer
 from trainwright.callbacks import inject
 from trainwright.callbacks.inject import network, numbers, soaking
 from trainwright.callbacks.inject.fault import Firings
 from trainwright.callbacks.inject.rules import HOOKS
+from trainwright.callbacks.loss_guard import LossGuard
 from trainwright.callbacks.run_state import RunStateCheckpoint
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.find import list_checkpoints, newest_good
+from trainwright.checkpoint.storage import PendingFolder
 
 PIPELINE_2 = {"pipeline": 2, "stage": 1}
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -262,6 +266,45 @@ def test_a_parameter_that_is_not_there() -> None:
             _single(fault)
 
 
+class Odd(Regression):
+    """Has a weight with two names, one that is frozen, and one that the loss does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].weight = self.blocks[0].weight
+        self.blocks[0].bias.requires_grad_(False)
+        self.idle = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.idle(torch.ones(1, 1))
+        return super().training_step(batch, batch_idx)
+
+
+def _odd(fault: Any) -> Odd:
+    module = Odd()
+    trainer = make_trainer("single", max_steps=3, max_epochs=-1, callbacks=[fault], default_root_dir="run")
+    trainer.fit(module, loader())
+    return module
+
+
+@pytest.mark.parametrize("parameter", ["blocks.0.bias", "idle.weight", None])
+def test_a_gradient_that_is_not_computed_is_told(parameter: str | None) -> None:
+    with pytest.raises(RuntimeError, match="changed nothing: rank 0 computed no gradient of"):
+        _odd(inject.nan(0, 1, "gradient", parameter))
+
+
+def test_a_tied_weight_has_several_names() -> None:
+    plain, flipped = _odd(inject.flip_bit(1, 1)), _odd(inject.flip_bit(0, 1, "blocks.1.weight", bit=0))
+    assert not torch.equal(plain.blocks[0].weight, flipped.blocks[0].weight)
+
+
+def test_a_step_that_is_reached_again_is_struck_again() -> None:
+    guard = LossGuard("rollback", snapshot_every_n_steps=1)
+    fit("single", {}, guard, inject.nan(rank=0, at_step=4, times=2), steps=6)
+    assert firings() == {"nan(rank=0, at_step=4, times=2)": 2}
+    assert guard.counts["reproducible"] == 1
+
+
 def without_a_loss() -> str:
     try:
         fit("hybrid", PIPELINE_2, inject.spike(rank=0, at_step=1, factor=2.0))
@@ -316,12 +359,15 @@ def test_one_weight_of_one_rank_changes(ranks: Any, strategy: str) -> None:
     assert list(touched.values()) == [1]
 
 
-def test_slowness_is_a_multiple_of_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slowness_is_a_multiple_of_what_is_computed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     slept: list[float] = []
     clock = iter(range(1000))  # a second of processor time passes between two looks
     monkeypatch.setattr(numbers, "time", SimpleNamespace(sleep=slept.append, thread_time=lambda: float(next(clock))))
     _single(inject.slow(rank=0, factor=4, from_step=1, to_step=4), steps=6)
     assert slept == [3.0, 3.0]  # of steps 2 and 3; nothing is known of a step before the first
+    assert caplog.text.count("injected on rank 0 at step 1: slow(") == 1
 
 
 # ---- the network -----------------------------------------------------------------------------------------------------
@@ -397,6 +443,29 @@ def test_a_damaged_checkpoint(ranks: Any, step: int, asynchronous: bool) -> None
     assert [found.step for found in list_checkpoints("run/checkpoints")] == [6, 4, 2]
     if step == 6:
         assert "rank_00001.safetensors" in " ".join(said)
+
+
+def test_disks_of_several_faults_are_emptied_again() -> None:
+    usual = PendingFolder.create_file
+    saving = RunStateCheckpoint(every_n_steps=1, keep_last=9, on_error="warn")
+    _single(inject.full_disk(at_step=1), steps=4)  # nothing is saved
+    fit("single", {}, saving, inject.full_disk(at_step=1), inject.full_disk(at_step=1), inject.full_disk(3), steps=5)
+    assert [found.step for found in list_checkpoints("run/checkpoints")] == [5, 1]
+    assert firings() == {"full_disk(at_step=1)": 1, "full_disk(at_step=1) #2": 1, "full_disk(at_step=3)": 1}
+    assert PendingFolder.create_file is usual
+
+
+def test_the_checkpoint_of_any_callback_is_damaged() -> None:
+    """Also where each checkpoint has the name of the one before."""
+    savers = [
+        RunStateCheckpoint("first", "newest", every_n_steps=1),
+        RunStateCheckpoint("other", "new", every_n_steps=3),
+    ]
+    fit("single", {}, *savers, inject.corrupt_checkpoint(step=3), steps=3)
+    assert newest_good("first") is None
+    assert newest_good("other") is not None
+    fit("single", {}, *reversed(savers), inject.corrupt_checkpoint(step=6), steps=6)
+    assert firings() == {"corrupt_checkpoint(step=3)": 1, "corrupt_checkpoint(step=6)": 1}
 
 
 # ---- one after the other ---------------------------------------------------------------------------------------------
