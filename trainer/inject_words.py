@@ -152,7 +152,7 @@ def _does_not_fit(sentence: Sentence, cfg: DictConfig, world_size: int | None) -
             f"inject: {sentence}: this run has {world_size} rank(s), so there is no rank "
             f"{', '.join(map(str, beyond))}; type one below {world_size}, or devices={max(beyond) + 1}"
         )
-    if world_size == 1 and sentence.kind == "partition":
+    if world_size == 1 and "partition" in (sentence.kind, *sentence.arguments.get("kinds", ())):
         problems.append(f"inject: {sentence}: one rank has no connections to others; type devices=2")
     step = step_named(sentence.arguments)
     is_last_save = sentence.kind == "corrupt_checkpoint" and step == cfg.max_steps

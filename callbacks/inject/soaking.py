@@ -15,7 +15,7 @@ from trainwright.callbacks.inject.fault import FOLDER, Fault, Firings
 from trainwright.callbacks.inject.network import Partition
 from trainwright.callbacks.inject.process import Exit, Kill, Stop
 
-# A fault whose time passed while nobody could strike is left out when it is older than this (seconds).
+# A fault whose time passed before training began is left out when it is older than this (seconds).
 _LATE = 5.0
 
 
@@ -55,6 +55,7 @@ class Soak(Fault):
         least, most = (every_seconds,) * 2 if isinstance(every_seconds, int | float) else every_seconds
         self.every_seconds = (float(least), float(most))
         self._began = 0.0
+        self._from = 0.0  # seconds since the run first began; what was due before is left out
         self._next: Planned | None = None
         self._rest: Iterator[Planned] = iter(())
         self._parts: dict[str, Any] = {}
@@ -63,6 +64,7 @@ class Soak(Fault):
         """Find out when the run first began, on rank 0 for all. A collective."""
         super().on_train_start(trainer, pl_module)
         self._began = trainer.strategy.broadcast(self._first_beginning(trainer))
+        self._leave_out_the_past()
         self._rest = plan(self.seed, self.every_seconds, self.kinds, trainer.world_size)
         self._next = next(self._rest)
         self._parts = {kind: _PARTS[kind]() for kind in self.kinds if kind != "partition"}
@@ -79,7 +81,7 @@ class Soak(Fault):
         now = time.time() - self._began
         while now >= self._next.after:
             due, self._next = self._next, next(self._rest)
-            if due.rank == trainer.global_rank and now - due.after <= _LATE and not self._has_struck(due):
+            if due.rank == trainer.global_rank and due.after >= self._from and not self._has_struck(due):
                 self._strike(due, trainer, pl_module)
 
     def _strike(self, due: Planned, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -88,6 +90,10 @@ class Soak(Fault):
         name = f"partition {due.rank}" if due.kind == "partition" else due.kind
         if name in self._parts:
             self._parts[name].strike(trainer, pl_module)
+        self._leave_out_the_past()  # in which this process may have been stopped
+
+    def _leave_out_the_past(self) -> None:
+        self._from = time.time() - self._began - _LATE
 
     def _has_struck(self, due: Planned) -> bool:
         assert self._firings is not None

@@ -495,3 +495,13 @@ def test_a_soak_goes_on_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(set(struck)) == number + 1  # each a later one of the same plan
     assert [int(text.partition(":")[0]) for text in struck] == sorted(int(text.partition(":")[0]) for text in struck)
     assert struck[0] == "0: exit(rank=0)"
+
+
+def test_a_soak_strikes_between_long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000, 1_000_000, 15))  # of which each takes longer than a fault may be late after a restart
+    monkeypatch.setattr("time.time", lambda: float(next(clock)))
+    for number in range(3):
+        with pytest.raises(SystemExit):
+            _single(inject.soak(seed=1, every_seconds=100, kinds=["exit"]), steps=1000)
+        assert len(firings()) == 2 + number  # and when the run began
+        assert any(f"fault {number}: exit" in key for key in firings())
