@@ -171,7 +171,7 @@ class Stragglers(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tell of what is left of a window. A collective, if there is something."""
         if self._clock is not None and self._done > 0:
-            self._tell(trainer, trainer.global_step)
+            self._tell(trainer, self._steps.next_number(trainer) - 1)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """End measuring; what is left of a window is not told, since the others need not be here."""

@@ -198,3 +198,9 @@ def test_a_window_begins_anew_where_training_goes_back() -> None:
     assert steps[0] == 2
     assert len(steps) == len(set(steps)) > 1
     assert watching._clock is None
+
+
+def test_what_is_left_of_a_window_is_told_of_the_last_step() -> None:
+    watching, written = Stragglers(every_n_steps=2), Written()
+    fit("single", {}, watching, steps=4, logger=written)
+    assert [step for step, metrics in written.rows if "compute_seconds" in metrics] == [2, 3]
