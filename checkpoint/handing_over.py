@@ -31,7 +31,8 @@ def send(held: HeldState, to: int, group: dist.ProcessGroup) -> None:
     held.wait()
     slots, length = lay_out(held.content.tensors)
     header = pack(held.content, slots, held.step)
-    _send([torch.tensor([header.numel(), length]), header], to, group)
+    _send([torch.tensor([header.numel(), length])], to, group)
+    _send([header], to, group)
     boxes = [box for parts in held.content.tensors.values() for _, box in parts.parts]
     _send([_bytes_of(box) for box in boxes], to, group)
 
@@ -59,14 +60,24 @@ def _bytes_of(box: Tensor) -> Tensor:
 
 
 def _send(tensors: Sequence[Tensor], to: int, group: dist.ProcessGroup) -> None:
+    """Send tensors that the other rank takes with one call of :func:`_receive`."""
     rank = dist.get_global_rank(group, to)
-    for tensor in tensors:
-        for piece in tensor.split(_MESSAGE) if tensor.numel() else ():
-            dist.send(piece, rank, group=group)
+    # All at once: a state has hundreds of small tensors, and each would wait for an answer.
+    works = [dist.isend(piece, rank, group=group, tag=number) for number, piece in enumerate(_pieces(tensors))]
+    _wait_for(works)
 
 
 def _receive(tensors: Sequence[Tensor], source: int, group: dist.ProcessGroup) -> None:
     rank = dist.get_global_rank(group, source)
-    for tensor in tensors:
-        for piece in tensor.split(_MESSAGE) if tensor.numel() else ():
-            dist.recv(piece, rank, group=group)
+    works = [dist.irecv(piece, rank, group=group, tag=number) for number, piece in enumerate(_pieces(tensors))]
+    _wait_for(works)
+
+
+def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [piece for tensor in tensors if tensor.numel() for piece in tensor.split(_MESSAGE)]
+
+
+def _wait_for(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None  # this rank is one of the group
+        work.wait()

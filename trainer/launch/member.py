@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +90,8 @@ class Member:
         from trainwright.checkpoint.snapshots import Snapshots
 
         self._snapshots = Snapshots(keep=2)
+        import_module("trainwright.trainer.worker")
+        gc.freeze()  # what was imported lives as long as this process; leaving groups looks for garbage, which is slow
         self._mailbox.say_ready(self._number)
         while True:
             announcement = self._next()
