@@ -18,9 +18,6 @@ from trainwright.checkpoint.run_state import StoredTensor
 from trainwright.checkpoint.save import Content
 from trainwright.checkpoint.tree import decode
 
-# Keys of an error message.
-_SHOWN = 10
-
 
 @dataclass(frozen=True)
 class HeldState:
@@ -44,37 +41,6 @@ class HeldState:
         """Block until the copy is there; at once where nothing came from a CUDA device."""
         if self.copied is not None:
             self.copied.synchronize()
-
-    def fill(self, tensors: Mapping[str, TensorParts]) -> None:
-        """Copy the boxes into ``tensors``, in place.
-
-        Raises:
-            CheckpointError: if ``tensors`` are not cut as the copy is; nothing is changed then.
-        """
-        self.wait()
-        held = self.content.tensors
-        pairs, missing = [], sorted(held.keys() - tensors.keys())
-        for key, parts in tensors.items():
-            for offsets, target in parts.parts:
-                source = _box(held.get(key), offsets)
-                if source is None or source.shape != target.shape or source.dtype != target.dtype:
-                    missing.append(f"{key} at {offsets}")
-                else:
-                    pairs.append((target, source))
-        if missing:
-            raise CheckpointError(
-                f"The copy in memory of step {self.step} does not fit what is to be filled: "
-                f"{', '.join(missing[:_SHOWN])}. Copies in memory serve the same layout only; resume from a checkpoint "
-                "on disk, which serves any."
-            )
-        with torch.no_grad():
-            for target, source in pairs:
-                target.copy_(source)
-
-
-def _box(parts: TensorParts | None, offsets: tuple[int, ...]) -> Tensor | None:
-    found = [] if parts is None else [tensor for own, tensor in parts.parts if own == tuple(offsets)]
-    return found[0] if found else None
 
 
 class HeldSource:
