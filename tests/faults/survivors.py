@@ -32,7 +32,7 @@ class Block(torch.nn.Module):
 
 
 class Net(pl.LightningModule):
-    def __init__(self, width=8, sleep=0.0):
+    def __init__(self, width=8, sleep=0.0, full=0):
         super().__init__()
         self.save_hyperparameters()
         self.first = torch.nn.Linear(4, width)
@@ -46,7 +46,9 @@ class Net(pl.LightningModule):
         return self.last(x)
 
     def training_step(self, batch, batch_idx):
-        time.sleep(self.hparams.sleep)
+        # A replacement shall find the run still going, however slowly it starts.
+        alone = self.trainer.world_size < self.hparams.full
+        time.sleep(self.hparams.sleep * (20 if alone else 1))
         self.note(batch["index"].tolist())
         return (self(batch["x"]) - batch["y"]).square().mean()
 
@@ -97,7 +99,7 @@ max_steps: 60
 micro_batch_size: 2
 global_batch_size: 12
 seed: 3
-module: {_target_: survivor.Net, width: 8, sleep: 0.0}
+module: {_target_: survivor.Net, width: 8, sleep: 0.0, full: 0}
 data: {_target_: survivor.Data, batch_size: "${micro_batch_size}"}
 trainer: {log_every_n_steps: 5}
 """

@@ -9,9 +9,16 @@ import pytest
 from tests.faults.survivors import Survived, write_project
 
 LAYOUTS = {
-    "ddp": ("strategy=ddp", "devices=3"),
-    "shard": ("strategy=hybrid", "strategy.replicate=2", "strategy.shard=2", "devices=4", "micro_batch_size=1"),
-    "pipeline": ("strategy=hybrid", "strategy.replicate=2", "strategy.pipeline=2", "devices=4"),
+    "ddp": ("strategy=ddp", "devices=3", "module.full=3"),
+    "shard": (
+        "strategy=hybrid",
+        "strategy.replicate=2",
+        "strategy.shard=2",
+        "devices=4",
+        "micro_batch_size=1",
+        "module.full=4",
+    ),
+    "pipeline": ("strategy=hybrid", "strategy.replicate=2", "strategy.pipeline=2", "devices=4", "module.full=4"),
 }
 RESILIENT = ("launch=resilient", "launch.recovery=replicas", "launch.backoff_seconds=0", "module.sleep=0.03")
 
