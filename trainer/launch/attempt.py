@@ -111,16 +111,9 @@ class Attempt:
 
     def setback(self, failure: RankError) -> Setback:
         """What the policy must know of a failure of this attempt."""
-        steps, beginning, raised = read_steps(self._records), self.beginning, failure.failure
-        message = raised.message if raised else failure.hang.reason if failure.hang else ""
-        return Setback(
-            rank=failure.rank,
-            kind=failure.kind,
-            message=message,
-            step=steps.get(failure.rank, max(steps.values(), default=None)),
-            begun=None if beginning is None else beginning.step,
-            raised=raised is not None or (failure.exit_code or -1) > 0,
-        )
+        steps, beginning = read_steps(self._records), self.beginning
+        step = steps.get(failure.rank, max(steps.values(), default=None))
+        return setback_of(failure, step, None if beginning is None else beginning.step)
 
     def _after_signal(self, ended: list[Ended], interrupted: Interrupted) -> dict[str, float]:
         """The metrics, where the ranks were through already when they were told to end.
@@ -161,6 +154,25 @@ class Attempt:
         if told is not None and not failure.is_cause:
             raise told
         return failure
+
+
+def setback_of(failure: RankError, step: int | None, begun: int | None) -> Setback:
+    """What the policy must know of a failure.
+
+    Args:
+        failure: of a rank.
+        step: optimizer steps that were done then; None: it failed before training.
+        begun: optimizer steps that were done when the ranks began to train; None: they did not.
+    """
+    raised = failure.failure
+    return Setback(
+        rank=failure.rank,
+        kind=failure.kind,
+        message=raised.message if raised else failure.hang.reason if failure.hang else "",
+        step=step,
+        begun=begun,
+        raised=raised is not None or (failure.exit_code or -1) > 0,
+    )
 
 
 def _wait(ranks: Supervisor, look_seconds: float | None, enough: Callable[[], bool]) -> list[Ended]:

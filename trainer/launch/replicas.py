@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.strategies.layout import Layout
 from trainwright.trainer.check_recovery import RESTART
-from trainwright.trainer.launch.attempt import Outcome, pass_on, patience
+from trainwright.trainer.launch.attempt import Outcome, pass_on, patience, setback_of
 from trainwright.trainer.launch.ending import told_to_end
 from trainwright.trainer.launch.environment import rank_environment
 from trainwright.trainer.launch.failure import RankError, ends, first_failure
@@ -213,12 +213,7 @@ class ReplicaAttempt:
 
     def _setback_of(self, error: RankError, failed: Sequence[Ended]) -> Setback:
         step = max(self._mailbox.board.step_of(each.rank) for each in failed)
-        raised = error.failure
-        message = raised.message if raised is not None else error.hang.reason if error.hang is not None else ""
-        told = raised is not None or (error.exit_code or -1) > 0
-        if step < 0:
-            return Setback(error.rank, error.kind, message, raised=told)
-        return Setback(error.rank, error.kind, message, step, self._since[1], told)
+        return setback_of(error, None if step < 0 else step, self._since[1])
 
     def _end_with(self, error: RankError) -> Outcome:
         self._processes.end(self._processes.living, self._grace)
