@@ -1,8 +1,7 @@
 """How the launching process and the members of a run whose replicas come and go talk: small files of this machine.
 
-Everything is JSON in a folder that the launching process removes, and a *board* of whole numbers in shared memory: the
-step of every member, and whether the members are called to leave. Reading and writing the board takes a microsecond, so
-members look at it at every step.
+Everything is JSON in a folder that the launching process removes, and a *board* in shared memory that says whether the
+members are called to leave. Reading it takes a microsecond, so members look at it at every step.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ from trainwright.trainer.launch.records import write_whole
 # Step at which members leave that are called to leave at once, wherever they are.
 NOW = 0
 _BOARD = "board"
-_HEAD = struct.Struct("qq")  # generation, step
-_STEP = struct.Struct("q")
-_MOST_MEMBERS = 4096
+_CALL = struct.Struct("qq")  # generation, step
+_NUMBER = struct.Struct("q")
 _POLL_SECONDS = 0.01
 
 
@@ -84,7 +82,7 @@ class Left:
 
 
 class Board:
-    """Whole numbers that all processes of this run see.
+    """The call to leave, which all processes of this run see.
 
     Args:
         folder: of the mailbox.
@@ -92,37 +90,22 @@ class Board:
     """
 
     def __init__(self, folder: Path, create: bool = False) -> None:
-        path, size = folder / _BOARD, _HEAD.size + _MOST_MEMBERS * _STEP.size
+        path = folder / _BOARD
         if create:
-            path.write_bytes(_HEAD.pack(-1, 0) + _STEP.pack(-1) * _MOST_MEMBERS)
+            path.write_bytes(_CALL.pack(-1, 0))
         with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), size)
+            self._memory = mmap.mmap(file.fileno(), _CALL.size)
 
     def call(self, generation: int, step: int) -> None:
         """Call the members of ``generation`` to leave when they have done ``step`` steps; :data:`NOW`: at once."""
         # The step first: whoever reads the generation must find the step that belongs to it.
-        self._memory[8:16] = _STEP.pack(step)
-        self._memory[0:8] = _STEP.pack(generation)
+        self._memory[8:16] = _NUMBER.pack(step)
+        self._memory[0:8] = _NUMBER.pack(generation)
 
     def called(self, generation: int) -> int | None:
         """After which step the members of ``generation`` are to leave; ``None``: not at all."""
-        of, step = _HEAD.unpack_from(self._memory)
+        of, step = _CALL.unpack_from(self._memory)
         return step if of == generation else None
-
-    def tell_step(self, member: int, step: int) -> None:
-        """Note how many steps a member has done."""
-        _STEP.pack_into(self._memory, self._at(member), step)
-
-    def step_of(self, member: int) -> int:
-        """How many steps a member has done; -1 while it has not begun."""
-        found: int = _STEP.unpack_from(self._memory, self._at(member))[0]
-        return found
-
-    @staticmethod
-    def _at(member: int) -> int:
-        if not 0 <= member < _MOST_MEMBERS:
-            raise ValueError(f"A run can have {_MOST_MEMBERS} members in its time; this is member {member}.")
-        return _HEAD.size + member * _STEP.size
 
 
 class Mailbox:

@@ -19,7 +19,7 @@ from trainwright.trainer.launch.failure import FailureRecorder, is_consequence, 
 from trainwright.trainer.launch.forkserver import become_ordinary
 from trainwright.trainer.launch.mailbox import NOW, Announcement, Left, Mailbox, records_of, waited
 from trainwright.trainer.launch.output import Output
-from trainwright.trainer.launch.records import write_result
+from trainwright.trainer.launch.records import StepRecord, write_result
 from trainwright.trainer.launch.watch import ShutdownWatch
 from trainwright.trainer.run_directory import read_config
 
@@ -115,7 +115,7 @@ class Member:
 
     def _train(self, announcement: Announcement) -> dict[str, float] | None:
         """Train with the members of a generation; the metrics of the end, or ``None`` when the generation ended."""
-        from trainwright.trainer.launch.progress import ProgressReport
+        from trainwright.trainer.launch.progress import BeginningReport
         from trainwright.trainer.worker import run_verb
 
         cfg = OmegaConf.create(announcement.config)
@@ -123,8 +123,9 @@ class Member:
         rank = announcement.members.index(self._number)
         os.environ.update(of_rank(rank, len(announcement.members), announcement.port, announcement.generation))
         self._output.to(None if rank == 0 else log_file(self._run_dir, rank))
-        self._recorder = FailureRecorder(records_of(self._records, announcement.generation), rank)
-        callbacks = [ProgressReport(records_of(self._records, announcement.generation)), self._regrouping(cfg)]
+        records = records_of(self._records, announcement.generation)
+        self._recorder = FailureRecorder(records, rank)
+        callbacks = [BeginningReport(records), self._regrouping(cfg, StepRecord(records, rank))]
         seen: list[BaseException] = []
         try:
             held = self._state(announcement, rank)
@@ -137,7 +138,7 @@ class Member:
             self._leave(error, announcement)
             return None
 
-    def _regrouping(self, cfg: DictConfig) -> Regrouping:
+    def _regrouping(self, cfg: DictConfig, record: StepRecord) -> Regrouping:
         from trainwright.callbacks.regrouping import Regrouping
 
         board, generation = self._mailbox.board, self._generation
@@ -147,9 +148,7 @@ class Member:
             return called is not None and step >= called
 
         assert self._snapshots is not None
-        return Regrouping(
-            self._snapshots, cfg.launch.mtbf, must_leave, lambda step: board.tell_step(self._number, step)
-        )
+        return Regrouping(self._snapshots, cfg.launch.mtbf, must_leave, record.write)
 
     def _state(self, announcement: Announcement, rank: int) -> HeldState | None:
         """The state to go on from: this member's own, or what another one hands over."""

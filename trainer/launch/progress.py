@@ -13,8 +13,8 @@ from trainwright.trainer.phases import DATA
 from trainwright.trainer.trainer import Trainer
 
 
-class ProgressReport(Callback):
-    """Notes the step of this rank whenever it reads the next micro-batch.
+class BeginningReport(Callback):
+    """Says where training begins.
 
     Args:
         folder: of the records of this attempt.
@@ -22,6 +22,23 @@ class ProgressReport(Callback):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    def on_train_start(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
+        """Write it down, on rank 0."""
+        assert isinstance(trainer, Trainer)
+        if trainer.is_global_zero:
+            write_beginning(self._folder, _beginning(trainer))
+
+
+class ProgressReport(BeginningReport):
+    """Notes the step of this rank as well, whenever it reads the next micro-batch.
+
+    Args:
+        folder: of the records of this attempt.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self._stop: Callable[[], None] = lambda: None
 
     def on_train_start(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
@@ -29,8 +46,7 @@ class ProgressReport(Callback):
         assert isinstance(trainer, Trainer)
         record = StepRecord(self._folder, trainer.global_rank)
         record.write(trainer.global_step)
-        if trainer.is_global_zero:
-            write_beginning(self._folder, _beginning(trainer))
+        super().on_train_start(trainer, pl_module)
 
         def note(phase: str) -> None:
             if phase == DATA:

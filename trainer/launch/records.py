@@ -13,6 +13,7 @@ from pathlib import Path
 
 _RESULT, _BEGINNING, _STEP = "result", "beginning", "step."
 _INTEGER = struct.Struct("<q")
+_NOT_BEGUN = -1
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class StepRecord:
 
     def __init__(self, folder: Path, rank: int) -> None:
         with (folder / f"{_STEP}{rank}").open("w+b") as file:
-            file.truncate(_INTEGER.size)
+            file.write(_INTEGER.pack(_NOT_BEGUN))
+            file.flush()
             self._memory = mmap.mmap(file.fileno(), _INTEGER.size)
 
     def write(self, step: int) -> None:
@@ -48,11 +50,10 @@ class StepRecord:
 
 def read_steps(folder: Path) -> dict[int, int]:
     """Optimizer steps that each rank had done, by rank; ranks that did not begin to train are absent."""
-    return {
-        int(path.name.removeprefix(_STEP)): int(_INTEGER.unpack(path.read_bytes())[0])
-        for path in folder.glob(f"{_STEP}*")
-        if path.stat().st_size == _INTEGER.size
-    }
+    paths = {int(path.name.removeprefix(_STEP)): path for path in folder.glob(f"{_STEP}*")}
+    written = {rank: path.read_bytes() for rank, path in paths.items()}
+    steps = {rank: int(_INTEGER.unpack(each)[0]) for rank, each in written.items() if len(each) == _INTEGER.size}
+    return {rank: step for rank, step in steps.items() if step != _NOT_BEGUN}
 
 
 def write_beginning(folder: Path, beginning: Beginning) -> None:

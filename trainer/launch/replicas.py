@@ -26,7 +26,7 @@ from trainwright.trainer.launch.interrupt import Interrupted
 from trainwright.trainer.launch.mailbox import NOW, Announcement, Left, Mailbox, records_of
 from trainwright.trainer.launch.member import member_main
 from trainwright.trainer.launch.membership import Membership
-from trainwright.trainer.launch.records import Beginning, read_beginning, read_result
+from trainwright.trainer.launch.records import Beginning, read_beginning, read_result, read_steps
 from trainwright.trainer.launch.rendezvous import LocalStore
 from trainwright.trainer.launch.restart_log import RestartLog
 from trainwright.trainer.launch.restarts import RestartPolicy, Setback, Stop
@@ -194,8 +194,8 @@ class ReplicaAttempt:
         rank = self._now.rank_of(left.member) or 0
         text = f"the connections of rank {rank} broke: {left.error}"
         error = RankError(text, rank, None)
-        step = max(self._mailbox.board.step_of(member) for member in self._now.members)
-        self._setback = Setback(rank, "broken connections", step=None if step < 0 else step, begun=self._since[1])
+        step = max(self._steps().values(), default=None)
+        self._setback = Setback(rank, "broken connections", step=step, begun=self._since[1])
         self._decide(error)
         return error
 
@@ -212,8 +212,13 @@ class ReplicaAttempt:
         self._start_at = time.monotonic() + decision.seconds
 
     def _setback_of(self, error: RankError, failed: Sequence[Ended]) -> Setback:
-        step = max(self._mailbox.board.step_of(each.rank) for each in failed)
-        return setback_of(error, None if step < 0 else step, self._since[1])
+        ranks, steps = {self._now.rank_of(each.rank) for each in failed}, self._steps()
+        step = max((step for rank, step in steps.items() if rank in ranks), default=None)
+        return setback_of(error, step, self._since[1])
+
+    def _steps(self) -> dict[int, int]:
+        """Optimizer steps that each rank of this generation has done; ranks that do not train yet are absent."""
+        return read_steps(records_of(self._records, self._now.generation))
 
     def _end_with(self, error: RankError) -> Outcome:
         self._processes.end(self._processes.living, self._grace)
@@ -337,8 +342,8 @@ class ReplicaAttempt:
         ready = [member for member in self._joining if self._mailbox.is_ready(member)]
         if len(ready) < self._now.replica_size:
             return
-        step = max(self._mailbox.board.step_of(member) for member in self._now.members)
         begin, first = self._since
+        step = max(self._steps().values(), default=first)
         if step <= first:
             return  # this generation is not under way yet: it would be left without a step
         per_second = (step - first) / max(time.monotonic() - begin, 1e-3)

@@ -1,0 +1,23 @@
+"""What ranks leave behind for the launching process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainwright.trainer.launch.records import StepRecord, read_steps
+
+
+def test_steps_of_ranks_that_train(tmp_path: Path) -> None:
+    assert read_steps(tmp_path) == {}
+    first, second = StepRecord(tmp_path, 0), StepRecord(tmp_path, 1)
+    assert read_steps(tmp_path) == {}, "no rank has begun to train"
+    second.write(0)
+    assert read_steps(tmp_path) == {1: 0}
+    first.write(7)
+    second.write(8)
+    assert read_steps(tmp_path) == {0: 7, 1: 8}
+
+
+def test_a_record_that_is_being_made_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "step.3").touch()
+    assert read_steps(tmp_path) == {}
