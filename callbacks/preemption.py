@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -183,6 +184,8 @@ class Preemption(Callback):
             return " (nothing is trained)"
         if not self.save:
             return f" (save=False). {_last_good_text(trainer)}"
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return " (fast_dev_run)"
         return " (there is no RunStateCheckpoint that saves more than weights)"
 
     def _requeue(self) -> None:
@@ -192,7 +195,9 @@ class Preemption(Callback):
     def _say(self, trainer: Trainer, text: str) -> None:
         _log.info(text)
         if trainer.is_global_zero:
-            print(f"trainwright: {text}", file=sys.stderr, flush=True)
+            # Who reads that (`tee`) may have been told to end as well; the state is saved all the same.
+            with suppress(OSError, ValueError):
+                print(f"trainwright: {text}", file=sys.stderr, flush=True)
 
 
 def last_good(trainer: Trainer) -> str:
@@ -218,5 +223,6 @@ def _saver_of(trainer: Trainer) -> RunStateCheckpoint | None:
 
 
 def _write(text: str) -> None:
-    """Write a line without Python's streams, whose locks another thread may hold."""
-    os.write(2, f"{text}\n".encode())
+    """Write a line without Python's streams, whose locks another thread may hold; nobody need read it."""
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode(errors="backslashreplace"))

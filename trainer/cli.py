@@ -59,7 +59,8 @@ def _say(interrupted: Interrupted) -> int:
     """Tell by what the command was ended; returns its exit code."""
     # Whoever is impatient types Ctrl-C again, while this process is at its last steps: those are not to be interrupted.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    print(f"trainwright: ended by {interrupted.number.name}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # who reads that may have been ended as well
+        print(f"trainwright: ended by {interrupted.number.name}", file=sys.stderr)
     return interrupted.exit_code
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from tests.faults.commands import Command, ends, goes_on, training, write_faulty
 from tests.faults.preempted import Told, evaluate, parameters_of, points, trainer_of, watched
 from tests.parity.test_resume_watched import Net
 from tests.pool import free_port
+from tests.trainer.project import environment
 from trainwright import RunStateCheckpoint
 from trainwright.callbacks.notice import FILE, URL, NoticePoll
 from trainwright.callbacks.preemption import Preempted, Preemption
@@ -475,6 +477,23 @@ def test_a_command_saves_ends_and_goes_on(conf: Path, who: str) -> None:
     assert run.left() == {}
     if who == "one rank":
         assert "going on from run/checkpoints/step=" in goes_on(conf)
+
+
+def test_a_run_is_saved_though_nobody_reads_what_it_says(conf: Path) -> None:
+    """A signal to every process of a job ends `tee` too."""
+    reading, writing = os.pipe()
+    words = training(conf)
+    process = subprocess.Popen(words, stdout=writing, stderr=writing, env=environment(), start_new_session=True)
+    os.close(writing)
+    try:
+        with os.fdopen(reading, encoding="utf-8", errors="replace") as said:
+            assert any("first step of rank 0" in line for line in said)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+    finally:
+        process.kill()
+        process.wait()
+    assert len(saved_steps()) == 1
 
 
 def test_a_save_that_takes_too_long_is_given_up(conf: Path) -> None:
