@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trainwright.strategies.layout import Layout
+from trainwright.trainer.launch.generations import Parted
+from trainwright.trainer.launch.mailbox import Left
 from trainwright.trainer.launch.membership import Membership
 
 
@@ -46,3 +48,20 @@ def test_nobody_is_left_who_has_the_state():
 def test_members_and_layout_must_agree():
     with pytest.raises(ValueError, match="has 3 ranks, but the members are"):
         Membership(0, Layout(replicate=3), (0, 1))
+
+
+def test_members_go_on_from_the_newest_step_that_all_have():
+    before = Membership(3, Layout(replicate=3), (4, 5, 6))
+    parted = Parted(before, frozenset({5}), (Left(4, (30, 20), None), Left(6, (20, 10), "gone")))
+    assert parted.common_step == 20
+    other = Parted(before, frozenset({5}), (Left(4, (30, 20), None), Left(6, (), None)))
+    assert other.common_step is None
+    assert other.why_not == (
+        "without rank(s) 1 there is no step of which all others have a copy in memory (rank 0: [30, 20]; rank 2: [])"
+    )
+
+
+def test_without_a_whole_replica_there_is_no_going_on():
+    parted = Parted(Membership(0, Layout(replicate=2), (0, 1)), frozenset({0, 1}), ())
+    assert parted.common_step is None
+    assert parted.why_not == "no replica is whole without rank(s) 0, 1"
