@@ -64,7 +64,7 @@ class _Disk:
     def fill(cls, fault: FullDisk) -> None:
         if not cls.full:
             cls.usual = PendingFolder.create_file
-            PendingFolder.create_file = _create_file  # type: ignore[method-assign]
+            PendingFolder.create_file = _create_file  # type: ignore[method-assign, assignment]
         cls.full = (*cls.full, fault)
 
     @classmethod
