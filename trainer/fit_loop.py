@@ -260,7 +260,8 @@ class ResumableFitLoop(_FitLoop):
             "cursor": cursor.to_json(),
             "logged": self._of_data_ranks(mine),
             "reloaded": self._last_train_dl_reload_epoch,
-            "reading": self.epoch_loop.reading,
+            # Of the epoch that comes next nothing has been begun.
+            "reading": self.epoch_loop.reading and not cursor.finished,
         }
 
     def _is_exact(self, cursor: Cursor) -> bool:
