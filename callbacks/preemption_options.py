@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-_Rule = tuple[Callable[[Any], bool], str]
+from trainwright.callbacks.option_rules import Rule, broken_rules, is_positive, or_none
 
 # A token of RFC 9110.
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def _is_address(value: str) -> bool:
@@ -43,8 +39,8 @@ def _is_exit_code(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 255
 
 
-_IS_SWITCH: _Rule = (lambda value: isinstance(value, bool), "True, or False for off")
-_RULES: dict[str, _Rule] = {
+_IS_SWITCH: Rule = (lambda value: isinstance(value, bool), "True, or False for off")
+_RULES: dict[str, Rule] = {
     "save": _IS_SWITCH,
     "requeue": _IS_SWITCH,
     "signals": (
@@ -57,10 +53,10 @@ _RULES: dict[str, _Rule] = {
         "an address http://... or https://... in ASCII, without a user; None for off",
     ),
     "url_headers": (lambda value: value is None or isinstance(value, Mapping), "texts by name, {} for none"),
-    "poll_seconds": (_is_positive, "more than 0 seconds"),
-    "deadline_seconds": (lambda value: value is None or _is_positive(value), "more than 0 seconds, or None for off"),
-    "exit_code": (lambda value: value is None or _is_exit_code(value), "0 to 255, or None for 128 + the signal"),
-    "check_seconds": (_is_positive, "more than 0 seconds"),
+    "poll_seconds": (is_positive, "more than 0 seconds"),
+    "deadline_seconds": (or_none(is_positive), "more than 0 seconds, or None for off"),
+    "exit_code": (or_none(_is_exit_code), "0 to 255, or None for 128 + the signal"),
+    "check_seconds": (is_positive, "more than 0 seconds"),
 }
 
 
@@ -70,11 +66,7 @@ def preemption_problems(given: Mapping[str, Any]) -> list[str]:
     Args:
         given: all of them by name.
     """
-    problems = [
-        f"{name}={given[name]!r} (allowed: {allowed})"
-        for name, (holds, allowed) in _RULES.items()
-        if not holds(given[name])
-    ]
+    problems = broken_rules(_RULES, given)
     headers = given["url_headers"] if isinstance(given["url_headers"], Mapping) else {}
     problems += [
         # Not what it is: it may be a secret.

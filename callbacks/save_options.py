@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from trainwright.callbacks.option_rules import Rule, broken_rules, is_count, is_positive, or_none
 from trainwright.callbacks.save_name import SaveName
 
-_Rule = tuple[Callable[[Any], bool], str]
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
-
-
-def _or_none(rule: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or rule(value)
-
-
-_RULES: dict[str, _Rule] = {
+_RULES: dict[str, Rule] = {
     "every": (lambda value: value in ("auto", None), '"auto", or None for off'),
-    "every_n_steps": (_or_none(_is_count), "1 or more optimizer steps, or None for off"),
-    "every_n_seconds": (_or_none(_is_positive), "more than 0 seconds, or None for off"),
-    "every_n_epochs": (_or_none(_is_count), "1 or more epochs, or None for off"),
-    "keep_last": (_is_count, "1 or more checkpoints"),
-    "keep_every": (_or_none(_is_count), "1 or more optimizer steps, or None for off"),
-    "keep_best": (lambda value: value == 0 or _is_count(value), "0 for off, or 1 or more checkpoints"),
+    "every_n_steps": (or_none(is_count), "1 or more optimizer steps, or None for off"),
+    "every_n_seconds": (or_none(is_positive), "more than 0 seconds, or None for off"),
+    "every_n_epochs": (or_none(is_count), "1 or more epochs, or None for off"),
+    "keep_last": (is_count, "1 or more checkpoints"),
+    "keep_every": (or_none(is_count), "1 or more optimizer steps, or None for off"),
+    "keep_best": (lambda value: value == 0 or is_count(value), "0 for off, or 1 or more checkpoints"),
     "mode": (lambda value: value in ("min", "max"), '"min" or "max"'),
-    "mtbf": (_is_positive, "more than 0 hours"),
-    "in_memory_every_n_steps": (_or_none(_is_count), "1 or more optimizer steps, or None for off"),
+    "mtbf": (is_positive, "more than 0 hours"),
+    "in_memory_every_n_steps": (or_none(is_count), "1 or more optimizer steps, or None for off"),
     "on_error": (lambda value: value in ("raise", "warn"), '"raise" or "warn"'),
 }
 _WHEN = ("every", "every_n_steps", "every_n_seconds", "every_n_epochs", "save_at_end", "monitor")
@@ -44,11 +30,7 @@ def save_problems(given: Mapping[str, Any]) -> list[str]:
     Args:
         given: all of them by name.
     """
-    problems = [
-        f"{name}={given[name]!r} (allowed: {allowed})"
-        for name, (holds, allowed) in _RULES.items()
-        if not holds(given[name])
-    ]
+    problems = broken_rules(_RULES, given)
     name = SaveName(given["filename"])
     wrong_name = name.problems()
     problems += wrong_name

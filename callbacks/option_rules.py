@@ -1,0 +1,41 @@
+"""What options may be, and what is said of those that are something else.
+
+Neither torch nor Lightning is imported here: the launching process asks too, before it starts anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Rule = tuple[Callable[[Any], bool], str]
+"""Whether a value is allowed, and what is allowed, in words."""
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is a whole number of 1 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_positive(value: Any) -> bool:
+    """Whether it is a finite number of more than 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def or_none(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """What allows ``None`` besides."""
+    return lambda value: value is None or holds(value)
+
+
+def broken_rules(rules: Mapping[str, Rule], given: Mapping[str, Any]) -> list[str]:
+    """What is wrong with options, one text each.
+
+    Args:
+        rules: by the name of an option.
+        given: all options by name; those without a rule may be anything.
+    """
+    return [
+        f"{name}={given[name]!r} (allowed: {allowed})"
+        for name, (holds, allowed) in rules.items()
+        if not holds(given[name])
+    ]
