@@ -429,7 +429,7 @@ def _schema_at(path: str) -> Any:
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null (off)"}
-_EXAMPLES = {int: "2", float: "0.5", bool: "true", str: "auto"}
+_EXAMPLES = {int: "2", float: "0.5", bool: "true", str: "auto", list: "[]"}
 
 
 def _expected(path: str) -> str:
@@ -441,7 +441,9 @@ def _expected(path: str) -> str:
 
 def _example(path: str) -> str:
     declared = _schema_at(path)
-    options = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+    if get_origin(declared) is dict:
+        return f"{path}.name=value"
+    options = get_args(declared) if get_origin(declared) in (Union, UnionType) else (get_origin(declared) or declared,)
     return f"{path}={next((_EXAMPLES[option] for option in options if option in _EXAMPLES), 'null')}"
 
 
