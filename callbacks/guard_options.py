@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from trainwright.callbacks.option_rules import Rule, broken_rules, is_count, is_number, is_positive, or_none
 
 POLICIES = ("skip", "rollback", "stop")
 ON_REPRODUCIBLE = ("skip_window", "stop")
 
 
-def _is_count(value: Any, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
-
-
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+_RULES: dict[str, Rule] = {
     "policy": (lambda value: value in POLICIES, ", ".join(POLICIES)),
     "on_reproducible": (lambda value: value in ON_REPRODUCIBLE, ", ".join(ON_REPRODUCIBLE)),
-    "threshold": (lambda value: value is None or (_is_number(value) and value > 0), "more than 0, or None for off"),
-    "min_jump": (_is_number, "0 or more, a part of the loss"),
-    "window": (_is_count, "1 or more optimizer steps"),
-    "min_history": (lambda value: _is_count(value, 2), "2 or more optimizer steps"),
+    "threshold": (or_none(is_positive), "more than 0, or None for off"),
+    "min_jump": (is_number, "0 or more, a part of the loss"),
+    "window": (is_count, "1 or more optimizer steps"),
+    "min_history": (lambda value: is_count(value, 2), "2 or more optimizer steps"),
     "snapshot_every_n_steps": (
-        lambda value: value is None or _is_count(value),
+        or_none(is_count),
         "1 or more optimizer steps, or None for as often as loses least time",
     ),
-    "mtbf": (lambda value: _is_number(value) and value > 0, "more than 0 hours"),
-    "keep_snapshots": (_is_count, "1 or more"),
-    "back_steps": (lambda value: _is_count(value, 0), "0 or more optimizer steps"),
-    "skip_steps": (_is_count, "1 or more optimizer steps"),
-    "max_rollbacks": (_is_count, "1 or more"),
-    "max_skips": (_is_count, "1 or more"),
-    "per_steps": (_is_count, "1 or more optimizer steps"),
+    "mtbf": (is_positive, "more than 0 hours"),
+    "keep_snapshots": (is_count, "1 or more"),
+    "back_steps": (lambda value: is_count(value, 0), "0 or more optimizer steps"),
+    "skip_steps": (is_count, "1 or more optimizer steps"),
+    "max_rollbacks": (is_count, "1 or more"),
+    "max_skips": (is_count, "1 or more"),
+    "per_steps": (is_count, "1 or more optimizer steps"),
 }
 
 
@@ -44,11 +38,8 @@ def guard_problems(given: Mapping[str, Any]) -> list[str]:
     Args:
         given: some of them by name, or all; unknown names are not looked at.
     """
-    problems = [
-        f"{name}={given[name]!r} (allowed: {allowed})"
-        for name, (holds, allowed) in _RULES.items()
-        if name in given and not holds(given[name])
-    ]
+    rules = {name: rule for name, rule in _RULES.items() if name in given}
+    problems = broken_rules(rules, given)
     if problems:
         return problems  # what the values mean together can be judged only once each is possible
     window, least = given.get("window"), given.get("min_history")

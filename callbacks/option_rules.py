@@ -12,14 +12,19 @@ Rule = tuple[Callable[[Any], bool], str]
 """Whether a value is allowed, and what is allowed, in words."""
 
 
-def is_count(value: Any) -> bool:
-    """Whether it is a whole number of 1 or more."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def is_count(value: Any, least: int = 1) -> bool:
+    """Whether it is a whole number of ``least`` or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number of 0 or more."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
 
 
 def is_positive(value: Any) -> bool:
     """Whether it is a finite number of more than 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    return is_number(value) and value > 0
 
 
 def or_none(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
