@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig
 
+from trainwright.callbacks.option_rules import is_positive
 from trainwright.strategies.layout import Layout
 
 RESTART, REPLICAS, AUTO = "restart", "replicas", "auto"
@@ -20,7 +21,7 @@ def recovery_problems(cfg: DictConfig, verb: str, layout: Layout | None, has_lau
         has_launcher: whether torchrun or SLURM has started this process.
     """
     problems = [] if cfg.launch.recovery != REPLICAS else list(_against_replicas(cfg, verb, layout, has_launcher))
-    if cfg.launch.mtbf <= 0:
+    if not is_positive(cfg.launch.mtbf):
         problems.append(f"launch.mtbf={cfg.launch.mtbf}: must be a number of hours above 0; 3 is the default")
     if cfg.launch.spares < 0:
         problems.append(f"launch.spares={cfg.launch.spares}: must be at least 0, which is none")
