@@ -1,0 +1,1 @@
+"""Sending less than the numbers themselves: codecs, and what averages gradients by them."""

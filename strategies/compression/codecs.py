@@ -1,0 +1,203 @@
+"""Numbers as fewer bytes. Pure functions of tensors, on any device; nothing is sent here.
+
+A codec turns rows of numbers into rows of bytes. All rows of a call have one length, from which the number of bytes
+follows, so that receivers know it beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class Codec(ABC):
+    """How a row of numbers is written."""
+
+    @abstractmethod
+    def row_bytes(self, length: int) -> int:
+        """Bytes of an encoded row of ``length`` numbers."""
+
+    @abstractmethod
+    def encode(self, rows: Tensor) -> Tensor:
+        """Encode ``rows``, ``(rows, length)`` of float32, to ``(rows, row_bytes)`` of uint8."""
+
+    @abstractmethod
+    def decode(self, data: Tensor, length: int) -> Tensor:
+        """Decode ``data``, ``(rows, row_bytes)`` of uint8, to ``(rows, length)`` of float32."""
+
+
+class Cast(Codec):
+    """Another floating-point type.
+
+    Args:
+        dtype: ``torch.float32`` (nothing is lost), ``torch.bfloat16``, or ``torch.float16``, in which numbers beyond
+            65504 become the largest that there are.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def row_bytes(self, length: int) -> int:
+        """See :class:`Codec`."""
+        return length * self.dtype.itemsize
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """See :class:`Codec`."""
+        if self.dtype == torch.float16:
+            # NaN stays NaN, so that whoever looks for it finds it; infinity must stay, too.
+            largest = torch.finfo(self.dtype).max
+            rows = torch.where(rows.isinf(), rows, rows.clamp(-largest, largest))
+        return _as_bytes(rows.to(self.dtype, copy=True))  # the caller goes on with its rows
+
+    def decode(self, data: Tensor, length: int) -> Tensor:
+        """See :class:`Codec`."""
+        return _from_bytes(data, self.dtype).float()
+
+
+class Int8(Codec):
+    """Eight bits per number, with a scale per block: the largest magnitude of a block is 127.
+
+    Block-wise quantization as in 8-bit optimizers (arXiv:2110.02861, section 2.1), linear.
+
+    Args:
+        block: numbers that share a scale, a float32.
+
+    Raises:
+        ValueError: if ``block`` is less than 1.
+    """
+
+    def __init__(self, block: int = 256) -> None:
+        self.block = _checked_block(block)
+
+    def row_bytes(self, length: int) -> int:
+        """See :class:`Codec`."""
+        return length + 4 * _num_blocks(length, self.block)
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """See :class:`Codec`."""
+        length = rows.shape[1]
+        blocks = _in_blocks(rows, self.block)
+        scales = blocks.abs().amax(-1) / 127
+        # A block of zeros has no scale; one with NaN or infinity has one that is not finite, and decodes to that.
+        steps = torch.where(scales == 0, torch.ones_like(scales), scales)
+        values = (blocks / steps[..., None]).nan_to_num(0.0, 127.0, -127.0).round_().clamp_(-127, 127).to(torch.int8)
+        return torch.cat([_as_bytes(scales), _as_bytes(values.flatten(1)[:, :length])], 1)
+
+    def decode(self, data: Tensor, length: int) -> Tensor:
+        """See :class:`Codec`."""
+        split = 4 * _num_blocks(length, self.block)
+        scales = _from_bytes(data[:, :split], torch.float32)
+        values = _in_blocks(_from_bytes(data[:, split:], torch.int8).float(), self.block)
+        return (values * scales[..., None]).flatten(1)[:, :length]
+
+
+class Sign(Codec):
+    """One bit per number, with a scale per block: every number becomes plus or minus the mean magnitude of its block.
+
+    The scaled sign of error-feedback SGD (arXiv:1901.09847, section 4), block by block as in its algorithm 3. Of use
+    with error feedback alone.
+
+    Args:
+        block: numbers that share a scale, a float32; a multiple of 8.
+
+    Raises:
+        ValueError: if ``block`` is no positive multiple of 8.
+    """
+
+    def __init__(self, block: int = 2048) -> None:
+        if _checked_block(block) % 8:
+            raise ValueError(f"block={block} (allowed: a multiple of 8, for eight signs make a byte)")
+        self.block = block
+
+    def row_bytes(self, length: int) -> int:
+        """See :class:`Codec`."""
+        return math.ceil(length / 8) + 4 * _num_blocks(length, self.block)
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """See :class:`Codec`."""
+        length = rows.shape[1]
+        blocks = _in_blocks(rows, self.block)
+        counts = torch.full(blocks.shape[1:2], float(self.block), device=rows.device)
+        counts[-1] = length - self.block * (len(counts) - 1)  # the last may be shorter than it is written
+        scales = blocks.abs().sum(-1) / counts
+        bits = (blocks >= 0).flatten(1)[:, : 8 * math.ceil(length / 8)]
+        weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=rows.device)
+        packed = (bits.unflatten(1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)
+        return torch.cat([_as_bytes(scales), packed], 1)
+
+    def decode(self, data: Tensor, length: int) -> Tensor:
+        """See :class:`Codec`."""
+        split = 4 * _num_blocks(length, self.block)
+        scales = _from_bytes(data[:, :split], torch.float32)
+        shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
+        bits = (data[:, split:, None] >> shifts) & 1
+        signs = _in_blocks(bits.flatten(1)[:, :length].float() * 2 - 1, self.block)
+        return (signs * scales[..., None]).flatten(1)[:, :length]
+
+
+class TopK(Codec):
+    """The numbers of largest magnitude and where they stand; the others become zero (arXiv:1712.01887).
+
+    Args:
+        ratio: part of the numbers that is kept, at least one of them.
+        values: how those are written.
+
+    Raises:
+        ValueError: if ``ratio`` is not above 0 and at most 1.
+    """
+
+    def __init__(self, ratio: float = 0.01, values: Codec | None = None) -> None:
+        if not 0 < ratio <= 1:
+            raise ValueError(f"ratio={ratio} (allowed: above 0, and at most 1, which keeps all)")
+        self.ratio = ratio
+        self.values = values or Cast(torch.float32)
+
+    def kept(self, length: int) -> int:
+        """Numbers of a row that are kept."""
+        return min(length, max(1, round(self.ratio * length)))
+
+    def row_bytes(self, length: int) -> int:
+        """See :class:`Codec`."""
+        return 4 * self.kept(length) + self.values.row_bytes(self.kept(length))
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """See :class:`Codec`."""
+        # NaN counts as largest, so that it is sent and found, not kept back for ever.
+        size = rows.abs().nan_to_num(float("inf"))
+        places = size.topk(self.kept(rows.shape[1]), dim=1, sorted=False).indices.sort(1).values
+        return torch.cat([_as_bytes(places.int()), self.values.encode(rows.gather(1, places))], 1)
+
+    def decode(self, data: Tensor, length: int) -> Tensor:
+        """See :class:`Codec`."""
+        split = 4 * self.kept(length)
+        places = _from_bytes(data[:, :split], torch.int32).long()
+        values = self.values.decode(data[:, split:], self.kept(length))
+        return values.new_zeros(len(data), length).scatter_(1, places, values)
+
+
+def _checked_block(block: int) -> int:
+    if block < 1:
+        raise ValueError(f"block={block} (allowed: 1 or more numbers)")
+    return block
+
+
+def _num_blocks(length: int, block: int) -> int:
+    return -(-length // block)
+
+
+def _in_blocks(rows: Tensor, block: int) -> Tensor:
+    """``(rows, length)`` as ``(rows, blocks, block)``, filled up with zeros."""
+    missing = -rows.shape[1] % block
+    return torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, block))
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(torch.uint8)
+
+
+def _from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
+    # Its own memory: views of another type must begin where such numbers may begin.
+    return data.clone(memory_format=torch.contiguous_format).view(dtype)

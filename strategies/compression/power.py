@@ -1,0 +1,122 @@
+"""PowerSGD: the gradient of a matrix as a product of two thin ones (arXiv:1905.13727)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainwright.strategies.compression.compressor import GradientCompressor, Shapes, State, num_elements, ring_bytes
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A tensor of a bucket that is sent as two thin matrices.
+
+    Args:
+        start: its first number in the bucket.
+        rows: its first dim.
+        columns: the product of its other dims.
+        rank: columns of the thin ones.
+    """
+
+    start: int
+    rows: int
+    columns: int
+    rank: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
+
+
+class PowerSGD(GradientCompressor):
+    """Algorithm 2 of the paper: one step of subspace iteration per optimizer step, begun where the last one ended.
+
+    Each gradient ``M``, ``(rows, columns)``, goes as ``M Q`` and ``M^T P``, each averaged by an all-reduce. Tensors of
+    one dim, and those that this would hardly shorten, go as they are. What the product lacks is added to the next
+    gradient.
+
+    Args:
+        rank: columns of the thin matrices.
+        least_gain: tensors that would not become shorter by this factor go as they are.
+
+    Raises:
+        ValueError: if ``rank`` is less than 1, or ``least_gain`` less.
+    """
+
+    def __init__(self, rank: int = 4, least_gain: float = 2.0) -> None:
+        if rank < 1 or least_gain < 1:
+            raise ValueError(f"rank={rank}, least_gain={least_gain} (allowed: 1 or more of both)")
+        self.rank = rank
+        self.least_gain = least_gain
+
+    def new_state(self, shapes: Shapes, ranks: int, device: torch.device) -> State:
+        """See :class:`GradientCompressor`; ``"basis"`` is the same on all ranks."""
+        matrices, _ = self._parts(shapes)
+        # The same on all ranks, and drawn from no generator that anybody else draws from.
+        generator = torch.Generator().manual_seed(20190531)
+        bases = torch.randn(sum(each.columns * each.rank for each in matrices), generator=generator)
+        return {"residual": torch.zeros(num_elements(shapes), device=device), "basis": bases.to(device)}
+
+    def sent_bytes(self, shapes: Shapes, ranks: int) -> int:
+        """See :class:`GradientCompressor`."""
+        matrices, rest = self._parts(shapes)
+        first = sum(each.rows * each.rank for each in matrices)
+        second = sum(each.columns * each.rank for each in matrices) + sum(piece.stop - piece.start for piece in rest)
+        return sum(ring_bytes(numel, ranks) for numel in (first, second) if numel)
+
+    @torch.no_grad()
+    def average(self, flat: Tensor, shapes: Shapes, group: dist.ProcessGroup | None, state: State) -> None:
+        """See :class:`GradientCompressor`."""
+        matrices, rest = self._parts(shapes)
+        residual = state["residual"]
+        residual += flat
+        bases = list(_split(state["basis"], [(each.columns, each.rank) for each in matrices]))
+        products = [each.of(residual) @ basis for each, basis in zip(matrices, bases, strict=True)]
+        products = [torch.linalg.qr(each)[0] for each in _averaged(products, group)]
+        second = [each.of(residual).T @ product for each, product in zip(matrices, products, strict=True)]
+        second = _averaged([*second, *(residual[piece] for piece in rest)], group)
+        for each, product, basis, new in zip(matrices, products, bases, second, strict=False):
+            each.of(flat).copy_(product @ new.T)
+            basis.copy_(new)
+        for piece, mean in zip(rest, second[len(matrices) :], strict=True):
+            flat[piece] = mean
+            residual[piece] = mean  # all of it was sent
+        residual -= flat
+        residual.nan_to_num_(0.0, 0.0, 0.0)
+        state["basis"].nan_to_num_(0.0, 0.0, 0.0)
+
+    def _parts(self, shapes: Shapes) -> tuple[list[_Matrix], list[slice]]:
+        """Tensors that are sent as two thin matrices, and where the others are."""
+        matrices, rest, start = [], [], 0
+        for shape in shapes:
+            numel, rows = math.prod(shape), shape[0] if len(shape) > 1 else 1
+            columns = numel // max(rows, 1)
+            rank = min(self.rank, rows, columns)
+            if len(shape) > 1 and numel >= self.least_gain * rank * (rows + columns) > 0:
+                matrices.append(_Matrix(start, rows, columns, rank))
+            elif numel:
+                rest.append(slice(start, start + numel))
+            start += numel
+        return matrices, rest
+
+
+def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Iterator[Tensor]:
+    start = 0
+    for shape in shapes:
+        yield flat[start : start + math.prod(shape)].view(shape)
+        start += math.prod(shape)
+
+
+def _averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Their means over the ranks, by one all-reduce."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    return list(_split(flat, [tuple(tensor.shape) for tensor in tensors]))
