@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.strategies.compression.compressor import GradientCompressor, Shapes, State, num_elements, ring_bytes
+from trainwright.strategies.compression.compressor import (
+    GradientCompressor,
+    Shapes,
+    State,
+    TwoPhase,
+    num_elements,
+    ring_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -43,16 +50,19 @@ class PowerSGD(GradientCompressor):
     Args:
         rank: columns of the thin matrices.
         least_gain: tensors that would not become shorter by this factor go as they are.
+        inner: what averages the thin matrices and the other tensors, such as a cast; without feedback of its own.
+            ``None``: an all-reduce of float32.
 
     Raises:
         ValueError: if ``rank`` is less than 1, or ``least_gain`` less.
     """
 
-    def __init__(self, rank: int = 4, least_gain: float = 2.0) -> None:
+    def __init__(self, rank: int = 4, least_gain: float = 2.0, inner: TwoPhase | None = None) -> None:
         if rank < 1 or least_gain < 1:
             raise ValueError(f"rank={rank}, least_gain={least_gain} (allowed: 1 or more of both)")
         self.rank = rank
         self.least_gain = least_gain
+        self.inner = inner
 
     def new_state(self, shapes: Shapes, ranks: int, device: torch.device) -> State:
         """See :class:`GradientCompressor`; ``"basis"`` is the same on all ranks."""
@@ -67,7 +77,8 @@ class PowerSGD(GradientCompressor):
         matrices, rest = self._parts(shapes)
         first = sum(each.rows * each.rank for each in matrices)
         second = sum(each.columns * each.rank for each in matrices) + sum(piece.stop - piece.start for piece in rest)
-        return sum(ring_bytes(numel, ranks) for numel in (first, second) if numel)
+        of_all = ring_bytes if self.inner is None else lambda numel, ranks: self.inner.sent_bytes([(numel,)], ranks)
+        return sum(of_all(numel, ranks) for numel in (first, second) if numel)
 
     @torch.no_grad()
     def average(self, flat: Tensor, shapes: Shapes, group: dist.ProcessGroup | None, state: State) -> None:
@@ -77,9 +88,9 @@ class PowerSGD(GradientCompressor):
         residual += flat
         bases = list(_split(state["basis"], [(each.columns, each.rank) for each in matrices]))
         products = [each.of(residual) @ basis for each, basis in zip(matrices, bases, strict=True)]
-        products = [torch.linalg.qr(each)[0] for each in _averaged(products, group)]
+        products = [torch.linalg.qr(each)[0] for each in self._averaged(products, group)]
         second = [each.of(residual).T @ product for each, product in zip(matrices, products, strict=True)]
-        second = _averaged([*second, *(residual[piece] for piece in rest)], group)
+        second = self._averaged([*second, *(residual[piece] for piece in rest)], group)
         for each, product, basis, new in zip(matrices, products, bases, second, strict=False):
             each.of(flat).copy_(product @ new.T)
             basis.copy_(new)
@@ -89,6 +100,18 @@ class PowerSGD(GradientCompressor):
         residual -= flat
         residual.nan_to_num_(0.0, 0.0, 0.0)
         state["basis"].nan_to_num_(0.0, 0.0, 0.0)
+
+    def _averaged(self, tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+        """Their means over the ranks, together."""
+        if not tensors:
+            return []
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        if self.inner is not None:
+            self.inner.average(flat, [tuple(flat.shape)], group, {})
+        else:
+            dist.all_reduce(flat, group=group)
+            flat /= dist.get_world_size(group)
+        return list(_split(flat, [tuple(tensor.shape) for tensor in tensors]))
 
     def _parts(self, shapes: Shapes) -> tuple[list[_Matrix], list[slice]]:
         """Tensors that are sent as two thin matrices, and where the others are."""
@@ -110,13 +133,3 @@ def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Iterator[Tensor]:
     for shape in shapes:
         yield flat[start : start + math.prod(shape)].view(shape)
         start += math.prod(shape)
-
-
-def _averaged(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Their means over the ranks, by one all-reduce."""
-    if not tensors:
-        return []
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=group)
-    flat /= dist.get_world_size(group)
-    return list(_split(flat, [tuple(tensor.shape) for tensor in tensors]))
