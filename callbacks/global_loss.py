@@ -21,7 +21,8 @@ class GlobalLoss(Callback):
     run that fails loses the values since then.
 
     Where the Trainer weighs losses by tokens (``loss_weighting="tokens"``), it is the mean over all valid tokens of the
-    step, which the Trainer has added up already.
+    step, which the Trainer has added up already. Where ranks step by themselves (``strategy.steps_are_collective`` is
+    false) a step is one of this rank alone, and so is its loss.
 
     With manual optimization the loss is what ``training_step`` returns (or returns under ``"loss"``), added up over
     the batches of a step. A step for which no rank has a loss is left out.
@@ -107,7 +108,10 @@ class GlobalLoss(Callback):
         device = trainer.strategy.root_device
         exists = torch.tensor([float(bool(micro)) for _, micro in self._pending], device=device)
         losses = _sums([micro for _, micro in self._pending], device)
-        values, existing = trainer.strategy.reduce(torch.cat((losses, exists)), reduce_op="mean").chunk(2)
+        both = torch.cat((losses, exists))
+        if getattr(trainer.strategy, "steps_are_collective", True):
+            both = trainer.strategy.reduce(both, reduce_op="mean")
+        values, existing = both.chunk(2)
         return values.tolist(), existing.tolist()
 
 

@@ -45,7 +45,9 @@ class RunStateCheckpoint(Checkpoint):
     """Saves the whole run state into folders that any layout can read.
 
     Saves are made after an optimizer step, after validation where a value is monitored, and at the end of training.
-    Every rank decides alike: by steps, or by the clock of the first rank at steps that the ranks have agreed on.
+    Every rank decides alike: by steps, or by the clock of the first rank at steps that the ranks have agreed on. Where
+    ranks step by themselves (``strategy.steps_are_collective`` is false) they meet for a save by steps, and what is due
+    by the clock is saved at the end of the epoch.
 
     ``trainwright.Trainer`` finds the newest by ``ckpt_path="last"``. Lightning's own Trainer looks for files of its
     ``ModelCheckpoint`` alone: give it :attr:`last_model_path`. ``"best"`` works with both.
@@ -245,6 +247,11 @@ class RunStateCheckpoint(Checkpoint):
         if step == self._step or _is_trial(trainer):
             return
         before, self._step = self._step, step
+        if not _steps_are_collective(trainer):
+            # Ranks come to a step at different times: they meet for a save that is due by its number alone.
+            if self._schedule.is_due_by_number(step):
+                self._save(trainer)
+            return
         if not self._prepared:
             self._prepare(trainer)
         self._settle_if_done(trainer)
@@ -265,7 +272,8 @@ class RunStateCheckpoint(Checkpoint):
         """Save after every n-th epoch, and a state that is among the best by a value logged in training."""
         self._refuse_unknown_monitor(trainer)
         self._save_if_best(trainer)
-        if self._schedule.is_due_after_epoch(trainer.current_epoch):
+        late = not _steps_are_collective(trainer) and self._schedule.is_due_after_step(trainer.global_step)
+        if late or self._schedule.is_due_after_epoch(trainer.current_epoch):
             self._save_once(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -483,6 +491,10 @@ class RunStateCheckpoint(Checkpoint):
         values = [value]
         dist.broadcast_object_list(values, src=0, group=group)
         return values[0]
+
+
+def _steps_are_collective(trainer: Trainer) -> bool:
+    return bool(getattr(trainer.strategy, "steps_are_collective", True))
 
 
 def _is_by_callback(found: Found) -> bool:

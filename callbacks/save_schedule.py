@@ -67,10 +67,13 @@ class SaveSchedule:
 
     def is_due_after_step(self, step: int) -> bool:
         """Whether to save after an optimizer step. Where the clock decides, now and then a collective."""
+        return self.is_due_by_number(step) or (self._timed is not None and self._timed.is_due(step))
+
+    def is_due_by_number(self, step: int) -> bool:
+        """Whether to save after an optimizer step, whatever the clock says; never a collective."""
         # Not `step % n == 0`: with several optimizers the number grows by more than one at once.
-        if self._every_n_steps is not None and step // self._every_n_steps > self._saved_at // self._every_n_steps:
-            return True
-        return self._timed is not None and self._timed.is_due(step)
+        every = self._every_n_steps
+        return every is not None and step // every > self._saved_at // every
 
     def is_due_after_epoch(self, epoch: int) -> bool:
         """Whether to save after the epoch of that number, the first being 0."""

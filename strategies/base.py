@@ -131,6 +131,21 @@ class LayoutStrategy(RunStateStrategy):
         return False
 
     @property
+    def steps_are_collective(self) -> bool:
+        """Whether all ranks are at the same optimizer step, so that something may run a collective at every step.
+
+        ``False``: ranks step by themselves. Only where :meth:`meet` has brought them together may a collective run.
+        """
+        return True
+
+    def meet(self) -> None:
+        """Bring ranks that step by themselves to the same parameters, waiting for the slowest; a collective.
+
+        The Trainer calls it where all ranks pass in the same order: before a validation, at the end of an epoch, and
+        before a state is saved. Does nothing where ranks hold the same anyway.
+        """
+
+    @property
     def num_parameters(self) -> int:
         """Number of elements of all parameters of the unmodified module."""
         assert self.lightning_module is not None

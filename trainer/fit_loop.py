@@ -331,13 +331,14 @@ class ResumableFitLoop(_FitLoop):
 
     def on_advance_end(self) -> None:
         """End an epoch."""
+        self.epoch_loop.meet()
         if self._logged:
             # What was logged is saved with the run, so schedulers that wait for it step in a resumed epoch as in any.
             self._restarting = False
         with self.epoch_loop.with_remembered_logs():
             super().on_advance_end()
         signals: Any = self.trainer._signal_connector
-        if signals.passed(fits=True) and not self.done:
+        if signals.passed(fits=True, met=True) and not self.done:
             signals.end()
 
     def _take_up(self) -> None:

@@ -518,8 +518,15 @@ class LeanEpochLoop(_TrainingEpochLoop):
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         due: bool = super()._should_check_val_fx(data_fetcher)
         if due and self._in_batch:
+            self.meet()
             self.phases.begin(VALIDATION)
         return due
+
+    def meet(self) -> None:
+        """Where all ranks pass: let those that step by themselves come together."""
+        meet = getattr(self.trainer.strategy, "meet", None)  # Lightning's own strategies have none
+        if meet is not None:
+            meet()
 
     def _end_lean_batch(self) -> None:
         self._skip_next_val = False

@@ -361,6 +361,12 @@ def make_token_weights(
             f"loss_weighting='tokens' is not supported with {type(strategy).__name__}, whose gradients cannot be "
             f"corrected from outside. Use one of the strategies {', '.join(strategy_names())}."
         )
+    if not strategy.steps_are_collective:
+        raise ValueError(
+            f"loss_weighting='tokens' adds up the tokens of all ranks at every step, but under "
+            f"{type(strategy).__name__} as it is set ranks step by themselves. Use loss_weighting='micro_batch', or a "
+            "synchronous strategy."
+        )
     return TokenWeights(strategy, _find(token_count) if isinstance(token_count, str) else token_count)
 
 

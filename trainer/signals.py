@@ -181,12 +181,14 @@ class FlagOnSignal(_SignalConnector):
 
     # ---- agreeing ---------------------------------------------------------------------------------------------------
 
-    def passed(self, fits: bool, even: bool = True) -> bool:
+    def passed(self, fits: bool, even: bool = True, met: bool = False) -> bool:
         """Count one batch, and every so often ask all ranks; whether they have agreed to end.
 
         Args:
             fits: whether it is a batch of training.
             even: whether every rank has this batch; else nobody is asked.
+            met: whether ranks that step by themselves are together here, such as at the end of an epoch; then they ask
+                each other in any case, and after other batches of training never.
         """
         if self.trainer.world_size == 1:
             self.agreed = self._notice.told
@@ -194,9 +196,14 @@ class FlagOnSignal(_SignalConnector):
             now, pace = self._clock(), self._paces[fits]
             due = pace.passed(now - self._last_batch)
             self._last_batch = now
-            if due:
+            if due if not fits or self._in_step else met:
                 self._agree(pace)
         return self.agreed is not None
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether all ranks are at the same step of training."""
+        return bool(getattr(self.trainer.strategy, "steps_are_collective", True))
 
     def _agree(self, pace: Pace) -> None:
         told, now = self._notice.told, time.monotonic()

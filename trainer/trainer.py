@@ -348,6 +348,12 @@ class OrderedDataConnector(_DataConnector):
         dist.all_reduce(lengths, op=dist.ReduceOp.MAX, group=group)
         if smallest.item() == lengths.item() and not is_unknown and not has_iterable_dataset(loader):
             return loader
+        if training and not getattr(self.trainer.strategy, "steps_are_collective", True):
+            raise ValueError(
+                f"The training loader ({type(loader).__name__}) may give ranks unequal numbers of batches, so they "
+                f"would have to ask each other at every step, but under {type(self.trainer.strategy).__name__} as it "
+                "is set they step by themselves. Use a DataLoader over a map-style data set, or a synchronous strategy."
+            )
         _auto_add_worker_init_fn(loader, self.trainer.global_rank)
         return EvenLoader(loader, group, pad=not training)
 
