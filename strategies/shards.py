@@ -205,7 +205,8 @@ def optimize_shards(optimizer: Optimizer, shards: Mapping[nn.Parameter, Paramete
         ValueError: if the optimizer already holds state or keeps parameters outside its groups, so that the exchange
             would miss some.
     """
-    if optimizer.state or isinstance(optimizer, torch.optim.LBFGS):
+    fresh = _accumulators(optimizer)
+    if (optimizer.state and fresh is None) or isinstance(optimizer, torch.optim.LBFGS):
         why = "keeps flat copies of whole parameters" if not optimizer.state else "already holds state"
         raise ValueError(
             f"{type(optimizer).__name__} {why}, so its state cannot be sharded by ZeRO. "
@@ -213,3 +214,24 @@ def optimize_shards(optimizer: Optimizer, shards: Mapping[nn.Parameter, Paramete
         )
     for group in optimizer.param_groups:
         group["params"] = [shards[p].optimized if p in shards else p for p in group["params"]]
+    for parameter, shard in shards.items():
+        if fresh and parameter in fresh:
+            step, value = fresh[parameter]
+            del optimizer.state[parameter]
+            optimizer.state[shard.optimized] = {"step": step, "sum": torch.full_like(shard.optimized, value)}
+
+
+def _accumulators(optimizer: Optimizer) -> dict[Tensor, tuple[Tensor, float]] | None:
+    """Of Adagrad, which makes its state when it is built: the step of each parameter and the value of its sums.
+
+    ``None``: it is another optimizer, or has made a step.
+    """
+    if type(optimizer) is not torch.optim.Adagrad:
+        return None
+    if any(state["step"].item() for state in optimizer.state.values()):
+        return None
+    return {
+        parameter: (optimizer.state[parameter]["step"], float(group["initial_accumulator_value"]))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }

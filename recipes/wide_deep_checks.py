@@ -1,0 +1,35 @@
+"""What is wrong with a configuration of the ``wide_deep`` recipe; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_TAKE_SPARSE = ("torch.optim.Adagrad", "torch.optim.SGD")
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ParameterServerStrategy")
+
+
+def check_sparse(config: Mapping[str, Any], num_data_ranks: int) -> list[str]:
+    """Problems of ``module.sparse=true``, whose gradients not every optimizer and strategy takes.
+
+    Args:
+        config: the composed configuration.
+        num_data_ranks: ranks that read different samples.
+    """
+    if not config["module"].get("sparse"):
+        return []
+    problems, optimizer = [], config["optimizer"]
+    target = str(optimizer.get("_target_"))
+    if target not in _TAKE_SPARSE or optimizer.get("weight_decay"):
+        given = f"{target} with weight_decay={optimizer.get('weight_decay', 0)}"
+        problems.append(
+            f"module.sparse=true gives sparse gradients beside dense ones, which {given} does not take. Type "
+            "optimizer=adagrad, or optimizer=sgd without weight decay, or module.sparse=false."
+        )
+    strategy = str(config["strategy"]["_target_"]).rpartition(".")[2]
+    if strategy not in _STRATEGIES:
+        problems.append(
+            f"module.sparse=true gives sparse gradients, which {strategy} does not take. Type module.sparse=false, or "
+            "strategy=single, ddp or parameter_server."
+        )
+    return problems

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, seed_everything
+from torch.optim import Adagrad, AdamW
+
+from trainwright import Trainer, compose
+from trainwright.recipes.click_log import COLUMNS, draw_click_log, hashed
+from trainwright.recipes.wide_deep import ClickData, WideDeep
+from trainwright.recipes.wide_deep_checks import check_sparse
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "limit_val_batches": 0,
+}
+SMALL: dict[str, Any] = {"rows": 256, "wide_rows": 512, "dim": 4, "hidden": (8,)}
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = outputs["loss"].detach().clone()
+        dist.all_reduce(loss)
+        self.losses.append(float(loss) / dist.get_world_size())
+
+
+def fit(strategy: str, sparse: bool, micro: int) -> list[float]:
+    """Losses of steps of 32 impressions."""
+    seed_everything(0)
+    losses = Losses()
+    trainer = Trainer(
+        strategy=strategy, devices=dist.get_world_size(), max_steps=6, global_batch_size=32, callbacks=[losses], **QUIET
+    )
+    trainer.fit(WideDeep(sparse=sparse, **SMALL), ClickData(micro, samples=400))
+    return losses.losses
+
+
+def test_the_layout_and_the_kind_of_gradients_change_no_loss(ranks: Callable[..., list[Any]]) -> None:
+    (expected,) = ranks(fit, 1, "single", False, 32)
+    assert len(expected) == 6
+    for strategy, sparse in (("ddp", False), ("ddp", True), ("zero3", False)):
+        for found in ranks(fit, 2, strategy, sparse, 16):
+            assert found == pytest.approx(expected, rel=1e-5), (strategy, sparse)
+
+
+def test_it_learns_and_says_how_far_from_the_best(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    seed_everything(0)
+    module, data = WideDeep(rows=2048, wide_rows=8192, sparse=True), ClickData(batch_size=256, samples=30_000)
+    trainer = Trainer(max_epochs=1, devices=1, **QUIET)
+    trainer.fit(module, data)
+    result = trainer.test(module, data, verbose=False)[0]
+    best, base = data.best_loss("test"), data.splits["test"].base_loss()
+    assert result["test_loss"] == pytest.approx(best + result["test_excess"], rel=1e-5)
+    assert best < result["test_loss"] < best + 0.75 * (base - best)
+    clicks = torch.cat(trainer.predict(module, data))
+    assert clicks.shape == (3000,)
+    assert clicks.mean().item() == pytest.approx(data.splits["test"].clicked.mean().item(), abs=0.05)
+
+
+def test_a_log_is_a_function_of_its_arguments() -> None:
+    log, again, other = draw_click_log(5000), draw_click_log(5000), draw_click_log(5000, seed=1)
+    assert torch.equal(log.ids, again.ids)
+    assert torch.equal(log.clicked, again.clicked)
+    assert not torch.equal(log.clicked, other.clicked)
+    assert log.best_loss() < log.base_loss()
+    # Few values are frequent: a batch touches few rows.
+    assert len(log.ids[:128, 0].unique()) < 100
+    assert len(log.ids[:, 0].unique()) > 500
+
+
+def test_hashes_spread_evenly() -> None:
+    ids = draw_click_log(20_000, exponent=0).ids[:, 0].unique()
+    assert len(ids) == COLUMNS["user"]
+    rows = hashed(ids, 64)
+    assert rows.min() >= 0
+    counts = torch.bincount(rows, minlength=64)
+    assert counts.max() < 3 * counts.float().mean()
+
+
+def test_what_takes_no_sparse_gradients_is_refused_before_a_process_starts() -> None:
+    def problems(*overrides: str) -> list[str]:
+        return check_sparse(compose(recipe="wide_deep", overrides=list(overrides)), 1)
+
+    assert problems("optimizer=adamw") == []
+    assert problems("module.sparse=true") == problems("module.sparse=true", "strategy=ddp") == []
+    (said,) = problems("module.sparse=true", "optimizer=adamw")
+    assert "torch.optim.AdamW" in said
+    assert "optimizer=adagrad" in said
+    (said,) = problems("module.sparse=true", "strategy=zero2")
+    assert "ZeroStrategy" in said
+    assert "module.sparse=false" in said
+
+
+def test_impossible_arguments() -> None:
+    with pytest.raises(ValueError, match=r"module\.crosses has .*device"):
+        WideDeep(crosses=[["site", "nobody"]])
+    with pytest.raises(ValueError, match=r"data\.samples=3 "):
+        ClickData(samples=3)
+
+
+def test_adam_takes_dense_tables_alone() -> None:
+    module = WideDeep(sparse=False, optimizer=partial(AdamW, lr=1e-3), **SMALL)
+    assert type(module.configure_optimizers()) is AdamW
+    assert type(WideDeep().configure_optimizers()) is Adagrad
