@@ -25,6 +25,7 @@ from trainwright.strategies.blocks import (
     validate_checkpointing,
 )
 from trainwright.strategies.checkpointing import RunStateStrategy
+from trainwright.strategies.communication.meter import CommunicationMeter
 from trainwright.strategies.deferred import Piece, deferred_pieces, is_deferred
 from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.held import trained_boxes
@@ -168,6 +169,13 @@ class LayoutStrategy(RunStateStrategy):
         Called once the strategy is set up.
         """
         return Waits(self.root_device)
+
+    def measure_communication(self) -> CommunicationMeter:
+        """Begin to count what this rank sends, by mesh axis and kind of collective; to be stopped by whoever asked.
+
+        Called once the strategy is set up. Free while nobody does.
+        """
+        return CommunicationMeter(self.layout)
 
     def trained_boxes(self) -> dict[str, TensorParts]:
         """What this rank holds of parameters and optimizer states, as boxes of the whole by key; views, no collective.
