@@ -12,11 +12,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from trainwright.callbacks.step_clock import KINDS, StepClock
 from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
 
-# What the phases that the Trainer tells of are counted as; others (validation) are no part of a step.
-_KINDS = {"data": "data", "forward": "compute", "backward": "compute", "optimizer": "compute", "hooks": "hooks"}
-_SUMMED = ("compute", "data", "hooks")
 # Steps at the beginning that are left out: they compile, warm caches and make connections.
 _WARM_UP = 1
 
@@ -118,7 +116,7 @@ class Stragglers(Callback):
         self._steps = StepCounter()
         self._window = 0
         self._done = -_WARM_UP  # steps of this window
-        self._clock: _Clock | None = None
+        self._clock: StepClock | None = None
         self._waits: Any = None
         self._end_listening: Callable[[], None] | None = None
         self._said: set[tuple[int, str]] = set()
@@ -144,7 +142,7 @@ class Stragglers(Callback):
         strategy: Any = trainer.strategy
         self._done = -_WARM_UP
         self._waits = strategy.measure_waits()
-        self._clock = _Clock(self._waits, self._waits.new_spans())
+        self._clock = StepClock(self._waits)
         phases: Any = trainer.phases  # type: ignore[attr-defined]
         self._end_listening = phases.listen(self._clock.begin)
 
@@ -228,7 +226,7 @@ def find_stragglers(times: Sequence[StepTimes], layout: Any, threshold: float) -
             continue
         behind = [
             Straggler(rank, _place(places[rank], layout), kind, getattr(own, kind), _median(peers, kind), own.total)
-            for kind in _SUMMED
+            for kind in KINDS
         ]
         worst = max(behind, key=lambda each: each.share)
         if worst.share >= threshold:
@@ -253,35 +251,3 @@ def _of_all_ranks(own: Sequence[float], trainer: Trainer) -> list[StepTimes]:
     everyone = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     gathered = trainer.strategy.all_gather(mine, group=everyone).view(-1, len(own))
     return [StepTimes(*row) for row in gathered.tolist()]
-
-
-class _Clock:
-    """Sums up for what the time is spent, as phases begin.
-
-    Args:
-        waits: measures how long this rank waits; also tells the time.
-        spans: of the same device, empty.
-    """
-
-    def __init__(self, waits: Any, spans: Any) -> None:
-        self._waits = waits
-        self._spans = spans
-        self._kind = waits.kind = "hooks"
-        self._since = spans.mark()
-
-    def begin(self, phase: str) -> None:
-        """A phase begins, and so the one before ends."""
-        self._turn(_KINDS.get(phase, ""))
-
-    def take(self) -> list[float]:
-        """Seconds of compute, data, hooks and waits since the last call."""
-        self._turn(self._kind)
-        spent, waited = self._spans.take(), self._waits.spans.take()
-        own = [max(spent.get(kind, 0.0) - waited.get(kind, 0.0), 0.0) for kind in _SUMMED]
-        return [*own, sum(waited.get(kind, 0.0) for kind in _SUMMED)]
-
-    def _turn(self, kind: str) -> None:
-        now = self._spans.mark()
-        self._spans.add(self._kind, self._since, now)
-        self._kind, self._since = kind, now
-        self._waits.kind = kind

@@ -147,6 +147,11 @@ class LayoutStrategy(RunStateStrategy):
         """
 
     @property
+    def least_batch_size(self) -> int:
+        """Samples that a data rank needs at a time: 1, or as many as a step is cut into."""
+        return 1
+
+    @property
     def num_parameters(self) -> int:
         """Number of elements of all parameters of the unmodified module."""
         assert self.lightning_module is not None

@@ -35,6 +35,7 @@ from trainwright.strategies.hybrid_rules import (
     averaging_problem,
     cuts_module,
     manual_optimization_problems,
+    micro_batches_for,
     optimizer_problem,
     sync_batchnorm_problem,
     validate_hybrid,
@@ -195,6 +196,14 @@ class HybridStrategy(ZeroStrategy):
     def is_cut(self) -> bool:
         """Whether ranks hold different parts of the module along another axis than replicate and shard."""
         return cuts_module(self._open_layout)
+
+    @property
+    def least_batch_size(self) -> int:
+        """As many samples as the micro-batches of a pipeline."""
+        layout, options = self.layout, self._options
+        if layout.pipeline == 1:
+            return 1
+        return micro_batches_for(options.schedule, options.micro_batches, layout.pipeline)
 
     @property
     def num_parameters(self) -> int:

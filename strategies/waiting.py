@@ -38,6 +38,9 @@ class Spans(Protocol):
     def take(self) -> dict[str, float]:
         """Seconds by kind since the last call; what the device has not done yet is told by the next one."""
 
+    def settle(self) -> None:
+        """Wait until the device has done what was added."""
+
 
 class HostSpans:
     """By the clock, where the host itself computes."""
@@ -57,6 +60,9 @@ class HostSpans:
         """See :class:`Spans`."""
         taken, self._seconds = self._seconds, defaultdict(float)
         return taken
+
+    def settle(self) -> None:
+        """See :class:`Spans`."""
 
 
 class StreamSpans(HostSpans):
@@ -87,6 +93,11 @@ class StreamSpans(HostSpans):
             kind, begin, end = self._open.popleft()
             self._seconds[kind] += begin.elapsed_time(end) / 1000
         return super().take()
+
+    def settle(self) -> None:
+        """See :class:`Spans`."""
+        if self._open:
+            self._open[-1][2].synchronize()
 
 
 class Waits:

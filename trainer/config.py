@@ -128,6 +128,27 @@ class FixedAccumulationConfig(AccumulationConfig):
 
 
 @dataclass
+class BalanceConfig:
+    """`balance=none|auto|fixed`: who computes how much of the global batch, which itself stays what it is."""
+
+    # none = all data ranks the same, auto = by measured speed, fixed = by shares.
+    kind: str = "none"
+    # Parts of the data ranks in any unit, like [3,1] (kind=fixed); null = none.
+    shares: list[float] | None = None
+    # Optimizer steps that are measured before shares are decided upon anew (kind=auto).
+    every_steps: int = 20
+    # Weight of what was measured before, below 1 (kind=auto); 0 = off.
+    smoothing: float = 0.5
+    # Part of an equal share that a rank keeps at least (kind=auto).
+    least_share: float = 0.1
+    # Times an equal share that a rank gets at most: so many times micro_batch_size samples it must be able to hold at
+    # once (kind=auto).
+    most_share: float = 2.0
+    # Part of the time of a step below which a gain is not worth other shares (kind=auto).
+    least_gain: float = 0.05
+
+
+@dataclass
 class LaunchConfig:
     """`launch=local|torchrun`: who starts the ranks."""
 
@@ -333,6 +354,7 @@ class RunConfig:
     # Set by the groups of the same name.
     strategy: Any = MISSING
     accumulation: Any = MISSING
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
     checkpoint: dict[str, Any] = field(default_factory=dict)
     monitor: dict[str, Any] = field(default_factory=dict)
     guard: dict[str, Any] = field(default_factory=dict)
@@ -357,6 +379,7 @@ def register_schema() -> None:
     store.store(group="strategy", name="_hybrid", node=HybridConfig)
     store.store(group="accumulation", name="_auto", node=AccumulationConfig)
     store.store(group="accumulation", name="_fixed", node=FixedAccumulationConfig)
+    store.store(group="balance", name="_balance", node=BalanceConfig)
     store.store(group="launch", name="_launch", node=LaunchConfig)
     store.store(group="preemption", name="_preemption", node=PreemptionConfig)
     store.store(group="trainer", name="_trainer", node=TrainerConfig)

@@ -31,6 +31,7 @@ from trainwright.trainer.partition import (
     as_indices,
     what_is_left,
 )
+from trainwright.trainer.shares import ShareSchedule, SharesFrom
 
 
 class EpochOrder:
@@ -166,6 +167,8 @@ class DealingSampler(Sampler[list[int]]):
         self.data_rank = data_rank
         self.data_ranks = data_ranks
         self.consumed = lambda: 0
+        self.drawn = 0
+        """Batches of the present epoch that have been drawn, those before :attr:`first_batch` included."""
         self._resumed: Resumed | None = None
         self._passed: tuple[int, int] = (0, 0)  # epoch, passes begun in it
 
@@ -212,9 +215,12 @@ class DealingSampler(Sampler[list[int]]):
         epoch = self.current_epoch
         passed = self._passed[1] if self._passed[0] == epoch else 0
         self._passed = (epoch, passed + 1)
-        dealing = self._deal(None if passed else self._of_this_epoch, draw=True)
+        resumed = None if passed else self._of_this_epoch
+        dealing = self._deal(resumed, draw=True)
+        first = 0 if resumed is None else resumed.first_batch
         for wave in range(len(dealing)):
             batch = self._batch(dealing, wave)
+            self.drawn = first + wave + 1
             yield [Drawn(epoch, index) for index in batch] if self.with_epoch else batch  # type: ignore[misc]
 
     def resume(self, resumed: Resumed) -> None:
@@ -264,6 +270,7 @@ class RankBatchSampler(DealingSampler):
         drop_last: leave out the last wave, or the last global batch, if it is not full.
         partition: whose is what; ``None`` interleaves.
         step_samples: samples of a global batch whose last wave is smaller than the others; 0: all waves are full.
+        shares: which rank gets how much of a wave; ``None``: all the same. Without ``partition`` only.
     """
 
     def __init__(
@@ -276,6 +283,7 @@ class RankBatchSampler(DealingSampler):
         drop_last: bool,
         partition: Partition | None = None,
         step_samples: int = 0,
+        shares: ShareSchedule | None = None,
     ) -> None:
         super().__init__(data_rank, data_ranks)
         self.sampler = order  # by this name Lightning finds set_epoch
@@ -284,6 +292,7 @@ class RankBatchSampler(DealingSampler):
         self.group = group
         self.partition = partition
         self.step_samples = step_samples
+        self.shares = shares
         # Knows the partitions of older parts of an epoch, too.
         self.partition_named: Callable[[str], Partition] = self._known_partition
         self._dealt: tuple[Any, Dealing] | None = None
@@ -316,7 +325,7 @@ class RankBatchSampler(DealingSampler):
             samples = len(self.sampler)
             start = 0 if resumed is None else min(resumed.samples, samples)
             # Numbers follow from lengths alone; an order that is asked for early would be drawn for nothing.
-            return self._in_order(self.sampler.indices() if draw else (), start, samples)
+            return self._in_order(self.sampler.indices() if draw else (), start, samples, resumed)
         key = (self.sampler.epoch, resumed)
         if self._dealt is None or self._dealt[0] != key:
             self._dealt = (key, self._deal_rest(resumed))
@@ -334,16 +343,19 @@ class RankBatchSampler(DealingSampler):
         elif resumed is not None:
             start = min(resumed.samples, len(indices))
         if self.partition is None:
-            return self._in_order(indices, start, len(indices))
+            return self._in_order(indices, start, len(indices), resumed)
         rest = as_indices(indices[start:], self.partition.name)
         return InQueues(rest, self.partition, self.data_ranks, self.batch_size, self.group, self.drop_last)
 
-    def _in_order(self, indices: Sequence[int], start: int, total: int) -> InOrder:
+    def _in_order(self, indices: Sequence[int], start: int, total: int, resumed: Resumed | None) -> InOrder:
         samples = total - start
         if self.drop_last:
             samples -= samples % (self.step_samples or self.batch_size * self.data_ranks * max(self.group, 1))
         waves = Waves(samples, self.batch_size, self.data_ranks, self.group, self.step_samples)
-        return InOrder(indices, start, waves)
+        if self.shares is None:
+            return InOrder(indices, start, waves)
+        first = 0 if resumed is None else resumed.first_batch
+        return InOrder(indices, start, waves, SharesFrom(self.shares, self.sampler.epoch, first))
 
     def _batch(self, dealing: Dealing, wave: int) -> list[int]:
         return dealing.batch(wave, self.data_rank)
@@ -370,6 +382,16 @@ class RankBatchSampler(DealingSampler):
         """Whether this rank has no sample of its own in the ``batch_idx``-th batch of the epoch."""
         dealing: Dealing = self.dealing
         return dealing.count(batch_idx - self.first_batch, self.data_rank) == 0
+
+    def count(self, batch_idx: int) -> int:
+        """Samples of its own that this rank has in the ``batch_idx``-th batch of the epoch."""
+        dealing: Dealing = self.dealing
+        return dealing.count(batch_idx - self.first_batch, self.data_rank)
+
+    def weight(self, batch_idx: int) -> float:
+        """By what to multiply this rank's mean of a batch, so that the average over ranks is the mean over samples."""
+        dealing: Dealing = self.dealing
+        return self.count(batch_idx) * self.data_ranks / dealing.wave_total(batch_idx - self.first_batch)
 
     def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
         """What to divide this rank's mean loss by, so that the average over ranks, summed over the waves of a step, is

@@ -260,6 +260,7 @@ class ResumableFitLoop(_FitLoop):
             "cursor": cursor.to_json(),
             "logged": self._of_data_ranks(mine),
             "reloaded": self._last_train_dl_reload_epoch,
+            **({} if self.trainer.balance is None else {"balance": self.trainer.balance.state()}),
             # Of the epoch that comes next nothing has been begun.
             "reading": self.epoch_loop.reading and not cursor.finished,
         }
@@ -279,6 +280,8 @@ class ResumableFitLoop(_FitLoop):
             self._skipped = list(self._loaded.skipped)
         self._pending, self._begun = True, None
         self._logged, self._reloaded = state_dict.get("logged", []), state_dict.get("reloaded")
+        if self.trainer.balance is not None:
+            self.trainer.balance.go_on_with(state_dict.get("balance"))
         if saved is None and state_dict.get("combined_loader"):
             rank_zero_warn(
                 "The checkpoint holds states of data loaders that Lightning saved, which are those of one rank and "

@@ -129,7 +129,8 @@ class LeanOptimization(_AutomaticOptimization):
             strategy: Any = self.trainer.strategy
             strategy.loss_divisor = self.loss_scale.divisor(self.trainer.fit_loop.batch_idx)
         batch_idx = self.trainer.fit_loop.batch_idx
-        with self.observed(next(iter(kwargs.values())), batch_idx):
+        loop: LeanEpochLoop = self.trainer.fit_loop.epoch_loop
+        with self.observed(next(iter(kwargs.values())), batch_idx), loop.weighed_logs(batch_idx):
             result = super()._training_step(kwargs)
         loss, divisor = result.closure_loss, float(self.trainer.accumulate_grad_batches)
         if self.loss_scale is not None and loss is not None:
@@ -393,11 +394,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
                 self._end_epoch()
                 raise StopIteration
             progress.increment_started()
-            if self._is_padding(batch_idx):
-                # It only keeps this rank in step with others and weighs nothing, also in what the user logs of it.
-                with self._results.padding():
-                    outputs = self._optimize(batch, batch_idx)
-            else:
+            with self._weighed(batch_idx):
                 outputs = self._optimize(batch, batch_idx)
         self.phases.begin(HOOKS)
         progress.increment_processed()
@@ -432,6 +429,17 @@ class LeanEpochLoop(_TrainingEpochLoop):
             self._skip_next_val = not validating
             return True
         return validating and self._should_check_val_fx(data_fetcher)
+
+    def _weighed(self, batch_idx: int) -> AbstractContextManager[None]:
+        if self._is_padding(batch_idx):
+            # It only keeps this rank in step with others and weighs nothing, also in what the user logs of it.
+            return self._results.padding()
+        return self.weighed_logs(batch_idx)
+
+    def weighed_logs(self, batch_idx: int) -> AbstractContextManager[None]:
+        """Around the work on a micro-batch: where ranks have unequal shares, means over ranks are those of samples."""
+        balance = self.trainer.balance
+        return nullcontext() if balance is None else self._results.weighed(balance.weight(batch_idx))
 
     def _is_padding(self, batch_idx: int) -> bool:
         scale = self.automatic_optimization.loss_scale

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.trainer.batch import Waves
+from trainwright.trainer.shares import SharesFrom
 
 PARTITIONS = ("interleave", "range", "hash")
 VIRTUAL_SHARDS = 4096
@@ -247,10 +248,12 @@ class InOrder:
         indices: the whole epoch.
         start: samples of it that have been read.
         waves: how the others are dealt, see :class:`~trainwright.trainer.batch.Waves`.
+        shares: where waves are cut; ``None``: into equal parts.
     """
 
-    def __init__(self, indices: Sequence[int], start: int, waves: Waves) -> None:
+    def __init__(self, indices: Sequence[int], start: int, waves: Waves, shares: SharesFrom | None = None) -> None:
         self.waves = waves
+        self._shares = shares
         self._indices = indices
         self._start = start
 
@@ -261,14 +264,14 @@ class InOrder:
     def regular(self) -> int:
         """See :class:`Dealing`."""
         waves = self.waves
-        if waves.step_samples:
+        if waves.step_samples or self._shares is not None:
             return 0
         # The samples of a global batch that ends within the epoch are all there.
         return waves.regular if waves.group <= 1 else waves.samples // (waves.group * waves.wave_size) * waves.group
 
     def batch(self, wave: int, rank: int) -> list[int]:
         """See :class:`Dealing`."""
-        first, last = self.waves.share(wave, rank)
+        first, last = self._part(wave, rank)
         if first == last:
             first = self.waves.bounds(wave)[0]
             last = first + 1
@@ -276,8 +279,15 @@ class InOrder:
 
     def count(self, wave: int, rank: int) -> int:
         """See :class:`Dealing`."""
-        first, last = self.waves.share(wave, rank)
+        first, last = self._part(wave, rank)
         return last - first
+
+    def _part(self, wave: int, rank: int) -> tuple[int, int]:
+        if self._shares is None:
+            return self.waves.share(wave, rank)
+        begin, end = self.waves.bounds(wave)
+        first, last = self._shares.part(wave, end - begin, rank)
+        return begin + first, begin + last
 
     def wave_total(self, wave: int) -> int:
         """See :class:`Dealing`."""

@@ -28,6 +28,7 @@ class LeanResults(_ResultCollection):
     def __init__(self, training: bool) -> None:
         super().__init__(training)
         self._padding = False
+        self._weight = 1.0
         self._known: dict[tuple[str, str, int | None], tuple[tuple[Any, ...], _ResultMetric]] = {}
         self._remembered = RememberedLogs()
 
@@ -50,6 +51,23 @@ class LeanResults(_ResultCollection):
             yield
         finally:
             self._padding = False
+
+    @contextmanager
+    def weighed(self, weight: float) -> Iterator[None]:
+        """Means over ranks of what is logged inside for a step give this rank's value so much weight."""
+        self._weight = weight
+        try:
+            yield
+        finally:
+            self._weight = 1.0
+
+    def _weighing(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
+        def weigh_and_reduce(value: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._weight != 1 and kwargs.get("reduce_op") == "mean":
+                value = value * self._weight
+            return reduce(value, *args, **kwargs)
+
+        return weigh_and_reduce
 
     @torch.compiler.disable
     def log(
@@ -83,6 +101,8 @@ class LeanResults(_ResultCollection):
         if known is not None and known[0] == signature and isinstance(value, Tensor):
             self._log_again(known[1], value, batch_size, enable_graph)
             return
+        if sync_dist_fn is not None:
+            sync_dist_fn = self._weighing(sync_dist_fn)
         super().log(
             fx, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph,
             sync_dist, sync_dist_fn, sync_dist_group, add_dataloader_idx, batch_size,

@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader
 from trainwright.checkpoint.groups import gloo_group
 from trainwright.strategies.precision import AutocastPrecision
 from trainwright.strategies.registry import make_strategy, strategy_names, strategy_target
+from trainwright.trainer.balance import Balance, make_balance
+from trainwright.trainer.balance_options import BalanceArgument
 from trainwright.trainer.batch import GlobalBatch, solve_accumulation
 from trainwright.trainer.copies import StateCopies
 from trainwright.trainer.data_order import (
@@ -61,6 +63,9 @@ class Trainer(LightningTrainer):
         uneven_steps: let the last micro-batches of every step be smaller, or none on some ranks, where
             ``global_batch_size`` cannot be made of full ones: the same numbers, with time lost to waiting. For a run
             that must keep its global batch when ranks come and go. ``False`` (off) refuses such a batch.
+        balance: who computes how much of the global batch, which itself stays what it is: ``"none"`` (off): all data
+            ranks the same; ``"auto"``: by measured speed; a list of shares, one for each data rank: by these; or
+            options of ``"auto"`` by name, see :class:`~trainwright.trainer.balance_options.BalanceOptions`.
         data_seed: seed of the order of samples, which depends on it and the epoch alone. ``None`` takes the seed of
             ``seed_everything``, or 0.
         loss_weighting: ``"micro_batch"`` is Lightning's mean over micro-batches (and ranks) of their losses;
@@ -95,6 +100,7 @@ class Trainer(LightningTrainer):
         strategy: str | Strategy = "auto",
         global_batch_size: int | None = None,
         uneven_steps: bool = False,
+        balance: BalanceArgument = "none",
         data_seed: int | None = None,
         loss_weighting: LossWeighting = "micro_batch",
         token_count: str | TokenCount | None = None,
@@ -118,6 +124,7 @@ class Trainer(LightningTrainer):
         self.seed_samples, self.allow_changed_data = seed_samples, allow_changed_data
         self._agreement_group: dist.ProcessGroup | None = None
         self.copies = StateCopies(self)
+        self.balance: Balance | None = make_balance(self, balance)
         self.token_weights = make_token_weights(self.strategy, loss_weighting, token_count)
         _set_error_if_nonfinite(self, error_if_nonfinite)
         self._use_own_loops(inference_mode=kwargs.get("inference_mode", True))
@@ -264,6 +271,7 @@ class OrderedDataConnector(_DataConnector):
         asked = [
             *([f"data_partition={trainer.data_partition!r}"] if trainer.data_partition != "interleave" else []),
             *(["seed_samples=True"] if trainer.seed_samples else []),
+            *([f"balance={trainer.balance.options.kind!r}"] if trainer.balance is not None else []),
         ]
         if asked:
             raise ValueError(
@@ -279,7 +287,8 @@ class OrderedDataConnector(_DataConnector):
         if has_plain_batches(loader):
             sampler = self._rank_sampler(loader, rank, ranks, mode)
         else:
-            _refuse_partition_of_batches(trainer.data_partition if training else "interleave")
+            if training:
+                _refuse_to_deal_batches(trainer)
             self._settle_other(loader, ranks, training)
             sampler = DealtBatchSampler(loader.batch_sampler, trainer.data_seed, rank, ranks)
         dealt = replace_batches(loader, sampler, mode)
@@ -302,7 +311,8 @@ class OrderedDataConnector(_DataConnector):
             group = min(group, 1)
         drop_last = loader.drop_last and mode != RunningStage.PREDICTING
         order = EpochOrder(loader.sampler, trainer.data_seed)
-        return RankBatchSampler(order, micro, rank, ranks, group, drop_last, partition, step_samples)
+        shares = trainer.balance.shares_of(micro) if training and trainer.balance is not None else None
+        return RankBatchSampler(order, micro, rank, ranks, group, drop_last, partition, step_samples, shares)
 
     def _partition(self, dataset: object) -> Partition | None:
         if self.trainer.data_partition == "interleave":
@@ -358,11 +368,16 @@ class OrderedDataConnector(_DataConnector):
         return EvenLoader(loader, group, pad=not training)
 
 
-def _refuse_partition_of_batches(partition: str) -> None:
-    if partition != "interleave":
+def _refuse_to_deal_batches(trainer: Trainer) -> None:
+    if trainer.data_partition != "interleave":
         raise ValueError(
-            f"data_partition={partition!r} deals samples, but the training loader has a batch sampler of its own, "
-            "whose batches are dealt whole. Use data_partition='interleave', or a DataLoader with batch_size."
+            f"data_partition={trainer.data_partition!r} deals samples, but the training loader has a batch sampler of "
+            "its own, whose batches are dealt whole. Use data_partition='interleave', or a DataLoader with batch_size."
+        )
+    if trainer.balance is not None:
+        raise ValueError(
+            f"balance={trainer.balance.options.kind!r} moves samples, but the training loader has a batch sampler of "
+            "its own, whose batches are dealt whole. Use balance='none', or a DataLoader with batch_size."
         )
 
 

@@ -26,6 +26,7 @@ from trainwright.strategies.hybrid_rules import (
 from trainwright.strategies.layout import Layout
 from trainwright.trainer.batch import solve_accumulation
 from trainwright.trainer.candidates import AUTO
+from trainwright.trainer.check_balance import balance_problems
 from trainwright.trainer.check_guard import guard_refusals
 from trainwright.trainer.check_hangs import hang_problems
 from trainwright.trainer.check_recovery import RECOVERIES, recovery_problems
@@ -343,6 +344,14 @@ def _pipeline_batch(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     ]
 
 
+def _balance(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    layout = closed_layout(cfg, surroundings)
+    least = 1
+    if layout is not None and layout.pipeline > 1 and not _hybrid_options(cfg, surroundings):
+        least = micro_batches_for(cfg.strategy.schedule, cfg.strategy.micro_batches, layout.pipeline)
+    return balance_problems(cfg, layout, least)
+
+
 def _sequence(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     """The length of sequences against the ranks that split them, where module and data have it from one `seq_len`."""
     layout = closed_layout(cfg, surroundings)
@@ -524,6 +533,7 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _strategy_options,
     _hybrid_options,
     _pipeline_batch,
+    _balance,
     _sequence,
     _with_cut_module,
     _ends,

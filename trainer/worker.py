@@ -100,6 +100,7 @@ def build_trainer(
         # With neither limit Lightning would take 1000 epochs.
         max_epochs=cfg.max_epochs if has_end else -1,
         global_batch_size=cfg.global_batch_size,
+        balance=OmegaConf.to_container(cfg.balance),  # type: ignore[arg-type]
         accumulate_grad_batches=cfg.accumulation.steps or 1,
         default_root_dir=cfg.run_dir,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),

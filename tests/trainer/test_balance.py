@@ -1,0 +1,222 @@
+"""Who computes how much of the global batch: the arithmetic, what is decided, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from torch.utils.data import RandomSampler
+
+from trainwright.strategies.layout import Layout
+from trainwright.trainer.balance_options import BalanceOptions, balance_option_problems, balance_options
+from trainwright.trainer.check_balance import balance_problems
+from trainwright.trainer.data_order import EpochOrder, RankBatchSampler, Resumed
+from trainwright.trainer.shares import Bounds, ShareSchedule, deal_out, is_worth_it, seconds_of_wave
+
+ANY = Bounds()
+
+
+# ---- the arithmetic -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("samples", "seconds", "sizes"),
+    [
+        (96, [1, 1, 4], [43, 43, 10]),  # 43 s: with [42, 42, 12] the slow rank takes 48
+        (96, [1, 1, 1], [32, 32, 32]),
+        (8, [1 / 3, 1], [6, 2]),
+        (5, [1, 1, 1], [2, 2, 1]),
+        (3, [9, 1, 1], [1, 1, 1]),
+        (2, [9, 1, 1], [0, 1, 1]),
+        (1, [1, 1], [1, 0]),
+        (0, [1, 1], [0, 0]),
+    ],
+)
+def test_the_last_rank_is_done_as_early_as_can_be(samples: int, seconds: list[float], sizes: list[int]) -> None:
+    assert deal_out(samples, seconds, ANY) == sizes
+
+
+def test_no_other_cut_is_faster() -> None:
+    for seconds in itertools.product((0.5, 1.0, 3.0), repeat=3):
+        for samples in range(3, 13):
+            cuts = itertools.product(range(1, samples - 1), repeat=2)
+            possible = [(a, b, samples - a - b) for a, b in cuts if samples - a - b >= 1]
+            best = min(seconds_of_wave(sizes, seconds) for sizes in possible)
+            assert seconds_of_wave(deal_out(samples, seconds, ANY), seconds) == best
+
+
+def test_bounds_of_a_rank() -> None:
+    assert deal_out(40, [1, 100], Bounds(0.5, 2.0)) == [30, 10]
+    assert deal_out(40, [1, 100], Bounds(0.0, 1.5)) == [30, 10]
+    assert deal_out(40, [1, 100], Bounds(0.0, 2.0, least_samples=4)) == [36, 4]
+    assert deal_out(6, [1, 100], Bounds(0.0, 2.0, least_samples=4)) == [3, 3]  # too few for both
+    assert deal_out(5, [1, 100], Bounds(1.0, 1.1)) == [3, 2]  # cannot be more even
+
+
+def test_a_small_gain_is_not_worth_other_shares() -> None:
+    assert not is_worth_it(200, [1.0, 1.0], [1.0, 1.04], ANY, 0.05)
+    assert is_worth_it(200, [1.0, 1.0], [1.0, 1.04], ANY, 0.01)
+    assert not is_worth_it(200, [1.0, 1.04], [1.0, 1.04], ANY, 0.0)
+
+
+def test_shares_hold_from_a_wave_on() -> None:
+    schedule = ShareSchedule(ANY)
+    schedule.start([1, 1])
+    schedule.change(0, 5, [1, 3])
+    schedule.change(2, 1, [3, 1])
+    assert [schedule.sizes(epoch, wave, 8) for epoch, wave in ((0, 4), (0, 5), (1, 0), (2, 0), (2, 1), (3, 0))] == [
+        [4, 4],
+        [6, 2],
+        [6, 2],
+        [6, 2],
+        [2, 6],
+        [2, 6],
+    ]
+    schedule.forget_before(2, 0)
+    assert [schedule.sizes(2, wave, 8) for wave in (0, 1)] == [[6, 2], [2, 6]]
+    schedule.change(2, 1, [1, 1])  # in place of the one that has not begun
+    assert [schedule.sizes(2, wave, 8) for wave in (0, 1)] == [[6, 2], [4, 4]]
+
+
+# ---- what ranks read ------------------------------------------------------------------------------------------------
+
+
+def samplers(samples: int, micro: int, ranks: int, **options: Any) -> tuple[ShareSchedule, list[RankBatchSampler]]:
+    schedule = ShareSchedule(ANY)
+    schedule.start([1.0] * ranks)
+    order = EpochOrder(RandomSampler(range(samples)), 5)
+    return schedule, [
+        RankBatchSampler(order, micro, rank, ranks, 2, False, shares=schedule, **options) for rank in range(ranks)
+    ]
+
+
+def waves_of(dealt: list[RankBatchSampler]) -> list[list[int]]:
+    """Samples that all ranks read at a time, in order."""
+    batches = [list(sampler) for sampler in dealt]
+    return [
+        [index for mine, sampler in zip(batches, dealt, strict=True) if sampler.count(wave) for index in mine[wave]]
+        for wave in range(len(dealt[0]))
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"step_samples": 20}])
+def test_each_sample_once_whatever_the_shares(options: dict[str, int]) -> None:
+    schedule, dealt = samplers(101, 4, 3, **options)
+    equal = [RankBatchSampler(dealt[0].sampler, 4, rank, 3, 2, False, **options) for rank in range(3)]
+    schedule.change(0, 2, [1, 2, 5])
+    schedule.change(0, 5, [5, 1, 1])
+    waves, as_ever = waves_of(dealt), waves_of(equal)
+    assert waves == as_ever  # all ranks together read the same
+    assert Counter(index for wave in waves for index in wave) == Counter(range(101))
+    assert [sampler.count(3) for sampler in dealt] != [sampler.count(3) for sampler in equal]
+    assert dealt[0].position(5) == equal[0].position(5)
+    assert dealt[0].regular_waves == 0
+
+
+def test_weights_are_those_of_samples() -> None:
+    schedule, dealt = samplers(100, 8, 2)
+    schedule.change(0, 1, [1, 3])
+    for wave in range(len(dealt[0])):
+        means = [float(wave + rank) for rank in range(2)]  # of each rank's samples
+        counts = [sampler.count(wave) for sampler in dealt]
+        exact = sum(mean * count for mean, count in zip(means, counts, strict=True)) / sum(counts)
+        weighed = [mean * sampler.weight(wave) / 2 for mean, sampler in zip(means, dealt, strict=True)]
+        assert sum(weighed) == pytest.approx(exact)
+        divided = [mean / sampler.loss_divisor(wave, 1, False) / 2 for mean, sampler in zip(means, dealt, strict=True)]
+        assert sum(divided) == pytest.approx(exact)
+
+
+def test_resuming_reads_the_rest_whatever_the_shares() -> None:
+    schedule, dealt = samplers(60, 4, 3)
+    schedule.change(0, 1, [1, 2, 5])
+    first = [list(itertools.islice(sampler, 2)) for sampler in dealt]
+    where = dealt[0].position(2)
+    assert [sampler.drawn for sampler in dealt] == [2, 2, 2]
+    _, resumed = samplers(60, 3, 2)
+    for sampler in resumed:
+        sampler.resume(Resumed(0, 4, where["samples"]))
+    rest = [list(sampler) for sampler in resumed]
+    assert [sampler.drawn for sampler in resumed] == [len(resumed[0])] * 2
+    read = Counter(index for mine in (*first, *rest) for batch in mine for index in batch)
+    assert read == Counter(range(60))
+
+
+# ---- what may be asked for ------------------------------------------------------------------------------------------
+
+
+def test_what_balance_stands_for() -> None:
+    assert balance_options("none") == BalanceOptions()
+    assert balance_options("auto") == BalanceOptions("auto")
+    assert balance_options([3, 1]) == BalanceOptions("fixed", (3.0, 1.0))
+    assert balance_options({"every_steps": 5}) == BalanceOptions("auto", every_steps=5)
+
+
+@pytest.mark.parametrize(
+    ("balance", "said"),
+    [
+        (True, "balance=True (allowed: 'none', 'auto', a list of shares"),
+        ("automatic", "kind='automatic' (allowed: none, auto, fixed)"),
+        ([], "shares=[] (allowed: one number above 0 for each data rank"),
+        ([1, 0], "shares=[1, 0] (allowed"),
+        ({"every_steps": 0}, "every_steps=0 (allowed: 1 or more optimizer steps)"),
+        ({"smoothing": 1.0}, "smoothing=1.0"),
+        ({"least_share": 1.5}, "least_share=1.5"),
+        ({"most_share": 1.0}, "most_share=1.0"),
+        ({"least_gain": 1.0}, "least_gain=1.0"),
+        ({"every": 3}, "balance.every: there is no such option"),
+        ({"shares": [1, 2]}, "shares=[1,2] with balance.kind=auto"),
+        ({"kind": "fixed"}, "say the parts of the data ranks"),
+        ({"kind": "fixed", "shares": [1, 2], "every_steps": 3}, "every_steps=3 with balance.kind=fixed"),
+        ({"kind": "none", "smoothing": 0.1}, "nothing is measured"),
+    ],
+)
+def test_impossible_options(balance: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        balance_options(balance)
+
+
+def found(layout: Layout, least: int = 1, micro: int | None = 8, launch: Any = None, trainer: Any = None, **given: Any):
+    cfg = {
+        "balance": {"kind": "auto", **given},
+        "micro_batch_size": micro,
+        "launch": {"min_devices": None, "recovery": "restart", **(launch or {})},
+        "trainer": {"data_partition": "interleave", "use_distributed_sampler": True, **(trainer or {})},
+    }
+    cfg["balance"].setdefault("shares", None)
+    return balance_problems(OmegaConf.create(cfg), layout, least)
+
+
+def test_what_is_possible() -> None:
+    assert found(Layout(replicate=2)) == []
+    assert found(Layout(pipeline=2, shard=2), least=2) == []
+    assert found(Layout(), kind="none") == []
+    assert found(Layout(replicate=2), kind="fixed", shares=[3, 1]) == []
+    assert balance_option_problems({}) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"layout": Layout()}, "one data rank computes every sample"),
+        ({"layout": Layout(pipeline=2)}, "one data rank computes every sample"),
+        ({"layout": Layout(shard=2, expert=2)}, "balance=auto with expert=2"),
+        ({"micro": 1}, "take micro_batch_size=2 or more"),
+        ({"micro": 4, "least": 4}, "take micro_batch_size=5 or more"),
+        ({"kind": "fixed", "shares": [1, 2, 3]}, "balance.shares has 3 number(s)"),
+        ({"trainer": {"data_partition": "hash"}}, "take balance=none, or trainer.data_partition=interleave"),
+        ({"trainer": {"use_distributed_sampler": False}}, "trainer.use_distributed_sampler=false"),
+        (
+            {"kind": "fixed", "shares": [1, 2], "launch": {"min_devices": 1}},
+            "launch.min_devices: ranks may come and go",
+        ),
+        ({"kind": "fixed", "shares": [1, 2], "launch": {"recovery": "replicas"}}, "take balance=auto"),
+        ({"every_steps": 0}, "balance.every_steps=0"),
+    ],
+)
+def test_what_is_not(given: dict[str, Any], said: str) -> None:
+    [problem] = found(**{"layout": Layout(replicate=2), **given})
+    assert said in problem
