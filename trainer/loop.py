@@ -129,7 +129,7 @@ class LeanOptimization(_AutomaticOptimization):
             strategy: Any = self.trainer.strategy
             strategy.loss_divisor = self.loss_scale.divisor(self.trainer.fit_loop.batch_idx)
         batch_idx = self.trainer.fit_loop.batch_idx
-        loop: LeanEpochLoop = self.trainer.fit_loop.epoch_loop
+        loop: Any = self.trainer.fit_loop.epoch_loop
         with self.observed(next(iter(kwargs.values())), batch_idx), loop.weighed_logs(batch_idx):
             result = super()._training_step(kwargs)
         loss, divisor = result.closure_loss, float(self.trainer.accumulate_grad_batches)

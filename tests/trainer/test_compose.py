@@ -36,6 +36,7 @@ SCHEMAS = [
     schema.ZeroConfig,
     schema.AccumulationConfig,
     schema.FixedAccumulationConfig,
+    schema.BalanceConfig,
     schema.LaunchConfig,
     schema.TrainerConfig,
 ]
@@ -86,7 +87,17 @@ def test_every_choice_says_in_a_line_what_it_is() -> None:
 def test_every_field_says_what_it_is() -> None:
     for cls in SCHEMAS:
         comments = field_comments(cls)
-        groups = {"accumulation", "checkpoint", "monitor", "guard", "logger", "launch", "preemption", "trainer"}
+        groups = {
+            "accumulation",
+            "balance",
+            "checkpoint",
+            "monitor",
+            "guard",
+            "logger",
+            "launch",
+            "preemption",
+            "trainer",
+        }
         grouped = {*groups, "optimizer"}
         silent = {item.name for item in fields(cls)} - comments.keys() - {"_target_"} - grouped
         assert not silent, f"{cls.__name__}: {silent}"
