@@ -1,10 +1,12 @@
 """Bytes that a rank sends in a training step along each axis of a layout, beside the least that the method needs.
 
-Counted where collectives are started (``benchmarks/traffic.py``), mean over the ranks, fp32. P = bytes of the
-parameters, A = bytes of a hidden state (samples x positions x width), L = blocks, n = ranks of the axis, and
-s = (n - 1) / n:
+``CommunicationMeter`` counts it: for each collective what the best algorithm sends, mean over the ranks, fp32. Beside
+it stand what this backend sends for the same (gloo reduces whole tensors where it could scatter them), and what the
+kernel has seen of it. P = bytes of the parameters, A = bytes of a hidden state (samples x positions x width), L =
+blocks, n = ranks of the axis, and s = (n - 1) / n:
 
 ==================  ==================================================================================================
+ddp                 2 s P: one all-reduce
 zero1, zero2        2 s P (arXiv:1910.02054, section 7)
 zero3               3 s P (the same); what is outside of the blocks stays gathered between forward and backward: 2 s P
 tensor              2 s A (4 L + 2): per block two all-reduces in each direction (arXiv:1909.08053), one after the
@@ -25,6 +27,7 @@ axis works on what the others leave. A pipeline with zero3 gathers parameters on
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import comb
@@ -124,6 +127,7 @@ class Axis:
 _PIPELINE = {"schedule": "1f1b", "micro_batches": 4}
 _LOSS = {"loss_parallel": True}
 AXES: dict[str, Axis] = {
+    "ddp": Axis("ddp", {}, lambda w: 2 * w.share * w.dense, lambda n: n),
     "zero1": Axis("zero1", {}, lambda w: 2 * w.share * w.dense, lambda n: n),
     "zero2": Axis("zero2", {}, lambda w: 2 * w.share * w.dense, lambda n: n),
     "zero3": Axis("zero3", {}, lambda w: _zero3(w, w.ranks, 1), lambda n: n),
@@ -210,17 +214,25 @@ def measure(name: str, config: GPTConfig, samples: int) -> dict[str, Any]:
     rows = Ids(axis.data_ranks(ranks) * samples * _OBSERVED_STEP, config.seq_len + 1)
     trainer.fit(module, DataLoader(rows, batch_size=samples))
     everyone: list[Any] = [None] * ranks
-    dist.all_gather_object(everyone, observe.traffic)
-    kinds = sorted({kind for sent in everyone for kind in sent})
-    by_kind = {kind: sum(sent.get(kind, 0.0) for sent in everyone) / ranks for kind in kinds}
-    sent, floor = sum(by_kind.values()), axis.floor(work)
+    dist.all_gather_object(everyone, (observe.sent, observe.written))
+    by_kind: Counter[str] = Counter()
+    by_axis: Counter[str] = Counter()
+    for counts, _ in everyone:
+        for (mesh_axis, kind), sent in counts.items():
+            by_kind[kind] += sent.least / ranks
+            by_axis[mesh_axis] += sent.least / ranks
+    floor = axis.floor(work)
+    backend = sum(sent.bytes for counts, _ in everyone for sent in counts.values()) / ranks
     return {
         "axis": name,
         "n": ranks,
-        "sent": round(sent),
+        "sent": round(by_kind.total()),
         "floor": round(floor),
-        "ratio": round(sent / floor, 4),
-        "by_kind": {kind: round(count) for kind, count in by_kind.items() if count},
+        "ratio": round(by_kind.total() / floor, 4),
+        "by_kind": {kind: round(count) for kind, count in sorted(by_kind.items()) if count},
+        "by_axis": {mesh_axis: round(count) for mesh_axis, count in sorted(by_axis.items()) if count},
+        "backend": round(backend),
+        "kernel": round(sum(written for _, written in everyone) / ranks),
     }
 
 
@@ -236,7 +248,7 @@ def measure_all(names: list[str], config: GPTConfig, samples: int) -> list[dict[
 def for_people(row: dict[str, Any]) -> dict[str, Any]:
     """The row with bytes as KiB, for the table."""
     kinds = ", ".join(f"{kind} {count / 1024:.0f}" for kind, count in row["by_kind"].items() if count >= 512)
-    sizes = {f"{name}_kib": round(row[name] / 1024, 1) for name in ("sent", "floor")}
+    sizes = {f"{name}_kib": round(row[name] / 1024, 1) for name in ("sent", "floor", "backend", "kernel")}
     return {"axis": row["axis"], "n": row["n"], **sizes, "ratio": row["ratio"], "sent by kind": kinds}
 
 

@@ -29,8 +29,8 @@ from benchmarks.peers.plain_layouts import PipelineByHand, ShardedTensorByHand
 from benchmarks.ranks import run_ranks
 from benchmarks.report import Goal, finish, say, table_of
 from benchmarks.throughput import Piece, Plan, TakeTurns
-from benchmarks.traffic import Traffic
 from trainwright import compose
+from trainwright.strategies.communication.meter import CommunicationMeter, Counts
 from trainwright.trainer.run import prepare
 from trainwright.trainer.run_directory import read_config
 
@@ -93,29 +93,43 @@ class Observe(pl.Callback):
 
     Attributes:
         held: bytes of parameters, gradients and optimizer state.
-        traffic: bytes sent, by kind of collective.
+        sent: what was sent, by mesh axis and kind of collective.
+        written: bytes that this process gave to the kernel meanwhile: to sockets, files and terminals.
     """
 
     def __init__(self, step: int) -> None:
         self.step = step
         self.held = 0
-        self.traffic: dict[str, float] = {}
-        self._traffic: Traffic | None = None
+        self.sent: Counts = {}
+        self.written = 0
+        self._meter: CommunicationMeter | None = None
+
+    @property
+    def least(self) -> float:
+        """Bytes that the best algorithms send for the same collectives."""
+        return sum(sent.least for sent in self.sent.values())
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
         """Count from here."""
         if trainer.global_step == self.step - 1:
-            self._traffic = Traffic()
-            self._traffic.__enter__()
+            self._meter = trainer.strategy.measure_communication()  # type: ignore[attr-defined]
+            self.written = -written_bytes()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """To here."""
-        if self._traffic is None:
+        if self._meter is None:
             return
-        self._traffic.__exit__(None, None, None)
+        self.written += written_bytes()
+        self._meter.stop()
         held = trainer.strategy.held_bytes()  # type: ignore[attr-defined]
-        self.traffic, self.held = self._traffic.sent, held.parameters + held.gradients + held.optimizer
-        self._traffic = None
+        self.sent, self.held = self._meter.take(), held.total
+        self._meter = None
+
+
+def written_bytes() -> int:
+    """Bytes given to ``write`` and its kin by all threads of this process since it began."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["wchar"])
 
 
 def configure(case: LayoutCase, options: argparse.Namespace, plan: Plan, run_dir: str) -> DictConfig:
@@ -179,7 +193,7 @@ def measure(run_dir: str, name: str, plan: Plan) -> dict[str, Any]:
         "our_loss": round(turns.our_loss, 3),
         "loss_by_hand": round(float(loss), 3),
         "held": observe.held,
-        "sent": sum(observe.traffic.values()),
+        "sent": observe.least,
         "tokens": plan.steps * cfg.global_batch_size * module.config.seq_len,
     }
 

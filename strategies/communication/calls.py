@@ -181,11 +181,11 @@ def _for_others(tensors: list[Tensor], group: dist.ProcessGroup, splits: Sequenc
     """Bytes of the input of an all-to-all that are not for the rank itself."""
     if not splits or not isinstance(splits[0], list):
         return sum(num_bytes(tensor) for rank, tensor in enumerate(tensors) if rank != group.rank())
-    size, rows = num_bytes(tensors[0]), splits[1]
+    size = num_bytes(tensors[0])
+    rows: list[int] = splits[1]
     if not sum(rows):
         return size - size // group.size()  # equal parts, or nothing at all
-    own: int = rows[group.rank()]
-    return size - size * own // sum(rows)
+    return size - size * rows[group.rank()] // sum(rows)
 
 
 def num_bytes(tensor: Tensor) -> int:

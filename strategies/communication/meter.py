@@ -10,7 +10,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from trainwright.strategies.communication.axes import OTHER, name_of
-from trainwright.strategies.communication.calls import Call, listen
+from trainwright.strategies.communication.calls import Call, listen, unknown_operators
 from trainwright.strategies.communication.costs import least_bytes, sent_bytes
 from trainwright.strategies.layout import Layout
 
@@ -57,6 +57,11 @@ class CommunicationMeter:
         if dist.is_available() and dist.is_initialized():
             self._end = listen(self._on_call)
         _Active.add(self)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Operators of this version of torch that may send something and are not counted; empty where all are known."""
+        return unknown_operators()
 
     def count(self, axis: str, kind: str, sent: float, least: float | None = None, calls: int = 1) -> None:
         """Count what went over a link that is no process group of torch.

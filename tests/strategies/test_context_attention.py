@@ -105,8 +105,8 @@ def elements_sent(method: str, causal: bool) -> tuple[int, int]:
 
 def sent(collectives: list[Collective], size: int) -> int:
     """Of what is gathered or scattered a rank passes on the parts of the others; a message is sent whole."""
-    shares = {"all_gather": (size - 1) / size, "reduce_scatter": (size - 1) / size, "send": 1, "recv_": 0}
-    shares |= {"alltoall_base_": (size - 1) / size}
+    shares = {"all_gather": (size - 1) / size, "reduce_scatter": (size - 1) / size, "send": 1}
+    shares |= {"all_to_all": (size - 1) / size}
     return round(sum(c.elements * shares[c.name] for c in collectives))
 
 

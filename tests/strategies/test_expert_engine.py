@@ -348,9 +348,9 @@ def test_traffic_is_each_token_once_per_rank(ranks):
     assert sum(counts) < sum(sent) < sum(counts) * K  # some token has both experts on one rank, and travels once
     for rank, result in enumerate(results):
         rows = max(sent[rank], arrived[rank])  # the larger of what leaves and what arrives is what is recorded
-        forward = [("all_gather", 2 * (2 + E)), *(("alltoall_base_", rows * width) for width in (2 * K, D, D))]
+        forward = [("all_gather", 2 * (2 + E)), *(("all_to_all", rows * width) for width in (2 * K, D, D))]
         assert [(c.name, c.elements) for c in result["forward"]] == forward
-        backward = [("alltoall_base_", rows * width) for width in (D, D, 2 * K)]
+        backward = [("all_to_all", rows * width) for width in (D, D, 2 * K)]
         assert [(c.name, c.elements) for c in result["backward"]] == backward
 
 
