@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +20,7 @@ from lightning.pytorch.core.hooks import CheckpointHooks
 from lightning.pytorch.plugins import CheckpointIO, DoublePrecision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
@@ -31,6 +31,7 @@ from trainwright.checkpoint.hugging_face import hugging_face_facts
 from trainwright.checkpoint.manifest import read_manifest, verify
 from trainwright.checkpoint.names import match_names, tied_names
 from trainwright.checkpoint.ordinary import load_ordinary
+from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.run_state import RunState, StoredTensor, holds_run_state, materialised
 from trainwright.checkpoint.safetensors_folder import SafetensorsFolder
 from trainwright.checkpoint.save import Content, write
@@ -59,12 +60,29 @@ from trainwright.strategies.run_state import (
 
 # Key of what this project adds to Lightning's dict of a run.
 OF_RUN = "trainwright"
+# Key there of what compression remembers, and the prefix of what each replica has kept back.
+COMPRESSION, OF_REPLICA = "compression", "compression/"
 # Prefix of buffers among what a rank has of its own.
 _BUFFERS = "buffers/"
 # An odd constant with bits all over: seeds of neighbouring ranks share none of their low bits.
 _STRIDE = 0x9E3779B97F4A7C15
 # Read once: a package's metadata takes milliseconds, in which training would stand still at each save.
 _version = cache(version)
+
+
+@dataclass(frozen=True)
+class KeptBack:
+    """What compression keeps back of gradients, for a run state.
+
+    Args:
+        tensors: by key, boxes of the whole, of this rank's replica.
+        of_rank: what this rank has of its own.
+        about: plain values, the same on all ranks.
+    """
+
+    tensors: Mapping[str, TensorParts]
+    of_rank: Mapping[str, Tensor]
+    about: Mapping[str, Any]
 
 
 class RunStateStrategy(Strategy):
@@ -99,6 +117,7 @@ class RunStateStrategy(Strategy):
         # What to put back when training begins, while that has not been done.
         self.pending_rank_state: dict[str, Tensor] | None = None
         self._trained_before: set[str] = set()
+        self._pending_kept_back: tuple[RunState | HeldSource, Mapping[str, Any]] | None = None
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -153,6 +172,7 @@ class RunStateStrategy(Strategy):
         """Let go of the group as well: the next run may meet anew."""
         self._checkpoint_group = None
         self.pending_rank_state = None
+        self._pending_kept_back = None
         super().teardown()
 
     # ---- saving ---------------------------------------------------------------------------------------------------
@@ -172,8 +192,13 @@ class RunStateStrategy(Strategy):
         tree = collector.collect(checkpoint, self.optimizers)
         if OPTIMIZERS in checkpoint:
             buffers = {} if complete else self._own_buffers()  # with the weights already
-            collector.add_of_rank(self._rank, {**random_state(self.root_device), **buffers})
+            kept = self._kept_back(complete)
+            of_rank = {} if kept is None else kept.of_rank
+            collector.add_of_rank(self._rank, {**random_state(self.root_device), **buffers, **of_rank})
             tree[OF_RUN] = {"layout": asdict(self.layout), "trained": sorted(self._trained())}
+            if kept is not None:
+                collector.tensors.update(kept.tensors)
+                tree[OF_RUN][COMPRESSION] = dict(kept.about)
         return Content(tree, collector.tensors, self._about(checkpoint))
 
     @property
@@ -276,6 +301,7 @@ class RunStateStrategy(Strategy):
         if of_run is not None and self._is_fitting():
             self.pending_rank_state = self._rank_state_of(state, of_run)
             self._trained_before = set(of_run.get("trained", ()))
+            self._pending_kept_back = (state, of_run)
         late = (OPTIMIZERS,) if self._somebody_edits() else (OPTIMIZERS, WEIGHTS)
         return {key: value if key in late else materialised(value) for key, value in checkpoint.items()}
 
@@ -489,6 +515,9 @@ class RunStateStrategy(Strategy):
         Called when training begins, and again where beginning to read data in mid-epoch has drawn numbers that the
         saved run had drawn before. Does nothing without a checkpoint.
         """
+        if self._pending_kept_back is not None:
+            pending, self._pending_kept_back = self._pending_kept_back, None
+            self._keep_back(*pending)
         if self.pending_rank_state is None:
             return
         set_random_state(self.pending_rank_state, self.root_device)
@@ -497,19 +526,31 @@ class RunStateStrategy(Strategy):
             if key.startswith(_BUFFERS):
                 self.lightning_module.get_buffer(key.removeprefix(_BUFFERS)).copy_(value)
 
+    def _kept_back(self, complete: bool) -> KeptBack | None:
+        """What compression keeps back; ``None``: nothing is compressed."""
+        return None
+
+    def _keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
+        """Take over what was kept back by the run that saved ``state``. A collective."""
+        saved = of_run.get(COMPRESSION)
+        if saved is not None and saved["kinds"]:
+            rank_zero_info(
+                f"What compression={saved['name']} had kept back of gradients is dropped: nothing is compressed now."
+            )
+
     def _rank_state_of(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> dict[str, Tensor]:
         """This rank's own of before under the same layout, else the generators of its data rank."""
         if isinstance(state, HeldSource):
-            found = _of_rank(state, _rank_of(state))
-            if not state.about.get(HANDED_OVER):
+            found = of_rank(state, rank_of(state))
+            if not is_handed_over(state):
                 return found
             found = {key: value for key, value in found.items() if not key.startswith(_BUFFERS)}
             return _seeded(found, self.data_rank, self.root_device)
         saved = Layout(**of_run["layout"])
         if saved == self.layout:
-            return _of_rank(state, self._rank)
+            return of_rank(state, self._rank)
         data_ranks = [saved.data_rank(rank) for rank in range(saved.world_size)]
-        found = _of_rank(state, data_ranks.index(self.data_rank % saved.data_ranks))
+        found = of_rank(state, data_ranks.index(self.data_rank % saved.data_ranks))
         found = {key: value for key, value in found.items() if not key.startswith(_BUFFERS)}
         return found if self.data_rank < saved.data_ranks else _seeded(found, self.data_rank, self.root_device)
 
@@ -519,14 +560,20 @@ def _is_here(value: Any) -> bool:
     return value is not None and (not isinstance(value, StoredTensor) or value.key in set(value.source.keys()))
 
 
-def _of_rank(state: RunState | HeldSource, rank: int) -> dict[str, Tensor]:
-    prefix = f"{OF_RANK}{rank}/"
+def of_rank(state: RunState | HeldSource, rank: int, prefix: str = "") -> dict[str, Tensor]:
+    """What a rank had of its own in a state, by what follows ``prefix`` of its name."""
+    prefix = f"{OF_RANK}{rank}/{prefix}"
     return {key.removeprefix(prefix): state.read(key) for key in list(state.keys()) if key.startswith(prefix)}
 
 
-def _rank_of(state: HeldSource) -> int:
+def rank_of(state: HeldSource) -> int:
     """The rank whose state it is, which may have another number by now."""
     return next(int(key.split("/")[1]) for key in list(state.keys()) if key.startswith(OF_RANK))
+
+
+def is_handed_over(state: HeldSource) -> bool:
+    """Whether another rank gave it to this one, which joins."""
+    return bool(state.about.get(HANDED_OVER))
 
 
 def _seeded(state: Mapping[str, Tensor], data_rank: int, device: torch.device) -> dict[str, Tensor]:

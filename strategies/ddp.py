@@ -1,40 +1,63 @@
 """Replicas of the whole model, gradients averaged by torch's ``DistributedDataParallel``."""
 
-from __future__ import annotations
+# Annotations stay what they are: torch looks at that of a hook's bucket.
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.utilities.exceptions import _augment_message
 from torch.nn.parallel import DistributedDataParallel
 
-from trainwright.strategies.base import LayoutStrategy
+from trainwright.strategies.compressed import CompressedReplicas
+from trainwright.strategies.compression.buckets import ReplicaPart
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.waiting import ReducerWaits, Waits
 
 
-class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
+class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
     """Data parallelism: every rank holds everything and reads other samples.
 
-    Communication of a step: gradients are averaged while backward still runs; 2 x parameters are sent per rank.
+    Communication of a step: gradients are averaged while backward still runs; 2 x parameters are sent per rank. With
+    compression they are averaged after it.
 
     Args:
         gradient_as_bucket_view: gradients live in the buffers that are sent, so that they are held once, not twice.
         find_unused_parameters: ask each step which parameters had a part in the loss.
+        compression: how gradients are sent, see :class:`~trainwright.strategies.compressed.CompressedReplicas`;
+            ``None`` is off. Not beside ``ddp_comm_hook``.
         **kwargs: see :class:`~trainwright.strategies.base.LayoutStrategy`; others go to Lightning's ``DDPStrategy``
             and torch's ``DistributedDataParallel``.
+
+    Raises:
+        ValueError: if the options contradict each other.
     """
 
     strategy_name = "ddp"
 
     def __init__(
-        self, *, gradient_as_bucket_view: bool = True, find_unused_parameters: bool = False, **kwargs: Any
+        self,
+        *,
+        gradient_as_bucket_view: bool = True,
+        find_unused_parameters: bool = False,
+        compression: str | Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(
-            gradient_as_bucket_view=gradient_as_bucket_view, find_unused_parameters=find_unused_parameters, **kwargs
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            find_unused_parameters=find_unused_parameters,
+            compression=compression,
+            **kwargs,
         )
+        if self.compression is not None and self._ddp_comm_hook is not None:
+            raise ValueError(
+                f"compression={self.compression.name} and a ddp_comm_hook both decide how gradients are sent; leave "
+                "out one of them"
+            )
 
     @property
     def layout(self) -> Layout:
@@ -46,6 +69,7 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         self._materialise()
         self._prepare_blocks(self._find_blocks())
         super().setup(trainer)
+        self._set_up_compression()
         self.begin_from_weights()
 
     def measure_waits(self) -> Waits:
@@ -53,7 +77,17 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         assert self.lightning_module is not None
         return ReducerWaits(self.root_device, self.lightning_module.parameters())
 
+    def _replica_parts(self) -> Iterator[ReplicaPart]:
+        assert self.lightning_module is not None
+        for name, parameter in self.lightning_module.named_parameters():
+            yield ReplicaPart(name, parameter)
+
     def _register_ddp_hooks(self) -> None:
+        if self.compression is not None and self.world_size > 1:
+            # DDP's buckets change after its first backward; what is kept back is of ours, which stay.
+            assert isinstance(self.model, DistributedDataParallel)
+            self.model.register_comm_hook(None, _leave_local)
+            return
         # Lightning registers hooks on CUDA only and drops them elsewhere without a word.
         assert isinstance(self.model, DistributedDataParallel)
         _register_ddp_comm_hook(
@@ -74,3 +108,10 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
                 "(in Python DDPStrategy(find_unused_parameters=True)); else use them in the loss or freeze them."
             ),
         )
+
+
+def _leave_local(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook that sends nothing."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done

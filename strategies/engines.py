@@ -321,6 +321,16 @@ class Engines:
                 shared.setdefault(group, []).append(self.module.get_parameter(name))
         return shared
 
+    def kin_of(self, name: str) -> str:
+        """What must be averaged over replicas apart from the rest, so that ranks with copies of it get the same.
+
+        Ranks of the tensor axis hold copies of what is not cut beside different parts of what is; stages of a pipeline
+        hold copies of tied parameters beside different blocks.
+        """
+        if name in self._tied_places():
+            return name
+        return "cut" if self._tensor is not None and name in self.cuts else ""
+
     def _tied_places(self) -> dict[str, tuple[int, ...]]:
         """Names of parameters that several ranks of a pipeline hold -> their places in it."""
         if self._pipeline_cut is None:

@@ -339,7 +339,7 @@ class HybridStrategy(ZeroStrategy):
         if self._engines is None or self._expert_mesh is None:
             return
         for experts in self._engines.expert_modules_in(block):
-            fully_shard(experts, **{**options, "mesh": self._expert_mesh})
+            fully_shard(experts, **{**options, "mesh": self._splitting(self._expert_mesh)})
 
     def _fsdp_options(self, module: nn.Module) -> dict[str, Any]:
         options = super()._fsdp_options(module)
@@ -393,6 +393,7 @@ class HybridStrategy(ZeroStrategy):
         self._average_gradients()
         self._hand_over_gradients()
         self._sum_shared_gradients()
+        self._average_replicas()
         return output
 
     def _observed(self, batch: Any) -> AbstractContextManager[Any]:
@@ -464,7 +465,16 @@ class HybridStrategy(ZeroStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         """Complete gradients that several ranks hold parts of."""
         super().post_backward(closure_loss)
+        if self.compression is None:
+            self._sum_shared_gradients()
+        # else they were summed before the average
+
+    def _complete_gradients(self) -> None:
+        super()._complete_gradients()
         self._sum_shared_gradients()
+
+    def _kin_of(self, name: str) -> str:
+        return "" if self._engines is None else self._engines.kin_of(name)
 
     def _sum_shared_gradients(self) -> None:
         if self._shared and not self._accumulates:

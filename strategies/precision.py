@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ class _GradientRules(Precision):
     scope: GradientScope | None = None
     # Given by a trainer that knows who listens to which hook; without it Lightning's own calls are made.
     hooks: HookTable | None = None
+    # Called with the optimizer once its gradients are clipped, right before it changes anything.
+    before_update: Callable[[Optimizer], None] | None = None
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Call ``on_before_backward``."""
@@ -81,11 +84,13 @@ class _GradientRules(Precision):
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         if self.hooks is None:
             super()._after_closure(model, optimizer)
-            return
-        self.hooks.call("on_before_optimizer_step", optimizer)
-        trainer = model.trainer
-        if trainer.gradient_clip_val is not None or self.hooks.module_overrides("configure_gradient_clipping"):
-            self._clip_gradients(model, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        else:
+            self.hooks.call("on_before_optimizer_step", optimizer)
+            trainer = model.trainer
+            if trainer.gradient_clip_val is not None or self.hooks.module_overrides("configure_gradient_clipping"):
+                self._clip_gradients(model, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        if self.before_update is not None:
+            self.before_update(getattr(optimizer, "optimizer", optimizer))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clamp each element to ``[-clip_val, clip_val]``."""
@@ -137,6 +142,21 @@ def adapt_precision(plugin: Precision | None) -> Precision | None:
     if type(plugin) is MixedPrecision:
         return AutocastPrecision(plugin.precision, plugin.device, _agreed(plugin.scaler, plugin.device))
     return plugin
+
+
+def before_update(plugin: Precision, function: Callable[[Optimizer], None] | None) -> None:
+    """Have ``function`` called right before an optimizer changes anything; ``None``: nothing is called.
+
+    Raises:
+        ValueError: if the plugin is the user's own.
+    """
+    if isinstance(plugin, _GradientRules):
+        plugin.before_update = function
+    elif function is not None:
+        raise ValueError(
+            f"The precision plugin {type(plugin).__name__} does not tell when gradients are clipped, which "
+            "compression=onebit must know. Use one of Lightning's (precision='bf16-mixed'), or compression=topk."
+        )
 
 
 def _agreed(scaler: torch.amp.GradScaler | None, device: str) -> torch.amp.GradScaler | None:

@@ -47,10 +47,16 @@ class GradientReducer:
         bucket_bytes: upper bound of a bucket in bytes.
         find_unused: agree on which parameters got a gradient anywhere before reducing (one more collective a
             backward, no overlap). Off: a parameter that gets none must get none on every rank.
+        average_replicas: whether shards are averaged over the replicate axis here; ``False``: somebody else does.
     """
 
     def __init__(
-        self, shards: Iterable[ParameterShard], mesh: DeviceMesh, bucket_bytes: int, find_unused: bool = False
+        self,
+        shards: Iterable[ParameterShard],
+        mesh: DeviceMesh,
+        bucket_bytes: int,
+        find_unused: bool = False,
+        average_replicas: bool = True,
     ) -> None:
         ordered = [shard for shard in shards if shard.parameter.requires_grad]
         ordered.reverse()  # backward reaches the last parameters first
@@ -60,7 +66,7 @@ class GradientReducer:
         self._replicate_group = mesh.get_group(0) if mesh.ndim > 1 and mesh.size(0) > 1 else None
         self._find_unused = find_unused
         self._sync_shards = True
-        self._sync_replicas = True
+        self._sync_replicas = average_replicas
         self._has_room = False
         self._reset()
         self._handles = [

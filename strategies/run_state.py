@@ -450,13 +450,13 @@ class _OptimizerReader:
 
     def value(self, name: str, parameter: Tensor, key: str, saved: Any) -> Any:
         if isinstance(saved, Tensor) and parameter.dim() == 0 and key != "step":  # of a scalar; steps are never split
-            return _like(parameter, saved.to(parameter.device))
+            return spread_like(parameter, saved.to(parameter.device))
         if not isinstance(saved, StoredTensor):
             return materialised(saved)  # LBFGS keeps lists of tensors
         whole = self._placement.boxes(name, parameter).shape
         if tuple(saved.shape) != tuple(whole):
             return saved.whole()
-        value = _like(parameter, torch.empty_like(local_tensor(parameter).detach(), dtype=saved.dtype))
+        value = spread_like(parameter, torch.empty_like(local_tensor(parameter).detach(), dtype=saved.dtype))
         self._boxes[saved.key] = self._placement.boxes(name, value)
         self._stored[saved.key] = saved
         return value
@@ -465,7 +465,7 @@ class _OptimizerReader:
         read_into(self._boxes, self._stored)
 
 
-def _like(parameter: Tensor, part: Tensor) -> Tensor:
+def spread_like(parameter: Tensor, part: Tensor) -> Tensor:
     """``part`` spread over ranks as ``parameter`` is."""
     if not isinstance(parameter, DTensor):
         return part

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from trainwright.strategies.base import LayoutStrategy
+from trainwright.strategies.compressed import CompressedReplicas
+from trainwright.strategies.compression.buckets import ReplicaPart
 from trainwright.strategies.deferred import deferred_pieces, is_deferred
 from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.layout import Layout
@@ -57,7 +58,7 @@ def validate_zero(stage: int, offload: str, find_unused_parameters: bool = False
     return problems
 
 
-class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
+class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
     """Data parallelism whose ranks share one copy of the training state instead of holding one each.
 
     Bytes per rank of a model of P parameters in fp32 with Adam, N = size of the shard axis, and traffic per step in
@@ -86,7 +87,9 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             a step, and no overlap).
         bucket_mib: stages 1 and 2: largest size in MiB of the buffers in which gradients and parameters travel; a model
             of less than 16 of them travels in smaller ones (1 MiB at least).
-        **kwargs: see :class:`~trainwright.strategies.base.LayoutStrategy`; ``process_group_backend``, ``timeout``,
+        **kwargs: ``compression`` of what is sent along the replicate axis, see
+            :class:`~trainwright.strategies.compressed.CompressedReplicas`, and others of
+            :class:`~trainwright.strategies.base.LayoutStrategy`; ``process_group_backend``, ``timeout``,
             ``parallel_devices``, ``cluster_environment`` as in Lightning's ``DDPStrategy``.
 
     Raises:
@@ -199,6 +202,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self.setup_precision_plugin()
         if fitting and self._offload == "none":
             _optimizers_to_device(self.optimizers, self.root_device)
+        if fitting:
+            self._set_up_compression()
         self.begin_from_weights()
 
     @property
@@ -269,7 +274,18 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self._offload == "parameters" else None
         # FSDP2 cannot split a scalar: it stays whole on every rank and is averaged by our own reducer.
         scalars = {p for p in module.parameters() if p.dim() == 0}
-        return {"mesh": self.mesh, "offload_policy": policy or OffloadPolicy(), "ignored_params": scalars}
+        return {
+            "mesh": self._splitting(self.mesh),
+            "offload_policy": policy or OffloadPolicy(),
+            "ignored_params": scalars,
+        }
+
+    def _splitting(self, mesh: DeviceMesh) -> DeviceMesh:
+        """What FSDP2 is given of a mesh: only what splits, where the average over replicas is ours."""
+        if self.compression is None or mesh.ndim == 1:
+            return mesh
+        assert mesh.mesh_dim_names is not None
+        return mesh[mesh.mesh_dim_names[-1]]
 
     def _place(self, module: nn.Module) -> None:
         """Convert, move and equalise what of ``module`` is not split yet."""
@@ -312,7 +328,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         for mesh in dict.fromkeys(shard.mesh for shard in whole.values()):
             shards = {p: shard for p, shard in whole.items() if shard.mesh == mesh}
             bucket_bytes = self._bucket_bytes_for(shards)
-            self._reducers.append(GradientReducer(shards.values(), mesh, bucket_bytes, self._find_unused))
+            averages = self.compression is None
+            self._reducers.append(GradientReducer(shards.values(), mesh, bucket_bytes, self._find_unused, averages))
             self._publishers.append(ParameterPublisher(shards, mesh, bucket_bytes))
 
     def _bucket_bytes_for(self, parameters: Iterable[nn.Parameter]) -> int:
@@ -349,6 +366,23 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             super().teardown()  # without the module, which it would move past FSDP2
         finally:
             self._lightning_module = module
+
+    # ---- compression ----------------------------------------------------------------------------------------------
+
+    def _replica_parts(self) -> Iterator[ReplicaPart]:
+        for name, parameter in self._named.items():
+            mesh = self._mesh_of(parameter)
+            # Every rank of the shard axis holds a scalar, beside other rows of the rest.
+            kin = self._kin_of(name) + ("" if parameter.dim() else " scalar")
+            if mesh.ndim > 1:
+                yield ReplicaPart(name, self._as_optimized(parameter), mesh.get_group(0), kin)
+
+    def _kin_of(self, name: str) -> str:
+        """What else this rank's part of a parameter must share buckets with, see ``ReplicaPart``."""
+        return ""
+
+    def _complete_gradients(self) -> None:
+        self._hand_over_gradients()
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -394,6 +428,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         """Micro-batches inside do not finish the averaging of gradients."""
         step, whole = self._step, self._holds_whole_gradients
         with ExitStack() as stack:
+            stack.enter_context(super().block_backward_sync())
             for reducer in self._reducers:
                 stack.enter_context(reducer.accumulate(shards_too=whole))
             if step is None:

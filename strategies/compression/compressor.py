@@ -122,7 +122,12 @@ class TwoPhase(GradientCompressor):
         received = torch.empty_like(messages)
         dist.all_to_all_single(received.view(-1), messages.view(-1), group=group)
         mean = self.codec.decode(received, chunk).mean(0, keepdim=True)
+        # What fills up the last chunk belongs to no number, so nothing of it may be kept.
+        filled_up = slice(max(numel - dist.get_rank(group) * chunk, 0), None)
+        mean[:, filled_up] = 0.0
         own = encode_with_feedback(self.codec, mean, state["chunk_residual"][None] if self.feedback else None)
+        if self.feedback:
+            state["chunk_residual"][filled_up] = 0.0
         whole = own.new_empty(ranks, own.shape[1])
         _all_gather(whole.view(-1), own.view(-1), group=group)
         flat.copy_(self.codec.decode(whole, chunk).reshape(-1)[:numel])

@@ -102,6 +102,23 @@ def choose_compression(compression: str | Mapping[str, Any] | None) -> Compressi
     return None if compression["name"] == OFF else CompressionChoice(str(compression["name"]), options)
 
 
+def nothing_to_compress(name: str) -> str:
+    """What to say where no rank holds a copy of what another one holds."""
+    return (
+        f"compression={name} with replicate=1: what is compressed is the average over replicas, and there is only one; "
+        "type strategy.replicate=2 (or more) with a strategy that has it, or strategy=ddp on several devices, or "
+        "compression=none"
+    )
+
+
+def scaled_onebit_problem() -> str:
+    """What to say of 1-bit Adam under a loss scale."""
+    return (
+        "compression=onebit with precision=16-mixed: momentum is averaged in the optimizer's step, too late to "
+        "drop one that overflowed; type precision=bf16-mixed, or compression=topk"
+    )
+
+
 def _name_problems(name: Any) -> list[str]:
     if name in _OPTIONS:
         return []

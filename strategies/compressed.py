@@ -1,0 +1,273 @@
+"""Gradients averaged over replicas with fewer bytes: what DDP, ZeRO and hybrid layouts share of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.checkpoint.held import HeldSource
+from trainwright.checkpoint.run_state import RunState, StoredTensor
+from trainwright.strategies.base import LayoutStrategy
+from trainwright.strategies.checkpointing import COMPRESSION, OF_REPLICA, KeptBack, is_handed_over, of_rank, rank_of
+from trainwright.strategies.compression.buckets import CHUNK_RESIDUAL, RESIDUAL, ReplicaPart
+from trainwright.strategies.compression.onebit import OneBitAdam, onebit_problems
+from trainwright.strategies.compression.options import (
+    CompressionChoice,
+    choose_compression,
+    nothing_to_compress,
+    scaled_onebit_problem,
+)
+from trainwright.strategies.compression.replicas import ReplicaAverage
+from trainwright.strategies.layout import Layout
+from trainwright.strategies.precision import before_update
+from trainwright.strategies.run_state import read_into, spread_like
+
+
+class CompressedReplicas(LayoutStrategy):
+    """Mixin: the average of gradients over replicas may be compressed.
+
+    Gradients are averaged once an optimizer step, when the last backward pass has ended: not while it runs, since what
+    is sent is little. Within a replica nothing is compressed.
+
+    Args:
+        compression: name of a compressor (``"topk"``), or a mapping of ``name`` and options, see
+            :func:`~trainwright.strategies.compression.names.make_compressor`; ``None`` and ``"none"`` are off.
+        **kwargs: see :class:`~trainwright.strategies.base.LayoutStrategy`.
+
+    Raises:
+        ValueError: if there is no such compressor or option, or a value is out of its range.
+    """
+
+    def __init__(self, *, compression: str | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        choice = choose_compression(compression)
+        super().__init__(**kwargs)
+        self._compression = choice
+        self._replicas: ReplicaAverage | None = None
+        self._onebit: OneBitAdam | None = None
+        self._parts: list[ReplicaPart] = []
+        self._is_between = False  # micro-batches of an optimizer step, more of which follow
+
+    # ---- what others may read -------------------------------------------------------------------------------------
+
+    @property
+    def compression(self) -> CompressionChoice | None:
+        """How gradients are compressed between replicas; ``None``: not at all."""
+        return self._compression
+
+    @property
+    def compressed_bytes(self) -> int:
+        """Bytes that this rank sends for a compressed average of all gradients, once an optimizer step; 0 without."""
+        return 0 if self._replicas is None else self._replicas.sent_bytes
+
+    # ---- what a strategy tells ------------------------------------------------------------------------------------
+
+    def _replica_parts(self) -> Iterator[ReplicaPart]:
+        """What this rank optimizes, in the order of the module."""
+        raise NotImplementedError
+
+    def _complete_gradients(self) -> None:
+        """Let gradients of this replica be where the optimizer sees them, after backward and before their average."""
+
+    # ---- the step -------------------------------------------------------------------------------------------------
+
+    def _set_up_compression(self) -> None:
+        """Begin to compress; to be called when optimizers and precision are set up.
+
+        Raises:
+            ValueError: if the module or its optimizers speak against it.
+        """
+        self._replicas, self._onebit, self._parts = None, None, []
+        before_update(self.precision_plugin, None)
+        choice = self._compression
+        if choice is None or not self.optimizers:
+            return
+        problems = list(self._compression_problems(choice))
+        if problems:
+            raise ValueError("; ".join(problems))
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        scale = None if scaler is None else scaler.get_scale
+        self._replicas = ReplicaAverage(choice, self.root_device, scale)
+        if choice.name == "onebit":
+            self._onebit = OneBitAdam(self._replicas, choice.option("warmup_steps"))
+            before_update(self.precision_plugin, self._onebit.before_step)
+        self._parts = list(self._replica_parts())
+        self._know_parts()
+
+    def _compression_problems(self, choice: CompressionChoice) -> Iterator[str]:
+        assert self.lightning_module is not None
+        if self.layout.replicate == 1:
+            yield nothing_to_compress(choice.name)
+        if choice.keeps_residual and not self.lightning_module.automatic_optimization:
+            yield (
+                f"compression={choice.name} with manual optimization (automatic_optimization=False): what is kept back "
+                "belongs to one average per optimizer step, which only automatic optimization knows of; type "
+                "compression=bf16 (or fp16, int8), or compression=none"
+            )
+        if choice.name == "onebit":
+            yield from onebit_problems(self.optimizers)
+            if getattr(self.precision_plugin, "scaler", None) is not None:
+                yield scaled_onebit_problem()
+
+    def _know_parts(self) -> None:
+        assert self._replicas is not None
+        self._replicas.take([part for part in self._parts if part.parameter.requires_grad])
+
+    def _average_replicas(self) -> None:
+        """Average gradients over replicas, unless more micro-batches follow. A collective."""
+        if self._replicas is None or self._is_between:
+            return
+        self._know_parts()
+        if self._onebit is None:
+            self._replicas.average()
+        elif not self._onebit.is_warm:
+            self._replicas.average(exactly=True)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward of one micro-batch; gradients are averaged before ``on_after_backward`` sees them."""
+        if self._replicas is None or self.backward_in_step:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        assert self.lightning_module is not None
+        if self.loss_factor != 1:
+            closure_loss = closure_loss * self.loss_factor
+        # As Lightning's, with the average in between.
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)  # type: ignore[assignment]
+        self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        self._complete_gradients()
+        self._average_replicas()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)  # type: ignore[assignment]
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Micro-batches inside do not finish the averaging of gradients."""
+        self._is_between = True
+        try:
+            with super().block_backward_sync():
+                yield
+        finally:
+            self._is_between = False
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step, by 1-bit Adam if that is asked for."""
+        if self._onebit is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._onebit.abandon()
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._onebit.after_step()
+        return output
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _kept_back(self, complete: bool) -> KeptBack:
+        average = self._replicas
+        if average is None:
+            return super()._kept_back(complete)
+        self._know_parts()
+        replica = self.layout.coordinates(self.global_rank)["replicate"]
+        tensors, kinds = {}, set()
+        for part, kind, value in average.kept_back():
+            kinds.add(kind)
+            if complete or self.placement.writes(part.name, True):
+                key = _key(replica, kind, part.name)
+                tensors[key] = self.placement.boxes(part.name, spread_like(part.parameter, value))
+        of_rank = {f"{OF_REPLICA}{key}": value for key, value in average.of_buckets().items()}
+        steps = 0 if self._onebit is None else self._onebit.steps
+        return KeptBack(tensors, of_rank, {"name": average.choice.name, "steps": steps, "kinds": sorted(kinds)})
+
+    def _keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
+        average, saved = self._replicas, of_run.get(COMPRESSION)
+        if average is None or saved is None:
+            super()._keep_back(state, of_run)
+            return
+        self._know_parts()
+        name = average.choice.name
+        if saved["name"] != name and "onebit" in (saved["name"], name):
+            rank_zero_info(
+                f"What compression={saved['name']} had kept back is dropped: momentum and gradients are of different "
+                f"scale, and compression={name} goes on without it."
+            )
+            return
+        if self._onebit is not None:
+            self._onebit.steps = int(saved["steps"])
+        said = self._put_back(state, Layout(**of_run["layout"]), saved["kinds"])
+        average.agree()
+        if saved["kinds"]:
+            rank_zero_info(f"compression={name}: {said}")
+
+    def _put_back(self, state: RunState | HeldSource, was: Layout, kinds: Sequence[str]) -> str:
+        """Take over what a state holds of what was kept back; returns what to say of it."""
+        assert self._replicas is not None
+        as_it_was = "each rank goes on with what it had kept back."
+        if isinstance(state, HeldSource):
+            if is_handed_over(state):
+                return "a replica that joins has kept back nothing yet."
+            rank = rank_of(state)
+            own = was.coordinates(rank)["replicate"]
+            if was == self.layout:
+                self._put_back_as_it_was(state, own, rank, kinds)
+                return as_it_was
+            # Of the other replicas' there is nothing here; of its own chunk's a rank speaks for all.
+            self._put_back_folded(state, [own], kinds, weights=(1.0, float(self.layout.replicate)))
+            return f"{was.replicate} replicas are {self.layout.replicate} now; each goes on with what it had kept back."
+        if was == self.layout:
+            own = was.coordinates(self.global_rank)["replicate"]
+            self._put_back_as_it_was(state, own, self.global_rank, kinds)
+            return as_it_was
+        self._put_back_folded(state, range(was.replicate), kinds, weights=(1 / was.replicate, 1.0))
+        return (
+            f"what {was.replicate} replica(s) had kept back under another layout is folded: each of "
+            f"{self.layout.replicate} goes on with its mean, and what is remembered of buckets begins anew."
+        )
+
+    def _put_back_as_it_was(self, state: RunState | HeldSource, replica: int, rank: int, kinds: Sequence[str]) -> None:
+        assert self._replicas is not None
+        for kind in kinds:
+            self._replicas.keep_back(kind, self._read(state, replica, kind))
+        self._replicas.put_back_of_buckets(of_rank(state, rank, OF_REPLICA))
+
+    def _put_back_folded(
+        self, state: RunState | HeldSource, replicas: Iterable[int], kinds: Sequence[str], weights: tuple[float, float]
+    ) -> None:
+        """Sum up what replicas had kept back, so that the mean over the new ones is what it was over the old ones."""
+        assert self._replicas is not None
+        folded: dict[str, Tensor] = {}
+        for replica in replicas:
+            for kind in kinds:
+                weight = weights[kind == CHUNK_RESIDUAL]
+                for name, value in self._read(state, replica, kind).items():
+                    folded[name] = folded[name].add_(value, alpha=weight) if name in folded else value * weight
+        self._replicas.keep_back(RESIDUAL, folded)
+
+    def _read(self, state: RunState | HeldSource, replica: int, kind: str) -> dict[str, Tensor]:
+        """This rank's part of what a replica had kept back, by name."""
+        assert self._replicas is not None
+        known = set(state.keys())
+        boxes, stored, values = {}, {}, {}
+        for part in self._replicas.parts():
+            key = _key(replica, kind, part.name)
+            if key in known:
+                value = torch.zeros(part.local.shape, device=self.root_device)
+                values[part.name] = value
+                boxes[key] = self.placement.boxes(part.name, spread_like(part.parameter, value))
+                stored[key] = StoredTensor(state, key)
+        read_into(boxes, stored)
+        return values
+
+
+def _key(replica: int, kind: str, name: str) -> str:
+    return f"{OF_REPLICA}{replica}/{kind}/{name}"

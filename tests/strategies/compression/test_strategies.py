@@ -1,0 +1,197 @@
+"""Compressed averages over replicas under strategies: equal replicas, dense results where nothing is left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.parity.harness import Record, Recorder, differences, make_loader, make_trainer, world_size
+from tests.parity.modules import LanguageModel
+from trainwright.strategies.compression.names import compressor_names
+
+# Name, ranks and options of each strategy.
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "ddp": ("ddp", 2, {}),
+    "zero1": ("zero1", 4, {"replicate": 2, "shard": 2}),
+    "zero2": ("zero2", 4, {"replicate": 2, "shard": 2}),
+    "zero3": ("zero3", 4, {"replicate": 2, "shard": 2}),
+}
+GLOBAL_BATCH, SAMPLES = 24, 48
+# Of a rank so small that the matrices of this module are shortened, and with a warm-up of fewer steps than are made.
+OPTIONS = {"powersgd": {"rank": 1}, "onebit": {"warmup_steps": 2}, "topk": {"ratio": 0.1}, "randomk": {"ratio": 0.1}}
+
+
+class Grouped(LanguageModel):
+    """Two groups of parameters and a rate that depends on the step."""
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.dim() > 1]
+        others = [p for p in self.parameters() if p.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
+
+
+class Replicas(pl.Callback):
+    """Fails where what this rank holds in the end differs from what the other replica holds."""
+
+    def on_train_end(self, trainer: Any, *args: Any) -> None:
+        strategy = trainer.strategy
+        boxes = strategy.trained_boxes().items()
+        held = torch.cat([box.reshape(-1).float() for _, parts in boxes for _, box in parts.parts])
+        place = strategy.layout.coordinates(dist.get_rank())
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (held, {**place, "replicate": 0}))
+        for other, where in gathered:
+            assert where != {**place, "replicate": 0} or torch.equal(other, held), "replicas drifted apart"
+
+
+def trained(strategy: str, options: dict[str, Any], compression: Any, steps: int, accumulation: int, **trainer: Any):
+    torch.manual_seed(11)
+    module, recorder = Grouped(), Recorder()
+    made = make_trainer(
+        strategy,
+        {**options, "compression": compression},
+        global_batch_size=GLOBAL_BATCH,
+        max_steps=steps,
+        max_epochs=-1,
+        callbacks=[recorder, Replicas()],
+        **trainer,
+    )
+    made.fit(module, make_loader(SAMPLES, GLOBAL_BATCH // (world_size() * accumulation)))
+    assert (made.strategy.compressed_bytes > 0) == (compression is not None)
+    return recorder.record
+
+
+def every_name(strategy: str, options: dict[str, Any]) -> dict[str, Record]:
+    """Each name with accumulation and clipping, dense ones beside."""
+    results = {}
+    for name in compressor_names():
+        choice = {"name": name, **OPTIONS.get(name, {})}
+        results[name] = trained(strategy, options, choice, 4, 2, gradient_clip_val=1.0)
+    results["dense"] = trained(strategy, options, None, 4, 2, gradient_clip_val=1.0)
+    results["all"] = trained(strategy, options, {"name": "topk", "ratio": 1.0}, 4, 2, gradient_clip_val=1.0)
+    mixed = {"precision": "bf16-mixed"}
+    results["dense, mixed"] = trained(strategy, options, None, 3, 1, **mixed)
+    results["all, mixed"] = trained(strategy, options, {"name": "randomk", "ratio": 1.0}, 3, 1, **mixed)
+    return results
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_name(ranks: Any, layout: str) -> None:
+    strategy, count, options = LAYOUTS[layout]
+    results = ranks(every_name, count, strategy, options)
+    for found in results:
+        assert differences(found["all"], found["dense"], 1e-6) == []
+        assert differences(found["all, mixed"], found["dense, mixed"], 1e-5) == []
+        for name in compressor_names():
+            assert differences(found[name], found["dense"], 1e-7) != [], "something was compressed"
+            assert found[name].losses == results[0][name].losses
+
+
+# ---- run states ------------------------------------------------------------------------------------------------------
+
+
+def interrupted(
+    strategy: str, options: dict[str, Any], compression: Any, steps: int, save_to: str | None, resume: str | None
+) -> dict[str, Any]:
+    torch.manual_seed(11)
+    module, recorder = LanguageModel("adamw"), Recorder()
+    begun: dict[str, Any] = {}
+    callbacks: list[Any] = [recorder, _Begins(begun)]
+    if save_to is not None:
+        callbacks.append(ModelCheckpoint(save_to, "{step}", every_n_train_steps=steps, save_top_k=-1))
+    trainer = make_trainer(
+        strategy,
+        {**options, "compression": compression},
+        global_batch_size=GLOBAL_BATCH,
+        max_steps=steps,
+        max_epochs=-1,
+        callbacks=callbacks,
+        enable_checkpointing=save_to is not None,
+    )
+    loader = make_loader(SAMPLES, GLOBAL_BATCH // world_size(), shuffle=True)
+    trainer.fit(module, loader, ckpt_path=resume)
+    return {"record": recorder.record, "kept": kept_back(trainer.strategy), "begun": begun}
+
+
+class _Begins(pl.Callback):
+    """What is kept back where a resumed run begins."""
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        self.found = found
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if not self.found:
+            self.found.update(kept_back(trainer.strategy))
+
+
+def kept_back(strategy: Any) -> dict[str, Any]:
+    """Mean over replicas of what is kept back of each whole parameter."""
+    if strategy._replicas is None:
+        return {}
+    found: dict[str, Any] = {}
+    gathered: list[Any] = [None] * world_size()
+    tensors = strategy._kept_back(complete=True).tensors
+    own = {key: (parts.shape, [(at, box.clone()) for at, box in parts.parts]) for key, parts in tensors.items()}
+    dist.all_gather_object(gathered, own)
+    whole: dict[str, torch.Tensor] = {}
+    for rank in gathered:
+        for key, (shape, boxes) in rank.items():
+            target = whole.setdefault(key, torch.zeros(shape))
+            for at, box in boxes:
+                target[tuple(slice(o, o + n) for o, n in zip(at, box.shape, strict=True))] = box
+    replicas = strategy.layout.replicate
+    for key, value in whole.items():
+        _, _, kind, name = key.split("/", 3)
+        share = value / replicas if kind == "residual" else value
+        found[name] = found.get(name, 0) + share
+    return found
+
+
+SAVED_AT, END = 4, 6
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [("ddp", "topk"), ("ddp", "randomk"), ("ddp", "onebit"), ("zero3", "powersgd"), ("zero1", "onebit")],
+)
+def test_resumed_under_its_layout_to_the_bit(ranks: Any, tmp_path: Any, layout: str, name: str) -> None:
+    strategy, count, options = LAYOUTS[layout]
+    choice = {"name": name, **OPTIONS.get(name, {})}
+    whole = ranks(interrupted, count, strategy, options, choice, END, None, None)
+    ranks(interrupted, count, strategy, options, choice, SAVED_AT, str(tmp_path), None)
+    again = ranks(interrupted, count, strategy, options, choice, END, None, str(tmp_path / f"step={SAVED_AT}.ckpt"))
+    for expected, found in zip(whole, again, strict=True):
+        assert found["record"].losses == expected["record"].losses[SAVED_AT:]
+        for parameter, value in expected["record"].parameters.items():
+            assert torch.equal(found["record"].parameters[parameter], value), parameter
+        for parameter, value in expected["kept"].items():
+            assert torch.equal(found["kept"][parameter], value), parameter
+
+
+FOLDS = [
+    (("ddp", 2, {}), ("ddp", 3, {}), "onebit"),
+    (("ddp", 3, {}), ("zero3", 4, {"replicate": 2, "shard": 2}), "topk"),
+    (("zero2", 4, {"replicate": 2, "shard": 2}), ("ddp", 2, {}), "onebit"),
+    (("zero1", 4, {"replicate": 2, "shard": 2}), ("zero3", 4, {"replicate": 4, "shard": 1}), "powersgd"),
+]
+
+
+@pytest.mark.parametrize(("written", "read", "name"), FOLDS, ids=["ddp-2-3", "ddp-zero3", "zero2-ddp", "zero1-zero3"])
+def test_folded_under_another_layout(ranks: Any, tmp_path: Any, written: Any, read: Any, name: str) -> None:
+    """The mean over replicas of what is kept back, which is what training sees of it, stays."""
+    choice = {"name": name, **OPTIONS.get(name, {})}
+    saved = ranks(interrupted, written[1], written[0], written[2], choice, SAVED_AT, str(tmp_path), None)[0]["kept"]
+    path = str(tmp_path / f"step={SAVED_AT}.ckpt")
+    results = ranks(interrupted, read[1], read[0], read[2], choice, SAVED_AT + 1, None, path)
+    assert any(value.any() for value in saved.values())
+    for result in results:
+        assert result["begun"].keys() == saved.keys()
+        for parameter, value in saved.items():
+            torch.testing.assert_close(result["begun"][parameter], value, rtol=1e-5, atol=1e-7)
