@@ -73,6 +73,9 @@ class LossGuard(Callback):
     # It must not forget what it went back for.
     keeps_its_state = True
 
+    needs_collective_steps = True
+    """Whether it needs all ranks at the same optimizer step."""
+
     def __init__(
         self,
         policy: Literal["skip", "rollback", "stop"] = "rollback",

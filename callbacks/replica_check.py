@@ -92,6 +92,9 @@ class ReplicaCheck(Callback):
         ValueError: if an argument is impossible.
     """
 
+    needs_collective_steps = True
+    """Whether it needs all ranks at the same optimizer step."""
+
     def __init__(
         self,
         every_n_steps: int = 1000,

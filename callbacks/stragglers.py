@@ -103,6 +103,9 @@ class Stragglers(Callback):
         ValueError: if ``every_n_steps`` is less than 1, or ``threshold`` is not between 0 and 1.
     """
 
+    needs_collective_steps = True
+    """Whether it needs all ranks at the same optimizer step."""
+
     def __init__(self, every_n_steps: int | None = 100, threshold: float = 0.1) -> None:
         require_window(every_n_steps, self)
         if not 0 < threshold < 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ class AgreedGradScaler(torch.amp.GradScaler):
 
     # Set by a strategy under which ranks hold parts that are not DTensors.
     always_agrees = False
+    # How ranks agree, from this rank's flag to that of all; None: by an all-reduce.
+    agree: Callable[[Tensor], Tensor] | None = None
 
     def forget_unscaled(self) -> None:
         """No step follows on the gradients that were unscaled; torch would refuse to unscale those of the next one."""
@@ -51,12 +53,28 @@ class AgreedGradScaler(torch.amp.GradScaler):
                 torch._amp_foreach_non_finite_check_and_unscale_(same, flag, scale)
             flags[device] = flag
         agreed = torch.stack([found_inf, *(flag.to(found_inf.device) for flag in flags.values())]).max()
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        if self.agree is None:
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        else:
+            agreed = self.agree(agreed)
         return {device: agreed.to(device).reshape(()) for device in flags or (found_inf.device,)}
+
+
+class GradientClipper(Protocol):
+    """A strategy that clips by itself, because the gradients of a step are averaged elsewhere."""
+
+    def clip_norm(self, optimizer: Optimizer, max_norm: float, error_if_nonfinite: bool) -> None:
+        """Scale the gradients of the coming step so that their norm is at most ``max_norm``."""
+
+    def clip_value(self, optimizer: Optimizer, limit: float) -> None:
+        """Clamp each element to ``[-limit, limit]``."""
 
 
 class _GradientRules(Precision):
     """Clipping that sees all shards of the gradients."""
+
+    # Given by a strategy whose gradients are not averaged here; None: those of the parameters are clipped.
+    clipper: GradientClipper | None = None
 
     error_if_nonfinite = False
     # Given by a strategy whose gradients are spread over more than the meshes of their DTensors.
@@ -94,10 +112,16 @@ class _GradientRules(Precision):
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clamp each element to ``[-clip_val, clip_val]``."""
+        if self.clipper is not None:
+            self.clipper.clip_value(optimizer, clip_val)
+            return
         clip_gradient_value(self.main_params(optimizer), clip_val)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Scale so that the norm over all shards is at most ``clip_val``."""
+        if self.clipper is not None:
+            self.clipper.clip_norm(optimizer, clip_val, self.error_if_nonfinite)
+            return
         clip_gradient_norm(self.main_params(optimizer), clip_val, self.error_if_nonfinite, self.scope)
 
 

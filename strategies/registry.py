@@ -16,6 +16,7 @@ _STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor": ("trainwright.strategies.one_axis.TensorParallelStrategy", {}),
     "pipeline": ("trainwright.strategies.one_axis.PipelineStrategy", {}),
     "context": ("trainwright.strategies.one_axis.ContextParallelStrategy", {}),
+    "parameter_server": ("trainwright.strategies.parameter_server.strategy.ParameterServerStrategy", {}),
     "expert": ("trainwright.strategies.one_axis.ExpertParallelStrategy", {}),
 }
 

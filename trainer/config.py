@@ -53,6 +53,29 @@ class DDPConfig(_BlockConfig):
 
 
 @dataclass
+class ParameterServerConfig(_BlockConfig):
+    """`strategy=parameter_server`: servers hold parameters and optimizer, workers push gradients and pull."""
+
+    _target_: str = "trainwright.strategies.parameter_server.strategy.ParameterServerStrategy"
+    # Who waits for whom: sync (all make each step together, what ddp computes), ssp (a worker may be some steps ahead
+    # of the slowest) or async (nobody waits but where an epoch ends, at a validation and a save).
+    consistency: str = "sync"
+    # Steps that a worker may be ahead of the slowest, with consistency=ssp; null = it is read with ssp only.
+    staleness: int | None = None
+    # Servers that the parameters are shared out to, each beside the worker of one of the first ranks.
+    servers: int = 1
+    # Correct late gradients for how far parameters have moved on (DC-ASGD), by this strength; 0 = off.
+    delay_compensation: float = 0.0
+    # Divide learning rates by how many steps a gradient is late; false = off.
+    scale_by_staleness: bool = False
+    # How gradients are written on their way to a server: a name like topk, or a mapping of name and options; null = as
+    # they are.
+    compression: Any = None
+    # Network interface that servers listen at, like eth0; null = the loopback address, for one machine.
+    interface: str | None = None
+
+
+@dataclass
 class ZeroConfig(_BlockConfig):
     """`strategy=zero1|zero2|zero3`: training state sharded over the ranks, on a replicate x shard layout."""
 
@@ -375,6 +398,7 @@ def register_schema() -> None:
     store.store(name=SCHEMA_NAME, node=RunConfig)
     store.store(group="strategy", name="_single", node=SingleConfig)
     store.store(group="strategy", name="_ddp", node=DDPConfig)
+    store.store(group="strategy", name="_parameter_server", node=ParameterServerConfig)
     store.store(group="strategy", name="_zero", node=ZeroConfig)
     store.store(group="strategy", name="_hybrid", node=HybridConfig)
     store.store(group="accumulation", name="_auto", node=AccumulationConfig)

@@ -29,6 +29,7 @@ from trainwright.trainer.candidates import AUTO
 from trainwright.trainer.check_balance import balance_problems
 from trainwright.trainer.check_guard import guard_refusals
 from trainwright.trainer.check_hangs import hang_problems
+from trainwright.trainer.check_parameter_server import parameter_server_problems
 from trainwright.trainer.check_recovery import RECOVERIES, recovery_problems
 from trainwright.trainer.check_restarts import restart_problems
 from trainwright.trainer.check_resume import resume_problems
@@ -466,6 +467,10 @@ def _guard(cfg: DictConfig, _: Surroundings) -> list[str]:
     return guard_refusals(cfg)
 
 
+def _parameter_server(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    return parameter_server_problems(cfg, world_size_of(cfg, surroundings) if _has_world_size(cfg) else None)
+
+
 def _data_options(cfg: DictConfig, _: Surroundings) -> list[str]:
     trainer = cfg.trainer
     if trainer.data_key is not None and trainer.data_partition != "hash":
@@ -544,6 +549,7 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _hangs,
     _preemption,
     _guard,
+    _parameter_server,
     _data_options,
     _inject,
 )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         PipelineStrategy,
         TensorParallelStrategy,
     )
+    from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
     from trainwright.strategies.plan import ModelPlan
     from trainwright.strategies.single import SingleDeviceStrategy
     from trainwright.strategies.zero import ZeroStrategy
@@ -43,6 +44,7 @@ _LOCATIONS = {
     "PipelineStrategy": "trainwright.strategies.one_axis",
     "ContextParallelStrategy": "trainwright.strategies.one_axis",
     "ExpertParallelStrategy": "trainwright.strategies.one_axis",
+    "ParameterServerStrategy": "trainwright.strategies.parameter_server.strategy",
     "Layout": "trainwright.strategies.layout",
     "ModelPlan": "trainwright.strategies.plan",
     "LossGuard": "trainwright.callbacks.loss_guard",
@@ -70,6 +72,7 @@ __all__ = [
     "Layout",
     "LossGuard",
     "ModelPlan",
+    "ParameterServerStrategy",
     "PipelineStrategy",
     "Preempted",
     "Preemption",

@@ -142,6 +142,8 @@ class Recorder(pl.Callback):
 
 # Strategies that need a plan of the module; see test_layouts.py.
 CUTTING = ("hybrid", "tensor", "pipeline", "context", "expert")
+# Ranks never see the averaged gradient of a step, which a Record holds; see tests/strategies/parameter_server.
+AVERAGED_ELSEWHERE = ("parameter_server",)
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -157,7 +159,7 @@ def data_parallel_names() -> tuple[str, ...]:
     """Names of the strategies that need nothing of a module: all but those that cut it."""
     from trainwright.strategies.registry import strategy_names
 
-    return tuple(name for name in strategy_names() if name not in CUTTING)
+    return tuple(name for name in strategy_names() if name not in (*CUTTING, *AVERAGED_ELSEWHERE))
 
 
 def make_loader(samples: int, batch_size: int, **options: Any) -> DataLoader:

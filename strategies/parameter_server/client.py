@@ -1,0 +1,270 @@
+"""A worker's end: pushes gradients to all servers at once and pulls parameters from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from trainwright.strategies.compression.codecs import Codec
+from trainwright.strategies.compression.compressor import encode_with_feedback
+from trainwright.strategies.parameter_server.packing import State, pack, unpack
+from trainwright.strategies.parameter_server.server import BYTES, Meeting, Operation, Status, request_size
+from trainwright.strategies.parameter_server.shard import Plan, join_state, split_state
+from trainwright.strategies.parameter_server.wire import (
+    FIXED,
+    HEADER,
+    PAYLOAD,
+    Device,
+    Link,
+    LinkError,
+    Sending,
+    field,
+    header,
+)
+
+T = TypeVar("T")
+
+
+class ServerGoneError(RuntimeError):
+    """A parameter server is gone, and what it held with it."""
+
+
+class Client:
+    """Talks to all servers for one worker.
+
+    Args:
+        worker: its number.
+        plan: what is served.
+        parameters: this worker's, in the order of the plan.
+        meeting: where servers are found.
+        device: to make links over.
+        codec: how gradients are written; ``None``: as they are. What a message lacks is added to the next one's
+            gradient (error feedback), apart for each server.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        plan: Plan,
+        parameters: Sequence[Tensor],
+        meeting: Meeting,
+        device: Device,
+        codec: Codec | None = None,
+    ) -> None:
+        self.worker = worker
+        self.sent_bytes = 0
+        """Of gradients pushed, without headers."""
+        self.staleness = 0
+        """Steps that others made between the last pull and the push after it, at the server that saw most."""
+        self._plan, self._parameters, self._codec = plan, list(parameters), codec
+        self._meeting, self._device = meeting, device
+        self._links: list[Link] = []
+        self._gradients = [torch.zeros(plan.numel(server), dtype=plan.dtype) for server in range(len(plan.held))]
+        self._pulled = [torch.empty_like(flat) for flat in self._gradients]
+        self.residuals = None if codec is None else [torch.zeros_like(flat) for flat in self._gradients]
+        """What was not sent yet of earlier gradients, one vector per server; ``None`` without a codec."""
+
+    # ---- beginning and end ------------------------------------------------------------------------------------------
+
+    def connect(self) -> int:
+        """Meet all servers; the clock to begin at.
+
+        Raises:
+            ServerGoneError: if one cannot be met, or does not take this worker.
+        """
+        for server in range(len(self._plan.held)):
+            name = self._meeting.come(server, str(self.worker))
+            try:
+                self._links.append(Link(self._meeting.client(), name, False, self._device))
+            except LinkError as lost:
+                raise self._lost(server, str(lost)) from None
+        replies = self._ask(Operation.HELLO, digest=self._plan.digest, worker=self.worker)
+        return int(max(field(reply, "clock") for reply in replies))
+
+    def leave(self) -> None:
+        """Say goodbye."""
+        for server, link in enumerate(self._links):
+            with suppress(LinkError):
+                link.send(self._request(server, Operation.LEAVE), HEADER).wait()
+        self.drop()
+
+    def drop(self) -> None:
+        """Hang up."""
+        for link in self._links:
+            link.close()
+        self._links = []
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def step(self, hyper: Tensor, clip_value: float = 0.0) -> None:
+        """Push the gradients, and pull the parameters when the servers let this worker go on.
+
+        Args:
+            hyper: options of the optimizer's groups.
+            clip_value: what elements of the averaged gradient are clamped to, where workers step together; 0: not.
+        """
+        present = self._push(hyper, clip_value=clip_value)
+        replies = self._receive(present, payload=True)
+        self.staleness = int(max(field(reply, "staleness") for reply in replies))
+        self._take()
+
+    def push(self, hyper: Tensor) -> float:
+        """Push the gradients and hear the squared norm of their average; :meth:`commit` has to follow."""
+        replies = self._receive(self._push(hyper, hold=1), payload=False)
+        return sum(field(reply, "squares") for reply in replies)
+
+    def commit(self, coefficient: float, clip_value: float = 0.0) -> None:
+        """Let the step be made with the averaged gradient times ``coefficient``, and pull the parameters."""
+        self._ask(Operation.COMMIT, payload=True, coefficient=coefficient, clip_value=clip_value)
+        self._take()
+
+    def pull(self) -> None:
+        """Take the servers' parameters as they are."""
+        self._ask(Operation.PULL, payload=True)
+        self._take()
+
+    def meet(self) -> None:
+        """Wait until all workers do, and take the servers' parameters, the same on all."""
+        self._ask(Operation.MEET, payload=True)
+        self._take()
+
+    def vote(self, value: float) -> float:
+        """The largest value of all workers, by way of the first server."""
+        reply = self._exchange(0, self._request(0, Operation.VOTE, vote=value))
+        return field(reply, "vote")
+
+    def _push(self, hyper: Tensor, **fields: float) -> list[Sequence[Sending]]:
+        sent: list[Sequence[Sending]] = []
+        for server, flat in enumerate(self._gradients):
+            present = self._gather(server, flat)
+            request = self._request(server, Operation.PUSH, **fields)
+            request[FIXED : FIXED + hyper.numel()] = hyper
+            request[FIXED + hyper.numel() :] = torch.tensor(present, dtype=torch.float64)
+            body = self._written(server, flat)
+            self.sent_bytes += body.nbytes
+            link = self._links[server]
+            sent.append(self._guarded(server, lambda: (link.send(request, HEADER), link.send(body, PAYLOAD))))  # noqa: B023
+        return sent
+
+    def _gather(self, server: int, flat: Tensor) -> list[float]:
+        """Gather this worker's gradients for a server; for each slice whether there is one."""
+        present, position = [], 0
+        for piece in self._plan.held[server]:
+            gradient, target = self._parameters[piece.parameter].grad, flat[position : position + piece.numel]
+            position += piece.numel
+            present.append(float(gradient is not None))
+            if gradient is None:
+                target.zero_()
+            else:
+                rows = gradient[piece.start : piece.stop] if gradient.dim() else gradient
+                target.view(piece.shape).copy_(rows, non_blocking=True)
+        if any(p.is_cuda for p in self._parameters):
+            torch.cuda.synchronize()
+        return present
+
+    def _written(self, server: int, flat: Tensor) -> Tensor:
+        if self._codec is None:
+            return flat
+        assert self.residuals is not None
+        return encode_with_feedback(self._codec, flat[None], self.residuals[server][None])[0]
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        """Put what was pulled into the parameters."""
+        for held, flat in zip(self._plan.held, self._pulled, strict=True):
+            parts = flat.split([piece.numel for piece in held])
+            for piece, part in zip(held, parts, strict=True):
+                parameter = self._parameters[piece.parameter]
+                target = parameter[piece.start : piece.stop] if parameter.dim() else parameter
+                target.copy_(part.view(piece.shape))
+
+    # ---- states -----------------------------------------------------------------------------------------------------
+
+    def state(self) -> list[State]:
+        """The optimizer's state of every parameter, whole, in the order of the plan."""
+        replies = self._ask(Operation.STATE)
+        states = []
+        for server, reply in enumerate(replies):
+            data = torch.empty(int(field(reply, "bytes")), dtype=torch.uint8)
+            self._guarded(server, self._links[server].receive(data, BYTES).wait)
+            states.append(unpack(data, int(field(reply, "text"))))
+        return join_state(self._plan, states)
+
+    def load(self, states: Sequence[State]) -> None:
+        """Give the servers this worker's parameters and the optimizer's state of each; no worker may push meanwhile."""
+        for server, of_server in enumerate(split_state(self._plan, states)):
+            flat, (data, text) = self._pulled[server], pack(of_server)
+            position = 0
+            for piece in self._plan.held[server]:
+                parameter = self._parameters[piece.parameter].detach()
+                rows = parameter[piece.start : piece.stop] if parameter.dim() else parameter
+                flat[position : position + piece.numel].view(piece.shape).copy_(rows)
+                position += piece.numel
+            request, link = self._request(server, Operation.LOAD, bytes=data.numel(), text=text), self._links[server]
+            sent = self._guarded(
+                server,
+                lambda: (link.send(request, HEADER), link.send(flat, PAYLOAD), link.send(data, BYTES)),  # noqa: B023
+            )
+            self._receive([sent], payload=False, only=server)
+
+    # ---- talking ----------------------------------------------------------------------------------------------------
+
+    def _request(self, server: int, operation: Operation, **fields: float) -> Tensor:
+        return header(request_size(self._plan, server), operation=operation, **fields)
+
+    def _ask(self, operation: Operation, payload: bool = False, **fields: float) -> list[Tensor]:
+        sent = []
+        for server, link in enumerate(self._links):
+            request = self._request(server, operation, **fields)
+            sent.append(self._guarded(server, lambda: (link.send(request, HEADER),)))  # noqa: B023
+        return self._receive(sent, payload)
+
+    def _exchange(self, server: int, request: Tensor) -> Tensor:
+        sent = self._guarded(server, lambda: (self._links[server].send(request, HEADER),))
+        return self._receive([sent], payload=False, only=server)[0]
+
+    def _receive(self, sent: Sequence[Sequence[Sending]], payload: bool, only: int | None = None) -> list[Tensor]:
+        """Replies of the servers, all on their way at once."""
+        servers = range(len(self._links)) if only is None else (only,)
+        replies = [torch.zeros(FIXED, dtype=torch.float64) for _ in servers]
+        coming = [
+            self._guarded(server, lambda: self._links[server].receive(reply, HEADER))  # noqa: B023
+            for server, reply in zip(servers, replies, strict=True)
+        ]
+        bodies = [
+            self._guarded(server, lambda: self._links[server].receive(self._pulled[server], PAYLOAD))  # noqa: B023
+            for server in servers
+            if payload
+        ]
+        for position, server in enumerate(servers):
+            for each in sent[position]:
+                self._guarded(server, each.wait)
+            self._guarded(server, coming[position].wait)
+            self._refuse_ended(server, replies[position])
+            if payload:
+                self._guarded(server, bodies[position].wait)
+        return replies
+
+    def _refuse_ended(self, server: int, reply: Tensor) -> None:
+        if int(field(reply, "operation")) == Status.OK:
+            return
+        text = torch.empty(int(field(reply, "bytes")), dtype=torch.uint8)
+        self._guarded(server, self._links[server].receive(text, BYTES).wait)
+        raise self._lost(server, bytes(text.numpy()).decode())
+
+    def _guarded(self, server: int, action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except LinkError as lost:
+            raise self._lost(server, str(lost)) from None
+
+    def _lost(self, server: int, why: str) -> ServerGoneError:
+        self.drop()
+        return ServerGoneError(
+            f"Parameter server {server} is gone ({why}), and the parameters that it held with it. Go on from the newest"
+            " checkpoint with ckpt_path=last, or let the command do so by itself with launch.max_restarts=3."
+        )

@@ -1,0 +1,86 @@
+"""The hyper-parameters of an optimizer's groups as a vector of numbers, which travels with every push."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+class HyperParameters:
+    """Reads and writes all options of parameter groups that are numbers or tuples of numbers.
+
+    A worker's schedulers change them as they like; the server's optimizer gets what the worker had when it pushed.
+
+    Args:
+        groups: as they are when training begins; which options are numbers is found out here, once.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = len(groups)
+        self._kinds = [
+            (index, key, _kind(value))
+            for index, group in enumerate(groups)
+            for key, value in sorted(group.items())
+            if key != "params" and _kind(value) is not None
+        ]
+
+    @property
+    def size(self) -> int:
+        """Length of the vector."""
+        return sum(len(kind) for _, _, kind in self._kinds if kind is not None)
+
+    def read(self, groups: Groups) -> Tensor:
+        """The options of ``groups``, float64 ``(size,)``.
+
+        Raises:
+            ValueError: if there are other groups or options than at the beginning.
+        """
+        if len(groups) != self._groups:
+            raise ValueError(
+                f"The optimizer has {len(groups)} parameter groups, {self._groups} when training began. Servers take "
+                "no new groups: make them all in configure_optimizers, frozen ones (requires_grad=False) included."
+            )
+        values: list[float] = []
+        for index, key, kind in self._kinds:
+            value = groups[index].get(key)
+            if _kind(value) is None or len(_kind(value) or ()) != len(kind or ()):
+                raise ValueError(
+                    f"Option {key!r} of parameter group {index} is {value!r}, another kind of value than when training "
+                    "began. Servers take numbers for numbers."
+                )
+            values += [float(each) for each in (value if isinstance(value, tuple | list) else (value,))]
+        return torch.tensor(values, dtype=torch.float64)
+
+    def write(self, groups: Sequence[dict[str, Any]], vector: Tensor) -> None:
+        """Set the options of ``groups`` in place."""
+        values = iter(vector.tolist())
+        for index, key, kind in self._kinds:
+            assert kind is not None
+            numbers = [cast(next(values)) for cast in kind]
+            old = groups[index].get(key)
+            groups[index][key] = type(old)(numbers) if isinstance(old, tuple | list) else numbers[0]
+
+
+def _kind(value: Any) -> tuple[type, ...] | None:
+    """Types of the numbers that an option consists of; ``None``: it is none."""
+    if isinstance(value, bool | int | float):
+        return (type(value),)
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return (float,)
+    if isinstance(value, tuple | list) and value and all(isinstance(each, int | float) for each in value):
+        return tuple(float if isinstance(each, float) else type(each) for each in value)
+    return None
+
+
+def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group without its parameters; a scalar tensor (a learning rate, say) as a number."""
+    return {
+        key: float(value) if isinstance(value, Tensor) and value.dim() == 0 else value
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }

@@ -1,0 +1,100 @@
+"""What is impossible about the options of parameter servers; loads no torch, since the command line asks too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainwright.strategies.compression.options import choose_compression, compression_problems
+
+CONSISTENCIES = ("sync", "ssp", "async")
+# Compressors that can write one message alone.
+CODECS = ("fp16", "bf16", "int8", "topk", "onebit")
+DEFAULTS: Mapping[str, Any] = {
+    "consistency": "sync",
+    "staleness": None,
+    "servers": 1,
+    "delay_compensation": 0.0,
+    "scale_by_staleness": False,
+    "compression": None,
+    "interface": None,
+}
+
+
+def server_problems(options: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """What is wrong with the options, each with what to type instead; empty when nothing is.
+
+    Args:
+        options: by name; those that are missing are at their default.
+        prefix: what stands before an option's name where it is typed.
+    """
+    given = {**DEFAULTS, **{key: value for key, value in options.items() if key in DEFAULTS}}
+    problems = [
+        *_consistency_problems(given, prefix),
+        *_server_count_problems(given, prefix),
+        *_asynchronous_options(given, prefix),
+    ]
+    found = compression_problems(given["compression"])
+    choice = None if found else choose_compression(given["compression"])
+    if choice is not None and choice.name not in CODECS:
+        found = [
+            f"compression={choice.name} only averages over a group of ranks; what a worker pushes to a server can be "
+            f"written as {', '.join(CODECS)}, or none"
+        ]
+    return problems + found
+
+
+def _consistency_problems(given: Mapping[str, Any], prefix: str) -> list[str]:
+    consistency, staleness = given["consistency"], given["staleness"]
+    key = f"{prefix}consistency={consistency}"
+    if consistency not in CONSISTENCIES:
+        return [f"{key}: unknown; allowed are {', '.join(CONSISTENCIES)}"]
+    if consistency == "ssp":
+        if not isinstance(staleness, int) or isinstance(staleness, bool) or staleness < 1:
+            hint = f"; {prefix}consistency=sync is a staleness of 0" if staleness == 0 else ""
+            return [
+                f"{prefix}staleness={staleness} with {key}: must be a whole number of steps from 1, by which a worker "
+                f"may be ahead of the slowest; type {prefix}staleness=3{hint}"
+            ]
+    elif staleness is not None:
+        return [f"{prefix}staleness={staleness} with {key}: it is read with {prefix}consistency=ssp only; leave it out"]
+    return []
+
+
+def _server_count_problems(given: Mapping[str, Any], prefix: str) -> list[str]:
+    servers = given["servers"]
+    if not isinstance(servers, int) or isinstance(servers, bool) or servers < 1:
+        return [f"{prefix}servers={servers}: must be a whole number of at least 1; type {prefix}servers=1"]
+    return []
+
+
+def _asynchronous_options(given: Mapping[str, Any], prefix: str) -> list[str]:
+    problems = []
+    strength = given["delay_compensation"]
+    if not isinstance(strength, int | float) or isinstance(strength, bool) or not 0 <= strength < float("inf"):
+        problems.append(f"{prefix}delay_compensation={strength}: must be a number from 0 (off)")
+    elif strength and given["consistency"] == "sync":
+        problems.append(
+            f"{prefix}delay_compensation={strength} with {prefix}consistency=sync: gradients are never late there; "
+            "leave it out"
+        )
+    if given["scale_by_staleness"] and given["consistency"] == "sync":
+        problems.append(
+            f"{prefix}scale_by_staleness=true with {prefix}consistency=sync: gradients are never late there; "
+            "leave it out"
+        )
+    return problems
+
+
+def rank_problems(servers: int, world_size: int, prefix: str = "") -> list[str]:
+    """What is wrong with a number of servers for so many ranks, each of which can hold one."""
+    if servers <= world_size:
+        return []
+    return [
+        f"{prefix}servers={servers} with {world_size} rank(s): a rank holds one server at most; type "
+        f"{prefix}servers={world_size}"
+    ]
+
+
+# Why something that ties ranks together at every step cannot be had.
+ALONE = "ranks step by themselves"

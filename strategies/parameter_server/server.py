@@ -1,0 +1,433 @@
+"""A parameter server: threads, one per worker, that take gradients, step a shard and hand out parameters."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainwright.strategies.compression.codecs import Codec
+from trainwright.strategies.parameter_server.clocks import Clocks, Consistency, bound_of
+from trainwright.strategies.parameter_server.packing import pack, unpack
+from trainwright.strategies.parameter_server.rounds import Round
+from trainwright.strategies.parameter_server.shard import Plan, Shard
+from trainwright.strategies.parameter_server.wire import FIXED, HEADER, PAYLOAD, Device, Link, LinkError, field, header
+
+# Seconds that closing waits for a worker's thread; one that waits for a message of a living worker ends with that.
+_PATIENCE = 5.0
+# How long a thread sleeps at most until it looks whether it is to end, when nobody comes.
+_LOOK = timedelta(seconds=30)
+# A payload of a size that the header says.
+BYTES = 2
+# In the store, in place of a worker's number: nobody comes any more.
+_NOBODY = "-1"
+_Service = Callable[["Server", Link, int, Tensor], None]
+
+
+class Operation(IntEnum):
+    """What a worker asks for."""
+
+    HELLO = 0
+    PUSH = 1
+    COMMIT = 2
+    PULL = 3
+    MEET = 4
+    STATE = 5
+    LOAD = 6
+    VOTE = 7
+    LEAVE = 8
+
+
+class Status(IntEnum):
+    """What a server answers."""
+
+    OK = 0
+    ENDED = 1
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How servers treat what workers push.
+
+    Args:
+        consistency: ``"sync"``, ``"ssp"`` or ``"async"``.
+        staleness: steps that a worker may be ahead of the slowest, with ``"ssp"``.
+        delay_compensation: lambda of DC-ASGD (arXiv:1609.08326, section 3, with constant lambda): a gradient g that was
+            computed at parameters v becomes ``g + lambda * g * g * (w - v)`` where they are w by now; 0: off.
+        scale_by_staleness: divide learning rates by the steps that others made since the worker pulled
+            (arXiv:1511.05950, section 3).
+    """
+
+    consistency: Consistency
+    staleness: int | None = None
+    delay_compensation: float = 0.0
+    scale_by_staleness: bool = False
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where servers and workers of one run find each other.
+
+    Args:
+        store: of the run; each thread takes a client of its own.
+        prefix: of the keys, never used before.
+    """
+
+    store: dist.Store
+    prefix: str
+
+    def client(self) -> dist.Store:
+        """A connection of its own: a wait on a shared one holds up all others."""
+        return self.store.clone()
+
+    def come(self, server: int, what: str) -> str:
+        """Tell a server that somebody comes; the name of the link to be."""
+        store = self.client()
+        number = store.add(f"{self.prefix}/{server}/count", 1) - 1
+        store.set(f"{self.prefix}/{server}/come/{number}", what)
+        return self.link(server, number)
+
+    def link(self, server: int, number: int) -> str:
+        """Name of the link of the so-manieth to come."""
+        return f"{self.prefix}/{server}/link/{number}"
+
+
+class Server:
+    """Serves one shard.
+
+    Args:
+        number: of the server among all.
+        plan: what is served.
+        rules: how.
+        meeting: where workers announce themselves.
+        workers: how many there are at the beginning; nothing is stepped until all have come.
+        device: to make links over.
+        codec: how pushed gradients are written; ``None``: as they are.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        plan: Plan,
+        rules: Rules,
+        meeting: Meeting,
+        workers: int,
+        device: Device,
+        codec: Codec | None = None,
+    ) -> None:
+        self.shard = Shard(plan, number)
+        self.largest_spread = 0
+        """The most steps that ever lay between the fastest and the slowest worker when one was let go on."""
+        self._number, self._plan, self._rules, self._codec = number, plan, rules, codec
+        self._meeting, self._device = meeting, device
+        self._clocks = Clocks(bound_of(rules.consistency, rules.staleness))
+        self._changed = threading.Condition()
+        self._awaited = set(range(workers))
+        self._incarnations: dict[int, int] = {}
+        self._round = Round()
+        self._votes: dict[int, float] = {}
+        self._ballots, self._outcome = 0, 0.0
+        self._version = 0
+        self._seen: dict[int, int] = {}  # version that a worker has pulled
+        self._given: dict[int, Tensor] = {}  # parameters that it has pulled, for delay compensation
+        self._meetings, self._met = 0, torch.zeros(0)
+        self._ended: str | None = None
+        self._threads: list[threading.Thread] = []
+
+    # ---- beginning and end ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to serve, in threads."""
+        self._run(self._accept, "accept")
+
+    def close(self, why: str = "its rank has ended") -> None:
+        """End. Workers that still live are told at their next request."""
+        with self._changed:
+            self._ended = self._ended or why
+            self._changed.notify_all()
+        with suppress(RuntimeError):  # the store is gone, and the thread that listens to it with it
+            self._meeting.come(self._number, _NOBODY)
+        for thread in self._threads:
+            thread.join(_PATIENCE)
+
+    def _run(self, target: Callable[[], None], what: str) -> None:
+        # A daemon: a worker that hangs must not keep this process from ending.
+        thread = threading.Thread(target=target, name=f"parameter server {self._number}: {what}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        store, number = self._meeting.client(), 0
+        while True:
+            key = f"{self._meeting.prefix}/{self._number}/come/{number}"
+            try:
+                store.wait([key], _LOOK)
+            except dist.DistStoreError:
+                if self._ended is not None:
+                    return
+                continue
+            except RuntimeError:
+                return  # the store is gone: nobody can come any more
+            worker = store.get(key).decode()
+            if worker == _NOBODY:
+                return
+            self._greet(int(worker), number)
+            number += 1
+
+    def _greet(self, worker: int, number: int) -> None:
+        self._run(lambda: self._serve(worker, number), f"worker {worker}")
+
+    # ---- one worker -------------------------------------------------------------------------------------------------
+
+    def _serve(self, worker: int, number: int) -> None:
+        with self._changed:
+            self._incarnations[worker] = number
+        link = None
+        try:
+            link = Link(self._meeting.client(), self._meeting.link(self._number, number), True, self._device)
+            while self._answer(link, worker, number):
+                pass
+        except LinkError:
+            pass  # it is gone: the others go on
+        finally:
+            with self._changed:
+                self._drop(worker, number)
+            if link is not None:
+                link.close()
+
+    def _answer(self, link: Link, worker: int, number: int) -> bool:
+        """Serve one request; whether another may come."""
+        request = torch.zeros(request_size(self._plan, self._number), dtype=torch.float64)
+        link.receive(request, HEADER).wait()
+        operation = Operation(int(field(request, "operation")))
+        if operation == Operation.LEAVE:
+            return False
+        try:
+            self._SERVICES[operation](self, link, worker, request)
+        except LinkError:
+            raise
+        except _EndedError:
+            self._refuse(link)
+            return False
+        except Exception as error:  # whatever the user's optimizer raises must reach the workers
+            with self._changed:
+                self._ended = f"{type(error).__name__}: {error}"
+                self._changed.notify_all()
+            self._refuse(link)
+            return False
+        return True
+
+    def _refuse(self, link: Link) -> None:
+        text = torch.frombuffer(bytearray((self._ended or "it was closed").encode()), dtype=torch.uint8)
+        link.send(header(FIXED, operation=Status.ENDED, bytes=text.numel()), HEADER).wait()
+        link.send(text, BYTES).wait()
+
+    def _reply(self, link: Link, payload: Tensor | None = None, **fields: float) -> None:
+        sent = [link.send(header(FIXED, operation=Status.OK, **fields), HEADER)]
+        if payload is not None:
+            sent.append(link.send(payload, PAYLOAD))
+        for each in sent:
+            each.wait()
+
+    def _drop(self, worker: int, number: int) -> None:
+        if self._incarnations.get(worker) != number:
+            return  # it has come again meanwhile
+        self._awaited.discard(worker)
+        self._clocks.leave(worker)
+        self._round.leave(worker)
+        self._votes.pop(worker, None)
+        self._given.pop(worker, None)
+        self._advance()
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        while self._ended is None and not condition():
+            self._changed.wait()
+        if self._ended is not None:
+            raise _EndedError
+
+    def _advance(self) -> None:
+        """Do what may be done now that somebody has come, gone, pushed or said something."""
+        living = self._clocks.training
+        if not self._awaited:
+            if self._round.has_all(living):
+                self._round.average()
+            if self._round.may_be_made(living):
+                self._make(self._round)
+            elif self._round.mean is not None and not self._round.workers & set(living):
+                self._round = Round()  # all that pushed are gone before they said how to step
+            if self._votes and set(living) <= set(self._votes):
+                self._outcome, self._votes = max(self._votes.values()), {}
+                self._ballots += 1
+            if self._clocks.have_met:
+                self._clocks.go_on()
+                self._meetings += 1
+                self._met = self.shard.flat.clone()
+        self._changed.notify_all()
+
+    def _make(self, made: Round) -> None:
+        assert made.hyper is not None
+        self.shard.step(made.clipped, made.present, made.hyper)
+        made.made = True
+        for worker in made.workers & set(self._clocks.workers):
+            self._clocks.tick(worker)
+        self._version += 1
+        self._round = Round()
+
+    # ---- services ---------------------------------------------------------------------------------------------------
+
+    def _hello(self, link: Link, worker: int, request: Tensor) -> None:
+        if int(field(request, "digest")) != self._plan.digest:
+            raise ValueError(
+                f"worker {worker} has another model or optimizer than the server: names, shapes, types and groups of "
+                "parameters have to be the same on all ranks"
+            )
+        with self._changed:
+            self._round.leave(worker)  # what an earlier incarnation pushed, whose end nobody has noticed
+            self._votes.pop(worker, None)
+            clock = self._clocks.join(worker)
+            self._seen[worker] = self._version
+            self._awaited.discard(worker)
+            self._advance()
+        self._reply(link, clock=clock)
+
+    def _push(self, link: Link, worker: int, request: Tensor) -> None:
+        gradient = self._receive_gradient(link)
+        hyper, present = parse(self._plan, request)
+        if self._rules.consistency == "sync":
+            self._push_together(link, worker, request, gradient, hyper, present)
+        else:
+            self._push_alone(link, worker, gradient, hyper, present)
+
+    def _receive_gradient(self, link: Link) -> Tensor:
+        numel = self.shard.flat.numel()
+        if self._codec is None:
+            gradient = torch.empty_like(self.shard.flat)
+            link.receive(gradient, PAYLOAD).wait()
+            return gradient
+        data = torch.empty(self._codec.row_bytes(numel), dtype=torch.uint8)
+        link.receive(data, PAYLOAD).wait()
+        return self._codec.decode(data[None], numel)[0]
+
+    def _push_together(
+        self, link: Link, worker: int, request: Tensor, gradient: Tensor, hyper: Tensor, present: list[bool]
+    ) -> None:
+        with self._changed:
+            # Only one that came while the others were in the midst of a step waits for its end.
+            self._until(lambda: self._round.mean is None)
+            mine = self._round
+            mine.hold = bool(field(request, "hold"))
+            mine.clip_value = field(request, "clip_value")
+            mine.add(worker, gradient, present, hyper)
+            self._advance()
+            self._until(lambda: mine.made or (mine.hold and mine.mean is not None))
+        # Nothing is stepped until this worker has pushed again, so what is sent stays as it is.
+        self._reply(link, None if mine.hold else self.shard.flat, squares=mine.squares)
+
+    def _commit(self, link: Link, worker: int, request: Tensor) -> None:
+        with self._changed:
+            mine = self._round
+            mine.say(worker, field(request, "coefficient"), field(request, "clip_value"))
+            self._advance()
+            self._until(lambda: mine.made)
+        self._reply(link, self.shard.flat)
+
+    def _push_alone(self, link: Link, worker: int, gradient: Tensor, hyper: Tensor, present: list[bool]) -> None:
+        with self._changed:
+            self._until(lambda: not self._awaited)
+            staleness = self._version - self._seen[worker]
+            given = self._given.get(worker)
+            if given is not None:
+                gradient += self._rules.delay_compensation * gradient * gradient * (self.shard.flat - given)
+            factor = 1 / max(1, staleness) if self._rules.scale_by_staleness else 1.0
+            self.shard.step(gradient, present, hyper, factor)
+            self._version += 1
+            self._clocks.tick(worker)
+            self._changed.notify_all()
+            self._until(lambda: self._clocks.may_go(worker))
+            self.largest_spread = max(self.largest_spread, self._clocks.clock(worker) - self._clocks.slowest)
+            parameters = self._handed_out(worker)
+        self._reply(link, parameters, staleness=staleness)
+
+    def _handed_out(self, worker: int) -> Tensor:
+        """A copy of the parameters, which others may step while it is sent."""
+        self._seen[worker] = self._version
+        parameters = self.shard.flat.clone()
+        if self._rules.delay_compensation:
+            self._given[worker] = parameters
+        return parameters
+
+    def _pull(self, link: Link, worker: int, request: Tensor) -> None:
+        with self._changed:
+            parameters = self._handed_out(worker)
+        self._reply(link, parameters)
+
+    def _meet(self, link: Link, worker: int, request: Tensor) -> None:
+        with self._changed:
+            before = self._meetings
+            self._clocks.wait(worker)
+            self._advance()
+            self._until(lambda: self._meetings > before)
+            self._seen[worker] = self._version
+            if self._rules.delay_compensation:
+                self._given[worker] = self._met
+            parameters, clock = self._met, self._clocks.clock(worker)
+        self._reply(link, parameters, clock=clock)
+
+    def _state(self, link: Link, worker: int, request: Tensor) -> None:
+        with self._changed:
+            data, text = pack(self.shard.state())
+        self._reply(link, bytes=data.numel(), text=text)
+        link.send(data, BYTES).wait()
+
+    def _load(self, link: Link, worker: int, request: Tensor) -> None:
+        flat = torch.empty_like(self.shard.flat)
+        data = torch.empty(int(field(request, "bytes")), dtype=torch.uint8)
+        for each in (link.receive(flat, PAYLOAD), link.receive(data, BYTES)):
+            each.wait()
+        with self._changed:
+            self.shard.fill(flat)
+            self.shard.load(unpack(data, int(field(request, "text"))))
+        self._reply(link)
+
+    def _vote(self, link: Link, worker: int, request: Tensor) -> None:
+        with self._changed:
+            before = self._ballots
+            self._votes[worker] = field(request, "vote")
+            self._advance()
+            self._until(lambda: self._ballots > before)
+            outcome = self._outcome
+        self._reply(link, vote=outcome)
+
+    _SERVICES: ClassVar[dict[Operation, _Service]] = {
+        Operation.HELLO: _hello,
+        Operation.PUSH: _push,
+        Operation.COMMIT: _commit,
+        Operation.PULL: _pull,
+        Operation.MEET: _meet,
+        Operation.STATE: _state,
+        Operation.LOAD: _load,
+        Operation.VOTE: _vote,
+    }
+
+
+class _EndedError(Exception):
+    """The server has been closed or has failed."""
+
+
+def request_size(plan: Plan, server: int) -> int:
+    """Numbers of a request's header: fixed fields, hyper-parameters, and for each slice whether it has a gradient."""
+    return FIXED + plan.hyper.size + len(plan.held[server])
+
+
+def parse(plan: Plan, request: Tensor) -> tuple[Tensor, list[bool]]:
+    """Hyper-parameters and presence of gradients in a request."""
+    end = FIXED + plan.hyper.size
+    return request[FIXED:end], [bool(has) for has in request[end:].tolist()]

@@ -1,0 +1,412 @@
+"""Data parallelism by parameter servers: workers push gradients and pull parameters, in step or on their own."""
+
+from __future__ import annotations
+
+import inspect
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.strategies.base import HeldBytes, LayoutStrategy
+from trainwright.strategies.compression.names import choose_compression, codec_of
+from trainwright.strategies.layout import Layout
+from trainwright.strategies.parameter_server.averaging import average_buffers, varying_buffers
+from trainwright.strategies.parameter_server.client import Client
+from trainwright.strategies.parameter_server.clocks import Consistency
+from trainwright.strategies.parameter_server.optimizer import ServedOptimizer
+from trainwright.strategies.parameter_server.options import rank_problems, server_problems
+from trainwright.strategies.parameter_server.server import Meeting, Rules, Server
+from trainwright.strategies.parameter_server.shard import Plan
+from trainwright.strategies.parameter_server.wire import LOOPBACK, Device
+from trainwright.strategies.precision import AgreedGradScaler
+
+
+class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
+    """Every rank trains on its own samples; servers hold the parameters and the optimizer, and step it.
+
+    Communication of a step: each worker sends its gradients once and receives the parameters once, whatever the number
+    of workers; a server receives and sends that for every worker. The module is used as it is. Servers run in threads
+    of the first ranks, one each.
+
+    Args:
+        consistency: ``"sync"``: all workers make each step together, which is what DDP computes, clipping included;
+            ``"ssp"``: each steps by itself, ``staleness`` steps ahead of the slowest at most (stale synchronous
+            parallel, Ho et al., NIPS 2013); ``"async"``: each steps by itself and never waits but at the end of an
+            epoch, a validation and a save.
+        staleness: with ``"ssp"``, a number of steps from 1; else ``None``.
+        servers: how many the parameters are shared out to, by bytes; tensors larger than a share are split by rows,
+            unless the optimizer needs whole ones.
+        delay_compensation: lambda of DC-ASGD (arXiv:1609.08326); a server keeps a copy of its parameters for each
+            worker. 0: off.
+        scale_by_staleness: divide learning rates by the steps that others made between pull and push
+            (arXiv:1511.05950).
+        compression: how gradients are written on their way to a server: a name, a mapping of name and options, or
+            ``None`` (off); see :func:`~trainwright.strategies.compression.names.codec_of`. What a message lacks goes
+            with the next one; it is dropped when a run is saved and resumed.
+        interface: network interface that servers listen at; ``None``: the loopback address alone, for one machine.
+        **kwargs: see :class:`~trainwright.strategies.base.LayoutStrategy`; ``process_group_backend``, ``timeout``,
+            ``parallel_devices``, ``cluster_environment`` as in Lightning's ``DDPStrategy``.
+
+    Raises:
+        ValueError: if the options contradict each other.
+    """
+
+    strategy_name = "parameter_server"
+
+    def __init__(
+        self,
+        consistency: Consistency = "sync",
+        *,
+        staleness: int | None = None,
+        servers: int = 1,
+        delay_compensation: float = 0.0,
+        scale_by_staleness: bool = False,
+        compression: str | Mapping[str, Any] | None = None,
+        interface: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        problems = server_problems(
+            {
+                "consistency": consistency,
+                "staleness": staleness,
+                "servers": servers,
+                "delay_compensation": delay_compensation,
+                "scale_by_staleness": scale_by_staleness,
+                "compression": compression,
+            }
+        )
+        if problems:
+            raise ValueError("; ".join(problems))
+        super().__init__(**kwargs)
+        self.servers = servers
+        self._rules = Rules(consistency, staleness, delay_compensation, scale_by_staleness)
+        self._compression = choose_compression(compression)
+        self._interface = interface
+        self._client: Client | None = None
+        self._server: Server | None = None
+        self._alone = False  # within a step that other ranks need not make
+
+    # ---- what others may read -------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """All ranks replicate."""
+        return Layout(replicate=self.world_size)
+
+    @property
+    def steps_are_collective(self) -> bool:
+        """Only in step (``"sync"``) are all workers at the same one."""
+        return self._rules.consistency == "sync"
+
+    @property
+    def server(self) -> Server | None:
+        """The server that this rank holds while it trains, if it does."""
+        return self._server
+
+    @property
+    def client(self) -> Client | None:
+        """This rank's worker, while it trains."""
+        return self._client
+
+    def held_bytes(self) -> HeldBytes:
+        """Bytes that this rank holds now, its server's included."""
+        held = super().held_bytes()
+        if self._server is None:
+            return held
+        parameters, optimizer = self._server.shard.nbytes
+        return HeldBytes(held.parameters + parameters, held.gradients, held.optimizer + optimizer)
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and gradient of this rank's own samples: the average is the servers' alone."""
+        return super().named_gradients()
+
+    def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`~trainwright.strategies.base.LayoutStrategy.whole_gradients`; averaged for the occasion."""
+        for name, gradient in self.named_gradients():
+            mean = gradient.detach().clone()
+            dist.all_reduce(mean)
+            yield name, (mean / self.world_size).cpu()
+
+    # ---- setup ----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """Give the model memory, prepare its blocks, then the optimizer.
+
+        Raises:
+            ValueError: for what servers cannot do, on every rank.
+        """
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._refuse_impossible(trainer)
+        self._materialise()
+        self._prepare_blocks(self._find_blocks())
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.lightning_module)
+        self.precision_plugin.convert_module(self.lightning_module)
+        self.model_to_device()
+        _take_from_first(self.lightning_module)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self.begin_from_weights()
+
+    def _refuse_impossible(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        problems = rank_problems(self.servers, self.world_size)
+        if not module.automatic_optimization:
+            problems.append(
+                f"{type(module).__name__} optimizes manually (automatic_optimization=False), but servers have to know "
+                "where a step ends; use automatic optimization, or strategy=ddp"
+            )
+        if self.num_nodes > 1 and self._interface is None:
+            problems.append(
+                f"{self.num_nodes} machines, but servers listen at {LOOPBACK} alone; say at which network interface, "
+                "like strategy.interface=eth0 (in Python: interface='eth0'). Messages are neither encrypted nor "
+                "signed: choose one of a network that is yours"
+            )
+        if not self.steps_are_collective:
+            problems += self._tied_steps(trainer)
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def _tied_steps(self, trainer: Trainer) -> Iterator[str]:
+        """What would make ranks wait for each other at every step."""
+        ending = f"which ties ranks together at every step, but with {self._rules.consistency} they step by themselves"
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if getattr(callback, "needs_collective_steps", False) or isinstance(callback, Timer):
+                yield f"the callback {type(callback).__name__}, {ending}; leave it out, or use consistency=sync"
+        if self._layer_sync is not None:
+            yield f"sync_batchnorm=True, {ending}; leave it out: statistics are averaged where ranks meet"
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Build the user's optimizer, and stand in for it.
+
+        Raises:
+            ValueError: for an optimizer that servers cannot step.
+        """
+        super().setup_optimizers(trainer)
+        if any(isinstance(optimizer, _MockOptimizer) for optimizer in self.optimizers):
+            return  # the module has none: nothing is trained
+        for optimizer in self.optimizers:
+            _refuse_closure(optimizer)
+        if len(self.optimizers) > 1:
+            raise ValueError(
+                f"configure_optimizers made {len(self.optimizers)} optimizers; servers step one, with as many "
+                "parameter groups as you like. Put the parameters into groups of one, or use strategy=ddp."
+            )
+        self.optimizers = [ServedOptimizer(optimizer) for optimizer in self.optimizers]
+
+    def setup_precision_plugin(self) -> None:
+        """Let overflows and clipping be decided on the average of all workers, where they step together."""
+        super().setup_precision_plugin()
+        plugin: Any = self.precision_plugin
+        if hasattr(plugin, "clipper"):
+            plugin.clipper = self if self.steps_are_collective else None
+        scaler = getattr(plugin, "scaler", None)
+        if isinstance(scaler, AgreedGradScaler):
+            scaler.always_agrees, scaler.agree = True, self._agree_on_overflow
+
+    @property
+    def _served(self) -> ServedOptimizer | None:
+        optimizer = self.optimizers[0] if self.optimizers else None
+        return optimizer if isinstance(optimizer, ServedOptimizer) else None
+
+    # ---- serving --------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Start servers and workers; all begin with the first rank's parameters."""
+        super().on_train_start()
+        served, module = self._served, self.lightning_module
+        assert module is not None
+        if served is None:
+            return
+        plan = Plan.of(served.inner, {id(p): name for name, p in module.named_parameters()}, self.servers)
+        self._refuse_other_models(plan)
+        self._say_what_varies()
+        store = dist.distributed_c10d._get_default_store()
+        meeting = Meeting(store, f"parameter_server/{self.broadcast(uuid.uuid4().hex)}")
+        device, choice = Device(interface=self._interface), self._compression
+        codec = None if choice is None else codec_of(choice.name, **choice.options)
+        if self.global_rank < self.servers:
+            server = Server(self.global_rank, plan, self._rules, meeting, self.world_size, device, codec)
+            server.start()
+            self._server = server
+        parameters = [p for group in served.param_groups for p in group["params"]]
+        self._client = Client(self.global_rank, plan, parameters, meeting, device, codec)
+        self._client.connect()
+        served.serve(self._client, plan)
+        self._upload()
+
+    def _upload(self) -> None:
+        """Give the servers what the first rank has: at the beginning, and after a state was put back."""
+        assert self._served is not None
+        assert self._client is not None
+        if self.is_global_zero:
+            self._served.upload()
+        self._served.forget_state()
+        self.barrier()  # nobody meets before the servers have it
+        self._client.meet()
+
+    def _refuse_other_models(self, plan: Plan) -> None:
+        found = self._of_all_ranks((plan.digest, list(zip(plan.names, plan.shapes, strict=True))))
+        other = [rank for rank, (digest, _) in enumerate(found) if digest != found[0][0]]
+        if not other:
+            return
+        first, theirs = found[0][1], found[other[0]][1]
+        difference = next((f"{a} there, {b} here" for a, b in zip(first, theirs, strict=False) if a != b), None)
+        raise ValueError(
+            f"Rank(s) {', '.join(map(str, other))} train another model or optimizer than rank 0, so servers cannot "
+            f"average them ({difference or f'{len(first)} and {len(theirs)} parameters, or other groups or options'}). "
+            "Build the same module and optimizer on every rank."
+        )
+
+    def _say_what_varies(self) -> None:
+        assert self.lightning_module is not None
+        varying = varying_buffers(self.lightning_module)
+        if varying and self.world_size > 1:
+            rank_zero_info(
+                f"Statistics such as {varying[0]} differ from rank to rank while training; they are averaged where all "
+                "ranks meet: before a validation, a save and the end of an epoch."
+            )
+
+    def meet(self) -> None:
+        """Wait for all workers, take the servers' parameters, and average buffers."""
+        if self._client is None:
+            return
+        if not self.steps_are_collective:
+            self._client.meet()
+        assert self.lightning_module is not None
+        average_buffers(self.lightning_module)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Before a step: after a state was put back, the servers need it first."""
+        if self._served is not None and self._served.outdated and self._client is not None:
+            self._upload()
+
+    def on_train_end(self) -> None:
+        """Meet a last time, keep the optimizer's state here, and let the servers go."""
+        super().on_train_end()
+        if self._client is None or self._served is None:
+            return
+        self.meet()
+        self._served.retire()
+        self.barrier()  # nobody leaves before all have what they need
+        self._client.leave()
+        if self._server is not None:
+            self._server.close()
+        self._client = self._server = None
+
+    def _stop_at_once(self) -> None:
+        client, server = self._client, self._server
+        self._client = self._server = None
+        if client is not None:
+            client.drop()
+        if server is not None:
+            server.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Hang up, so that the others hear of it."""
+        self._stop_at_once()
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Leave nothing behind."""
+        self._stop_at_once()
+        super().teardown()
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; where ranks step by themselves, what needs the others is refused meanwhile."""
+        self._alone = not self.steps_are_collective
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._alone = False
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's.
+
+        Raises:
+            RuntimeError: within a training step that other ranks need not make at the same time.
+        """
+        self._refuse_alone("reduce")
+        return super().reduce(tensor, *args, **kwargs)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As Lightning's; raises as :meth:`reduce`."""
+        self._refuse_alone("all_gather")
+        return super().all_gather(*args, **kwargs)
+
+    def _refuse_alone(self, what: str) -> None:
+        if self._alone:
+            raise RuntimeError(
+                f"training_step asked for a value of all ranks ({what}), but with consistency="
+                f"{self._rules.consistency} ranks step by themselves and would wait for each other at every step. Log "
+                "with on_step=False (self.log(..., on_step=False, on_epoch=True, sync_dist=True)), or use "
+                "strategy.consistency=sync."
+            )
+
+    def clip_norm(self, optimizer: Optimizer, max_norm: float, error_if_nonfinite: bool) -> None:
+        """Clip the averaged gradient; see :class:`~trainwright.strategies.precision.GradientClipper`."""
+        if self._served is not None and not self._overflows:
+            self._served.clip_norm(max_norm, error_if_nonfinite)
+
+    def clip_value(self, optimizer: Optimizer, limit: float) -> None:
+        """Clamp the averaged gradient; see :class:`~trainwright.strategies.precision.GradientClipper`."""
+        if self._served is not None and not self._overflows:
+            self._served.clip_value(limit)
+
+    # Whether this step is skipped because a scaled gradient of some worker is not finite.
+    _overflows = False
+
+    def _agree_on_overflow(self, flag: Tensor) -> Tensor:
+        """Whether any worker's gradients overflow, where all make the step; else whether this one's do."""
+        assert self._client is not None
+        if self.steps_are_collective:
+            flag = flag.new_tensor(self._client.vote(float(flag)))
+        self._overflows = bool(flag)
+        return flag
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Weights of all; while training, the ranks meet for it."""
+        self.meet()
+        return super().lightning_module_state_dict()
+
+    def _weights_changed(self) -> None:
+        if self._served is not None:
+            self._served.outdated = True
+
+
+def _take_from_first(module: nn.Module) -> None:
+    """Parameters and buffers of rank 0 on every rank."""
+    if dist.get_world_size() == 1:
+        return
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.detach(), 0)
+
+
+def _refuse_closure(optimizer: Optimizer) -> None:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+        raise ValueError(
+            f"{type(optimizer).__name__} computes the loss several times within a step (its step needs a closure), "
+            "which a server cannot. Use another optimizer, such as AdamW or SGD, or strategy=ddp."
+        )

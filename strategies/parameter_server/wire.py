@@ -1,0 +1,147 @@
+"""Messages between a worker and a server: tensors of known shapes over a process group of the two alone.
+
+A group of two per server, worker and incarnation fails alone: who dies takes no other link with it, and who comes again
+gets a new one. The default process group is not touched. Nothing that is received is code: a message is a header, a
+vector of float64, and at most one payload whose size the header or both ends know.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LOOPBACK = "127.0.0.1"
+# For both ends to come; and for a message, which may be as long in coming as a validation or a save takes. A recv that
+# times out closes the pair for good, and one whose peer has died fails at once whatever the timeout.
+MEETING = timedelta(seconds=120)
+_PATIENCE = timedelta(days=30)
+# Tags: a header and the payload after it are received at the same time.
+HEADER, PAYLOAD = 0, 1
+
+
+class LinkError(ConnectionError):
+    """The other end of a link is gone."""
+
+
+class Device:
+    """The network interface over which links are made; give one to all links of a process.
+
+    Args:
+        host: address to listen at; the loopback interface unless other machines shall reach it.
+        interface: name of a network interface, in place of ``host``.
+    """
+
+    def __init__(self, host: str = LOOPBACK, interface: str | None = None) -> None:
+        make = dist.ProcessGroupGloo.create_device
+        self.gloo: Any = make(hostname=host) if interface is None else make(interface=interface)
+
+
+class Link:
+    """One end of a link.
+
+    Args:
+        store: where the ends meet; a client of its own, since a wait in one thread would block others on it.
+        name: of the link, never used before.
+        serves: whether this is the server's end.
+        device: see :class:`Device`.
+
+    Raises:
+        LinkError: if the other end does not come.
+    """
+
+    def __init__(self, store: dist.Store, name: str, serves: bool, device: Device) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = MEETING
+        options._devices = [device.gloo]
+        options._threads = 1
+        self._peer = 1 if serves else 0
+        try:
+            store_of_link = dist.PrefixStore(name, store)
+            self._group: Any = dist.ProcessGroupGloo(store_of_link, 1 - self._peer, 2, options)
+        except RuntimeError as error:
+            raise LinkError(str(error).splitlines()[0]) from None
+
+    def send(self, tensor: Tensor, tag: int) -> Sending:
+        """Begin to send; ``tensor`` must stay as it is until that has ended.
+
+        Raises:
+            LinkError: if the other end is gone.
+        """
+        return self._begin("send", tensor, tag)
+
+    def receive(self, tensor: Tensor, tag: int) -> Sending:
+        """Begin to receive into ``tensor``.
+
+        Raises:
+            LinkError: if the other end is gone.
+        """
+        return self._begin("recv", tensor, tag)
+
+    def _begin(self, what: str, tensor: Tensor, tag: int) -> Sending:
+        if self._group is None:
+            raise LinkError("the link is closed")
+        if tensor.numel() == 0:
+            return Sending(None)
+        try:
+            return Sending(getattr(self._group, what)([tensor], self._peer, tag))
+        except RuntimeError as error:
+            raise LinkError(str(error).splitlines()[0]) from None
+
+    def close(self) -> None:
+        """Hang up: the other end hears of it at once. Nothing may be on its way."""
+        self._group = None
+
+
+class Sending:
+    """A message on its way."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Until it has come or gone.
+
+        Raises:
+            LinkError: if the other end is gone.
+        """
+        work, self._work = self._work, None
+        if work is None:
+            return
+        try:
+            work.wait(_PATIENCE)
+        except RuntimeError as error:
+            raise LinkError(str(error).splitlines()[0]) from None
+
+
+def header(size: int, **fields: float) -> Tensor:
+    """A header of ``size`` numbers, the named ones first in the order of :data:`FIELDS`."""
+    tensor = torch.zeros(size, dtype=torch.float64)
+    for name, value in fields.items():
+        tensor[FIELDS[name]] = value
+    return tensor
+
+
+FIELDS = {
+    "operation": 0,  # of a request; of a reply its status
+    "hold": 1,  # answer with the norm, step when that is said
+    "coefficient": 2,  # that gradients are multiplied by
+    "clip_value": 3,  # that their elements are clamped to, after that; 0: not at all
+    "vote": 4,
+    "bytes": 5,  # of the payload, where it is not known
+    "text": 6,  # bytes of it that are JSON
+    "digest": 7,
+    "squares": 8,  # sum of squares of the averaged gradient
+    "clock": 9,
+    "staleness": 10,
+    "worker": 11,
+}
+FIXED = len(FIELDS)
+
+
+def field(tensor: Tensor, name: str) -> float:
+    """One field of a header."""
+    return float(tensor[FIELDS[name]])

@@ -1,0 +1,117 @@
+"""Servers and workers without Lightning: a small model, the same gradients for everybody who asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainwright.strategies.parameter_server.client import Client
+from trainwright.strategies.parameter_server.server import Meeting, Rules, Server
+from trainwright.strategies.parameter_server.shard import Plan
+from trainwright.strategies.parameter_server.wire import Device
+
+PREFIX = "parameter_server"
+
+
+def make_model() -> nn.Module:
+    """Seven by five, with a bias; a part that gets no gradient."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+
+
+def make_optimizer(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimizer:
+    """Two groups with options of their own."""
+    first, second = list(model[0].parameters()), list(model[2].parameters())  # type: ignore[index]
+    groups: list[dict[str, Any]] = [{"params": first}, {"params": second, "lr": 0.02}]
+    if kind == "sgd":
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
+    """Samples of a worker's step."""
+    generator = torch.Generator().manual_seed(1000 * worker + step)
+    inputs = torch.randn(4, 5, generator=generator)
+    return inputs, inputs[:, :2] * 2
+
+
+def loss_of(model: nn.Module, worker: int, step: int) -> Tensor:
+    """Mean squared error of a worker's batch."""
+    inputs, targets = batch(worker, step)
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+class Peer:
+    """A rank with a worker and, if it has the number of one, a server.
+
+    Args:
+        rank: number of the worker.
+        workers: how many.
+        servers: how many; the first ranks hold them.
+        kind: of optimizer.
+        codec: of pushes.
+        **rules: see :class:`Rules`.
+    """
+
+    def __init__(
+        self, rank: int, workers: int, servers: int = 1, kind: str = "adamw", codec: Any = None, **rules: Any
+    ) -> None:
+        self.model = make_model()
+        self.optimizer = make_optimizer(self.model, kind)
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        self.plan = Plan.of(self.optimizer, names, servers)
+        meeting = Meeting(dist.distributed_c10d._get_default_store(), PREFIX)
+        device = Device()
+        self.server: Server | None = None
+        if rank < servers:
+            self.server = Server(rank, self.plan, Rules(**rules), meeting, workers, device, codec)
+            self.server.start()
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.client = Client(rank, self.plan, parameters, meeting, device, codec)
+        self.clock = self.client.connect()
+
+    def begin(self) -> None:
+        """Let all start from the first worker's parameters."""
+        if self.client.worker == 0:
+            self.client.load([{} for _ in self.plan.names])
+        self.client.meet()
+
+    def step(self, number: int, clip_norm: float | None = None) -> float:
+        """One step of this worker; its loss."""
+        self.model.zero_grad()
+        loss = loss_of(self.model, self.client.worker, number)
+        loss.backward()
+        hyper = self.plan.hyper.read(self.optimizer.param_groups)
+        if clip_norm is None:
+            self.client.step(hyper)
+        else:
+            norm = self.client.push(hyper) ** 0.5
+            self.client.commit(min(1.0, clip_norm / (norm + 1e-6)))
+        return loss.item()
+
+    def end(self) -> None:
+        """Leave, and close the server."""
+        self.client.leave()
+        if self.server is not None:
+            self.server.close()
+
+
+def flat(model: nn.Module) -> Tensor:
+    """All parameters as one vector."""
+    return torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+
+def reference(workers: int, steps: int, kind: str = "adamw", clip_norm: float | None = None) -> Tensor:
+    """The parameters of one process that averages the losses of all workers."""
+    model = make_model()
+    optimizer = make_optimizer(model, kind)
+    for step in range(steps):
+        optimizer.zero_grad()
+        (sum(loss_of(model, worker, step) for worker in range(workers)) / workers).backward()  # type: ignore[union-attr]
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+    return flat(model)

@@ -1,0 +1,72 @@
+"""What is impossible about parameter servers, as far as it can be told before a process starts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.strategies.parameter_server.options import DEFAULTS, rank_problems, server_problems
+
+_PREFIX = "strategy."
+# Callbacks that run collectives as training goes, and what to type to be without.
+_TIED = {"LossGuard": "guard=none", "ReplicaCheck": "monitor=default", "Stragglers": "monitor=default"}
+
+
+def parameter_server_problems(cfg: DictConfig, world_size: int | None) -> list[str]:
+    """What speaks against `strategy=parameter_server` in a resolved configuration; empty for other strategies.
+
+    Args:
+        cfg: the configuration.
+        world_size: ranks of the run; None = not known, or refused elsewhere.
+    """
+    if not str(cfg.strategy.get("_target_", "")).endswith("ParameterServerStrategy"):
+        return []
+    plain: Any = OmegaConf.to_container(cfg.strategy, resolve=True)
+    options = {key: value for key, value in plain.items() if key in DEFAULTS}
+    problems = server_problems(options, _PREFIX)
+    if not problems and world_size is not None:
+        problems += rank_problems(options.get("servers", 1), world_size, _PREFIX)
+    problems += _in_any_case(cfg)
+    if options.get("consistency") in ("ssp", "async"):
+        problems += _when_alone(cfg, options["consistency"])
+    return problems
+
+
+def _in_any_case(cfg: DictConfig) -> Iterator[str]:
+    if _class_of(cfg.optimizer) == "LBFGS":
+        yield (
+            "optimizer LBFGS with strategy=parameter_server: it computes the loss several times within a step (needs "
+            "a closure), which a server cannot; type optimizer=adamw, or strategy=ddp"
+        )
+    if cfg.nodes > 1 and cfg.strategy.get("interface") is None:
+        yield (
+            f"nodes={cfg.nodes} with strategy.interface=null: servers listen at the loopback address alone; type the "
+            "name of a network interface, like strategy.interface=eth0 (messages are neither encrypted nor signed)"
+        )
+    if cfg.launch.recovery == "replicas":
+        yield (
+            "launch.recovery=replicas with strategy=parameter_server: the state of a lost rank's server is nowhere "
+            "else; type launch.recovery=restart with launch.max_restarts=3"
+        )
+
+
+def _when_alone(cfg: DictConfig, consistency: str) -> Iterator[str]:
+    """What ties ranks together at every step, or every few."""
+    ending = f"with strategy.consistency={consistency}: it ties ranks together, but there they step by themselves"
+    for group in ("guard", "monitor", "callbacks"):
+        for name, callback in cfg[group].items():
+            if _class_of(callback) in _TIED:
+                yield f"{group}.{name} {ending}; type {_TIED[_class_of(callback)]}, or strategy.consistency=sync"
+    if cfg.trainer.max_time is not None:
+        yield f"trainer.max_time={cfg.trainer.max_time} {ending}; type max_steps or max_epochs"
+    if cfg.trainer.sync_batchnorm:
+        yield (
+            f"trainer.sync_batchnorm=true {ending}; leave it out: statistics are averaged where ranks meet (before a "
+            "validation, a save and the end of an epoch)"
+        )
+    if cfg.trainer.loss_weighting == "tokens":
+        yield f"trainer.loss_weighting=tokens {ending}; type trainer.loss_weighting=micro_batch"
+
+
+def _class_of(value: Any) -> str:
+    return str(value.get("_target_", "")).rsplit(".", 1)[-1] if isinstance(value, DictConfig) else ""
