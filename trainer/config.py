@@ -172,6 +172,67 @@ class BalanceConfig:
 
 
 @dataclass
+class CompressionConfig:
+    """`compression=none|fp16|bf16`: how gradients are sent between replicas."""
+
+    # none, fp16, bf16, int8, topk, randomk, powersgd or onebit.
+    name: str = "none"
+
+
+@dataclass
+class Int8CompressionConfig(CompressionConfig):
+    """`compression=int8`: a byte a number."""
+
+    name: str = "int8"
+    # Numbers that share a scale.
+    block: int = 256
+
+
+@dataclass
+class TopKCompressionConfig(CompressionConfig):
+    """`compression=topk`: the largest numbers and their places."""
+
+    name: str = "topk"
+    # Part of the numbers that is sent; 1 = all.
+    ratio: float = 0.01
+    # How they are written: fp32, fp16, bf16 or int8.
+    values: str = "fp32"
+
+
+@dataclass
+class RandomKCompressionConfig(TopKCompressionConfig):
+    """`compression=randomk`: numbers at random places."""
+
+    name: str = "randomk"
+    # Seed of the places.
+    seed: int = 0
+
+
+@dataclass
+class PowerSGDCompressionConfig(CompressionConfig):
+    """`compression=powersgd`: two thin factors of each matrix."""
+
+    name: str = "powersgd"
+    # Columns of the factors.
+    rank: int = 4
+    # Tensors that would not become shorter by this factor are sent as they are.
+    least_gain: float = 2.0
+    # How factors are written: fp32, fp16 or bf16.
+    values: str = "fp32"
+
+
+@dataclass
+class OneBitCompressionConfig(CompressionConfig):
+    """`compression=onebit`: the signs of Adam's momentum."""
+
+    name: str = "onebit"
+    # Numbers that share a scale, a multiple of 8.
+    block: int = 2048
+    # Optimizer steps in which gradients are averaged as they are, while Adam's variance is learned.
+    warmup_steps: int = 100
+
+
+@dataclass
 class LaunchConfig:
     """`launch=local|torchrun`: who starts the ranks."""
 
@@ -378,6 +439,7 @@ class RunConfig:
     strategy: Any = MISSING
     accumulation: Any = MISSING
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    compression: Any = field(default_factory=CompressionConfig)
     checkpoint: dict[str, Any] = field(default_factory=dict)
     monitor: dict[str, Any] = field(default_factory=dict)
     guard: dict[str, Any] = field(default_factory=dict)
@@ -404,6 +466,12 @@ def register_schema() -> None:
     store.store(group="accumulation", name="_auto", node=AccumulationConfig)
     store.store(group="accumulation", name="_fixed", node=FixedAccumulationConfig)
     store.store(group="balance", name="_balance", node=BalanceConfig)
+    store.store(group="compression", name="_none", node=CompressionConfig)
+    store.store(group="compression", name="_int8", node=Int8CompressionConfig)
+    store.store(group="compression", name="_topk", node=TopKCompressionConfig)
+    store.store(group="compression", name="_randomk", node=RandomKCompressionConfig)
+    store.store(group="compression", name="_powersgd", node=PowerSGDCompressionConfig)
+    store.store(group="compression", name="_onebit", node=OneBitCompressionConfig)
     store.store(group="launch", name="_launch", node=LaunchConfig)
     store.store(group="preemption", name="_preemption", node=PreemptionConfig)
     store.store(group="trainer", name="_trainer", node=TrainerConfig)

@@ -27,6 +27,7 @@ from trainwright.strategies.layout import Layout
 from trainwright.trainer.batch import solve_accumulation
 from trainwright.trainer.candidates import AUTO
 from trainwright.trainer.check_balance import balance_problems
+from trainwright.trainer.check_compression import compression_refusals
 from trainwright.trainer.check_guard import guard_refusals
 from trainwright.trainer.check_hangs import hang_problems
 from trainwright.trainer.check_parameter_server import parameter_server_problems
@@ -353,6 +354,10 @@ def _balance(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     return balance_problems(cfg, layout, least)
 
 
+def _compression(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    return compression_refusals(cfg, closed_layout(cfg, surroundings))
+
+
 def _sequence(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     """The length of sequences against the ranks that split them, where module and data have it from one `seq_len`."""
     layout = closed_layout(cfg, surroundings)
@@ -539,6 +544,7 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _hybrid_options,
     _pipeline_batch,
     _balance,
+    _compression,
     _sequence,
     _with_cut_module,
     _ends,

@@ -22,7 +22,9 @@ from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.checkpoint.held import HeldState
+from trainwright.strategies.compression.options import OFF
 from trainwright.trainer.candidates import LAST
+from trainwright.trainer.check_compression import compression_of
 from trainwright.trainer.check_hangs import AUTO
 from trainwright.trainer.inject_words import make_faults
 from trainwright.trainer.launch.failure import log_file
@@ -86,7 +88,9 @@ def build_trainer(
     callbacks += [*make_faults(cfg.inject), *_build_all(cfg.guard), *more_callbacks]
     options: Any = OmegaConf.to_container(cfg.trainer)
     # Only where it is asked for: a strategy of another library takes no such argument.
-    begin = {} if cfg.init_from is None else {"init_from": cfg.init_from}
+    begin: dict[str, Any] = {} if cfg.init_from is None else {"init_from": cfg.init_from}
+    if cfg.compression.name != OFF:
+        begin["compression"] = compression_of(cfg)
     has_end = cfg.max_steps is not None or cfg.max_epochs is not None
     return Trainer(
         strategy=instantiate(cfg.strategy, _convert_="all", **begin),

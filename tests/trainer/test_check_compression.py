@@ -1,0 +1,61 @@
+"""Compression that is refused when the configuration is composed, and the group's options as the strategy gets them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from trainwright.strategies.compression.options import compressor_names, option_defaults
+from trainwright.strategies.layout import Layout
+from trainwright.trainer.check_compression import compression_refusals
+from trainwright.trainer.compose import compose
+
+DDP = "trainwright.strategies.ddp.DDPStrategy"
+ZERO = "trainwright.strategies.zero.ZeroStrategy"
+
+
+def refusals(
+    compression: dict[str, Any],
+    layout: Layout | None = Layout(replicate=2),  # noqa: B008
+    target: str = DDP,
+    optimizer: str = "AdamW",
+    precision: str = "32",
+) -> list[str]:
+    cfg = {
+        "compression": compression,
+        "strategy": {"_target_": target},
+        "optimizer": {"_target_": f"torch.optim.{optimizer}"},
+        "precision": precision,
+    }
+    return compression_refusals(OmegaConf.create(cfg), layout)
+
+
+def test_possible() -> None:
+    assert refusals({"name": "none"}, Layout(), "other.Strategy") == []
+    for name in compressor_names():
+        assert refusals({"name": name}) == []
+    assert refusals({"name": "topk"}, precision="16-mixed", optimizer="SGD") == []
+    assert refusals({"name": "topk"}, Layout(replicate=2, shard=2), ZERO) == []
+    assert refusals({"name": "topk"}, None) == []
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (({"name": "topp"},), "Did you mean 'topk'?"),
+    (({"name": "topk", "ratio": 2.0},), "compression.ratio=2.0 for topk: must be above 0 and at most 1"),
+    (({"name": "topk"}, Layout(shard=4), ZERO), "type strategy.replicate=2 (or more)"),
+    (({"name": "bf16"}, Layout(), DDP), "compression=bf16 with replicate=1"),
+    (({"name": "bf16"}, Layout(), "other.Strategy"), "only the strategies of this project compress"),
+    (({"name": "onebit"}, Layout(replicate=2), DDP, "SGD"), "type optimizer=adamw, or compression=topk"),
+    (({"name": "onebit"}, Layout(replicate=2), DDP, "AdamW", "16-mixed"), "type precision=bf16-mixed"),
+])  # fmt: skip
+def test_impossible(arguments: Any, words: str) -> None:
+    [problem] = refusals(*arguments)
+    assert words in problem
+
+
+@pytest.mark.parametrize("name", compressor_names())
+def test_the_group_gives_every_option_with_its_default(name: str) -> None:
+    cfg = compose("digits", [f"compression={name}"])
+    assert OmegaConf.to_container(cfg.compression) == {"name": name, **option_defaults(name)}

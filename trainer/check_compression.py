@@ -1,0 +1,69 @@
+"""Where gradients cannot be compressed, as far as it can be told before a process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.strategies.compression.options import (
+    CompressionChoice,
+    choose_compression,
+    compression_problems,
+    nothing_to_compress,
+    scaled_onebit_problem,
+)
+from trainwright.strategies.layout import Layout
+
+_OURS = "trainwright.strategies."
+_SYNCHRONOUS = ("DDPStrategy", "ZeroStrategy", "HybridStrategy", "SingleDeviceStrategy")
+_ADAM = ("Adam", "AdamW")
+
+
+def compression_refusals(cfg: DictConfig, layout: Layout | None) -> list[str]:
+    """What speaks against `compression`.
+
+    Args:
+        cfg: the resolved configuration.
+        layout: closed; None = not known, or refused elsewhere.
+    """
+    given = compression_of(cfg)
+    problems = compression_problems(given)
+    choice = None if problems else choose_compression(given)
+    return problems if choice is None else [*problems, *_beside(cfg, choice, layout)]
+
+
+def compression_of(cfg: DictConfig) -> dict[str, Any]:
+    """The argument `compression` of a strategy, from the group of that name."""
+    plain: Any = OmegaConf.to_container(cfg.compression)
+    return dict(plain)
+
+
+def _beside(cfg: DictConfig, choice: CompressionChoice, layout: Layout | None) -> Iterator[str]:
+    target = str(cfg.strategy.get("_target_", ""))
+    if not target.startswith(_OURS):
+        yield (
+            f"compression={choice.name} with {target or 'a strategy without class'}: only the strategies of this "
+            "project compress; type strategy=ddp, or compression=none"
+        )
+        return
+    averages_gradients = target.endswith(_SYNCHRONOUS) or ".one_axis." in target
+    if not averages_gradients:
+        return  # others send something else, and say themselves what they take
+    if layout is not None and layout.replicate == 1:
+        yield nothing_to_compress(choice.name)
+    if choice.name != "onebit":
+        return
+    if cfg.precision == "16-mixed":
+        yield scaled_onebit_problem()
+    optimizer = _class_of(cfg.optimizer)
+    if optimizer and optimizer not in _ADAM:
+        yield (
+            f"compression=onebit with the optimizer {optimizer}: the scheme is that of Adam's momentum and variance; "
+            "type optimizer=adamw, or compression=topk or compression=powersgd, which serve any optimizer"
+        )
+
+
+def _class_of(value: Any) -> str:
+    return str(value.get("_target_", "")).rsplit(".", 1)[-1] if isinstance(value, DictConfig) else ""
