@@ -126,6 +126,12 @@ class LayoutStrategy(RunStateStrategy):
         """Whether ``training_step`` runs backward too, so that gradients must be zeroed before it."""
         return False
 
+    def conclude(self) -> None:
+        """Let every rank hold the trained weights, where ranks have trained by themselves; a collective.
+
+        The Trainer calls it when training has ended, before the hooks that tell so.
+        """
+
     @property
     def forward_is_collective(self) -> bool:
         """Whether a forward pass needs all ranks, so that none may leave one out."""

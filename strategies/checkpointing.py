@@ -302,8 +302,19 @@ class RunStateStrategy(Strategy):
             self.pending_rank_state = self._rank_state_of(state, of_run)
             self._trained_before = set(of_run.get("trained", ()))
             self._pending_kept_back = (state, of_run)
+            left = of_run.get("left_behind")
+            if left is not None and not self._knows_left_behind(left["of"]):
+                rank_zero_warn(f"Going on from {state.path} with strategy={self.strategy_name}: {left['text']}.")
         late = (OPTIMIZERS,) if self._somebody_edits() else (OPTIMIZERS, WEIGHTS)
         return {key: value if key in late else materialised(value) for key, value in checkpoint.items()}
+
+    def _knows_left_behind(self, of: str) -> bool:
+        """Whether this strategy reads what another kind of strategy had saved beside what all read.
+
+        Args:
+            of: the kind; a state says in words what is lost without it.
+        """
+        return False
 
     def _open_held(self, held: HeldState) -> HeldSource:
         """Open a state in memory; with what other ranks hold of its tensors where somebody wants to see whole ones."""

@@ -225,10 +225,14 @@ class HybridStrategy(ZeroStrategy):
     def _make_mesh(self) -> DeviceMesh:
         _refuse(validate_hybrid(self.layout, self._given))  # once more, now that open axes have their sizes
         groups = self._groups = LayoutGroups(self.layout, self.root_device.type)
-        mesh = groups.mesh(("replicate",), ("shard", "context"))
+        mesh = self._mesh_over(groups, "shard", "context")
         if self.layout.expert > 1:
-            self._expert_mesh = groups.mesh(("replicate",), ("expert_shard",))
+            self._expert_mesh = self._mesh_over(groups, "expert_shard")
         return mesh
+
+    def _mesh_over(self, groups: LayoutGroups, *axes: str) -> DeviceMesh:
+        """The ranks that average gradients at every step; the last mesh axis is of those that share one state."""
+        return groups.mesh(("replicate",), axes)
 
     def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
         if self._engines is not None and parameter in self._engines.expert_parameters:

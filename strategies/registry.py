@@ -18,6 +18,8 @@ _STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "context": ("trainwright.strategies.one_axis.ContextParallelStrategy", {}),
     "parameter_server": ("trainwright.strategies.parameter_server.strategy.ParameterServerStrategy", {}),
     "expert": ("trainwright.strategies.one_axis.ExpertParallelStrategy", {}),
+    "local_sgd": ("trainwright.strategies.local_updates.strategy.LocalSGDStrategy", {}),
+    "diloco": ("trainwright.strategies.local_updates.strategy.DiLoCoStrategy", {}),
 }
 
 

@@ -486,14 +486,18 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
     ) -> Any:
         """Step this rank's rows, then give every rank the others'."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        for publisher in self._publishers:
-            publisher.publish(optimizer)
-        for shard in self._split_shards.values():
-            shard.publish()
+        self._publish(optimizer)
         if self._steps_within():
             self._step.reshard()  # type: ignore[union-attr]
             self._gather_root()
         return output
+
+    def _publish(self, optimizer: Optimizer) -> None:
+        """Give every rank the rows that others hold, as they are now."""
+        for publisher in self._publishers:
+            publisher.publish(optimizer)
+        for shard in self._split_shards.values():
+            shard.publish()
 
     def _gather_root(self) -> None:
         """Make the parameters outside of the blocks whole again for the rest of the user's step."""

@@ -135,6 +135,55 @@ class HybridConfig(ZeroConfig):
 
 
 @dataclass
+class _LocalUpdatesConfig(HybridConfig):
+    """What replicas can do that are brought together now and then only."""
+
+    # Number of replicas; -1 = the rest.
+    replicate: int = -1
+    # Ranks that share the state of one replica; -1 = the rest, 1 = nothing is sharded.
+    shard: int = 1
+    # Optimizer steps from one synchronisation of the replicas to the next.
+    sync_every: int = 10
+    # Optimizer steps at the beginning in which gradients are averaged over all replicas; 0 = off.
+    warmup_steps: int = 0
+
+
+@dataclass
+class LocalSGDConfig(_LocalUpdatesConfig):
+    """`strategy=local_sgd`: replicas step by themselves; now and then their parameters are averaged."""
+
+    _target_: str = "trainwright.strategies.local_updates.strategy.LocalSGDStrategy"
+    # Average what optimizers remember, too; false = each replica keeps its own.
+    average_optimizer: bool = False
+
+
+@dataclass
+class DiLoCoConfig(_LocalUpdatesConfig):
+    """`strategy=diloco`: replicas step by themselves; how far they have gone is the gradient of an outer optimizer."""
+
+    _target_: str = "trainwright.strategies.local_updates.strategy.DiLoCoStrategy"
+    # Optimizer steps from one synchronisation (of a fragment) to the next.
+    sync_every: int = 50
+    # Learning rate of the outer SGD; 1 with outer_momentum 0 = the plain average.
+    outer_lr: float = 0.7
+    # Momentum of the outer SGD; 0 = off.
+    outer_momentum: float = 0.9
+    # Take Nesterov's momentum; false = the classical one.
+    outer_nesterov: bool = True
+    # Parts of the model that are synchronised in turn; 1 = the whole at once.
+    fragments: int = 1
+    # Optimizer steps that an average may take while training goes on; 0 = training waits for it.
+    overlap_steps: int = 0
+    # Part of a replica's own parameters that is kept when such an average is merged; 0 = nothing.
+    mixing: float = 0.5
+    # How outer gradients are sent: a compressor (fp16, bf16, int8, topk, ...) or its name and options, like
+    # {name: topk, ratio: 0.01}; null = as they are.
+    compression: Any = None
+    # Keep the common parameters and the outer momentum in host memory; false = on the device.
+    offload_outer: bool = False
+
+
+@dataclass
 class AccumulationConfig:
     """`accumulation=auto|fixed`: micro-batches per optimizer step."""
 
@@ -463,6 +512,8 @@ def register_schema() -> None:
     store.store(group="strategy", name="_parameter_server", node=ParameterServerConfig)
     store.store(group="strategy", name="_zero", node=ZeroConfig)
     store.store(group="strategy", name="_hybrid", node=HybridConfig)
+    store.store(group="strategy", name="_local_sgd", node=LocalSGDConfig)
+    store.store(group="strategy", name="_diloco", node=DiLoCoConfig)
     store.store(group="accumulation", name="_auto", node=AccumulationConfig)
     store.store(group="accumulation", name="_fixed", node=FixedAccumulationConfig)
     store.store(group="balance", name="_balance", node=BalanceConfig)

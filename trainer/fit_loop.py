@@ -80,6 +80,9 @@ class ResumableFitLoop(_FitLoop):
             except GoBack as verdict:
                 self._go_back(verdict)
         self._restarting = False
+        conclude = getattr(self.trainer.strategy, "conclude", None)  # Lightning's own strategies have none
+        if conclude is not None:
+            conclude()
         self.on_run_end()
         if self._error is not None:
             raise self._error

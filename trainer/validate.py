@@ -30,6 +30,7 @@ from trainwright.trainer.check_balance import balance_problems
 from trainwright.trainer.check_compression import compression_refusals
 from trainwright.trainer.check_guard import guard_refusals
 from trainwright.trainer.check_hangs import hang_problems
+from trainwright.trainer.check_local_updates import local_update_refusals, local_update_refusals_of_module
 from trainwright.trainer.check_parameter_server import parameter_server_problems
 from trainwright.trainer.check_recovery import RECOVERIES, recovery_problems
 from trainwright.trainer.check_restarts import restart_problems
@@ -81,6 +82,7 @@ def validate(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     problems += missing_code
     if not missing_code:
         problems += _model(resolved, surroundings)
+        problems += local_update_refusals_of_module(resolved, surroundings.verb)
     return problems + _checks_of_recipe(resolved, surroundings, in_order=not problems)
 
 
@@ -464,6 +466,10 @@ def _recovery(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     return recovery_problems(cfg, surroundings.verb, layout, has_launcher=surroundings.world_size is not None)
 
 
+def _local_updates(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    return local_update_refusals(cfg, surroundings.verb, closed_layout(cfg, surroundings))
+
+
 def _hangs(cfg: DictConfig, _: Surroundings) -> list[str]:
     return hang_problems(cfg)
 
@@ -545,6 +551,7 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _pipeline_batch,
     _balance,
     _compression,
+    _local_updates,
     _sequence,
     _with_cut_module,
     _ends,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trainwright.strategies.ddp import DDPStrategy
     from trainwright.strategies.hybrid import HybridStrategy
     from trainwright.strategies.layout import Layout
+    from trainwright.strategies.local_updates.strategy import DiLoCoStrategy, LocalSGDStrategy
     from trainwright.strategies.one_axis import (
         ContextParallelStrategy,
         ExpertParallelStrategy,
@@ -45,6 +46,8 @@ _LOCATIONS = {
     "ContextParallelStrategy": "trainwright.strategies.one_axis",
     "ExpertParallelStrategy": "trainwright.strategies.one_axis",
     "ParameterServerStrategy": "trainwright.strategies.parameter_server.strategy",
+    "LocalSGDStrategy": "trainwright.strategies.local_updates.strategy",
+    "DiLoCoStrategy": "trainwright.strategies.local_updates.strategy",
     "Layout": "trainwright.strategies.layout",
     "ModelPlan": "trainwright.strategies.plan",
     "LossGuard": "trainwright.callbacks.loss_guard",
@@ -64,12 +67,14 @@ __all__ = [
     "CheckpointError",
     "ContextParallelStrategy",
     "DDPStrategy",
+    "DiLoCoStrategy",
     "DamagedCheckpoint",
     "DealtStream",
     "DivergedError",
     "ExpertParallelStrategy",
     "HybridStrategy",
     "Layout",
+    "LocalSGDStrategy",
     "LossGuard",
     "ModelPlan",
     "ParameterServerStrategy",

@@ -144,6 +144,8 @@ class Recorder(pl.Callback):
 CUTTING = ("hybrid", "tensor", "pipeline", "context", "expert")
 # Ranks never see the averaged gradient of a step, which a Record holds; see tests/strategies/parameter_server.
 AVERAGED_ELSEWHERE = ("parameter_server",)
+# Strategies under which ranks are to differ for a while; see tests/strategies/local_updates.
+DIFFERING = ("local_sgd", "diloco")
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -156,10 +158,10 @@ QUIET: dict[str, Any] = {
 
 
 def data_parallel_names() -> tuple[str, ...]:
-    """Names of the strategies that need nothing of a module: all but those that cut it."""
+    """Names of the strategies that need nothing of a module and compute what one process computes."""
     from trainwright.strategies.registry import strategy_names
 
-    return tuple(name for name in strategy_names() if name not in (*CUTTING, *AVERAGED_ELSEWHERE))
+    return tuple(name for name in strategy_names() if name not in (*CUTTING, *AVERAGED_ELSEWHERE, *DIFFERING))
 
 
 def make_loader(samples: int, batch_size: int, **options: Any) -> DataLoader:

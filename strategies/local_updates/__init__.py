@@ -1,0 +1,1 @@
+"""Replicas that train by themselves for many steps and are brought together now and then: local SGD and DiLoCo."""

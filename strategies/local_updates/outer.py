@@ -1,0 +1,261 @@
+"""The parameters that replicas have in common, and the optimizer that moves them (DiLoCo, arXiv:2311.08105)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainwright.strategies.compression.compressor import GradientCompressor, State
+from trainwright.strategies.local_updates.background import Background
+from trainwright.strategies.local_updates.mean import Bucket, ReplicaMean
+
+
+@dataclass(frozen=True)
+class OuterOptions:
+    """How the common parameters are moved; see :class:`~trainwright.strategies.local_updates.strategy.DiLoCoStrategy`.
+
+    Args:
+        lr: of the outer SGD.
+        momentum: of the outer SGD; 0 is off.
+        nesterov: take Nesterov's momentum.
+        mixing: part of a replica's own parameters that is kept when an average comes in late.
+        offload: keep common parameters and momentum in host memory.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    mixing: float = 0.5
+    offload: bool = False
+
+
+@dataclass
+class _Fragment:
+    """Parameters that are averaged together."""
+
+    optimizer: torch.optim.SGD
+    buckets: list[Bucket] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)  # of the compressor, one per bucket
+
+
+@dataclass
+class _Flight:
+    """Outer gradients on their way."""
+
+    gradients: list[Tensor]
+    done: Future[None] | None
+
+
+class OuterParameters:
+    """Common parameters of all replicas, as far as this rank holds them, in fragments.
+
+    A round of a fragment has three parts: :meth:`launch` averages how far replicas have gone from the common parameters
+    (the outer gradient), :meth:`land` lets the outer optimizer step, :meth:`merge` gives the result to the replica.
+
+    Args:
+        parts: this rank's part of each parameter, by name; the same on all replicas now.
+        fragment_of: name -> index of its fragment.
+        mean: over replicas.
+        options: of the outer optimizer.
+        compressor: averages outer gradients; ``None``: they are averaged exactly.
+        background: where averages go on while training does; ``None``: training waits.
+        group: for ``background``, of the same ranks as ``mean``'s, used by nobody else.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Tensor],
+        fragment_of: Callable[[str], int],
+        mean: ReplicaMean,
+        options: OuterOptions,
+        compressor: GradientCompressor | None = None,
+        background: Background | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._fragment_of = fragment_of
+        self._mean = mean
+        self._options = options
+        self._compressor = compressor
+        self._background = background
+        self._group = mean.group if background is None else group
+        self._fragments: dict[int, _Fragment] = {}
+        self._flights: dict[int, _Flight] = {}
+        self._common: dict[str, nn.Parameter] = {}
+        self._add(parts)
+
+    # ---- a round ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def launch(self, fragment: int, parts: Mapping[str, Tensor]) -> None:
+        """Begin to average how far the replicas have gone. A collective, maybe one that goes on later.
+
+        Args:
+            fragment: its index.
+            parts: this rank's part of each trained parameter. One that is new (it has been frozen before) has no common
+                value yet and gets the plain mean.
+        """
+        self._take_up(parts)
+        it = self._fragments.get(fragment)
+        if it is None:
+            return  # this rank holds nothing of it
+        gradients = [self._outer_gradient(bucket, parts) for bucket in it.buckets]
+
+        def average() -> None:
+            for bucket, state, flat in zip(it.buckets, it.states, gradients, strict=True):
+                self._average(bucket, state, flat)
+
+        done = None
+        if self._background is None:
+            average()
+        else:
+            done = self._background.submit(average)
+        self._flights[fragment] = _Flight(gradients, done)
+
+    @torch.no_grad()
+    def land(self, fragment: int | None = None) -> None:
+        """Wait for averages that are on their way, and let the outer optimizer step by them.
+
+        Args:
+            fragment: of this one; ``None``: of all. Does nothing if none is on its way.
+        """
+        for index in sorted(self._flights) if fragment is None else [fragment]:
+            flight = self._flights.pop(index, None)
+            if flight is None:
+                continue
+            if flight.done is not None:
+                flight.done.result()
+            self._step(self._fragments[index], flight.gradients)
+
+    @torch.no_grad()
+    def merge(self, fragment: int, parts: Mapping[str, Tensor], mixing: float = 0.0) -> None:
+        """Give the common parameters of a fragment to this replica.
+
+        Args:
+            fragment: its index.
+            parts: this rank's part of each trained parameter; changed in place.
+            mixing: part of its own that the replica keeps.
+        """
+        for name in self._names(fragment):
+            own, common = parts[name], self._common[name].detach()
+            common = common.to(own.device)
+            own.copy_(common if mixing == 0 else mixing * own.to(common.dtype) + (1 - mixing) * common)
+
+    def forget_flights(self) -> None:
+        """Let averages that are on their way come to nothing."""
+        for flight in self._flights.values():
+            if flight.done is not None:
+                flight.done.result()
+        self._flights.clear()
+
+    @torch.no_grad()
+    def begin_at(self, parts: Mapping[str, Tensor]) -> None:
+        """Take the parameters of this replica, which are those of all replicas now, for the common ones."""
+        for name, common in self._common.items():
+            common.copy_(parts[name])
+
+    # ---- what is remembered -----------------------------------------------------------------------------------------
+
+    def common(self) -> dict[str, Tensor]:
+        """Common parameters by name, as far as this rank holds them; their own memory, not copies."""
+        return {name: parameter.detach() for name, parameter in self._common.items()}
+
+    def momentum(self) -> dict[str, Tensor]:
+        """Momentum of those common parameters that have one, likewise."""
+        return {
+            name: buffer
+            for name, parameter in self._common.items()
+            if (buffer := self._optimizer_of(name).state.get(parameter, {}).get("momentum_buffer")) is not None
+        }
+
+    def make_momentum(self, name: str) -> Tensor:
+        """Memory for the momentum of a common parameter, to be filled."""
+        parameter = self._common[name]
+        state = self._optimizer_of(name).state[parameter]
+        state["momentum_buffer"] = torch.zeros_like(parameter)
+        return state["momentum_buffer"]  # type: ignore[no-any-return]
+
+    def forget_momentum(self) -> None:
+        """Begin without momentum."""
+        for fragment in self._fragments.values():
+            fragment.optimizer.state.clear()
+
+    def compression(self) -> dict[str, Tensor]:
+        """What this rank's compressor remembers, by fragment, bucket and key; its own memory, not copies."""
+        return {
+            f"{index}/{number}/{key}": value
+            for index, fragment in sorted(self._fragments.items())
+            for number, state in enumerate(fragment.states)
+            for key, value in state.items()
+        }
+
+    def num_bytes(self) -> int:
+        """Bytes of common parameters, momentum and what compressors remember."""
+        tensors = (*self._common.values(), *self.momentum().values(), *self.compression().values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    # ---- within -----------------------------------------------------------------------------------------------------
+
+    def _add(self, parts: Mapping[str, Tensor]) -> None:
+        by_fragment: dict[int, dict[str, Tensor]] = {}
+        for name, part in parts.items():
+            dtype = torch.promote_types(part.dtype, torch.float32)
+            device = torch.device("cpu") if self._options.offload else part.device
+            common = nn.Parameter(part.detach().to(device, dtype, copy=True))
+            self._common[name] = common
+            by_fragment.setdefault(self._fragment_of(name), {})[name] = part
+        for index, of_fragment in by_fragment.items():
+            parameters = [self._common[name] for name in of_fragment]
+            if index not in self._fragments:
+                o = self._options
+                optimizer = torch.optim.SGD(parameters, lr=o.lr, momentum=o.momentum, nesterov=o.nesterov)
+                self._fragments[index] = _Fragment(optimizer)
+            else:
+                self._fragments[index].optimizer.add_param_group({"params": parameters})
+            buckets = self._mean.buckets(of_fragment)
+            self._fragments[index].buckets += buckets
+            self._fragments[index].states += [self._new_state(bucket) for bucket in buckets]
+
+    def _new_state(self, bucket: Bucket) -> State:
+        if self._compressor is None or self._group is None:
+            return {}
+        return self._compressor.new_state(bucket.shapes, dist.get_world_size(self._group), self._mean.device)
+
+    def _take_up(self, parts: Mapping[str, Tensor]) -> None:
+        new = {name: part for name, part in parts.items() if name not in self._common}
+        if new:
+            self._mean.take(new)
+            self._add(new)
+
+    def _outer_gradient(self, bucket: Bucket, parts: Mapping[str, Tensor]) -> Tensor:
+        return bucket.join(self._common, self._mean.device) - bucket.join(parts, self._mean.device)
+
+    def _average(self, bucket: Bucket, state: State, flat: Tensor) -> None:
+        if self._group is None:
+            return
+        if self._compressor is None:
+            dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._group)
+            return
+        exact = flat.float()  # the same memory where it is float32
+        self._compressor.average(exact, bucket.shapes, self._group, state)
+        if exact is not flat:
+            flat.copy_(exact)
+
+    @torch.no_grad()
+    def _step(self, fragment: _Fragment, gradients: Sequence[Tensor]) -> None:
+        for bucket, flat in zip(fragment.buckets, gradients, strict=True):
+            for name, piece in bucket.split(flat):
+                common = self._common[name]
+                common.grad = piece.to(common.device)
+        fragment.optimizer.step()
+        fragment.optimizer.zero_grad(set_to_none=True)
+
+    def _names(self, fragment: int) -> Iterator[str]:
+        return (name for name in self._common if self._fragment_of(name) == fragment)
+
+    def _optimizer_of(self, name: str) -> torch.optim.SGD:
+        return self._fragments[self._fragment_of(name)].optimizer

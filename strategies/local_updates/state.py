@@ -1,0 +1,187 @@
+"""What a run state holds of replicas that differ, and how it is read back.
+
+Under the names of the parameters there are the means over the replicas, which any strategy can go on from. Beside them:
+
+========================  ========================================================================================
+``outer/<name>/common``   the common parameters, laid out as weights
+``outer/<name>/momentum`` the momentum of the outer optimizer, likewise
+``inner/<rank>/...``      what one rank has of its own: its replica's weights, float buffers, optimizer states, the
+                          scale of its losses, what its compressor keeps back
+========================  ========================================================================================
+
+The first are read under any layout, the second under the same one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.checkpoint.parts import TensorParts
+from trainwright.strategies.gradients import local_tensor
+from trainwright.strategies.local_updates.mean import ReplicaMean
+from trainwright.strategies.local_updates.outer import OuterParameters
+from trainwright.strategies.run_state import OPTIMIZERS, WEIGHTS, Placement, spread_like
+
+# Prefixes of keys.
+INNER, OUTER = "inner/", "outer/"
+_COMMON, _MOMENTUM = "common", "momentum"
+
+
+def float_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers of floating-point numbers that a ``state_dict`` holds (running statistics), by name."""
+    found = {}
+    for path, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            kept = name not in part._non_persistent_buffers_set
+            if buffer is not None and kept and buffer.is_floating_point():
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
+
+
+def optimizer_tensors(optimizers: Sequence[Optimizer], name_of: Callable[[Tensor], str]) -> dict[str, Tensor]:
+    """This rank's part of every tensor in the states of optimizers: ``<index>/<parameter>/<key>`` -> tensor."""
+    return {
+        f"{index}/{name_of(parameter)}/{key}": local_tensor(value).detach()
+        for index, optimizer in enumerate(optimizers)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def averages(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the states of optimizers of which a mean has a meaning: floating-point tensors, not counts of steps."""
+    return {key: value for key, value in tensors.items() if value.is_floating_point() and value.dim() > 0}
+
+
+# ---- means in the place of what one replica holds --------------------------------------------------------------------
+
+
+def with_means(
+    checkpoint: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    optimized: Mapping[str, Tensor],
+    canonical: Mapping[str, str],
+) -> dict[str, Any]:
+    """A checkpoint with other values of the module's tensors.
+
+    Args:
+        checkpoint: Lightning's dict of a run.
+        weights: this rank's part of parameters, and buffers, by name.
+        optimized: what an optimizer holds in place of a parameter, by name.
+        canonical: every name of a parameter -> its first one, for tied ones.
+    """
+    if WEIGHTS not in checkpoint:
+        return dict(checkpoint)
+    made: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        made[name] = spread_like(optimized[name], value) if name in optimized else value
+    state = checkpoint[WEIGHTS].copy()
+    for name in state:
+        first = canonical.get(name, name)
+        if first in made:
+            state[name] = made[first]
+    return {**checkpoint, WEIGHTS: state}
+
+
+def with_mean_states(
+    checkpoint: Mapping[str, Any],
+    optimizers: Sequence[Optimizer],
+    name_of: Callable[[Tensor], str],
+    mean: ReplicaMean,
+) -> dict[str, Any]:
+    """A checkpoint with the means over the replicas of what optimizers remember. A collective.
+
+    What not all replicas have yet (one has skipped the first step) is left out.
+    """
+    if OPTIMIZERS not in checkpoint:
+        return dict(checkpoint)
+    held = averages(optimizer_tensors(optimizers, name_of))
+    shared = mean.common(list(held))
+    means = mean.of({key: held[key] for key in shared})
+    states = []
+    for index, (optimizer, state) in enumerate(zip(optimizers, checkpoint[OPTIMIZERS], strict=True)):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        values = {
+            position: dict(_mean_values(of_one, f"{index}/{name_of(parameters[position])}", means))
+            for position, of_one in state["state"].items()
+        }
+        whole = {position: values[position] for position, of_one in state["state"].items() if values[position]}
+        states.append({**state, "state": whole})
+    return {**checkpoint, OPTIMIZERS: states}
+
+
+def _mean_values(values: Mapping[str, Any], path: str, means: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
+    """The values of one parameter; nothing if a replica lacks them."""
+    expected = {key for key, value in values.items() if isinstance(value, Tensor) and _has_mean(value)}
+    if any(f"{path}/{key}" not in means for key in expected):
+        return
+    for key, value in values.items():
+        yield key, spread_like(value, means[f"{path}/{key}"]) if key in expected else value
+
+
+def _has_mean(value: Tensor) -> bool:
+    return bool(averages({"": local_tensor(value)}))
+
+
+# ---- the outer optimizer ---------------------------------------------------------------------------------------------
+
+
+def outer_boxes(
+    outer: OuterParameters, placement: Placement, optimized: Mapping[str, Tensor]
+) -> dict[str, TensorParts]:
+    """Boxes of common parameters and momentum, by key; views."""
+    kinds = ((_COMMON, outer.common()), (_MOMENTUM, outer.momentum()))
+    return {
+        f"{OUTER}{name}/{kind}": placement.boxes(name, spread_like(optimized[name], tensor))
+        for kind, tensors in kinds
+        for name, tensor in tensors.items()
+    }
+
+
+def read_outer(source: Any, outer: OuterParameters, placement: Placement, optimized: Mapping[str, Tensor]) -> bool:
+    """Read them back, in place; whether there were any of all that this rank holds."""
+    stored = set(source.keys())
+    common = outer.common()
+    if not all(f"{OUTER}{name}/{_COMMON}" in stored for name in common):
+        return False
+    outer.forget_momentum()
+    wanted = {f"{OUTER}{name}/{_COMMON}": (name, tensor) for name, tensor in common.items()}
+    for name in common:
+        if f"{OUTER}{name}/{_MOMENTUM}" in stored:
+            wanted[f"{OUTER}{name}/{_MOMENTUM}"] = (name, outer.make_momentum(name))
+    boxes = {key: placement.boxes(name, spread_like(optimized[name], t)) for key, (name, t) in wanted.items()}
+    source.fill({key: parts for key, parts in boxes.items() if parts.parts})
+    return True
+
+
+# ---- what a rank has of its own --------------------------------------------------------------------------------------
+
+
+def inner_boxes(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, TensorParts]:
+    """Tensors of one rank alone, by key."""
+    return {f"{INNER}{rank}/{name}": TensorParts.whole(tensor) for name, tensor in tensors.items() if tensor.numel()}
+
+
+def inner_keys(source: Any, rank: int | None) -> dict[str, str]:
+    """Name -> key of what ``rank`` had of its own; ``None``: of the one rank whose state it is."""
+    keys = [key for key in source.keys() if key.startswith(INNER)]  # noqa: SIM118 - no mapping
+    found = {}
+    for key in keys:
+        owner, _, name = key.removeprefix(INNER).partition("/")
+        if rank is None or owner == str(rank):
+            found[name] = key
+    return found
+
+
+def read_inner(source: Any, keys: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Read what there is of ``tensors``, in place."""
+    wanted = {keys[name]: TensorParts.whole(t) for name, t in tensors.items() if name in keys and t.numel()}
+    with torch.no_grad():
+        source.fill(wanted)

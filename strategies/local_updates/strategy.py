@@ -1,0 +1,729 @@
+"""Local SGD and DiLoCo: replicas step by themselves and are brought together every so many steps."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from trainwright.checkpoint.handing_over import HANDED_OVER
+from trainwright.checkpoint.held import HeldSource
+from trainwright.checkpoint.parts import TensorParts
+from trainwright.checkpoint.run_state import RunState
+from trainwright.checkpoint.save import Content
+from trainwright.strategies.base import HeldBytes
+from trainwright.strategies.checkpointing import OF_RUN
+from trainwright.strategies.compression.names import choose_compression, make_compressor
+from trainwright.strategies.gradients import local_tensor
+from trainwright.strategies.groups import LayoutGroups
+from trainwright.strategies.hybrid import HybridStrategy
+from trainwright.strategies.layout import Layout
+from trainwright.strategies.local_updates.background import Background
+from trainwright.strategies.local_updates.fragments import fragment_of
+from trainwright.strategies.local_updates.mean import ReplicaMean
+from trainwright.strategies.local_updates.outer import OuterOptions, OuterParameters
+from trainwright.strategies.local_updates.rules import (
+    MANUAL_OPTIMIZATION,
+    averaging_callback_problem,
+    compressed_parameters_problem,
+    fragment_problem,
+    local_update_problems,
+    sync_batchnorm_problem,
+)
+from trainwright.strategies.local_updates.schedule import Schedule
+from trainwright.strategies.local_updates.state import (
+    averages,
+    float_buffers,
+    inner_boxes,
+    inner_keys,
+    optimizer_tensors,
+    outer_boxes,
+    read_inner,
+    read_outer,
+    with_mean_states,
+    with_means,
+)
+from trainwright.strategies.precision import AgreedGradScaler
+from trainwright.strategies.run_state import OPTIMIZERS
+
+# What a run state says of this module's own part of it.
+_OWN = "local_updates"
+_BUFFER = "buffers/"
+_WEIGHT = "weights/"
+_OPTIMIZER = "optimizer/"
+_COMPRESSION = "compression/"
+_SCALER = "scaler"
+
+
+class LocalUpdateStrategy(HybridStrategy):
+    """Gradients are averaged within a replica alone; replicas are brought together every ``sync_every`` steps.
+
+    A replica is whatever the layout makes of it: one rank, ranks that share its state by ZeRO, tensor, context or
+    expert ranks, a pipeline. Between two synchronisations replicas differ, in parameters, running statistics and
+    optimizer states. What others see of the run is the mean over the replicas: before a validation, and when training
+    has ended, every replica shows the mean of the parameters and float buffers; after a validation each goes on from
+    its own. The mean is what checkpoints hold under the names of the parameters; beside it they hold what each rank
+    needs to go on from its own. So neither validations nor checkpoints change how a run goes on.
+
+    Norms, clipping and the scale of ``16-mixed`` losses are those of a replica: a step that overflows is skipped by its
+    replica alone.
+
+    Args:
+        sync_every: optimizer steps from one synchronisation to the next.
+        warmup_steps: steps at the beginning in which gradients are averaged over the replicas, too, as in DDP
+            (post-local SGD, arXiv:1808.07217); 0 is off.
+        replicate: number of replicas; -1 takes the rest of the world.
+        shard: ranks over which ZeRO splits the state of a replica; 1 is off.
+        **kwargs: see :class:`~trainwright.strategies.hybrid.HybridStrategy`.
+
+    Raises:
+        ValueError: if the options contradict each other.
+    """
+
+    def __init__(
+        self, *, sync_every: int, warmup_steps: int = 0, replicate: int = -1, shard: int = 1, **kwargs: Any
+    ) -> None:
+        _refuse(local_update_problems({"sync_every": sync_every, "warmup_steps": warmup_steps}))
+        super().__init__(replicate=replicate, shard=shard, **kwargs)
+        self._schedule = Schedule(sync_every, warmup_steps=warmup_steps)
+        self._mean: ReplicaMean | None = None
+        self._is_alike = True
+        self._aside: dict[str, Tensor] | None = None
+        self._source: RunState | HeldSource | None = None
+
+    # ---- what others may read -------------------------------------------------------------------------------------
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Only ranks of one replica need each other."""
+        return self.is_cut or (self.stage == 3 and self.layout.state_ranks > 1)
+
+    def held_bytes(self) -> HeldBytes:
+        """Bytes that this rank holds now; what the outer optimizer holds counts as an optimizer's."""
+        held = super().held_bytes()
+        return HeldBytes(held.parameters, held.gradients, held.optimizer + self._outer_bytes())
+
+    def _outer_bytes(self) -> int:
+        return 0
+
+    def trained_boxes(self) -> dict[str, TensorParts]:
+        """As of any strategy; keys tell the replica, for only its ranks hold the same between two synchronisations."""
+        place = self.layout.coordinates(self.global_rank)["replicate"]
+        return {f"{key} [replica {place}]": boxes for key, boxes in super().trained_boxes().items()}
+
+    # ---- setup ----------------------------------------------------------------------------------------------------
+
+    def _mesh_over(self, groups: LayoutGroups, *axes: str) -> DeviceMesh:
+        return groups.mesh(axes)  # the ranks of one replica
+
+    @property
+    def _splits_parameters(self) -> bool:
+        return super()._splits_parameters and self.mesh.size() > 1
+
+    def _is_trained_alone(self, parameter: nn.Parameter) -> bool:
+        return self._mesh_of(parameter).size() == 1
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up each replica, and what brings them together."""
+        module = self.lightning_module
+        assert module is not None
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._refuse_beside(module, trainer)
+        self._let_go()
+        super().setup(trainer)
+        assert self._groups is not None
+        self._mean = ReplicaMean(self._groups.along("replicate"), self.root_device, self._alike, self._bucket_bytes)
+
+    def _refuse_beside(self, module: LightningModule, trainer: Trainer) -> None:
+        """Refuse what cannot work while replicas differ."""
+        problems = [] if module.automatic_optimization else [f"{type(module).__name__}: {MANUAL_OPTIMIZATION}"]
+        problems += [sync_batchnorm_problem()] if self._layer_sync else []
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                problems.append(averaging_callback_problem(type(callback).__name__))
+        _refuse(problems)
+
+    def _alike(self, name: str) -> str:
+        """See :data:`~trainwright.strategies.local_updates.mean.Alike`."""
+        parameter = self._named.get(name)
+        # Every rank of the shard axis holds a scalar, beside other rows of the rest.
+        return self._kin_of(name) + (" scalar" if parameter is not None and parameter.dim() == 0 else "")
+
+    def setup_precision_plugin(self) -> None:
+        """Let a replica decide by itself whether its step has overflown."""
+        super().setup_precision_plugin()
+        scaler = self._scaler()
+        if isinstance(scaler, AgreedGradScaler):
+            scaler.agree = self._agreed_within_replica
+
+    def _agreed_within_replica(self, flag: Tensor) -> Tensor:
+        assert self._groups is not None
+        group = self._groups.along("pipeline", "shard", "context", "tensor")
+        if group is not None:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        return flag
+
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        return getattr(self.precision_plugin, "scaler", None)
+
+    def _let_go(self) -> None:
+        self._mean, self._aside = None, None
+        self._is_alike = True
+
+    def teardown(self) -> None:
+        """Let go of what brought replicas together; each keeps the weights that it shows."""
+        self._let_go()
+        self._source = None
+        super().teardown()
+
+    # ---- what replicas have of their own ----------------------------------------------------------------------------
+
+    def _optimized(self) -> dict[str, Tensor]:
+        """What optimizers hold in place of the parameters that they step, by name."""
+        stepped = {id(parameter) for parameter in self._optimized_parameters()}
+        found = {name: self._as_optimized(p) for name, p in self._named.items() if p.requires_grad}
+        return {name: held for name, held in found.items() if id(held) in stepped}
+
+    def _trained_parts(self) -> dict[str, Tensor]:
+        """This rank's part of each of these; changed in place, they have to be published."""
+        return {name: local_tensor(held).detach() for name, held in self._optimized().items()}
+
+    def _own(self) -> dict[str, Tensor]:
+        """Parts of parameters, and float buffers, by name."""
+        assert self.lightning_module is not None
+        return {**self._trained_parts(), **float_buffers(self.lightning_module)}
+
+    def _publish_all(self) -> None:
+        for optimizer in self.optimizers:
+            self._publish(optimizer)
+
+    @property
+    def _means(self) -> ReplicaMean:
+        assert self._mean is not None
+        return self._mean
+
+    # ---- the step -------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Begin from what is loaded by now."""
+        super().on_train_start()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Take the parameters as they are for those that all replicas have in common, if there is need of such."""
+
+    def _sum_shared_gradients(self) -> None:
+        super()._sum_shared_gradients()
+        if self._warms_up and not self._accumulates:
+            self._average_over_replicas()
+
+    @property
+    def _warms_up(self) -> bool:
+        """Whether this is a step with averaged gradients."""
+        assert self.lightning_module is not None
+        return int(self.lightning_module.trainer.global_step) < self._schedule.warmup_steps
+
+    def _average_over_replicas(self) -> None:
+        if self._means.group is None:
+            return
+        held = self._optimized()
+        flags = torch.tensor([float(each.grad is not None) for each in held.values()], device=self.root_device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._means.group)
+        gradients = {}
+        for (name, each), flag in zip(held.items(), flags.tolist(), strict=True):
+            if flag and each.grad is None:
+                each.grad = torch.zeros_like(each)  # another replica has one
+            if flag:
+                gradients[name] = local_tensor(each.grad)  # type: ignore[arg-type]
+        self._means.take(gradients)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step this replica, and bring replicas together where it is time."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self.lightning_module is not None
+        self._is_alike = False
+        # Not counted yet; one that a callback drops never comes here and is not counted either.
+        self._stepped(int(self.lightning_module.trainer.global_step) + 1)
+        return output
+
+    @abstractmethod
+    def _stepped(self, step: int) -> None:
+        """Do what is due when ``step`` optimizer steps are done. A collective of all ranks."""
+
+    def _average_buffers(self) -> None:
+        assert self.lightning_module is not None
+        self._means.take(float_buffers(self.lightning_module))
+
+    # ---- what others see --------------------------------------------------------------------------------------------
+
+    def _show_means(self) -> None:
+        """Let every replica hold the means, and keep what it has of its own aside. A collective."""
+        assert self.lightning_module is not None
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if not fits or self._is_alike or self._aside is not None or self._means.group is None:
+            return
+        own = self._own()
+        self._aside = {name: tensor.clone() for name, tensor in own.items()}
+        self._means.take(own)
+        self._publish_all()
+
+    def _take_back(self) -> None:
+        """Let this replica go on from its own."""
+        if self._aside is None:
+            return
+        aside, self._aside = self._aside, None
+        for name, tensor in self._own().items():
+            tensor.copy_(aside[name])
+        self._publish_all()
+
+    def on_validation_start(self) -> None:
+        """Show the means over the replicas."""
+        super().on_validation_start()
+        self._show_means()
+
+    def on_validation_end(self) -> None:
+        """Go on from each replica's own."""
+        self._take_back()
+        super().on_validation_end()
+
+    def conclude(self) -> None:
+        """Show the means over the replicas for good; what each has of its own is kept until the last state is saved."""
+        self._show_means()
+
+    def on_train_end(self) -> None:
+        """Keep the means."""
+        self._show_means()  # under Lightning's own Trainer
+        self._aside = None
+        self._is_alike = True
+        super().on_train_end()
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
+        """As of any strategy: means under the names of parameters, and what each rank has of its own beside them.
+
+        Args:
+            checkpoint: Lightning's dict of the run.
+            complete: the weights are this rank's own instead; see
+                :meth:`~trainwright.strategies.checkpointing.RunStateStrategy.run_state`.
+        """
+        with_own = OPTIMIZERS in checkpoint
+        if complete:
+            self._take_back()
+            content = super().run_state(checkpoint, complete=True)
+            own = self._remembered()
+        else:
+            content = super().run_state(self._averaged(checkpoint))
+            own = {**self._of_this_rank(), **self._remembered()} if with_own else {}
+        if not with_own:
+            return content
+        tensors = {**content.tensors, **self._common_boxes(), **inner_boxes(self._rank, own)}
+        content.tree[OF_RUN][_OWN] = {"strategy": self.strategy_name, **self._told()}
+        content.tree[OF_RUN]["left_behind"] = {"of": _OWN, "text": self._left_behind()}
+        return Content(content.tree, tensors, content.about)
+
+    def _averaged(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """A checkpoint of the means over the replicas. A collective."""
+        assert self.lightning_module is not None
+        own = self._own()
+        means = self._means.of(own) if self._aside is None and not self._is_alike else own
+        canonical = self._canonical_names()
+        averaged = with_means(checkpoint, means, self._optimized(), canonical)
+        return with_mean_states(averaged, self.optimizers, self._name_of(), self._means)
+
+    def _canonical_names(self) -> dict[str, str]:
+        assert self.lightning_module is not None
+        first = {id(p): name for name, p in self.lightning_module.named_parameters()}
+        return {name: first[id(p)] for name, p in self.lightning_module.named_parameters(remove_duplicate=False)}
+
+    def _of_this_rank(self) -> dict[str, Tensor]:
+        """What a file must hold of this rank beside the means."""
+        own = self._own() if self._aside is None else self._aside
+        buffers = self._buffer_names()
+        weights = {f"{_BUFFER if name in buffers else _WEIGHT}{name}": tensor for name, tensor in own.items()}
+        states = optimizer_tensors(self.optimizers, self._name_of())
+        return {**weights, **{f"{_OPTIMIZER}{key}": value for key, value in states.items()}, **self._scale()}
+
+    def _buffer_names(self) -> set[str]:
+        assert self.lightning_module is not None
+        return set(float_buffers(self.lightning_module))
+
+    def _scale(self) -> dict[str, Tensor]:
+        scaler = self._scaler()
+        state = {} if scaler is None else scaler.state_dict()
+        if not state:
+            return {}
+        return {_SCALER: torch.tensor([state["scale"], float(state["_growth_tracker"])], dtype=torch.float64)}
+
+    def _remembered(self) -> dict[str, Tensor]:
+        """What this rank remembers of synchronisations alone."""
+        return {}
+
+    def _common_boxes(self) -> dict[str, TensorParts]:
+        """What all replicas have in common besides."""
+        return {}
+
+    def _told(self) -> dict[str, Any]:
+        """Plain values that a run that goes on must know."""
+        return {}
+
+    @abstractmethod
+    def _left_behind(self) -> str:
+        """What is lost of a state under another strategy, as a sentence."""
+
+    def _own_buffers(self) -> dict[str, Tensor]:
+        # Those with a mean are among what each rank has of its own.
+        floats = {f"{_BUFFER}{name}" for name in self._buffer_names()}
+        return {key: value for key, value in super()._own_buffers().items() if key not in floats}
+
+    def _save_plain(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        """Let the user's plugin write the means."""
+        super()._save_plain(self._averaged(checkpoint), filepath, storage_options)
+
+    def _knows_left_behind(self, of: str) -> bool:
+        return of == _OWN
+
+    def _opened(self, state: RunState | HeldSource) -> dict[str, Any]:
+        self._source = state if self._is_fitting() else None
+        return super()._opened(state)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Read optimizer states, then what this rank had of its own.
+
+        Raises:
+            CheckpointError: if the saved optimizers were other ones, or had other groups or parameters.
+        """
+        super().load_optimizer_state_dict(checkpoint)
+        source, self._source = self._source, None
+        self._aside, self._is_alike = None, False
+        self._begin_anew()
+        if source is None:
+            return
+        of_run = source.tree.get(OF_RUN, {})
+        told = of_run.get(_OWN)
+        if told is None:
+            return
+        lost = self._restore_common(source, told)
+        lost += self._restore_own(source, Layout(**of_run["layout"]))
+        if isinstance(source, HeldSource):
+            if source.about.get(HANDED_OVER):
+                self._begin_from_common()
+        elif lost:
+            rank_zero_warn(f"{source.path} was written with strategy={told['strategy']}: {'; '.join(lost)}.")
+        self._publish_all()
+
+    def _begin_anew(self) -> None:
+        """Forget what was remembered of synchronisations; the weights that are loaded are those of all replicas."""
+
+    def _restore_common(self, source: RunState | HeldSource, told: Mapping[str, Any]) -> list[str]:
+        """Read what all replicas have in common; what of it is not taken, in words."""
+        return ["the state of its outer optimizer is left out"] if told.get("has_outer") else []
+
+    def _begin_from_common(self) -> None:
+        """The state is that of another replica, which goes on from it: begin apart from it, where that is possible."""
+
+    def _restore_own(self, source: RunState | HeldSource, saved: Layout) -> list[str]:
+        """Read what this rank had of its own; what of it is not taken, in words."""
+        if isinstance(source, HeldSource):
+            if not source.about.get(HANDED_OVER):
+                read_inner(source, inner_keys(source, None), self._remembered())
+            return []
+        if saved != self.layout:
+            return [
+                f"its layout was {saved}, not {self.layout}, so all replicas go on from the mean of their weights and "
+                "of their optimizer states"
+            ]
+        keys = inner_keys(source, self._rank)
+        states = {f"{_OPTIMIZER}{k}": v for k, v in optimizer_tensors(self.optimizers, self._name_of()).items()}
+        buffers = self._buffer_names()
+        own = {f"{_BUFFER if name in buffers else _WEIGHT}{name}": t for name, t in self._own().items()}
+        scale = self._scale()
+        read_inner(source, keys, {**own, **states, **scale, **self._remembered()})
+        scaler = self._scaler()
+        if scaler is not None and scale:
+            value, growth = scale[_SCALER].tolist()
+            scaler.load_state_dict({**scaler.state_dict(), "scale": value, "_growth_tracker": int(growth)})
+        return []
+
+
+class LocalSGDStrategy(LocalUpdateStrategy):
+    """Replicas step by themselves; every ``sync_every`` steps their parameters are averaged (arXiv:1805.09767).
+
+    With one step between two averages and SGD, momentum included, it computes what DDP computes.
+
+    Args:
+        sync_every: optimizer steps from one average to the next.
+        average_optimizer: average what optimizers remember (momentum, second moments), too, which multiplies what is
+            sent; ``False``: each replica keeps its own.
+        **kwargs: see :class:`LocalUpdateStrategy`.
+
+    Raises:
+        ValueError: if the options contradict each other.
+    """
+
+    strategy_name = "local_sgd"
+
+    def __init__(self, *, sync_every: int = 10, average_optimizer: bool = False, **kwargs: Any) -> None:
+        problem = compressed_parameters_problem(kwargs.pop("compression", None))
+        _refuse([problem] if problem else [])
+        super().__init__(sync_every=sync_every, **kwargs)
+        self._averages_optimizer = average_optimizer
+
+    def _stepped(self, step: int) -> None:
+        if self._schedule.due(step) is None:
+            return
+        self._means.take(self._own())
+        if self._averages_optimizer:
+            states = averages(optimizer_tensors(self.optimizers, self._name_of()))
+            self._means.take({key: states[key] for key in self._means.common(list(states))})
+        self._publish_all()
+        self._is_alike = True
+
+    def _left_behind(self) -> str:
+        return (
+            "the weights and optimizer states of its replicas were averaged, and what each had of its own is left out"
+        )
+
+
+class DiLoCoStrategy(LocalUpdateStrategy):
+    """Replicas step by themselves; how far they have gone together is the gradient of an outer optimizer.
+
+    DiLoCo (arXiv:2311.08105): every ``sync_every`` steps the difference between the common parameters and those of each
+    replica (the outer gradient) is averaged, SGD with Nesterov momentum steps the common parameters by it, and every
+    replica goes on from these. With ``outer_lr=1`` and ``outer_momentum=0`` it is local SGD. What the replicas'
+    optimizers remember stays theirs.
+
+    Streaming (arXiv:2501.18512): with ``fragments`` the repeated blocks of the model are synchronised in turn, each
+    every ``sync_every`` steps; with ``overlap_steps`` an average goes on while training does, and its result is mixed
+    with what the replica holds by then.
+
+    Args:
+        sync_every: optimizer steps from one synchronisation (of a fragment) to the next.
+        outer_lr: learning rate of the outer SGD.
+        outer_momentum: its momentum; 0 is off.
+        outer_nesterov: take Nesterov's momentum.
+        fragments: parts that are synchronised in turn; 1 is the whole model at once.
+        overlap_steps: optimizer steps after which an average is merged that was begun in the background; 0 is off:
+            training waits for it.
+        mixing: part of a replica's own parameters that is kept then (alpha of the paper); without overlap there is
+            nothing to mix.
+        compression: how outer gradients are sent: the name of a compressor (``"bf16"``) or a mapping of ``name`` and
+            options; ``None`` is off. See :func:`~trainwright.strategies.compression.names.make_compressor`.
+        offload_outer: keep the common parameters and the momentum in host memory.
+        **kwargs: see :class:`LocalUpdateStrategy`.
+
+    Raises:
+        ValueError: if the options contradict each other.
+    """
+
+    strategy_name = "diloco"
+
+    def __init__(
+        self,
+        *,
+        sync_every: int = 50,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        outer_nesterov: bool = True,
+        fragments: int = 1,
+        overlap_steps: int = 0,
+        mixing: float = 0.5,
+        compression: str | Mapping[str, Any] | None = None,
+        offload_outer: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        options = {
+            "sync_every": sync_every,
+            "outer_lr": outer_lr,
+            "outer_momentum": outer_momentum,
+            "outer_nesterov": outer_nesterov,
+            "fragments": fragments,
+            "overlap_steps": overlap_steps,
+            "mixing": mixing,
+            "compression": compression,
+        }
+        _refuse(local_update_problems(options))
+        super().__init__(sync_every=sync_every, **kwargs)
+        self._schedule = Schedule(sync_every, fragments, self._schedule.warmup_steps)
+        self._overlap = overlap_steps
+        self._outer_options = OuterOptions(outer_lr, outer_momentum, outer_nesterov, mixing, offload_outer)
+        self._choice = choose_compression(compression)
+        self._outer: OuterParameters | None = None
+        self._background: Background | None = None
+        self._background_group: dist.ProcessGroup | None = None
+        self._launched: dict[int, int] = {}  # fragment -> step of what has not been merged yet
+        self._fragment_names: dict[str, int] = {}
+
+    # ---- setup ----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up each replica, and the outer optimizer's surroundings."""
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._deal_fragments()
+        if self._overlap and self._means.group is not None:
+            # A group of its own: messages of two threads on one would mix.
+            self._background_group, _ = dist.new_subgroups_by_enumeration(self.layout.groups("replicate"))
+            self._background = Background(self.root_device)
+
+    def _deal_fragments(self) -> None:
+        assert self.lightning_module is not None
+        if self._engines is not None:
+            assert self._assembly is not None
+            blocks, order = list(self._engines.plan.blocks), list(self._assembly.names)
+        else:
+            blocks = list(self._find_blocks()) if self._schedule.fragments > 1 else []
+            order = list(self._named)
+        problem = fragment_problem(self._schedule.fragments, len(blocks))
+        _refuse([problem] if problem else [])
+        self._fragment_names = {name: fragment_of(name, blocks, order, self._schedule.fragments) for name in order}
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._launched = {}
+        self._outer = None
+        if self._background is not None:
+            self._background.close()
+            self._background = None
+        self._background_group = None
+
+    def _begin(self) -> None:
+        if self._outer is not None:
+            return
+        compressor = None
+        if self._choice is not None:
+            compressor = make_compressor(self._choice.name, **self._choice.options)
+        self._outer = OuterParameters(
+            self._trained_parts(),
+            lambda name: self._fragment_names.get(name, 0),
+            self._means,
+            self._outer_options,
+            compressor,
+            self._background,
+            self._background_group,
+        )
+
+    @property
+    def outer(self) -> OuterParameters:
+        """The common parameters; while training."""
+        assert self._outer is not None
+        return self._outer
+
+    def _outer_bytes(self) -> int:
+        return 0 if self._outer is None else self._outer.num_bytes()
+
+    def trained_boxes(self) -> dict[str, TensorParts]:
+        """With the common parameters and their momentum, which all replicas hold alike."""
+        boxes = super().trained_boxes()
+        if self._outer is not None:
+            # Named as an optimizer's: <index>/<parameter>/<value>.
+            for key, parts in self._common_boxes().items():
+                boxes[f"optimizer/{key}"] = parts
+        return {key: parts for key, parts in boxes.items() if parts.parts}
+
+    # ---- the step -------------------------------------------------------------------------------------------------
+
+    def _stepped(self, step: int) -> None:
+        if step == self._schedule.warmup_steps:
+            self.outer.begin_at(self._trained_parts())  # what replicas have in common by now
+        changed = self._merge_what_has_come(step)
+        fragment = self._schedule.due(step)
+        if fragment is not None:
+            self.outer.launch(fragment, self._trained_parts())
+            self._launched[fragment] = step
+            if not self._overlap:
+                self._merge(fragment, 0.0)
+                changed = True
+            if fragment == 0:
+                self._average_buffers()
+        if changed:
+            self._publish_all()
+        self._is_alike = fragment is not None and not self._overlap and self._schedule.fragments == 1
+
+    def _merge_what_has_come(self, step: int) -> bool:
+        due = [fragment for fragment, begun in self._launched.items() if begun + self._overlap <= step]
+        for fragment in sorted(due):
+            self._merge(fragment, self._outer_options.mixing)
+        return bool(due)
+
+    def _merge(self, fragment: int, mixing: float) -> None:
+        self.outer.land(fragment)
+        self.outer.merge(fragment, self._trained_parts(), mixing)
+        del self._launched[fragment]
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
+        """See :meth:`LocalUpdateStrategy.run_state`; averages that are on their way are waited for."""
+        if self._outer is None:
+            self._begin()
+        self.outer.land()
+        return super().run_state(checkpoint, complete=complete)
+
+    def _remembered(self) -> dict[str, Tensor]:
+        return {f"{_COMPRESSION}{key}": value for key, value in self.outer.compression().items()}
+
+    def _common_boxes(self) -> dict[str, TensorParts]:
+        return outer_boxes(self.outer, self.placement, self._optimized())
+
+    def _told(self) -> dict[str, Any]:
+        return {"has_outer": True, "launched": {str(k): v for k, v in self._launched.items()}, "options": self._form()}
+
+    def _form(self) -> dict[str, Any]:
+        """What must be the same for averages that are on their way, and residuals, to have a meaning."""
+        choice = None if self._choice is None else asdict(self._choice)
+        return {"sync_every": self._schedule.sync_every, "fragments": self._schedule.fragments, "compression": choice}
+
+    def _left_behind(self) -> str:
+        return (
+            "the weights and optimizer states of its replicas were averaged, and the outer optimizer's state and what "
+            "each replica had of its own are left out"
+        )
+
+    def _begin_anew(self) -> None:
+        if self._outer is not None:
+            self._outer.forget_flights()
+            self._outer = None
+        self._launched = {}
+        self._begin()
+
+    def _restore_common(self, source: RunState | HeldSource, told: Mapping[str, Any]) -> list[str]:
+        if not told.get("has_outer"):
+            return []
+        lost = []
+        if not read_outer(source, self.outer, self.placement, self._optimized()):
+            lost.append("its outer optimizer knows other parameters, so its state is left out")
+        elif told["options"] == self._form():
+            self._launched = {int(fragment): step for fragment, step in told["launched"].items()}
+        elif told["launched"]:
+            lost.append("averages that were on their way are left out, since it was synchronised otherwise")
+        return lost
+
+    def _begin_from_common(self) -> None:
+        for name, part in self._trained_parts().items():
+            common = self.outer.common().get(name)
+            if common is not None:
+                part.copy_(common)
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("; ".join(problems))

@@ -1,0 +1,118 @@
+"""What is impossible about local updates (`strategy=local_sgd|diloco`), as far as it is known before a start."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.strategies.layout import Layout
+from trainwright.strategies.local_updates.rules import (
+    MANUAL_OPTIMIZATION,
+    averaging_callback_problem,
+    compressed_parameters_problem,
+    fragment_problem,
+    local_update_problems,
+    sync_batchnorm_problem,
+)
+
+_PREFIX = "strategy."
+# Lightning's; their subclasses are refused by the ranks.
+_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
+_LOCAL_SGD, _DILOCO = "LocalSGDStrategy", "DiLoCoStrategy"
+
+
+def local_update_refusals(cfg: DictConfig, verb: str, layout: Layout | None) -> list[str]:
+    """What speaks against local updates in a resolved configuration; empty where another strategy is chosen.
+
+    Args:
+        cfg: resolved.
+        verb: fit, validate, test or predict.
+        layout: closed; None if the layout is refused anyway.
+    """
+    if _class_of(cfg.strategy) not in (_LOCAL_SGD, _DILOCO):
+        return []
+    plain: Any = OmegaConf.to_container(cfg.strategy)
+    problems = local_update_problems(_ours(plain), _PREFIX)
+    if verb == "fit":
+        problems += [*_layout_problems(cfg, layout), *_beside(cfg)]
+    return problems
+
+
+def local_update_refusals_of_module(cfg: DictConfig, verb: str) -> list[str]:
+    """What speaks against local updates of the module of a configuration. Imports torch and builds it without memory.
+
+    A module that cannot be built so is left to the ranks, which ask the same questions.
+    """
+    if _class_of(cfg.strategy) not in (_LOCAL_SGD, _DILOCO) or verb != "fit" or "_target_" not in cfg.module:
+        return []
+    from trainwright.trainer.check_layout import meta_module
+
+    module = meta_module(cfg)
+    if module is None:
+        return []
+    problems = [] if module.automatic_optimization else [f"{type(module).__name__}: {MANUAL_OPTIMIZATION}"]
+    if cfg.strategy.get("fragments", 1) > 1:
+        from trainwright.strategies.blocks import find_blocks
+
+        patterns = cfg.strategy.get("blocks")
+        try:
+            blocks = len(find_blocks(module, None if patterns is None else list(patterns)))
+        except ValueError:
+            return problems  # said of the patterns elsewhere
+        problem = fragment_problem(cfg.strategy.fragments, blocks, _PREFIX)
+        problems += [problem] if problem else []
+    return problems
+
+
+def _ours(plain: dict[str, Any]) -> dict[str, Any]:
+    """Options of the strategy; a compressor of a local SGD is judged for itself."""
+    if plain["_target_"].endswith(_LOCAL_SGD):
+        return {key: value for key, value in plain.items() if key != "compression"}
+    return plain
+
+
+def _layout_problems(cfg: DictConfig, layout: Layout | None) -> Iterator[str]:
+    if layout is None:
+        return
+    if layout.replicate == 1:
+        others = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1) or "one rank"
+        yield (
+            f"strategy.replicate=1 of {layout.world_size} rank(s) ({others}): there are no replicas to bring together; "
+            "type devices=2 or more (with strategy.replicate=-1), or strategy=ddp (or hybrid) without local updates"
+        )
+    is_local_sgd = _class_of(cfg.strategy) == _LOCAL_SGD
+    problem = compressed_parameters_problem(cfg.strategy.get("compression"), _PREFIX) if is_local_sgd else None
+    if problem is not None:
+        yield problem
+    if is_local_sgd and layout.replicate == layout.world_size:
+        yield from (
+            f"{key}: ReplicaCheck compares what ranks hold alike, and replicas of local_sgd that are one rank each "
+            "hold nothing alike between two averages; type monitor=default, or strategy=diloco, whose common "
+            "parameters it compares"
+            for key, value in _callbacks(cfg)
+            if _class_of(value) == "ReplicaCheck"
+        )
+
+
+def _beside(cfg: DictConfig) -> Iterator[str]:
+    """What else cannot be had together with replicas that differ."""
+    for key, value in _callbacks(cfg):
+        if _class_of(value) in _AVERAGING:
+            yield f"{key}: {averaging_callback_problem(_class_of(value))}"
+    if cfg.balance.kind != "none":
+        yield (
+            f"balance={cfg.balance.kind} with local updates: unequal shares of the global batch are weighed in the "
+            "average of every step, and replicas that step by themselves take none; type balance=none"
+        )
+    if cfg.trainer.sync_batchnorm:
+        yield f"trainer.{sync_batchnorm_problem()}"
+
+
+def _callbacks(cfg: DictConfig) -> Iterator[tuple[str, Any]]:
+    for group in ("callbacks", "monitor"):
+        for name, value in cfg[group].items():
+            yield f"{group}.{name}", value
+
+
+def _class_of(node: Any) -> str:
+    return str(node.get("_target_", "")).rsplit(".", 1)[-1] if isinstance(node, DictConfig) else ""
