@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,14 +166,9 @@ class LocalUpdateStrategy(HybridStrategy):
         super().setup_precision_plugin()
         scaler = self._scaler()
         if isinstance(scaler, AgreedGradScaler):
-            scaler.agree = self._agreed_within_replica
-
-    def _agreed_within_replica(self, flag: Tensor) -> Tensor:
-        assert self._groups is not None
-        group = self._groups.along("pipeline", "shard", "context", "tensor")
-        if group is not None:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        return flag
+            assert self._groups is not None
+            group = self._groups.along("pipeline", "shard", "context", "tensor")
+            scaler.agree = partial(_any_of, group)
 
     def _scaler(self) -> torch.amp.GradScaler | None:
         return getattr(self.precision_plugin, "scaler", None)
@@ -722,6 +718,13 @@ class DiLoCoStrategy(LocalUpdateStrategy):
             common = self.outer.common().get(name)
             if common is not None:
                 part.copy_(common)
+
+
+def _any_of(group: dist.ProcessGroup | None, flag: Tensor) -> Tensor:
+    """Whether a flag is set on any rank of ``group``; ``None``: there is no other rank."""
+    if group is not None:
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    return flag
 
 
 def _refuse(problems: list[str]) -> None:
