@@ -53,20 +53,30 @@ class Peer:
         servers: how many; the first ranks hold them.
         kind: of optimizer.
         codec: of pushes.
+        store: where they meet; ``None``: that of the default process group.
+        serves: whether a rank with the number of a server holds it.
         **rules: see :class:`Rules`.
     """
 
     def __init__(
-        self, rank: int, workers: int, servers: int = 1, kind: str = "adamw", codec: Any = None, **rules: Any
+        self,
+        rank: int,
+        workers: int,
+        servers: int = 1,
+        kind: str = "adamw",
+        codec: Any = None,
+        store: Any = None,
+        serves: bool = True,
+        **rules: Any,
     ) -> None:
         self.model = make_model()
         self.optimizer = make_optimizer(self.model, kind)
         names = {id(p): name for name, p in self.model.named_parameters()}
         self.plan = Plan.of(self.optimizer, names, servers)
-        meeting = Meeting(dist.distributed_c10d._get_default_store(), PREFIX)
+        meeting = Meeting(store or dist.distributed_c10d._get_default_store(), PREFIX)
         device = Device()
         self.server: Server | None = None
-        if rank < servers:
+        if serves and rank < servers:
             self.server = Server(rank, self.plan, Rules(**rules), meeting, workers, device, codec)
             self.server.start()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -29,3 +29,100 @@ def test_in_step_is_the_mean_of_all(ranks, servers, kind, clip_norm):
     for parameters, _, _ in results:
         torch.testing.assert_close(parameters, expected, rtol=1e-6, atol=1e-7)
     assert torch.equal(results[0][0], results[1][0])
+
+
+def go_alone(consistency: str) -> Any:
+    """Rank 0 makes all its steps before rank 1 begins its first."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    peer = Peer(rank, 2, consistency=consistency)
+    peer.begin()
+    if rank == 1:
+        dist.barrier()
+    for step in range(30):
+        peer.step(step)
+    if rank == 0:
+        dist.barrier()
+    peer.client.meet()
+    peer.end()
+    return flat(peer.model)
+
+
+def test_asynchronous_workers_do_not_wait(ranks):
+    first, second = ranks(go_alone, 2, "async")
+    assert torch.equal(first, second)
+
+
+def keep_bound(staleness: int) -> Any:
+    """Three workers of different speed."""
+    import time
+
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    peer = Peer(rank, 3, servers=2, kind="sgd", consistency="ssp", staleness=staleness, delay_compensation=0.01)
+    peer.begin()
+    for step in range(20):
+        time.sleep(0.004 * rank)
+        peer.step(step)
+    peer.client.meet()
+    peer.end()
+    return flat(peer.model), -1 if peer.server is None else peer.server.largest_spread
+
+
+def test_no_worker_is_ever_further_ahead_than_the_bound(ranks):
+    results = ranks(keep_bound, 3, 2)
+    spreads = [spread for _, spread in results[:2]]
+    assert max(spreads) == 2  # the fast ones did run ahead
+    assert all(torch.equal(parameters, results[0][0]) for parameters, _ in results)
+
+
+def push_coded(name: str, options: dict[str, Any]) -> Any:
+    import torch.distributed as dist
+
+    from trainwright.strategies.compression.names import codec_of
+
+    peer = Peer(dist.get_rank(), 2, servers=2, codec=codec_of(name, **options), consistency="sync")
+    peer.begin()
+    for step in range(6):
+        peer.step(step)
+    peer.client.meet()
+    peer.end()
+    return flat(peer.model), peer.client.sent_bytes, peer.client.residuals
+
+
+def test_codecs_write_what_is_pushed(ranks):
+    parameters, sent, residuals = ranks(push_coded, 2, "topk", {"ratio": 1.0})[0]
+    torch.testing.assert_close(parameters, reference(2, 6), rtol=1e-6, atol=1e-7)
+    assert all(not residual.any() for residual in residuals)
+    parameters, few, residuals = ranks(push_coded, 2, "int8", {})[0]
+    assert few < sent / 4
+    assert any(residual.any() for residual in residuals)
+    assert not torch.equal(parameters, reference(2, 6))
+
+
+def end_early() -> Any:
+    import torch.distributed as dist
+
+    peer = Peer(dist.get_rank(), 2, consistency="sync")
+    peer.begin()
+    peer.step(0)
+    if peer.server is not None:
+        peer.client.drop()
+        peer.server.close()
+        return None
+    try:
+        peer.step(1)
+        peer.step(2)
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def test_a_server_that_ends_is_told_of_in_one_message(ranks):
+    kind, text = ranks(end_early, 2)[1]
+    assert kind == "ServerGoneError"
+    assert "Parameter server 0 is gone" in text
+    assert "ckpt_path=last" in text
+    assert "launch.max_restarts=3" in text
