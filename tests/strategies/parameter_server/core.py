@@ -71,8 +71,7 @@ class Peer:
     ) -> None:
         self.model = make_model()
         self.optimizer = make_optimizer(self.model, kind)
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        self.plan = Plan.of(self.optimizer, names, servers)
+        self.plan = _plan(self.model, self.optimizer, servers)
         meeting = Meeting(store or dist.distributed_c10d._get_default_store(), PREFIX)
         device = Device()
         self.server: Server | None = None
@@ -82,6 +81,12 @@ class Peer:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.client = Client(rank, self.plan, parameters, meeting, device, codec)
         self.clock = self.client.connect()
+
+    @staticmethod
+    def plan_of(servers: int = 1, kind: str = "adamw") -> Plan:
+        """What peers agree on, for a server that stands alone."""
+        model = make_model()
+        return _plan(model, make_optimizer(model, kind), servers)
 
     def begin(self) -> None:
         """Let all start from the first worker's parameters."""
@@ -107,6 +112,10 @@ class Peer:
         self.client.leave()
         if self.server is not None:
             self.server.close()
+
+
+def _plan(model: nn.Module, optimizer: torch.optim.Optimizer, servers: int) -> Plan:
+    return Plan.of(optimizer, {id(p): name for name, p in model.named_parameters()}, servers)
 
 
 def flat(model: nn.Module) -> Tensor:

@@ -1,0 +1,87 @@
+"""Workers that are killed, and others that take their place; real processes, without Lightning."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.strategies.parameter_server.core import Peer, flat
+
+WORKERS, STEPS, DIES_AT = 3, 12, 3
+
+
+def work(worker: int, rules: dict[str, Any], replaces: bool) -> None:
+    """What a process does: steps until its clock says that all are made."""
+    store = dist.FileStore("store", -1)
+    if replaces:
+        store.wait(["come"])
+    peer = Peer(worker, WORKERS, store=store, serves=False, **rules)
+    joined = peer.clock
+    if replaces:
+        peer.client.pull()
+        store.set("joined", "1")
+    else:
+        peer.begin()
+    for clock in range(joined, STEPS):
+        if worker == 1 and not replaces and clock == DIES_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if worker == 0 and clock == DIES_AT + 3:
+            store.set("come", "1")
+            store.wait(["joined"])  # so that it comes while there is something left to do
+        peer.step(clock)
+    peer.client.meet()
+    store.set(f"result/{worker}", json.dumps({"joined": joined, "parameters": flat(peer.model).tolist()}))
+    peer.client.leave()
+
+
+def fork(worker: int, rules: dict[str, Any], replaces: bool = False) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work(worker, rules, replaces)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def serve(rules: dict[str, Any]) -> Any:
+    """The server's process, which starts the workers before it has any thread."""
+    from trainwright.strategies.parameter_server.server import Meeting, Rules, Server
+    from trainwright.strategies.parameter_server.wire import Device
+
+    pids = [fork(worker, rules) for worker in range(WORKERS)] + [fork(1, rules, replaces=True)]
+    store = dist.FileStore("store", -1)
+    plan = Peer.plan_of()
+    server = Server(0, plan, Rules(**rules), Meeting(store, "parameter_server"), WORKERS, Device())
+    server.start()
+    ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    results = [json.loads(store.get(f"result/{worker}")) for worker in range(WORKERS)] if not any(ends[2:]) else []
+    server.close()
+    return ends, results, server.largest_spread
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{"consistency": "sync"}, {"consistency": "ssp", "staleness": 2}, {"consistency": "async"}],
+    ids=lambda rules: rules["consistency"],
+)
+def test_a_killed_worker_is_missed_by_nobody_and_replaced(pool, rules):
+    ((ends, results, spread),) = pool.run(serve, 1, rules, init_group=False)
+    assert ends == [0, -signal.SIGKILL, 0, 0]
+    first = torch.tensor(results[0]["parameters"])
+    assert first.isfinite().all()
+    for result in results:
+        assert torch.equal(torch.tensor(result["parameters"]), first)
+    joined = results[1]["joined"]
+    assert DIES_AT <= joined < STEPS
+    if rules["consistency"] == "sync":
+        assert joined == DIES_AT + 3
+    assert spread <= rules.get("staleness", STEPS)
