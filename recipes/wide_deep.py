@@ -88,7 +88,8 @@ class WideDeep(LightningModule):
         singles = [ids[:, column] * (column + 1) for column in range(ids.shape[1])]
         pairs = [crossed(ids[:, left], ids[:, right]) for left, right in self.crosses]
         weights: Tensor = table(hashed(torch.stack(singles + pairs, dim=1), table.num_embeddings))
-        return weights.sum(dim=(1, 2)) + self.wide_dense(dense)[:, 0]
+        logits: Tensor = weights.sum(dim=(1, 2)) + self.wide_dense(dense)[:, 0]
+        return logits
 
     def _deep(self, ids: Tensor, dense: Tensor) -> Tensor:
         tables: Any = self.embedding["deep"]

@@ -145,6 +145,15 @@ class LayoutStrategy(RunStateStrategy):
         """
         return True
 
+    @property
+    def leases_samples(self) -> str | None:
+        """Whether ranks lease the samples of an epoch chunk by chunk, so that a fast one reads more than a slow one.
+
+        ``None`` (off): samples are dealt in equal shares. Else what becomes of the chunks of a rank that died:
+        ``"at_least_once"`` or ``"at_most_once"``. Only where ranks step by themselves.
+        """
+        return None
+
     def meet(self) -> None:
         """Bring ranks that step by themselves to the same parameters, waiting for the slowest; a collective.
 

@@ -20,17 +20,26 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from trainwright.callbacks.verdict import GoBack, tell_gone_back
 from trainwright.checkpoint.held import HeldState
 from trainwright.trainer.cursor import Cursor, LoaderCursor, Skipped, differences, permission, refusal
 from trainwright.trainer.loop import LeanEpochLoop
 from trainwright.trainer.problems import ChangedDataError
-from trainwright.trainer.reading import dealer_of, describe, position, remembered, resume_samples, resume_states
+from trainwright.trainer.reading import (
+    dealer_of,
+    describe,
+    leased_batches,
+    position,
+    remembered,
+    resume_samples,
+    resume_states,
+)
 from trainwright.trainer.remembered_logs import reset_metrics, shared_out
 
 if TYPE_CHECKING:
+    from trainwright.trainer.leased_batches import LeasedBatchSampler
     from trainwright.trainer.trainer import Trainer
 
 _COUNTS = ("ready", "started", "processed", "completed")
@@ -83,6 +92,8 @@ class ResumableFitLoop(_FitLoop):
         conclude = getattr(self.trainer.strategy, "conclude", None)  # Lightning's own strategies have none
         if conclude is not None:
             conclude()
+        if self.leased is not None:
+            self.leased.state()  # nobody can be asked any more once training has ended
         self.on_run_end()
         if self._error is not None:
             raise self._error
@@ -149,6 +160,29 @@ class ResumableFitLoop(_FitLoop):
         if self._reloaded not in (None, reloaded):
             self._combined_loader = None  # the loaders of that epoch were other ones
 
+    # ---- leases ---------------------------------------------------------------------------------------------------
+
+    @property
+    def leased(self) -> LeasedBatchSampler | None:
+        """What leases the samples of the training loader; ``None``: they are dealt."""
+        return None if self._combined_loader is None else leased_batches(self._combined_loader.flattened)
+
+    @property
+    def done(self) -> bool:
+        """Whether training is over. Where samples are leased, the samples of all workers count against ``max_steps``,
+        not the steps of this one."""
+        if self.leased is None:
+            return bool(super().done)
+        most = self.epoch_loop.max_steps
+        if self.leased.leases.spent:
+            rank_zero_info(f"`Trainer.fit` stopped: samples of `max_steps={most!r}` global batches were trained on.")
+            return True
+        self.epoch_loop.max_steps = -1
+        try:
+            return bool(super().done)
+        finally:
+            self.epoch_loop.max_steps = most
+
     # ---- what is not trained on -----------------------------------------------------------------------------------
 
     @property
@@ -191,6 +225,8 @@ class ResumableFitLoop(_FitLoop):
         """Where the run stands in its data; ``None`` before any training. A collective if a loader keeps a state."""
         if self._begun is None or self._combined_loader is None:
             return self._loaded
+        if self.leased is not None:
+            return self._cursor_of_leases(self.leased)
         progress, accumulation = self.epoch_loop.batch_progress, self.trainer.accumulate_grad_batches
         now: Any = progress.current
         finished = now.processed == now.ready and (progress.is_last_batch or now.ready >= self.max_batches)
@@ -204,6 +240,24 @@ class ResumableFitLoop(_FitLoop):
             batches=None if self.max_batches == float("inf") else int(self.max_batches),
             data_ranks=self._data_ranks,
             loaders=tuple(self._loader_cursors(batches, finished)),
+            skipped=self.skipped,
+        )
+
+    def _cursor_of_leases(self, leased: LeasedBatchSampler) -> Cursor:
+        """Where all workers together stand; each has to ask. No rank's own count of batches says that."""
+        assert self._begun is not None
+        accumulation, state = self.trainer.accumulate_grad_batches, leased.state()
+        (found,) = self._describe(accumulation)
+        batch = found.global_batch_size or 1
+        return Cursor(
+            epoch=self._begun,
+            steps=state["samples"] // batch,
+            finished=state.pop("complete"),
+            stepped=state["trained"] // batch,
+            accumulation=accumulation,
+            batches=None,
+            data_ranks=self._data_ranks,
+            loaders=(LoaderCursor(**{**vars(found), "position": {**state, "passes": 0}}),),
             skipped=self.skipped,
         )
 
@@ -271,6 +325,8 @@ class ResumableFitLoop(_FitLoop):
     def _is_exact(self, cursor: Cursor) -> bool:
         """Whether no batch that was read will be read again."""
         progress: Any = self.epoch_loop.batch_progress.current
+        if self.leased is not None:  # what is leased and not done is read again, whoever had read it
+            return int(progress.processed) % cursor.accumulation == 0
         return bool(cursor.finished or cursor.steps * cursor.accumulation == progress.processed)
 
     # ---- loading --------------------------------------------------------------------------------------------------
@@ -320,6 +376,8 @@ class ResumableFitLoop(_FitLoop):
 
     def _load_combined_loader_states(self) -> None:
         # Called once the loaders are known and before they are read: workers read ahead at once.
+        if self.leased is not None:
+            self._lift_limits(self.leased)
         if self._pending:
             self._take_up()
         else:
@@ -457,7 +515,7 @@ class ResumableFitLoop(_FitLoop):
         cursor_loaders = cursor.loaders if known else [LoaderCursor("none") for _ in loaders]
         first = cursor.steps * accumulation
         for loader, saved, entry in zip(loaders, cursor_loaders, now, strict=True):
-            if not cursor.finished:
+            if not cursor.finished or (in_place and self.leased is not None):
                 resume_samples(loader, saved, entry, cursor.epoch, first)
             resume_states(
                 loader, saved, self._data_rank, self._data_ranks, 0 if cursor.finished else first, cursor.finished
@@ -483,6 +541,10 @@ class ResumableFitLoop(_FitLoop):
         # The end of the batch, which counts it, still comes.
         self.epoch_loop._batches_that_stepped = cursor.stepped - (in_place or owes)
         self.epoch_loop.owes_end_of_batch = owes
+        for loader in cursor.loaders:
+            if "trained" in loader.position and loader.global_batch_size:
+                # Of leased samples no rank's own steps count, but global batches' worth of them.
+                self.epoch_loop.set_steps(int(loader.position["trained"]) // loader.global_batch_size)
 
     # ---- lengths --------------------------------------------------------------------------------------------------
 
@@ -506,6 +568,14 @@ class ResumableFitLoop(_FitLoop):
         if combined._iterator is not None:
             combined._iterator.limits = limits
         return changed
+
+    def _lift_limits(self, leased: LeasedBatchSampler) -> None:
+        """What limits an epoch, limits all workers together; each goes on as long as it gets leases."""
+        assert self._combined_loader is not None
+        self._combined_loader.limits = [float("inf")]
+        # Of a run that did not lease: its optimizer steps were global batches.
+        batch = self.trainer.global_batch
+        leased.trained_before = lambda: 0 if batch is None else self.epoch_loop.global_step * batch.size
 
     def _length(self) -> int | float:
         """Batches of the present epoch on each data rank."""

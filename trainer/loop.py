@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
@@ -47,6 +47,9 @@ from trainwright.trainer.phases import BACKWARD, DATA, FORWARD, HOOKS, IDLE, OPT
 from trainwright.trainer.reading import Dealer, dealer_of
 from trainwright.trainer.remembered_logs import Entry, RememberedLogs, collected
 from trainwright.trainer.results import LeanResults, RepeatedLog
+
+if TYPE_CHECKING:
+    from trainwright.trainer.leased_batches import LeasedBatchSampler
 
 
 class LossScale:
@@ -287,6 +290,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         # Whether the present micro-batch made no step that it should have made.
         self.dropped = False
         self._logs = RememberedLogs()
+        self._leased: LeasedBatchSampler | None = None
 
     # ---- once an epoch --------------------------------------------------------------------------------------------
 
@@ -295,7 +299,13 @@ class LeanEpochLoop(_TrainingEpochLoop):
         dealer = self._only_dealer()
         trainer = self.trainer
         reads_anew = trainer.current_epoch > 0 and not trainer.fit_loop.is_resuming and not self.restarting
+        self._leased = trainer.fit_loop.leased
+        if self._leased is not None:
+            self._leased.is_open = reads_anew
         super().on_run_start(data_fetcher)
+        if self._leased is not None and not reads_anew:
+            self._leased.is_open = True
+            iter(data_fetcher)
         module = trainer.lightning_module
         passes_through = isinstance(trainer.profiler, PassThroughProfiler)
         self._lean = passes_through and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
@@ -346,11 +356,31 @@ class LeanEpochLoop(_TrainingEpochLoop):
             try:
                 super().run(data_fetcher)
             finally:
+                if self._leased is not None:
+                    self._leased.is_open = False
                 self.phases.begin(IDLE)
 
     def _only_dealer(self) -> Dealer | None:
         loaders = self.trainer.fit_loop._combined_loader.flattened
         return dealer_of(loaders[0]) if len(loaders) == 1 else None
+
+    # ---- leases ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_training_done(self) -> bool:
+        # The samples of all workers count against max_steps, not the steps of this one.
+        return self._num_ready_batches_reached() if self._leased is not None else bool(super()._is_training_done)
+
+    def _settle_leases(self) -> None:
+        """After a micro-batch: tell what has been trained on, and read on if others leave something over."""
+        leased, progress = self._leased, self.batch_progress
+        if leased is None or self._should_accumulate():
+            return
+        leased.trained(progress.current.ready)
+        while progress.is_last_batch and leased.wait_for_more():
+            fetcher = self.trainer.fit_loop._data_fetcher
+            iter(fetcher)
+            progress.is_last_batch = fetcher.done
 
     # ---- once a micro-batch ---------------------------------------------------------------------------------------
 
@@ -398,6 +428,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
                 outputs = self._optimize(batch, batch_idx)
         self.phases.begin(HOOKS)
         progress.increment_processed()
+        self._settle_leases()
         if trainer.strategy.lr_scheduler_configs:
             self._step_schedulers()
         hooks.call("on_train_batch_end", outputs, batch, batch_idx)
@@ -414,6 +445,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         progress.is_last_batch = data_fetcher.done
         for count in (progress.increment_ready, progress.increment_started, progress.increment_processed):
             count()
+        self._settle_leases()
         self.dropped = True
         self._step_schedulers()  # those of epochs
         progress.increment_completed()
@@ -561,11 +593,25 @@ class LeanEpochLoop(_TrainingEpochLoop):
         uncounted = self._in_batch and progress.processed == progress.ready and not self._should_accumulate()
         return self._batches_that_stepped + (uncounted and not self.dropped)
 
+    def set_steps(self, steps: int) -> None:
+        """Set how many optimizer steps the run has made."""
+        progress: Any = self.automatic_optimization.optim_progress.optimizer.step.total
+        progress.ready = progress.completed = steps
+
     # ---- going back -----------------------------------------------------------------------------------------------
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """As Lightning's; schedulers of steps stay where they are when no step was made."""
-        if interval != "step" or not self.dropped:
+        """As Lightning's; schedulers of steps stay where they are when no step was made.
+
+        Where samples are leased, they count global batches' worth of samples that all workers have trained on.
+        """
+        if interval == "step" and not self._lean:
+            self._settle_leases()  # Lightning calls this after each batch
+        if interval == "step" and self._leased is not None and not update_plateau_schedulers:
+            passed = 0 if self._should_accumulate() else self._leased.global_batches_passed()
+            for _ in range(passed):
+                super().update_lr_schedulers(interval, update_plateau_schedulers)
+        elif interval != "step" or not self.dropped:
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     def abandon(self) -> None:

@@ -33,11 +33,13 @@ class Read:
     """What one layout read of an epoch, of what was left to it.
 
     Args:
-        partition: how the samples were dealt, one of :data:`PARTITIONS`.
-        samples: with ``"interleave"``, samples that follow each other.
+        partition: how the samples were dealt, one of :data:`PARTITIONS`; or ``"leased"``, chunk by chunk to whoever
+            asked.
+        samples: with ``"interleave"``, samples that follow each other; with ``"leased"``, how many there are.
         data_ranks: else, number of data ranks,
         micro_batch_size: samples that each read at a time,
         waves: and how often it did.
+        ranges: with ``"leased"``, positions ``[first, last)`` in what was left, in order.
     """
 
     partition: str
@@ -45,22 +47,35 @@ class Read:
     data_ranks: int = 0
     micro_batch_size: int = 0
     waves: int = 0
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of_ranges(cls, ranges: Sequence[tuple[int, int]]) -> Read:
+        """Positions ``[first, last)`` in what was left, in order and apart from each other."""
+        samples = sum(last - first for first, last in ranges)
+        if not ranges or (len(ranges) == 1 and ranges[0][0] == 0):
+            return cls("interleave", samples)
+        return cls("leased", samples, ranges=tuple((first, last) for first, last in ranges))
 
     def to_json(self) -> list[Any]:
         """As a short list."""
         if self.partition == "interleave":
             return [self.partition, self.samples]
+        if self.partition == "leased":
+            return [self.partition, [list(bounds) for bounds in self.ranges]]
         return [self.partition, self.data_ranks, self.micro_batch_size, self.waves]
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> Read:
         """The inverse of :meth:`to_json`."""
         name, *numbers = value
+        if name == "leased":
+            return cls.of_ranges([(first, last) for first, last in numbers[0]])
         return cls(name, *numbers) if name == "interleave" else cls(name, 0, *numbers)
 
     def joined(self, later: Read) -> Read | None:
         """Both as one, if dealing what this one left goes on as this one would have."""
-        if self.partition != later.partition:
+        if self.partition != later.partition or self.partition == "leased":
             return None
         if self.partition == "interleave":
             return Read(self.partition, self.samples + later.samples)
@@ -413,7 +428,21 @@ def what_is_left(
         if read.partition == "interleave":
             start = min(start + read.samples, len(indices))
             continue
+        if read.partition == "leased":
+            indices, start = _without(indices[start:], read.ranges), 0
+            continue
         rest = as_indices(indices[start:], read.partition)
         queues = InQueues(rest, partitions(read.partition), read.data_ranks, read.micro_batch_size, 1, False)
         indices, start = queues.left(read.waves).tolist(), 0
     return indices, start
+
+
+def _without(indices: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Sequence[int]:
+    """What is left of ``indices`` without the positions ``[first, last)``."""
+    left: list[int] = []
+    after = 0
+    for first, last in ranges:
+        left.extend(indices[after:first])
+        after = last
+    left.extend(indices[after:])
+    return left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -14,11 +15,19 @@ from trainwright.trainer.data_order import (
     Resumed,
     ordered_sampler,
 )
+from trainwright.trainer.leased_batches import LeasedBatchSampler
 from trainwright.trainer.partition import HashPartition, Partition, RangePartition, Read, name_of_key, resolve_data_key
 from trainwright.trainer.remembered_states import RememberedStates
 from trainwright.trainer.seeded_samples import SeededSamples
 from trainwright.trainer.stream import StreamLoader
 from trainwright.trainer.wrapped_loader import WrappedLoader, innermost
+
+
+def leased_batches(loaders: Sequence[object]) -> LeasedBatchSampler | None:
+    """What leases the samples of the training loaders, if it is done so; then there is one loader."""
+    dealer = dealer_of(loaders[0]) if len(loaders) == 1 else None
+    return dealer if isinstance(dealer, LeasedBatchSampler) else None
+
 
 Dealer = OrderedSampler | StreamLoader
 
@@ -135,6 +144,8 @@ def resume_samples(loader: Any, saved: LoaderCursor, now: LoaderCursor, epoch: i
         dealer.partition_named = lambda name: _partition(name, current, old, now.key, loader)
     where = saved.position
     history = tuple(Read.from_json(read) for read in where.get("history", ()))
+    if isinstance(dealer, LeasedBatchSampler) and "trained" in where:
+        dealer.trained_before = lambda: int(where["trained"])
     seed = saved.seed if saved.seed is not None and now.seed is not None else None
     dealer.resume(Resumed(epoch, first_batch, where["samples"], history, where.get("passes", 0), seed))
 

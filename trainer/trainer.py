@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,7 @@ from trainwright.trainer.data_order import (
 from trainwright.trainer.evaluation import ExactEvaluationLoop, OrderedPredictionLoop
 from trainwright.trainer.even import EvenLoader
 from trainwright.trainer.fit_loop import ResumableFitLoop
+from trainwright.trainer.leased_batches import LeasedBatchSampler, SampleLeases, why_not_leased
 from trainwright.trainer.loader_workers import spare_workers
 from trainwright.trainer.loop import LeanEpochLoop
 from trainwright.trainer.loss_weighting import LossWeighting, TokenCount, make_token_weights
@@ -125,6 +127,8 @@ class Trainer(LightningTrainer):
         self._agreement_group: dist.ProcessGroup | None = None
         self.copies = StateCopies(self)
         self.balance: Balance | None = make_balance(self, balance)
+        leased = getattr(self.strategy, "leases_samples", None)
+        self.leases = None if leased is None else SampleLeases(self)
         self.token_weights = make_token_weights(self.strategy, loss_weighting, token_count)
         _set_error_if_nonfinite(self, error_if_nonfinite)
         self._use_own_loops(inference_mode=kwargs.get("inference_mode", True))
@@ -169,6 +173,17 @@ class Trainer(LightningTrainer):
         """As Lightning's; who watches is told that it is no step that takes so long."""
         with self.phases.within(SAVING):
             super().save_checkpoint(*args, **kwargs)
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """As Lightning's; where samples are leased, global batches' worth of samples, which schedulers count there."""
+        found: int | float = super().estimated_stepping_batches
+        loop: Any = self.fit_loop
+        leased: LeasedBatchSampler | None = loop.leased
+        if leased is None or self.global_batch is None or self.max_epochs in (None, -1):
+            return found
+        steps = math.ceil(leased.epoch_samples / self.global_batch.size) * max(self.max_epochs or 1, 1)
+        return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
     def settle_global_batch(self, micro_batch_size: int, data_ranks: int, deals_samples: bool = False) -> int:
         """Fix the accumulation once the loader's batch size is known.
@@ -227,6 +242,8 @@ class Trainer(LightningTrainer):
     def _teardown(self) -> None:
         super()._teardown()
         self.copies.stop()
+        if self.leases is not None:
+            self.leases.close()
         self._agreement_group = None
 
 
@@ -253,6 +270,8 @@ class OrderedDataConnector(_DataConnector):
             return self._deal(dataloader, rank, ranks, mode)
         if training:
             self._refuse_undealt(dataloader)
+            if self.trainer.leases is not None:
+                raise ValueError(_ONLY_SINGLE_SAMPLES.format(loader=type(dataloader).__name__))
         if ours and uses_stream(dataloader):
             return self._deal_stream(dataloader, rank, ranks, training)  # type: ignore[arg-type]
         loader = super()._prepare_dataloader(dataloader, shuffle, mode)
@@ -303,6 +322,8 @@ class OrderedDataConnector(_DataConnector):
 
     def _rank_sampler(self, loader: DataLoader[Any], rank: int, ranks: int, mode: RunningStage) -> RankBatchSampler:
         trainer, training = self.trainer, mode == RunningStage.TRAINING
+        if training and trainer.leases is not None:
+            return self._leased_sampler(loader, ranks)
         micro = loader.batch_sampler.batch_size  # type: ignore[union-attr]
         partition = self._partition(loader.dataset) if training else None
         group = trainer.settle_global_batch(micro, ranks, deals_samples=partition is None) if training else 0
@@ -313,6 +334,19 @@ class OrderedDataConnector(_DataConnector):
         order = EpochOrder(loader.sampler, trainer.data_seed)
         shares = trainer.balance.shares_of(micro) if training and trainer.balance is not None else None
         return RankBatchSampler(order, micro, rank, ranks, group, drop_last, partition, step_samples, shares)
+
+    def _leased_sampler(self, loader: DataLoader[Any], ranks: int) -> LeasedBatchSampler:
+        trainer = self.trainer
+        assert trainer.leases is not None
+        problem = why_not_leased(trainer, ranks)
+        if problem is not None:
+            raise ValueError(f"The samples of this run cannot be leased: {problem}.")
+        micro = loader.batch_sampler.batch_size  # type: ignore[union-attr]
+        accumulation = trainer.settle_global_batch(micro, ranks)
+        limit = trainer.limit_train_batches
+        most = limit * micro * ranks if isinstance(limit, int) else None
+        order = EpochOrder(loader.sampler, trainer.data_seed)
+        return LeasedBatchSampler(order, micro, accumulation, loader.drop_last, trainer.leases, most)
 
     def _partition(self, dataset: object) -> Partition | None:
         if self.trainer.data_partition == "interleave":
@@ -368,12 +402,20 @@ class OrderedDataConnector(_DataConnector):
         return EvenLoader(loader, group, pad=not training)
 
 
+_ONLY_SINGLE_SAMPLES = (
+    "Leases are of single samples of a map-style data set, but the training loader is {loader}. Give a DataLoader with "
+    "batch_size, or turn leases off (strategy.leases=false)."
+)
+
+
 def _refuse_to_deal_batches(trainer: Trainer) -> None:
     if trainer.data_partition != "interleave":
         raise ValueError(
             f"data_partition={trainer.data_partition!r} deals samples, but the training loader has a batch sampler of "
             "its own, whose batches are dealt whole. Use data_partition='interleave', or a DataLoader with batch_size."
         )
+    if trainer.leases is not None:
+        raise ValueError(_ONLY_SINGLE_SAMPLES.format(loader="one with a batch sampler of its own"))
     if trainer.balance is not None:
         raise ValueError(
             f"balance={trainer.balance.options.kind!r} moves samples, but the training loader has a batch sampler of "

@@ -1,0 +1,217 @@
+"""Workers that step by themselves lease the samples of an epoch: all together read each once, at any speeds."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils.data import DataLoader, Dataset
+
+from trainwright import Trainer
+from trainwright.strategies.ddp import DDPStrategy
+from trainwright.trainer.reading import dealer_of
+
+SAMPLES = 107
+
+
+class Alone(DDPStrategy):
+    """Ranks that have nothing to do with each other but what they read."""
+
+    def __init__(self, guarantee: str = "at_least_once", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._guarantee = guarantee
+
+    @property
+    def steps_are_collective(self) -> bool:
+        return False
+
+    @property
+    def leases_samples(self) -> str | None:
+        return self._guarantee
+
+    def configure_ddp(self) -> None:
+        pass
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor
+
+
+class Numbers(Dataset):
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(float(index))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Reader(pl.LightningModule):
+    """Writes down what it reads. The first rank begins its second step only once another has made ``ahead`` steps."""
+
+    def __init__(self, ahead: int = 0, die_at: int | None = None) -> None:
+        super().__init__()
+        self.ahead, self.die_at = ahead, die_at
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.read: dict[int, list[int]] = defaultdict(list)
+        self.gradients: list[float] = []
+        self.rates: list[float] = []
+        self.hooks: list[str] = []
+        self.micro_batches = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.micro_batches += 1
+        if self.global_rank == 0 and self.micro_batches == 2 and self.ahead:
+            _get_default_store().get("ahead")
+        if self.global_rank == 1 and self.micro_batches == self.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        (loader,) = self.trainer.fit_loop._combined_loader.flattened
+        if not dealer_of(loader).is_padding(batch_idx):
+            self.read[self.current_epoch] += batch.int().tolist()
+        return self.weight * batch.mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients.append(self.weight.grad.item())
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_rank == 1 and self.micro_batches == self.ahead:
+            _get_default_store().set("ahead", "now")
+
+    def on_train_epoch_start(self) -> None:
+        self.hooks.append(f"start {self.current_epoch}")
+
+    def on_train_epoch_end(self) -> None:
+        self.hooks.append(f"end {self.current_epoch}")
+
+    def on_validation_epoch_start(self) -> None:
+        self.hooks.append("validate")
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        self.estimated = self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.SGD(self.parameters(), lr=1024.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def fit(
+    micro: int, workers: int = 0, ahead: int = 0, strategy: Any = None, ckpt: str | None = None, save: bool = False,
+    drop_last: bool = False, guarantee: str = "at_least_once", **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    module = Reader(ahead)
+    trainer = Trainer(
+        strategy=Alone(guarantee) if strategy is None else strategy,
+        devices=dist.get_world_size(),
+        accelerator="cpu",
+        data_seed=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 1, "limit_val_batches": 0, "num_sanity_val_steps": 0, **options},
+    )
+    loader = DataLoader(Numbers(), batch_size=micro, shuffle=True, num_workers=workers, drop_last=drop_last)
+    trainer.fit(module, loader, DataLoader(Numbers(), batch_size=32), ckpt_path=ckpt)
+    if save:
+        trainer.save_checkpoint(save)
+    return {
+        "read": dict(module.read),
+        "gradients": module.gradients,
+        "rates": module.rates,
+        "hooks": module.hooks,
+        "steps": module.micro_batches,
+        "estimated": module.estimated,
+    }
+
+
+def all_read(results: list[dict[str, Any]], epoch: int = 0) -> Counter[int]:
+    return Counter(index for result in results for index in result["read"].get(epoch, []))
+
+
+def test_a_fast_worker_reads_more_and_each_sample_is_read_once(ranks: Callable[..., list[Any]]) -> None:
+    slow, fast = ranks(fit, 2, 4, ahead=20, global_batch_size=8)
+    assert all_read([slow, fast]) == Counter(range(SAMPLES))
+    assert slow["steps"] + fast["steps"] == 27
+    assert fast["steps"] >= 20
+    # Equal shares of an epoch are what others count; schedulers count global batches' worth, on every worker.
+    assert slow["estimated"] == fast["estimated"] == 14
+    assert fast["rates"][-1] < 1024 / 2**9
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, 0), (3, 0), (2, 2)])
+def test_epochs_with_accumulation_validation_and_what_does_not_divide(
+    ranks: Callable[..., list[Any]], world: int, workers: int
+) -> None:
+    results = ranks(fit, world, 3, workers, global_batch_size=12 * world, max_epochs=2, limit_val_batches=1.0)
+    for epoch in (0, 1):
+        assert all_read(results, epoch) == Counter(range(SAMPLES)), epoch
+    # Eight chunks of twelve samples and one of eleven, each four micro-batches and one step.
+    assert sum(result["steps"] for result in results) == 2 * 9 * 4
+    assert sum(len(result["gradients"]) for result in results) == 2 * 9
+    for result in results:
+        assert result["hooks"] == ["start 0", "validate", "end 0", "start 1", "validate", "end 1"]
+    if world == 1:
+        order = results[0]["read"]
+        assert order[0] != order[1]
+        # The gradient of a step is the mean over its samples, the last one's too.
+        steps = [order[0][first : first + 12] for first in range(0, SAMPLES, 12)]
+        assert results[0]["gradients"][:9] == pytest.approx([sum(step) / len(step) for step in steps])
+        assert results[0]["rates"][:9] == [1024 / 2**step for step in range(9)]
+        assert results[0]["read"][0] == ranks(fit, 1, 12, strategy="single")[0]["read"][0]
+
+
+def test_limits_are_of_all_workers_together(ranks: Callable[..., list[Any]]) -> None:
+    results = ranks(fit, 2, 4, ahead=6, limit_train_batches=5)
+    assert sum(all_read(results).values()) == max(1, len(all_read(results))) == 40
+    assert results[1]["steps"] >= 6
+    results = ranks(fit, 2, 4, ahead=20, global_batch_size=8, max_steps=17, max_epochs=-1)
+    assert all_read(results) == Counter(range(SAMPLES))
+    assert len(all_read(results, 1)) == sum(all_read(results, 1).values()) == 17 * 8 - SAMPLES + 3
+    results = ranks(fit, 2, 4, drop_last=True)
+    assert sum(all_read(results).values()) == len(all_read(results)) == 104
+
+
+def test_a_run_goes_on_with_other_workers_and_strategies(ranks: Callable[..., list[Any]]) -> None:
+    legs: list[tuple[int, int, Any, int | None]] = [
+        (3, 4, None, 2),
+        (1, 6, None, 4),
+        (2, 6, "ddp", 6),
+        (2, 3, None, None),
+    ]
+    read: Counter[int] = Counter()
+    for number, (world, micro, strategy, steps) in enumerate(legs):
+        options: dict[str, Any] = {"max_steps": steps} if steps else {"max_epochs": 2}
+        results = ranks(
+            fit, world, micro, strategy=strategy, ckpt=f"../leg{number - 1}.ckpt" if number else None,
+            save=f"../leg{number}.ckpt", global_batch_size=12, **options,
+        )  # fmt: skip
+        read += all_read(results)
+        if steps:
+            assert sum(read.values()) == len(read) == steps * 12, number
+    assert read == Counter(range(SAMPLES))
+    assert all_read(results, 1) == Counter(range(SAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"guarantee": "twice"}, r"leases='twice' \(allowed: 'at_least_once', 'at_most_once'\)"),
+        ({"limit_train_batches": 0.5}, "limit_train_batches=0.5: give a whole number"),
+        ({"val_check_interval": 3, "limit_val_batches": 1.0}, "val_check_interval=3: workers meet at the end"),
+        ({"data_partition": "range"}, "data_partition='range'"),
+        ({"uneven_steps": True}, "uneven_steps=True"),
+    ],
+)
+def test_what_cannot_be_leased(ranks: Callable[..., list[Any]], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(AssertionError, match=f"ValueError: The samples of this run cannot be leased: {message}"):
+        ranks(fit, 1, 4, **options)

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from trainwright.trainer.lease_service import Address, LeaseDesk, LeaseError, LeaseService, listening_host
+
+
+@contextmanager
+def service(*args: Any, **kwargs: Any) -> Iterator[LeaseService]:
+    running = LeaseService(*args, **kwargs)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+def in_thread(function: Callable[..., Any], *args: Any) -> tuple[threading.Thread, list[Any]]:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function(*args)), daemon=True)
+    thread.start()
+    return thread, results
+
+
+def train(address: Address, worker: int, samples: int, die_after: int = 0) -> Any:
+    """Lease and finish an epoch at a random speed, writing each position down; without a goodbye if it is to die."""
+    rng = random.Random(worker)
+    desk = LeaseDesk(address, worker)
+    desk.open(0, samples, 4, 0)
+    read: list[int] = []
+    while True:
+        leases = [lease for lease in (desk.lease(0) for _ in range(rng.randint(1, 3))) if lease is not None]
+        if not leases:
+            answer = desk.wait_for_more(0)
+            if answer["more"]:
+                continue
+            desk.close()
+            return read, answer
+        for lease in leases:
+            if die_after and len(read) >= die_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(rng.random() * 0.002)
+            read += range(lease.first, lease.last)
+            desk.finish(0, [lease])
+
+
+def as_process(address: Address, worker: int, samples: int, die_after: int) -> Any:
+    """:func:`train` in a process of its own; what it read, ``None`` if it died."""
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(receiving)
+        try:
+            os.write(sending, json.dumps(train(address, worker, samples, die_after)).encode())
+        finally:
+            os._exit(0)
+    os.close(sending)
+    with os.fdopen(receiving, "rb") as pipe:
+        result = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(result) if result else None
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_processes_at_random_speeds_read_each_sample_once(workers: int) -> None:
+    with service(workers) as running:
+        asked = [in_thread(as_process, running.address, worker, 203, 0) for worker in range(workers)]
+        for thread, _ in asked:
+            thread.join(60)
+        found = [results[0] for _, results in asked]
+    assert Counter(position for read, _ in found for position in read) == Counter(range(203))
+    assert all(answer == {"more": False, "done": 203, "spent": False} for _, answer in found)
+
+
+@pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
+def test_killed_processes(guarantee: Any) -> None:
+    with service(3, guarantee) as running:
+        dying = [in_thread(as_process, running.address, worker, 203, 20 * worker) for worker in (1, 2)]
+        thread, results = in_thread(train, running.address, 0, 203)
+        for each in (*(thread for thread, _ in dying), thread):
+            each.join(60)
+        assert [results for _, results in dying] == [[None], [None]]
+        ((read, answer),) = results
+    # What the dead had finished is not read again; it stays with them.
+    assert max(Counter(read).values()) == 1
+    if guarantee == "at_least_once":
+        assert answer["done"] == 203
+    else:
+        assert 203 - 2 * 12 <= answer["done"] < 203
+    # Each of the dead reports every chunk once done, and dies holding up to three.
+    assert len(read) <= 203 - 20 - 40
+
+
+def test_who_finds_nothing_waits_for_what_may_come_back() -> None:
+    with service(2) as running:
+        slow, idle = LeaseDesk(running.address, 0), LeaseDesk(running.address, 1)
+        for desk in (slow, idle):
+            desk.open(3, 8, 4, 0)
+        leases = [slow.lease(3), slow.lease(3)]
+        assert idle.lease(3) is None
+        thread, results = in_thread(idle.wait_for_more, 3)
+        assert leases[0] is not None
+        slow.finish(3, [leases[0]])
+        thread.join(0.1)
+        assert thread.is_alive()
+        slow.tell_dead(0)  # as a server would that has lost its own connection to it
+        thread.join(30)
+        assert results == [{"more": True, "done": 4, "spent": False}]
+        found = idle.lease(3)
+        assert found is not None
+        assert found == leases[1]
+        with pytest.raises(LeaseError, match="ckpt_path=last"):
+            slow.lease(3)
+        idle.finish(3, [found])
+        assert idle.wait_for_more(3) == {"more": False, "done": 8, "spent": False}
+        idle.close()
+        slow.close()
+
+
+def test_a_state_is_the_same_for_all_and_waits_for_the_living_alone() -> None:
+    with service(3, "at_most_once", most=100) as running:
+        desks = [LeaseDesk(running.address, worker) for worker in range(3)]
+        for desk in desks:
+            desk.open(0, 40, 4, 60)
+        leases = [desk.lease(0) for desk in desks]
+        assert leases[1] is not None
+        desks[1].finish(0, [leases[1]])
+        asked = [in_thread(desk.state, 0) for desk in desks[:2]]
+        asked[0][0].join(0.1)
+        assert asked[0][0].is_alive()
+        desks[2]._socket.shutdown(socket.SHUT_RDWR)
+        for thread, _ in asked:
+            thread.join(30)
+        state = {"used": [[4, 12]], "lost": 4, "complete": False, "done": 64, "before": 60}
+        assert [results for _, results in asked] == [[state], [state]]
+        for desk in desks:
+            desk.close()
+
+
+def test_the_run_is_over_after_so_many_samples_and_the_rest_is_given_back() -> None:
+    with service(1, most=20) as running:
+        desk = LeaseDesk(running.address, 0)
+        desk.open(0, 12, 4, 0)
+        desk.finish(0, list(iter(lambda: desk.lease(0), None)))
+        assert desk.wait_for_more(0) == {"more": False, "done": 12, "spent": False}
+        desk.open(1, 12, 4, desk.done_samples)
+        leases = list(iter(lambda: desk.lease(1), None))
+        assert [lease.number for lease in leases] == [0, 1]
+        desk.give_back(1, leases[:1])
+        assert desk.lease(1) == leases[0]
+        desk.finish(1, leases)
+        assert desk.wait_for_more(1) == {"more": False, "done": 20, "spent": True}
+        desk.close()
+
+
+def test_a_worker_begins_anew_under_its_number() -> None:
+    with service(1) as running:
+        old = LeaseDesk(running.address, 0)
+        old.open(0, 8, 4, 0)
+        assert old.lease(0) is not None
+        new = LeaseDesk(running.address, 0)
+        new.open(0, 8, 4, 0)
+        assert [lease.number for lease in iter(lambda: new.lease(0), None)] == [0, 1]
+        with pytest.raises(LeaseError):
+            old.lease(0)
+        new.close()
+        old.close()
+
+
+def test_who_is_not_of_the_run_gets_nothing() -> None:
+    with service(1) as running:
+        with pytest.raises(LeaseError, match="closed"):
+            LeaseDesk(running.address._replace(token="guessed"), 0)
+        for rubbish in (b"\x80\x04.\n", b"[]\n", b'{"ask": "lease"}\n', b"x" * 3_000_000):
+            with socket.create_connection(running.address[:2]) as stranger:
+                try:
+                    stranger.sendall(rubbish)
+                    assert stranger.recv(1) == b""
+                except ConnectionError:
+                    pass  # closed before all of it was sent
+        desk = LeaseDesk(running.address, 0)
+        desk.open(0, 4, 4, 0)
+        with pytest.raises(LeaseError, match="workers disagree .* samples 5 here, 4 elsewhere"):
+            desk.open(0, 5, 4, 0)
+        with pytest.raises(LeaseError, match="epoch 7 is over"):
+            desk.lease(7)
+        desk.close()
+    with pytest.raises(LeaseError, match="cannot be reached"):
+        LeaseDesk(running.address, 0)
+
+
+def test_only_this_machine_unless_ranks_are_elsewhere() -> None:
+    assert listening_host({}) == "127.0.0.1"
+    assert listening_host({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node7"}) == "127.0.0.1"
+    assert listening_host({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node7"}) == "node7"

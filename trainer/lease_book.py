@@ -1,0 +1,193 @@
+"""Which parts of an epoch are leased to whom, and which are done; a plain object that knows nothing of processes.
+
+Workers that step by themselves have no equal shares of an epoch: a fast one reads more. So they lease *chunks*, parts
+of the epoch's order, one after the other. A chunk is handed out once, and is done when the worker says that it has
+trained on it. What becomes of the chunks of a worker that died is the guarantee:
+
+- ``"at_least_once"``: they are handed out again. Every sample is trained on, and each chunk that the dead worker held
+  may have been trained on before.
+- ``"at_most_once"``: they are lost. No sample is trained on twice, and each chunk that the dead worker held may have
+  been trained on not at all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, get_args
+
+Guarantee = Literal["at_least_once", "at_most_once"]
+GUARANTEES: tuple[str, ...] = get_args(Guarantee)
+
+
+class Lease(NamedTuple):
+    """A chunk of an epoch.
+
+    Args:
+        number: of the chunk, from 0 on.
+        first: position of its first sample in the order.
+        last: position after its last sample.
+    """
+
+    number: int
+    first: int
+    last: int
+
+    @property
+    def samples(self) -> int:
+        """Samples of the chunk."""
+        return self.last - self.first
+
+
+class LeaseBook:
+    """The chunks of one epoch, or of what is left of one.
+
+    Args:
+        samples: samples that are to be handed out.
+        chunk: samples of a chunk; the last one may have fewer.
+        guarantee: see the module.
+        limit: hand out no chunk once so many samples are done or leased; ``None``: no limit.
+
+    Raises:
+        ValueError: if a number or the guarantee is impossible.
+    """
+
+    def __init__(
+        self, samples: int, chunk: int, guarantee: Guarantee = "at_least_once", limit: int | None = None
+    ) -> None:
+        if guarantee not in GUARANTEES:
+            raise ValueError(f"leases={guarantee!r} (allowed: {', '.join(map(repr, GUARANTEES))})")
+        if samples < 0 or chunk < 1:
+            raise ValueError(f"chunks of {chunk} samples of {samples} (allowed: chunks of 1 or more, of 0 or more)")
+        self.samples, self.chunk, self.guarantee, self.limit = samples, chunk, guarantee, limit
+        self._chunks = -(-samples // chunk)
+        self._next = 0
+        self._returned: deque[int] = deque()
+        self._holder: dict[int, int] = {}
+        self._leased = 0
+        self._done, self._lost = _Chunks(), _Chunks()
+        self.done_samples = self.lost_samples = 0
+
+    # ---- workers --------------------------------------------------------------------------------------------------
+
+    def lease(self, worker: int) -> Lease | None:
+        """The next chunk, which is now this worker's; ``None``: there is none to be had now.
+
+        What was given back goes first, so that the end of an epoch does not wait for it.
+        """
+        if self.limit is not None and self.done_samples + self._leased >= self.limit:
+            return None
+        if self._returned:
+            number = self._returned.popleft()
+        elif self._next < self._chunks:
+            number, self._next = self._next, self._next + 1
+        else:
+            return None
+        lease = self._of(number)
+        self._holder[number] = worker
+        self._leased += lease.samples
+        return lease
+
+    def finish(self, worker: int, numbers: Iterable[int]) -> list[int]:
+        """The worker has trained on chunks.
+
+        Returns:
+            Those that were not its own any more, since it was taken for dead; they are not counted.
+        """
+        late = []
+        for number in numbers:
+            if not self._take(worker, number):
+                late.append(number)
+                continue
+            self._done.add(number)
+            self.done_samples += self._of(number).samples
+        return late
+
+    def give_back(self, worker: int, numbers: Iterable[int] | None = None) -> list[Lease]:
+        """The worker has trained on nothing of these chunks, ``None``: of all it holds; others may have them."""
+        given = self.held_by(worker) if numbers is None else sorted(numbers)
+        taken = [number for number in given if self._take(worker, number)]
+        self._returned.extendleft(reversed(taken))
+        return [self._of(number) for number in taken]
+
+    def bury(self, worker: int) -> list[Lease]:
+        """The worker is dead: its chunks are handed out again, or lost, as the guarantee says.
+
+        Returns:
+            These chunks.
+        """
+        if self.guarantee == "at_least_once":
+            return self.give_back(worker)
+        lost = [number for number in self.held_by(worker) if self._take(worker, number)]
+        for number in lost:
+            self._lost.add(number)
+            self.lost_samples += self._of(number).samples
+        return [self._of(number) for number in lost]
+
+    # ---- where it stands ------------------------------------------------------------------------------------------
+
+    def held_by(self, worker: int) -> list[int]:
+        """Numbers of the chunks that a worker holds, in order."""
+        return sorted(number for number, holder in self._holder.items() if holder == worker)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether :meth:`lease` would give a chunk."""
+        if self.limit is not None and self.done_samples + self._leased >= self.limit:
+            return False
+        return bool(self._returned) or self._next < self._chunks
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no chunk can be had and none is held by anybody, so that nothing more comes of this book."""
+        return not self._holder and not self.has_more
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every chunk is done or lost."""
+        return self.done_samples + self.lost_samples == self.samples
+
+    def used(self) -> list[tuple[int, int]]:
+        """Positions ``[first, last)`` in the order that must not be read again: of chunks that are done or lost."""
+        runs: list[tuple[int, int]] = []
+        for first, last in sorted([*self._done.runs(), *self._lost.runs()]):
+            start, end = self._of(first).first, self._of(last - 1).last
+            if runs and runs[-1][1] == start:
+                start = runs.pop()[0]
+            runs.append((start, end))
+        return runs
+
+    def _of(self, number: int) -> Lease:
+        return Lease(number, number * self.chunk, min((number + 1) * self.chunk, self.samples))
+
+    def _take(self, worker: int, number: int) -> bool:
+        """End a lease; whether it was this worker's."""
+        if self._holder.get(number) != worker:
+            return False
+        del self._holder[number]
+        self._leased -= self._of(number).samples
+        return True
+
+
+class _Chunks:
+    """A set of numbers most of which follow each other from 0 on."""
+
+    def __init__(self) -> None:
+        self._from_zero = 0  # all below
+        self._others: set[int] = set()
+
+    def add(self, number: int) -> None:
+        self._others.add(number)
+        while self._from_zero in self._others:
+            self._others.remove(self._from_zero)
+            self._from_zero += 1
+
+    def runs(self) -> list[tuple[int, int]]:
+        """``[first, last)`` of numbers that follow each other."""
+        runs = [(0, self._from_zero)] if self._from_zero else []
+        for number in sorted(self._others):
+            if runs and runs[-1][1] == number:
+                runs[-1] = (runs[-1][0], number + 1)
+            else:
+                runs.append((number, number + 1))
+        return runs
