@@ -1,7 +1,9 @@
 """What the server of the rank pool imports before it forks ranks, so that no rank pays for it again."""
 
+import functools
 import gc
 import importlib
+import importlib.metadata
 from contextlib import suppress
 
 import torch.distributed.checkpoint
@@ -9,6 +11,9 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.nn.parallel
 import torch.optim.swa_utils  # noqa: F401
+
+# Lightning looks through all installed packages for plugins whenever a Trainer is made; they stay the same here.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)  # type: ignore[assignment]
 
 for name in ("trainwright.trainer.trainer", "trainwright.strategies.ddp", "trainwright.strategies.zero"):
     # A module that does not import is reported by the test that needs it; the server must live on.

@@ -59,12 +59,12 @@ def run(
     resume_from: str | None = None,
     **options: Any,
 ) -> tuple[Record, dict[str, Any]]:
-    """Train to ``steps`` optimizer steps in all; returns what was computed and the whole optimizer state."""
+    """Train to ``steps`` steps in all, saving after each if at all; returns what was computed and optimizer states."""
     torch.manual_seed(11)
     module, recorder = Scheduled(), Recorder()
     callbacks: list[Any] = [recorder]
     if save_to is not None:
-        callbacks.append(ModelCheckpoint(save_to, "{step}", every_n_train_steps=steps, save_top_k=-1))
+        callbacks.append(ModelCheckpoint(save_to, "{step}", every_n_train_steps=1, save_top_k=-1))
     trainer = make_trainer(
         strategy,
         global_batch_size=GLOBAL_BATCH,
@@ -95,13 +95,43 @@ def checkpoint_at(folder: Path, step: int) -> str:
     return str(folder / f"step={step}.ckpt")
 
 
+class Runs:
+    """Runs that several tests go on from, or are held against; each is made once."""
+
+    def __init__(self, ranks: Any, folder: Path) -> None:
+        self._ranks = ranks
+        self._folder = folder
+        self._whole: dict[tuple[str, int], list[tuple[Record, dict[str, Any]]]] = {}
+        self._saved: dict[tuple[str, int, int], Path] = {}
+
+    def whole(self, strategy: str, ranks_used: int) -> list[tuple[Record, dict[str, Any]]]:
+        """What every rank of a run computed that was neither saved nor interrupted."""
+        key = strategy, ranks_used
+        if key not in self._whole:
+            self._whole[key] = self._ranks(run, ranks_used, strategy, STEPS, 1)
+        return self._whole[key]
+
+    def saved(self, strategy: str, ranks_used: int, steps: int, accumulation: int = 1) -> Path:
+        """Folder of the checkpoints of every step up to ``steps``, with which that run ended."""
+        key = strategy, ranks_used, accumulation
+        if key not in self._saved:
+            self._saved[key] = self._folder / "-".join(map(str, key))
+            self._ranks(run, ranks_used, strategy, steps, accumulation, save_to=str(self._saved[key]))
+        return self._saved[key]
+
+
+@pytest.fixture(scope="module")
+def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(pool.run, tmp_path_factory.mktemp("runs"))
+
+
 # Within the first epoch, at its end, within the second.
 @pytest.mark.parametrize("step", [2, 4, 7])
 @pytest.mark.parametrize(("strategy", "ranks_used"), LAYOUTS)
-def test_resumed_under_its_layout_is_bit_equal(ranks, tmp_path, strategy, ranks_used, step):
-    whole_run = ranks(run, ranks_used, strategy, STEPS, 1)
-    ranks(run, ranks_used, strategy, step, 1, save_to=str(tmp_path))
-    resumed = ranks(run, ranks_used, strategy, STEPS, 1, resume_from=checkpoint_at(tmp_path, step))
+def test_resumed_under_its_layout_is_bit_equal(ranks, runs, strategy, ranks_used, step):
+    whole_run = runs.whole(strategy, ranks_used)
+    saved = checkpoint_at(runs.saved(strategy, ranks_used, 7), step)
+    resumed = ranks(run, ranks_used, strategy, STEPS, 1, resume_from=saved)
     for (expected, expected_state), (found, found_state) in zip(whole_run, resumed, strict=True):
         if strategy == "ddp" and ranks_used > 2:
             # torch's DDP orders its buckets anew after the first step, here the first of the resumed run: the ring adds
@@ -119,11 +149,11 @@ def test_resumed_under_its_layout_is_bit_equal(ranks, tmp_path, strategy, ranks_
 
 @pytest.mark.parametrize("step", [2, 4])
 @pytest.mark.parametrize(("written", "read"), MOVES, ids=lambda layout: f"{layout[0]}-{layout[1]}")
-def test_resumed_under_another_layout(ranks, tmp_path, written, read, step):
+def test_resumed_under_another_layout(ranks, runs, written, read, step):
     """The accumulation changes too, so that what one micro-batch is differs between writer and reader."""
-    expected, expected_state = ranks(run, 1, "single", STEPS, 1)[0]
-    ranks(run, written[1], written[0], step, 3, save_to=str(tmp_path))
-    for found, found_state in ranks(run, read[1], read[0], STEPS, 1, resume_from=checkpoint_at(tmp_path, step)):
+    expected, expected_state = runs.whole("single", 1)[0]
+    saved = checkpoint_at(runs.saved(*written, steps=4, accumulation=3), step)
+    for found, found_state in ranks(run, read[1], read[0], STEPS, 1, resume_from=saved):
         later = Record(expected.losses[step:], expected.gradients, expected.parameters)
         assert differences(found, later) == []
         assert found_state.keys() == expected_state.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,14 +107,35 @@ def uninterrupted(pool: Any) -> Record:
     return record
 
 
+class Saved:
+    """Whole runs that were saved on their way, each made once."""
+
+    def __init__(self, ranks: Any, folder: Path) -> None:
+        self._ranks = ranks
+        self._folder = folder
+        self._made: dict[str, list[Record]] = {}
+
+    def run(self, place: Place) -> tuple[list[Record], str]:
+        """What every rank computed in all steps, and the checkpoint of step :data:`SAVED_AT`."""
+        folder = self._folder / place.name
+        if place.name not in self._made:
+            self._made[place.name] = start(self._ranks, place, STEPS, str(folder))
+        return self._made[place.name], str(folder / f"step={SAVED_AT}.ckpt")
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(pool.run, tmp_path_factory.mktemp("saved"))
+
+
 def start(ranks: Any, place: Place, *arguments: Any) -> list[Record]:
     return ranks(fit, place.ranks, place, *arguments, init_group=place.ranks > 1, timeout=120)
 
 
 @pytest.mark.parametrize(("written", "read"), MOVES)
-def test_resumed_under_another_layout(ranks, tmp_path, uninterrupted, written, read):
-    start(ranks, written, SAVED_AT, str(tmp_path))
-    for record in start(ranks, read, STEPS, None, str(tmp_path / f"step={SAVED_AT}.ckpt"), True):
+def test_resumed_under_another_layout(ranks, saved, uninterrupted, written, read):
+    _, checkpoint = saved.run(written)
+    for record in start(ranks, read, STEPS, None, checkpoint, True):
         assert record.losses == pytest.approx(uninterrupted.losses[SAVED_AT:], rel=1e-5)
         for name, value in uninterrupted.parameters.items():
             # The bias of keys has a gradient of zero, and of what rounding leaves of it AdamW makes a whole step.
@@ -122,9 +144,9 @@ def test_resumed_under_another_layout(ranks, tmp_path, uninterrupted, written, r
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=lambda place: place.name)
-def test_resumed_under_the_same_layout_to_the_bit(ranks, tmp_path, place):
-    whole = start(ranks, place, STEPS, str(tmp_path))
-    again = start(ranks, place, STEPS, None, str(tmp_path / f"step={SAVED_AT}.ckpt"), True)
+def test_resumed_under_the_same_layout_to_the_bit(ranks, saved, place):
+    whole, checkpoint = saved.run(place)
+    again = start(ranks, place, STEPS, None, checkpoint, True)
     for expected, found in zip(whole, again, strict=True):
         assert found.losses == expected.losses[SAVED_AT:]
         for name, value in expected.parameters.items():

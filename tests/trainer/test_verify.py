@@ -417,7 +417,7 @@ def test_a_fault_ends_the_command_with_1(conf: Path) -> None:
 
 
 def test_an_interrupted_comparison_leaves_nothing(conf: Path, tmp_path: Path) -> None:
-    options = ("strategy=ddp", "module.sleep=3.0", "launch.grace_seconds=0.5")
+    options = ("strategy=ddp", "module.sleep=0.5", "launch.grace_seconds=0.5")
     words = ("verify", "--config-dir", str(conf), "recipe=mine", "devices=2", *options)
     process = subprocess.Popen(
         command(*words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
