@@ -154,6 +154,11 @@ class LayoutStrategy(RunStateStrategy):
         """
         return None
 
+    @property
+    def averages_every_step(self) -> bool:
+        """Whether each step is made with the mean gradient of all data ranks, so that they may share it unequally."""
+        return self.steps_are_collective
+
     def meet(self) -> None:
         """Bring ranks that step by themselves to the same parameters, waiting for the slowest; a collective.
 

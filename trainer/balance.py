@@ -8,7 +8,7 @@ micro-batches as the others, of another size: forward and backward passes that a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from trainwright.callbacks.steps import StepCounter
 from trainwright.strategies.base import LayoutStrategy
 from trainwright.strategies.registry import strategy_names
 from trainwright.trainer.balance_options import AUTO, FIXED, NONE, BalanceArgument, BalanceOptions, balance_options
-from trainwright.trainer.check_balance import micro_batch_problems, refuse_balance
+from trainwright.trainer.check_balance import data_problems, layout_problems, micro_batch_problems, strategy_problems
 from trainwright.trainer.data_order import RankBatchSampler
 from trainwright.trainer.reading import dealer_of
 from trainwright.trainer.shares import Bounds, ShareSchedule, is_worth_it
@@ -63,11 +63,8 @@ class Balance(Callback):
 
     def __init__(self, options: BalanceOptions, strategy: LayoutStrategy) -> None:
         self.options = options
-        least = strategy.least_batch_size
         self.schedule = ShareSchedule(
-            Bounds(least_samples=least)
-            if options.kind == FIXED
-            else Bounds(options.least_share, options.most_share, least)
+            Bounds() if options.kind == FIXED else Bounds(options.least_share, options.most_share)
         )
         self.make_clock: Callable[[Any], StepClock] = StepClock
         """Makes what measures a rank's time, of what measures its waits."""
@@ -89,15 +86,11 @@ class Balance(Callback):
         Raises:
             ValueError: if none of its samples can be moved.
         """
-        problems = micro_batch_problems(micro_batch_size, self._strategy.least_batch_size)
+        problems = micro_batch_problems(micro_batch_size, self.schedule.bounds.least_samples)
         if problems:
             raise ValueError("; ".join(problems))
         self._wave_size = micro_batch_size * self._strategy.num_data_ranks
         return self.schedule
-
-    def weight(self, batch_idx: int) -> float:
-        """By what to multiply this rank's mean of a batch, so that the average over ranks is the mean over samples."""
-        return self._dealer.weight(batch_idx)
 
     @property
     def shares(self) -> list[int]:
@@ -118,6 +111,9 @@ class Balance(Callback):
         if stage != "fit":
             return
         ranks = self._strategy.num_data_ranks
+        # Torch refuses BatchNorm of a single value.
+        least = max(self._strategy.least_batch_size, 2 if _batch_norms(pl_module) else 1)
+        self.schedule.bounds = replace(self.schedule.bounds, least_samples=least)
         self.schedule.start([1 / share for share in self.options.shares or [1.0] * ranks])
         self._seconds = None
 
@@ -253,8 +249,13 @@ def _per_sample(everyone: Sequence[Measured], ranks: int) -> list[float] | None:
     return found
 
 
+def _batch_norms(module: LightningModule) -> bool:
+    """Whether the module normalises over the samples of one rank."""
+    return any(isinstance(each, _BatchNorm) and not isinstance(each, SyncBatchNorm) for each in module.modules())
+
+
 def _tell_of_batch_norm(module: LightningModule) -> None:
-    if any(isinstance(each, _BatchNorm) and not isinstance(each, SyncBatchNorm) for each in module.modules()):
+    if _batch_norms(module):
         rank_zero_warn(
             f"balance: {type(module).__name__} has BatchNorm, which normalises over the samples of one rank, so that "
             "results depend on the shares. sync_batchnorm=True (trainer.sync_batchnorm=true) normalises over all."
@@ -277,7 +278,13 @@ def make_balance(trainer: Any, balance: BalanceArgument) -> Balance | None:
             f"{', '.join(strategy_names())}."
         )
     deals_samples = trainer._accelerator_connector.use_distributed_sampler
-    refuse_balance(options, strategy.layout, trainer.data_partition, deals_samples)
+    problems = [
+        *strategy_problems(options.kind, type(strategy).__name__, not strategy.averages_every_step),
+        *layout_problems(strategy.layout, options.kind, options.shares),
+        *data_problems(trainer.data_partition, deals_samples, ""),
+    ]
+    if problems:
+        raise ValueError("; ".join(problems))
     made = Balance(options, strategy)
     # Before those that save: what they save knows of the shares.
     trainer.callbacks.insert(0, made)

@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.strategies.layout import Layout
-from trainwright.trainer.balance_options import FIXED, NONE, BalanceOptions, balance_option_problems
+from trainwright.trainer.balance_options import FIXED, NONE, balance_option_problems
 
 
 def balance_problems(cfg: DictConfig, layout: Layout | None, least_samples: int) -> list[str]:
@@ -21,12 +21,33 @@ def balance_problems(cfg: DictConfig, layout: Layout | None, least_samples: int)
     problems = balance_option_problems(given)
     if problems or given["kind"] == NONE:
         return problems
+    problems += strategy_problems(given["kind"], *_steps_alone(cfg.strategy))
     if layout is not None:
         problems += layout_problems(layout, given["kind"], given["shares"])
     problems += data_problems(cfg.trainer.data_partition, cfg.trainer.use_distributed_sampler, "trainer.")
     if cfg.micro_batch_size is not None:
         problems += micro_batch_problems(cfg.micro_batch_size, least_samples)
     return [*problems, *_changing_ranks(cfg, given["kind"])]
+
+
+# Strategies whose ranks, or replicas, make steps with gradients of their own.
+_STEPS_ALONE = ("LocalSGDStrategy", "DiLoCoStrategy", "ParameterServerStrategy")
+
+
+def _steps_alone(strategy: DictConfig) -> tuple[str, bool]:
+    """The class of a strategy, and whether its steps are made without those of all data ranks."""
+    name = str(strategy.get("_target_", "")).rsplit(".", 1)[-1]
+    return name, name in _STEPS_ALONE and strategy.get("consistency") != "sync"
+
+
+def strategy_problems(kind: str, strategy: str, steps_alone: bool) -> list[str]:
+    """What speaks against unequal shares under a strategy, by the name of its class."""
+    if not steps_alone:
+        return []
+    return [
+        f"balance={kind} with {strategy}, whose ranks do not make every step together: there is no global batch to "
+        "share, and none waits for another at every step; take balance=none"
+    ]
 
 
 def layout_problems(layout: Layout, kind: str, shares: Any) -> list[str]:
@@ -82,9 +103,9 @@ def micro_batch_problems(micro_batch_size: int, least_samples: int) -> list[str]
             "can be moved; take micro_batch_size=2 or more (and fewer accumulated), or balance=none"
         ]
     return [
-        f"balance with micro_batch_size={micro_batch_size}: a pipeline with {least_samples} micro-batches needs as "
-        f"many samples of each data rank, so that none can be moved; take micro_batch_size={least_samples + 1} or "
-        "more, or balance=none"
+        f"balance with micro_batch_size={micro_batch_size}: every data rank needs {least_samples} samples at a time "
+        "(one for each micro-batch of a pipeline, two for BatchNorm), so that none can be moved; take "
+        f"micro_batch_size={least_samples + 1} or more, or balance=none"
     ]
 
 
@@ -98,14 +119,3 @@ def _changing_ranks(cfg: DictConfig, kind: str) -> Iterator[str]:
             f"balance=fixed with {what}: ranks may come and go, and nobody knows the shares of those that stay; take "
             "balance=auto"
         )
-
-
-def refuse_balance(options: BalanceOptions, layout: Layout, partition: str, deals_samples: bool) -> None:
-    """Refuse what a Python user asks for.
-
-    Raises:
-        ValueError: if it cannot be had.
-    """
-    problems = layout_problems(layout, options.kind, options.shares) + data_problems(partition, deals_samples, "")
-    if problems:
-        raise ValueError("; ".join(problems))

@@ -388,11 +388,6 @@ class RankBatchSampler(DealingSampler):
         dealing: Dealing = self.dealing
         return dealing.count(batch_idx - self.first_batch, self.data_rank)
 
-    def weight(self, batch_idx: int) -> float:
-        """By what to multiply this rank's mean of a batch, so that the average over ranks is the mean over samples."""
-        dealing: Dealing = self.dealing
-        return self.count(batch_idx) * self.data_ranks / dealing.wave_total(batch_idx - self.first_batch)
-
     def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
         """What to divide this rank's mean loss by, so that the average over ranks, summed over the waves of a step, is
         the mean over samples.

@@ -67,6 +67,12 @@ class LossScale:
             return self._accumulation
         return self._dealer.loss_divisor(batch_idx, self._accumulation, self._whole_step)
 
+    def weight(self, batch_idx: int) -> float:
+        """By what to multiply this rank's mean of a micro-batch, so that the mean over ranks is that over samples."""
+        if self._dealer is None or batch_idx < self._regular:
+            return 1.0
+        return 1 / self._dealer.loss_divisor(batch_idx, 1, False)
+
 
 class LeanOptimization(_AutomaticOptimization):
     """Forward, zero_grad, backward, optimizer step; Lightning's, with an exact divisor of the loss."""
@@ -469,9 +475,10 @@ class LeanEpochLoop(_TrainingEpochLoop):
         return self.weighed_logs(batch_idx)
 
     def weighed_logs(self, batch_idx: int) -> AbstractContextManager[None]:
-        """Around the work on a micro-batch: where ranks have unequal shares, means over ranks are those of samples."""
-        balance = self.trainer.balance
-        return nullcontext() if balance is None else self._results.weighed(balance.weight(batch_idx))
+        """Around the work on a micro-batch: means over ranks of what is logged are those over samples."""
+        scale = self.automatic_optimization.loss_scale
+        weight = 1.0 if scale is None else scale.weight(batch_idx)
+        return nullcontext() if weight == 1 else self._results.weighed(weight)
 
     def _is_padding(self, batch_idx: int) -> bool:
         scale = self.automatic_optimization.loss_scale

@@ -19,7 +19,8 @@ class LeanResults(_ResultCollection):
 
     Values of whole epochs are reduced over data ranks even without ``sync_dist=True`` (not with
     ``rank_zero_only=True``), so that all ranks monitor the same number and every sample counts once. Values of single
-    steps keep Lightning's meaning: this rank's own unless ``sync_dist=True``.
+    steps keep Lightning's meaning: this rank's own unless ``sync_dist=True``; the mean over ranks is then one over
+    samples, also where ranks have unequal numbers of them.
 
     Args:
         training: whether it belongs to the training loop.

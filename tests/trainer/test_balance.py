@@ -124,8 +124,6 @@ def test_weights_are_those_of_samples() -> None:
         means = [float(wave + rank) for rank in range(2)]  # of each rank's samples
         counts = [sampler.count(wave) for sampler in dealt]
         exact = sum(mean * count for mean, count in zip(means, counts, strict=True)) / sum(counts)
-        weighed = [mean * sampler.weight(wave) / 2 for mean, sampler in zip(means, dealt, strict=True)]
-        assert sum(weighed) == pytest.approx(exact)
         divided = [mean / sampler.loss_divisor(wave, 1, False) / 2 for mean, sampler in zip(means, dealt, strict=True)]
         assert sum(divided) == pytest.approx(exact)
 
@@ -179,9 +177,18 @@ def test_impossible_options(balance: Any, said: str) -> None:
         balance_options(balance)
 
 
-def found(layout: Layout, least: int = 1, micro: int | None = 8, launch: Any = None, trainer: Any = None, **given: Any):
+def found(
+    layout: Layout,
+    least: int = 1,
+    micro: int | None = 8,
+    launch: Any = None,
+    trainer: Any = None,
+    strategy: Any = None,
+    **given: Any,
+) -> list[str]:
     cfg = {
         "balance": {"kind": "auto", **given},
+        "strategy": strategy or {"_target_": "a.DDPStrategy"},
         "micro_batch_size": micro,
         "launch": {"min_devices": None, "recovery": "restart", **(launch or {})},
         "trainer": {"data_partition": "interleave", "use_distributed_sampler": True, **(trainer or {})},
@@ -194,6 +201,7 @@ def test_what_is_possible() -> None:
     assert found(Layout(replicate=2)) == []
     assert found(Layout(pipeline=2, shard=2), least=2) == []
     assert found(Layout(), kind="none") == []
+    assert found(Layout(replicate=2), strategy={"_target_": "a.ParameterServerStrategy", "consistency": "sync"}) == []
     assert found(Layout(replicate=2), kind="fixed", shares=[3, 1]) == []
     assert balance_option_problems({}) == []
 
@@ -215,6 +223,8 @@ def test_what_is_possible() -> None:
         ),
         ({"kind": "fixed", "shares": [1, 2], "launch": {"recovery": "replicas"}}, "take balance=auto"),
         ({"every_steps": 0}, "balance.every_steps=0"),
+        ({"strategy": {"_target_": "a.DiLoCoStrategy"}}, "DiLoCoStrategy, whose ranks do not make every step together"),
+        ({"strategy": {"_target_": "a.ParameterServerStrategy", "consistency": "ssp"}}, "take balance=none"),
     ],
 )
 def test_what_is_not(given: dict[str, Any], said: str) -> None:

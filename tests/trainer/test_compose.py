@@ -184,6 +184,8 @@ def test_precision_is_chosen_by_its_name(conf: Path, precision: str) -> None:
         (["strategy=ddp", "nodes=2"], ["nodes=2", "torchrun --nnodes=2"]),
         (["launch.port=99999"], ["launch.port=99999", "65535"]),
         (["module._target_=my_module.MyModul"], ["my_module.MyModul", "did you mean my_module.MyModule?"]),
+        (["balance=auto"], ["one data rank computes every sample", "balance=none"]),
+        (["balance=fixed", "strategy=ddp", "devices=2"], ["balance.shares=[3,1]"]),
         (["preemption.signals=null"], ["not a list", "preemption.signals=[]"]),
         (["preemption.url_headers=Google"], ["not a dict", "preemption.url_headers.name=value"]),
         (["module._target_=no_such_module.A"], ["no_such_module.A", "there is no module 'no_such_module'"]),
