@@ -30,6 +30,7 @@ class LeanResults(_ResultCollection):
         super().__init__(training)
         self._padding = False
         self._weight = 1.0
+        self._reduces: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._known: dict[tuple[str, str, int | None], tuple[tuple[Any, ...], _ResultMetric]] = {}
         self._remembered = RememberedLogs()
 
@@ -68,7 +69,8 @@ class LeanResults(_ResultCollection):
                 value = value * self._weight
             return reduce(value, *args, **kwargs)
 
-        return weigh_and_reduce
+        # Always the same one: Lightning refuses a metric that is logged again in another way.
+        return self._reduces.setdefault(reduce, weigh_and_reduce)
 
     @torch.compiler.disable
     def log(
