@@ -106,6 +106,11 @@ class LocalUpdateStrategy(HybridStrategy):
     # ---- what others may read -------------------------------------------------------------------------------------
 
     @property
+    def averages_every_step(self) -> bool:
+        """Replicas step by themselves."""
+        return False
+
+    @property
     def forward_is_collective(self) -> bool:
         """Only ranks of one replica need each other."""
         return self.is_cut or (self.stage == 3 and self.layout.state_ranks > 1)

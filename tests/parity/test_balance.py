@@ -367,6 +367,7 @@ def test_arguments_that_cannot_be(ranks: Any) -> None:
         ("ddp", {}, {"balance": "auto", "data_partition": "range"}),
         ("ddp", {}, {"balance": "auto", "use_distributed_sampler": False}),
         ("ddp", {}, {"balance": "fast"}),
+        ("local_sgd", {"replicate": 2, "shard": 1}, {"balance": "auto"}),
     ]
     expected = [
         "one data rank computes every sample",
@@ -375,6 +376,7 @@ def test_arguments_that_cannot_be(ranks: Any) -> None:
         "data_partition=range",
         "use_distributed_sampler=false",
         "(allowed: none, auto, fixed)",
+        "balance=auto with LocalSGDStrategy, whose ranks do not make every step together",
     ]
     for said in ranks(said_of_arguments, 2, cases):
         for text, part in zip(said, expected, strict=True):
