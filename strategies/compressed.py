@@ -138,11 +138,11 @@ class CompressedReplicas(LayoutStrategy):
             closure_loss = closure_loss * self.loss_factor
         # As Lightning's, with the average in between.
         self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)  # type: ignore[assignment]
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         self._complete_gradients()
         self._average_replicas()
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)  # type: ignore[assignment]
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
 
@@ -151,7 +151,7 @@ class CompressedReplicas(LayoutStrategy):
         """Micro-batches inside do not finish the averaging of gradients."""
         self._is_between = True
         try:
-            with super().block_backward_sync():
+            with super().block_backward_sync():  # type: ignore[misc]
                 yield
         finally:
             self._is_between = False
@@ -173,12 +173,12 @@ class CompressedReplicas(LayoutStrategy):
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
-    def _kept_back(self, complete: bool) -> KeptBack:
+    def _kept_back(self, complete: bool) -> KeptBack | None:
         average = self._replicas
         if average is None:
             return super()._kept_back(complete)
         self._know_parts()
-        replica = self.layout.coordinates(self.global_rank)["replicate"]
+        replica = self.layout.coordinates(self._rank)["replicate"]
         tensors, kinds = {}, set()
         for part, kind, value in average.kept_back():
             kinds.add(kind)
@@ -225,8 +225,8 @@ class CompressedReplicas(LayoutStrategy):
             self._put_back_folded(state, [own], kinds, weights=(1.0, float(self.layout.replicate)))
             return f"{was.replicate} replicas are {self.layout.replicate} now; each goes on with what it had kept back."
         if was == self.layout:
-            own = was.coordinates(self.global_rank)["replicate"]
-            self._put_back_as_it_was(state, own, self.global_rank, kinds)
+            own = was.coordinates(self._rank)["replicate"]
+            self._put_back_as_it_was(state, own, self._rank, kinds)
             return as_it_was
         self._put_back_folded(state, range(was.replicate), kinds, weights=(1 / was.replicate, 1.0))
         return (

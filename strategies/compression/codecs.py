@@ -175,7 +175,8 @@ class TopK(Codec):
         split = 4 * self.kept(length)
         places = _from_bytes(data[:, :split], torch.int32).long()
         values = self.values.decode(data[:, split:], self.kept(length))
-        return values.new_zeros(len(data), length).scatter_(1, places, values)
+        rows: Tensor = values.new_zeros(len(data), length)
+        return rows.scatter_(1, places, values)
 
 
 def _checked_block(block: int) -> int:

@@ -59,7 +59,7 @@ def option_defaults(name: str) -> dict[str, Any]:
     return dict(_OPTIONS[name])
 
 
-def compression_problems(compression: str | Mapping[str, Any] | None) -> list[str]:
+def compression_problems(compression: Any) -> list[str]:
     """What is wrong with a choice of compression, each with what to type instead; empty when nothing is.
 
     Args:
