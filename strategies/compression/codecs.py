@@ -176,7 +176,8 @@ class TopK(Codec):
         places = _from_bytes(data[:, :split], torch.int32).long()
         values = self.values.decode(data[:, split:], self.kept(length))
         rows: Tensor = values.new_zeros(len(data), length)
-        return rows.scatter_(1, places, values)
+        rows.scatter_(1, places, values)
+        return rows
 
 
 def _checked_block(block: int) -> int:
