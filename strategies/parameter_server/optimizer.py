@@ -36,7 +36,7 @@ class ServedOptimizer(Optimizer):
         self.__setstate__({})
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """Those of the user's optimizer."""
         return self.inner.param_groups
 
@@ -45,7 +45,7 @@ class ServedOptimizer(Optimizer):
         self.inner.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """State that was gathered for a checkpoint, or loaded; empty while training."""
         return self.inner.state
 
@@ -131,7 +131,7 @@ class ServedOptimizer(Optimizer):
         else:
             coefficient, self._coefficient = self._coefficient, None
             self._client.commit(coefficient, clip_value)
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers warn if theirs has not stepped
+        self.inner._opt_called = True  # schedulers warn if theirs has not stepped
         return loss
 
     def state_dict(self) -> dict[str, Any]:

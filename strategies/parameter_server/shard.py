@@ -58,7 +58,7 @@ class Recipe:
         arguments = {name: value for name, value in self.defaults.items() if name in known}
         groups = [{**dict(own), "params": list(held)} for own, held in zip(self.options, parameters, strict=True)]
         try:
-            return self.cls(groups, **arguments)  # type: ignore[call-arg]
+            return self.cls(groups, **arguments)
         except TypeError as error:
             raise ValueError(
                 f"A parameter server cannot build a {self.cls.__name__} of its own: {error}. Its constructor has to "

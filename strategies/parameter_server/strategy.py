@@ -28,6 +28,7 @@ from trainwright.strategies.parameter_server.optimizer import ServedOptimizer
 from trainwright.strategies.parameter_server.options import rank_problems, server_problems
 from trainwright.strategies.parameter_server.server import Meeting, Rules, Server
 from trainwright.strategies.parameter_server.shard import Plan
+from trainwright.strategies.parameter_server.sharder import digest_of
 from trainwright.strategies.parameter_server.wire import LOOPBACK, Device
 from trainwright.strategies.precision import AgreedGradScaler
 
@@ -158,6 +159,10 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self.model = self._layer_sync.apply(self.lightning_module)
         self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
+        shapes = [(name, tuple(p.shape)) for name, p in self.lightning_module.named_parameters()]
+        self._refuse_other_models(
+            digest_of(*zip(*shapes, strict=True), rest="") if shapes else 0, shapes
+        )  # else the next collective fails in its own words
         _take_from_first(self.lightning_module)
         if fitting:
             self.setup_optimizers(trainer)
@@ -236,7 +241,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         if served is None:
             return
         plan = Plan.of(served.inner, {id(p): name for name, p in module.named_parameters()}, self.servers)
-        self._refuse_other_models(plan)
+        self._refuse_other_models(plan.digest, list(zip(plan.names, plan.shapes, strict=True)))
         self._say_what_varies()
         store = dist.distributed_c10d._get_default_store()
         meeting = Meeting(store, f"parameter_server/{self.broadcast(uuid.uuid4().hex)}")
@@ -262,8 +267,9 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self.barrier()  # nobody meets before the servers have it
         self._client.meet()
 
-    def _refuse_other_models(self, plan: Plan) -> None:
-        found = self._of_all_ranks((plan.digest, list(zip(plan.names, plan.shapes, strict=True))))
+    def _refuse_other_models(self, digest: int, parameters: list[tuple[str, tuple[int, ...]]]) -> None:
+        """Hold what every rank is to train against that of the first; a collective."""
+        found = self._of_all_ranks((digest, parameters))
         other = [rank for rank, (digest, _) in enumerate(found) if digest != found[0][0]]
         if not other:
             return

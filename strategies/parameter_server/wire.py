@@ -54,14 +54,15 @@ class Link:
     """
 
     def __init__(self, store: dist.Store, name: str, serves: bool, device: Device) -> None:
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         options._timeout = MEETING
         options._devices = [device.gloo]
         options._threads = 1
         self._peer = 1 if serves else 0
         try:
             store_of_link = dist.PrefixStore(name, store)
-            self._group: Any = dist.ProcessGroupGloo(store_of_link, 1 - self._peer, 2, options)
+            self._group: Any = gloo(store_of_link, 1 - self._peer, 2, options)
         except RuntimeError as error:
             raise LinkError(str(error).splitlines()[0]) from None
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.parity.harness import Case
+from tests.parity.harness import Case, make_trainer
 from tests.parity.harness import differences as all_differences
 
 
@@ -25,10 +29,206 @@ def train(case: Case, strategy: str, options: dict[str, Any], **trainer_options:
         (Case(module="decoder-adamw", clipping="norm", accumulation=2), 2),
         (Case(module="decoder-adamw", clipping="value"), 2),
     ],
-    ids=str,
+    ids=["sgd", "norm", "value"],
 )
 def test_in_step_is_ddp(ranks, case, servers):
     ours = ranks(train, 2, case, "parameter_server", {"servers": servers})
     theirs = ranks(train, 2, case, "ddp", {})
     assert all_differences(ours[0], theirs[0]) == []
     assert all_differences(ours[1], theirs[0]) == []
+
+
+class Groups(pl.LightningModule):
+    """Two groups with options of their own, a schedule, a frozen and a tied parameter, running statistics."""
+
+    def __init__(self, manual: bool = False, lbfgs: bool = False, width: int = 8, gamma: float = 0.5) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.lbfgs, self.gamma = lbfgs, gamma
+        # A bias before BatchNorm has no gradient but rounding, which Adam makes large.
+        self.first, self.norm = nn.Linear(4, width, bias=False), nn.BatchNorm1d(width)
+        self.second, self.third = nn.Linear(width, width), nn.Linear(width, width)
+        self.third.weight = self.second.weight
+        self.frozen, self.last = nn.Linear(width, width), nn.Linear(width, 1)
+        self.frozen.requires_grad_(False)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        hidden = self.third(torch.relu(self.second(self.norm(self.first(inputs)))))
+        loss = nn.functional.mse_loss(self.last(torch.relu(self.frozen(hidden)))[:, 0], targets)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
+        self.losses.pop()
+
+    def configure_optimizers(self) -> Any:
+        if self.lbfgs:
+            return torch.optim.LBFGS(self.parameters())
+        groups = [
+            {"params": [*self.first.parameters(), *self.norm.parameters(), *self.frozen.parameters()]},
+            {"params": [*self.second.parameters(), self.third.bias, *self.last.parameters()], "lr": 0.02},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=self.gamma)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def loader() -> DataLoader:
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(48, 4, generator=generator)
+    return DataLoader(TensorDataset(inputs, inputs.sum(1)), batch_size=4, shuffle=True)
+
+
+def fit(
+    strategy: str, options: dict[str, Any], steps: int, ckpt: str | None = None, gamma: float = 0.5, **more: Any
+) -> Any:
+    """Train and validate; the module and its Trainer."""
+    pl.seed_everything(3, verbose=False)
+    module = Groups(gamma=gamma)
+    trainer = make_trainer(strategy, options, max_steps=steps, max_epochs=-1, **more)
+    trainer.fit(module, loader(), loader(), ckpt_path=ckpt)
+    return module, trainer
+
+
+def outcome(module: pl.LightningModule, trainer: Any) -> tuple[torch.Tensor, list[float], float]:
+    values = [p.detach().view(-1) for p in module.parameters()]
+    return torch.cat(values), module.losses, float(trainer.callback_metrics["val_loss"])
+
+
+def features(precision: str) -> Any:
+    """The same run under DDP and in step; what parameters are at the end, and learning rates."""
+    more = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "precision": precision}
+    results = []
+    for strategy, options in (("ddp", {}), ("parameter_server", {"servers": 2})):
+        module, trainer = fit(strategy, options, 6, **more)
+        rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+        results.append((*outcome(module, trainer)[:2], rates, trainer.global_step))
+    return results
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_groups_schedule_clipping_and_accumulation_are_those_of_ddp(ranks, precision):
+    for (theirs, losses, rates, steps), (ours, our_losses, our_rates, our_steps) in ranks(features, 2, precision):
+        tolerance = 1e-5 if precision == "32-true" else 2e-3
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+        assert our_losses == pytest.approx(losses, rel=tolerance * 10)
+        assert (our_rates, our_steps) == (rates, steps)
+
+
+def across() -> Any:
+    """Runs that change their strategy in the middle, against one that does not."""
+    server, results = {"servers": 2}, {}
+    module, trainer = fit("ddp", {}, 8)
+    results["whole"] = outcome(module, trainer)[0]
+    kinds = {"ddp": {}, "parameter_server": server, "zero1": {}}
+    for before, after in (("parameter_server", "ddp"), ("ddp", "parameter_server"), ("parameter_server", "zero1")):
+        _, trainer = fit(before, kinds[before], 4)
+        path = f"{before}_{after}"
+        trainer.save_checkpoint(path)
+        module, trainer = fit(after, kinds[after], 8, ckpt=path)
+        results[path] = outcome(module, trainer)[0]
+    _, trainer = fit("parameter_server", server, 4)
+    trainer.save_checkpoint("same")
+    results["same"] = outcome(*fit("parameter_server", server, 8, ckpt="same"))[0]
+    results["served"] = outcome(*fit("parameter_server", server, 8))[0]
+    return results
+
+
+def test_run_states_go_from_strategy_to_strategy(ranks):
+    results = ranks(across, 2)[0]
+    whole = results.pop("whole")
+    assert torch.equal(results["same"], results["served"])
+    for parameters in results.values():
+        torch.testing.assert_close(parameters, whole, rtol=1e-5, atol=1e-6)
+
+
+def alone(options: dict[str, Any]) -> Any:
+    """Epochs with each rank at its own steps; a save by number of steps in the midst of one."""
+    from trainwright.callbacks.run_state import RunStateCheckpoint
+
+    saver = RunStateCheckpoint("saved", every_n_steps=5, save_at_end=False)
+    more = {"callbacks": [saver], "enable_checkpointing": True}
+    module, trainer = fit("parameter_server", options, 54, gamma=1.0, **more)
+    buffers = torch.cat([buffer.detach().view(-1).float() for buffer in module.buffers()])
+    parameters, _, loss = outcome(module, trainer)
+    resumed, again = fit("parameter_server", options, 56, ckpt=saver.last_model_path, gamma=1.0)
+    return parameters, buffers, loss, again.global_step, len(resumed.losses)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"consistency": "async", "delay_compensation": 0.04, "compression": "int8"},
+        {"consistency": "ssp", "staleness": 1, "scale_by_staleness": True, "servers": 2},
+    ],
+    ids=["async", "ssp"],
+)
+def test_ranks_that_step_alone_learn_and_end_alike(ranks, options):
+    (first, buffers, loss, steps, made), second = ranks(alone, 2, options)
+    assert torch.equal(first, second[0])
+    assert torch.equal(buffers, second[1])
+    assert loss < 1.0  # of targets with a variance of 4
+    assert (steps, made) == (56, 6)  # it went on from step 50
+
+
+def refusals() -> Any:
+    """What is refused when a fit begins, on every rank."""
+    import torch.distributed as dist
+
+    from trainwright.callbacks.stragglers import Stragglers
+
+    first = dist.get_rank() == 0
+    cases: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+        ({"manual": True}, {}, {}),
+        ({"lbfgs": True}, {}, {}),
+        ({"width": 8 if first else 6}, {}, {}),
+        ({}, {"servers": 3}, {}),
+        ({}, {"consistency": "async"}, {"callbacks": [Stragglers()]}),
+    ]
+    texts = []
+    for module, options, more in cases:
+        trainer = make_trainer("parameter_server", options, max_steps=1, **more)
+        try:
+            trainer.fit(Groups(**module), loader())
+        except ValueError as error:
+            texts.append(str(error))
+        else:
+            texts.append("")
+        dist.barrier()
+    return texts
+
+
+def test_what_cannot_be_is_refused_on_every_rank(ranks):
+    words = [
+        ["optimizes manually", "strategy=ddp"],
+        ["LBFGS", "closure", "AdamW"],
+        ["Rank(s) 1", "another model", "first.weight"],
+        ["servers=3 with 2 rank(s)", "servers=2"],
+        ["Stragglers", "step by themselves", "consistency=sync"],
+    ]
+    for texts in ranks(refusals, 2):
+        for text, expected in zip(texts, words, strict=True):
+            assert all(word in text for word in expected), text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"consistency": "ssp"}, ["staleness=None", "whole number", "staleness=3"]),
+        ({"consistency": "ssp", "staleness": 0}, ["staleness=0", "consistency=sync"]),
+        ({"staleness": 2}, ["staleness=2", "ssp only"]),
+        ({"consistency": "eventual"}, ["eventual", "sync, ssp, async"]),
+        ({"servers": 0}, ["servers=0", "servers=1"]),
+        ({"compression": "powersgd"}, ["powersgd", "int8"]),
+        ({"delay_compensation": 0.1}, ["delay_compensation=0.1", "never late"]),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options, words):
+    from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
+
+    with pytest.raises(ValueError, match=words[0]) as refused:
+        ParameterServerStrategy(**options)
+    assert all(word in str(refused.value) for word in words)
