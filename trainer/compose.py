@@ -14,6 +14,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
@@ -136,7 +137,8 @@ def group_names(loader: ConfigLoaderImpl) -> list[str]:
     found: list[str] = []
 
     def walk(parent: str) -> None:
-        for name in loader.list_groups(parent):
+        # The loader's own methods for this copy everything that it can read, each time.
+        for name in loader.repository.get_group_options(parent, ObjectType.GROUP):
             group = f"{parent}/{name}" if parent else name
             if group != "hydra":
                 found.append(group)
@@ -148,7 +150,8 @@ def group_names(loader: ConfigLoaderImpl) -> list[str]:
 
 def choices_of(loader: ConfigLoaderImpl, group: str) -> list[str]:
     """The choices of a group; names with a leading underscore are types to build on, not choices."""
-    return [name for name in loader.get_group_options(group) if not name.startswith("_")]
+    names = loader.repository.get_group_options(group, ObjectType.CONFIG)
+    return [name for name in names if not name.startswith("_")]
 
 
 @dataclass

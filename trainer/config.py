@@ -506,6 +506,8 @@ def register_schema() -> None:
     offered anywhere.
     """
     store = ConfigStore.instance()
+    if f"{SCHEMA_NAME}.yaml" in store.repo:
+        return  # Hydra would make its nodes from the dataclasses once more
     store.store(name=SCHEMA_NAME, node=RunConfig)
     store.store(group="strategy", name="_single", node=SingleConfig)
     store.store(group="strategy", name="_ddp", node=DDPConfig)

@@ -235,7 +235,7 @@ def test_problems_hidden_behind_a_missing_value_are_said_too(conf: Path) -> None
 
 def test_nothing_is_guessed_where_nothing_is_near(conf: Path) -> None:
     # Checked with the default strategy instead, devices=2 would look wrong as well.
-    assert len(problems(conf, "strategy=parameter_server", "devices=2")) == 1
+    assert len(problems(conf, "strategy=quantum_annealing", "devices=2")) == 1
 
 
 def test_without_a_recipe() -> None:
