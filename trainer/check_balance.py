@@ -30,8 +30,8 @@ def balance_problems(cfg: DictConfig, layout: Layout | None, least_samples: int)
     return [*problems, *_changing_ranks(cfg, given["kind"])]
 
 
-# Strategies whose ranks, or replicas, make steps with gradients of their own.
-_STEPS_ALONE = ("LocalSGDStrategy", "DiLoCoStrategy", "ParameterServerStrategy")
+# Its ranks make steps of their own; what replicas that do so refuse is theirs to say.
+_STEPS_ALONE = ("ParameterServerStrategy",)
 
 
 def _steps_alone(strategy: DictConfig) -> tuple[str, bool]:
