@@ -118,6 +118,7 @@ class RunStateCheckpoint(Checkpoint):
         """Copies in memory, if they are asked for; made when training begins."""
         self.retention = Retention(keep_last, keep_every, keep_best, monitor, mode)
         self._name = SaveName(filename)
+        self.every_n_steps = every_n_steps
         self._schedule = SaveSchedule(every, every_n_steps, every_n_seconds, every_n_epochs, mtbf)
         self._records = SaveRecords(keep_best, mode)
         self._pending: SaveRecord | None = None  # decided on, not yet published
@@ -195,6 +196,12 @@ class RunStateCheckpoint(Checkpoint):
             raise ValueError(
                 "RunStateCheckpoint writes folders of its own and would pass over the CheckpointIO plugin given to the "
                 "Trainer. Leave the plugin out, or save with lightning.pytorch.callbacks.ModelCheckpoint."
+            )
+        if getattr(trainer.strategy, "leases_samples", None) is not None and self.every_n_steps is not None:
+            raise ValueError(
+                f"RunStateCheckpoint(every_n_steps={self.every_n_steps}) with workers that lease their samples: none "
+                "knows how many steps it will make, so they could not meet for it. Save by epochs (every_n_epochs=1) "
+                "or seconds (at the end of an epoch), or turn leases off (strategy.leases=none)."
             )
         folder = self.dirpath or join_path(str(trainer.default_root_dir), "checkpoints")
         self._folder = trainer.strategy.broadcast(folder)

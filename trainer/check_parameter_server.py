@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.strategies.parameter_server.options import DEFAULTS, rank_problems, server_problems
+from trainwright.trainer.check_leases import lease_problems
 
 _PREFIX = "strategy."
 # Callbacks that run collectives as training goes, and what to type to be without.
@@ -29,6 +30,8 @@ def parameter_server_problems(cfg: DictConfig, world_size: int | None) -> list[s
     problems += _in_any_case(cfg)
     if options.get("consistency") in ("ssp", "async"):
         problems += _when_alone(cfg, options["consistency"])
+    if options.get("leases", "none") != "none":
+        problems += lease_problems(cfg)
     return problems
 
 

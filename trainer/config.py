@@ -73,6 +73,9 @@ class ParameterServerConfig(_BlockConfig):
     compression: Any = None
     # Network interface that servers listen at, like eth0; null = the loopback address, for one machine.
     interface: str | None = None
+    # With consistency=async, let workers lease samples, so that a fast one reads more: at_least_once or at_most_once
+    # (those of a dead worker are read again, or lost); none = off, equal shares.
+    leases: str = "none"
 
 
 @dataclass

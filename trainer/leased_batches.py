@@ -86,17 +86,18 @@ class SampleLeases:
         """Begin to lease an epoch, see :meth:`~trainwright.trainer.lease_service.LeaseDesk.open`."""
         self.desk.open(epoch, samples, chunk, before)
         if self._counted is None:
-            self._counted = self._global_batches
+            self._counted = self.global_batches
         return self.desk
 
     @property
-    def _global_batches(self) -> int:
+    def global_batches(self) -> int:
+        """See :attr:`LeasedBatchSampler.global_batches`."""
         batch = self._trainer.global_batch
         return 0 if batch is None else self.desk.done_samples // batch.size
 
     def global_batches_passed(self) -> int:
         """See :meth:`LeasedBatchSampler.global_batches_passed`."""
-        before, self._counted = self._counted or 0, self._global_batches
+        before, self._counted = self._counted or 0, self.global_batches
         return self._counted - before
 
     @property
@@ -244,6 +245,11 @@ class LeasedBatchSampler(RankBatchSampler):
         answer = self.leases.desk.wait_for_more(self.current_epoch)
         self.leases.spent = answer["spent"]
         return bool(answer["more"])
+
+    @property
+    def global_batches(self) -> int:
+        """Global batches' worth of samples on which the run has trained; at the end of an epoch the same on all."""
+        return self.leases.global_batches
 
     def global_batches_passed(self) -> int:
         """Global batches' worth of samples on which all workers have trained since this was asked last, or since the

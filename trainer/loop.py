@@ -387,6 +387,9 @@ class LeanEpochLoop(_TrainingEpochLoop):
             fetcher = self.trainer.fit_loop._data_fetcher
             iter(fetcher)
             progress.is_last_batch = fetcher.done
+        if progress.is_last_batch:
+            # What happens at the end of an epoch by the number of the step happens on all ranks alike.
+            self.set_steps(leased.global_batches)
 
     # ---- once a micro-batch ---------------------------------------------------------------------------------------
 

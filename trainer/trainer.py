@@ -404,7 +404,7 @@ class OrderedDataConnector(_DataConnector):
 
 _ONLY_SINGLE_SAMPLES = (
     "Leases are of single samples of a map-style data set, but the training loader is {loader}. Give a DataLoader with "
-    "batch_size, or turn leases off (strategy.leases=false)."
+    "batch_size, or turn leases off (strategy.leases=none)."
 )
 
 

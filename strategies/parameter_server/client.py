@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -14,6 +14,8 @@ from trainwright.strategies.compression.compressor import encode_with_feedback
 from trainwright.strategies.parameter_server.packing import State, pack, unpack
 from trainwright.strategies.parameter_server.server import BYTES, Meeting, Operation, Status, request_size
 from trainwright.strategies.parameter_server.shard import Plan, join_state, split_state
+from trainwright.strategies.parameter_server.sharder import Slice
+from trainwright.strategies.parameter_server.sparse_rows import Rows, pack_rows, touched_rows
 from trainwright.strategies.parameter_server.wire import (
     FIXED,
     HEADER,
@@ -44,6 +46,8 @@ class Client:
         device: to make links over.
         codec: how gradients are written; ``None``: as they are. What a message lacks is added to the next one's
             gradient (error feedback), apart for each server.
+        tables: indices of parameters of which a batch touches few rows: embeddings. Their rows alone are sent, unless
+            there is a codec. So are those of sparse gradients.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Client:
         meeting: Meeting,
         device: Device,
         codec: Codec | None = None,
+        tables: Collection[int] = (),
     ) -> None:
         self.worker = worker
         self.sent_bytes = 0
@@ -61,7 +66,7 @@ class Client:
         self.staleness = 0
         """Steps that others made between the last pull and the push after it, at the server that saw most."""
         self._plan, self._parameters, self._codec = plan, list(parameters), codec
-        self._meeting, self._device = meeting, device
+        self._meeting, self._device, self._tables = meeting, device, frozenset(tables)
         self._links: list[Link] = []
         self._gradients = [torch.zeros(plan.numel(server), dtype=plan.dtype) for server in range(len(plan.held))]
         self._pulled = [torch.empty_like(flat) for flat in self._gradients]
@@ -140,31 +145,46 @@ class Client:
     def _push(self, hyper: Tensor, **fields: float) -> list[Sequence[Sending]]:
         sent: list[Sequence[Sending]] = []
         for server, flat in enumerate(self._gradients):
-            present = self._gather(server, flat)
+            present, rows = self._gather(server, flat)
+            sparse = any(each is not None for each in rows)
+            body = pack_rows(flat, self._plan.held[server], rows) if sparse else self._written(server, flat)
+            fields["bytes"] = body.nbytes if sparse else 0
             request = self._request(server, Operation.PUSH, **fields)
             request[FIXED : FIXED + hyper.numel()] = hyper
             request[FIXED + hyper.numel() :] = torch.tensor(present, dtype=torch.float64)
-            body = self._written(server, flat)
             self.sent_bytes += body.nbytes
             link = self._links[server]
             sent.append(self._guarded(server, lambda: (link.send(request, HEADER), link.send(body, PAYLOAD))))  # noqa: B023
         return sent
 
-    def _gather(self, server: int, flat: Tensor) -> list[float]:
-        """Gather this worker's gradients for a server; for each slice whether there is one."""
-        present, position = [], 0
+    def _gather(self, server: int, flat: Tensor) -> tuple[list[float], list[Rows | None]]:
+        """Gather this worker's gradients for a server; for each slice whether there is one, and its rows if few."""
+        present: list[float] = []
+        touched: list[Rows | None] = []
+        position = 0
         for piece in self._plan.held[server]:
             gradient, target = self._parameters[piece.parameter].grad, flat[position : position + piece.numel]
             position += piece.numel
             present.append(float(gradient is not None))
+            touched.append(self._few_rows(gradient, piece))
+            if touched[-1] is not None:
+                continue
             if gradient is None:
                 target.zero_()
             else:
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 rows = gradient[piece.start : piece.stop] if gradient.dim() else gradient
                 target.view(piece.shape).copy_(rows, non_blocking=True)
         if any(p.is_cuda for p in self._parameters):
             torch.cuda.synchronize()
-        return present
+        return present, touched
+
+    def _few_rows(self, gradient: Tensor | None, piece: Slice) -> Rows | None:
+        if gradient is None or gradient.dim() < 2 or self._codec is not None:
+            return None
+        if not gradient.is_sparse and piece.parameter not in self._tables:
+            return None
+        return touched_rows(gradient, piece)
 
     def _written(self, server: int, flat: Tensor) -> Tensor:
         if self._codec is None:

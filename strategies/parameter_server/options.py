@@ -10,6 +10,8 @@ from trainwright.strategies.compression.options import choose_compression, compr
 CONSISTENCIES = ("sync", "ssp", "async")
 # Compressors that can write one message alone.
 CODECS = ("fp16", "bf16", "int8", "topk", "onebit")
+# What becomes of the samples that a dead worker had leased; none: samples are dealt in equal shares.
+LEASES = ("none", "at_least_once", "at_most_once")
 DEFAULTS: Mapping[str, Any] = {
     "consistency": "sync",
     "staleness": None,
@@ -18,6 +20,7 @@ DEFAULTS: Mapping[str, Any] = {
     "scale_by_staleness": False,
     "compression": None,
     "interface": None,
+    "leases": "none",
 }
 
 
@@ -33,6 +36,7 @@ def server_problems(options: Mapping[str, Any], prefix: str = "") -> list[str]:
         *_consistency_problems(given, prefix),
         *_server_count_problems(given, prefix),
         *_asynchronous_options(given, prefix),
+        *_lease_problems(given, prefix),
     ]
     found = compression_problems(given["compression"])
     choice = None if found else choose_compression(given["compression"])
@@ -84,6 +88,18 @@ def _asynchronous_options(given: Mapping[str, Any], prefix: str) -> list[str]:
             "leave it out"
         )
     return problems
+
+
+def _lease_problems(given: Mapping[str, Any], prefix: str) -> list[str]:
+    leases, consistency = given["leases"], given["consistency"]
+    if leases not in LEASES:
+        return [f"{prefix}leases={leases}: unknown; allowed are {', '.join(LEASES)}"]
+    if leases == "none" or consistency == "async" or consistency not in CONSISTENCIES:
+        return []
+    return [
+        f"{prefix}leases={leases} with {prefix}consistency={consistency}: workers wait for each other there, so none "
+        f"can read much more than another; type {prefix}consistency=async, or leave it out"
+    ]
 
 
 def rank_problems(servers: int, world_size: int, prefix: str = "") -> list[str]:

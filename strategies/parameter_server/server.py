@@ -19,6 +19,7 @@ from trainwright.strategies.parameter_server.clocks import Clocks, Consistency, 
 from trainwright.strategies.parameter_server.packing import pack, unpack
 from trainwright.strategies.parameter_server.rounds import Round
 from trainwright.strategies.parameter_server.shard import Plan, Shard
+from trainwright.strategies.parameter_server.sparse_rows import unpack_rows
 from trainwright.strategies.parameter_server.wire import FIXED, HEADER, PAYLOAD, Device, Link, LinkError, field, header
 
 # Seconds that closing waits for a worker's thread; one that waits for a message of a living worker ends with that.
@@ -301,14 +302,18 @@ class Server:
         self._reply(link, clock=clock)
 
     def _push(self, link: Link, worker: int, request: Tensor) -> None:
-        gradient = self._receive_gradient(link)
+        gradient = self._receive_gradient(link, int(field(request, "bytes")))
         hyper, present = parse(self._plan, request)
         if self._rules.consistency == "sync":
             self._push_together(link, worker, request, gradient, hyper, present)
         else:
             self._push_alone(link, worker, gradient, hyper, present)
 
-    def _receive_gradient(self, link: Link) -> Tensor:
+    def _receive_gradient(self, link: Link, sparse_bytes: int) -> Tensor:
+        if sparse_bytes:
+            message = torch.empty(sparse_bytes, dtype=torch.uint8)
+            link.receive(message, PAYLOAD).wait()
+            return unpack_rows(message, self.shard.slices, self.shard.flat.dtype)
         numel = self.shard.flat.numel()
         if self._codec is None:
             gradient = torch.empty_like(self.shard.flat)

@@ -56,6 +56,9 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             ``None`` (off); see :func:`~trainwright.strategies.compression.names.codec_of`. What a message lacks goes
             with the next one; it is dropped when a run is saved and resumed.
         interface: network interface that servers listen at; ``None``: the loopback address alone, for one machine.
+        leases: with ``"async"``, let workers lease the samples of an epoch, so that a fast one reads more:
+            ``"at_least_once"`` or ``"at_most_once"`` says what becomes of those that a dead one held, see
+            :mod:`trainwright.trainer.lease_book`; ``"none"`` (off): equal shares.
         **kwargs: see :class:`~trainwright.strategies.base.LayoutStrategy`; ``process_group_backend``, ``timeout``,
             ``parallel_devices``, ``cluster_environment`` as in Lightning's ``DDPStrategy``.
 
@@ -75,6 +78,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         scale_by_staleness: bool = False,
         compression: str | Mapping[str, Any] | None = None,
         interface: str | None = None,
+        leases: str = "none",
         **kwargs: Any,
     ) -> None:
         problems = server_problems(
@@ -85,6 +89,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
                 "delay_compensation": delay_compensation,
                 "scale_by_staleness": scale_by_staleness,
                 "compression": compression,
+                "leases": leases,
             }
         )
         if problems:
@@ -94,6 +99,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._rules = Rules(consistency, staleness, delay_compensation, scale_by_staleness)
         self._compression = choose_compression(compression)
         self._interface = interface
+        self._leases = leases
         self._client: Client | None = None
         self._server: Server | None = None
         self._alone = False  # within a step that other ranks need not make
@@ -109,6 +115,11 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def steps_are_collective(self) -> bool:
         """Only in step (``"sync"``) are all workers at the same one."""
         return self._rules.consistency == "sync"
+
+    @property
+    def leases_samples(self) -> str | None:
+        """See :attr:`~trainwright.strategies.base.LayoutStrategy.leases_samples`."""
+        return None if self._leases == "none" else self._leases
 
     @property
     def server(self) -> Server | None:
@@ -252,7 +263,9 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             server.start()
             self._server = server
         parameters = [p for group in served.param_groups for p in group["params"]]
-        self._client = Client(self.global_rank, plan, parameters, meeting, device, codec)
+        embeddings = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
+        tables = [index for index, parameter in enumerate(parameters) if id(parameter) in embeddings]
+        self._client = Client(self.global_rank, plan, parameters, meeting, device, codec, tables)
         self._client.connect()
         served.serve(self._client, plan)
         self._upload()

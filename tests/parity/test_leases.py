@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainwright import Trainer
 from trainwright.strategies.ddp import DDPStrategy
+from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
 from trainwright.trainer.reading import dealer_of
 
 SAMPLES = 107
@@ -109,6 +110,8 @@ def fit(
     drop_last: bool = False, guarantee: str = "at_least_once", **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     module = Reader(ahead)
+    if strategy == "servers":
+        strategy = ParameterServerStrategy("async", leases=guarantee)
     trainer = Trainer(
         strategy=Alone(guarantee) if strategy is None else strategy,
         devices=dist.get_world_size(),
@@ -130,6 +133,8 @@ def fit(
         "rates": module.rates,
         "hooks": module.hooks,
         "steps": module.micro_batches,
+        "weight": module.weight.item(),
+        "global_step": trainer.global_step,
         "estimated": module.estimated,
     }
 
@@ -170,6 +175,19 @@ def test_epochs_with_accumulation_validation_and_what_does_not_divide(
         assert results[0]["read"][0] == ranks(fit, 1, 12, strategy="single")[0]["read"][0]
 
 
+def test_workers_of_a_parameter_server_lease(ranks: Callable[..., list[Any]]) -> None:
+    options: dict[str, Any] = {"global_batch_size": 8, "max_epochs": 2, "limit_val_batches": 1.0}
+    slow, fast = ranks(fit, 2, 4, ahead=20, strategy="servers", **options)
+    for epoch in (0, 1):
+        assert all_read([slow, fast], epoch) == Counter(range(SAMPLES))
+    assert fast["steps"] >= 20
+    for result in (slow, fast):
+        assert result["hooks"] == ["start 0", "validate", "end 0", "start 1", "validate", "end 1"]
+    # Both have the servers' parameters at the end, and count the same steps.
+    assert slow["weight"] == fast["weight"] != 0
+    assert slow["global_step"] == fast["global_step"] == 2 * SAMPLES // 8
+
+
 def test_limits_are_of_all_workers_together(ranks: Callable[..., list[Any]]) -> None:
     results = ranks(fit, 2, 4, ahead=6, limit_train_batches=5)
     assert sum(all_read(results).values()) == max(1, len(all_read(results))) == 40
@@ -186,7 +204,7 @@ def test_a_run_goes_on_with_other_workers_and_strategies(ranks: Callable[..., li
         (3, 4, None, 2),
         (1, 6, None, 4),
         (2, 6, "ddp", 6),
-        (2, 3, None, None),
+        (2, 3, "servers", None),
     ]
     read: Counter[int] = Counter()
     for number, (world, micro, strategy, steps) in enumerate(legs):

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, seed_everything
+
+from trainwright import Trainer
+from trainwright.recipes.wide_deep import ClickData, WideDeep
+from trainwright.strategies.parameter_server.sharder import share_out
+from trainwright.strategies.parameter_server.sparse_rows import pack_rows, touched_rows, unpack_rows
+
+SHAPES = [(40, 3), (7,), (30, 2, 2), (), (5, 2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_what_is_packed_is_unpacked(dtype: torch.dtype, sparse: bool) -> None:
+    torch.manual_seed(0)
+    gradients = [torch.randn(shape, dtype=dtype) for shape in SHAPES]
+    for table, rows in ((0, [2, 3, 39]), (2, [])):
+        keep = torch.zeros_like(gradients[table])
+        keep[rows] = gradients[table][rows]
+        gradients[table] = keep.to_sparse(1) if sparse else keep
+    found = [torch.zeros_like(each.to_dense()) for each in gradients]
+    for pieces in share_out(SHAPES, 2):
+        few = [touched_rows(gradients[p.parameter], p) if p.parameter in (0, 2) else None for p in pieces]
+        parts = [gradients[p.parameter].to_dense() for p in pieces]
+        rows = [part[p.start : p.stop] if part.dim() else part for part, p in zip(parts, pieces, strict=True)]
+        flat = torch.cat([part.flatten() for part in rows])
+        unread = flat.clone()
+        first = 0
+        for piece, each in zip(pieces, few, strict=True):
+            if each is not None:
+                unread[first : first + piece.numel] = float("nan")
+            first += piece.numel
+        message = pack_rows(unread, pieces, few)
+        assert torch.equal(unpack_rows(message, pieces, dtype), flat)
+        assert message.numel() < flat.nbytes + 8 * len(pieces)
+        first = 0
+        for piece in pieces:
+            target = found[piece.parameter]
+            target = target[piece.start : piece.stop] if target.dim() else target
+            target.copy_(flat[first : first + piece.numel].view(piece.shape))
+            first += piece.numel
+    assert all(torch.equal(a, b.to_dense()) for a, b in zip(found, gradients, strict=True))
+
+
+def test_rows_that_save_nothing_and_rows_that_are_not_there() -> None:
+    (pieces,) = share_out([(6, 4)], 1)
+    assert touched_rows(torch.ones(6, 4), pieces[0]) is None
+    gradient = torch.zeros(6, 4)
+    gradient[5] = 1
+    few = touched_rows(gradient, pieces[0])
+    assert few is not None
+    message = pack_rows(torch.zeros(24), pieces, [few._replace(numbers=torch.tensor([6]))])
+    with pytest.raises(ValueError, match="rows 6 to 6 were pushed for a slice of 6 rows"):
+        unpack_rows(message, pieces, torch.float32)
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.pushed = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        client = getattr(trainer.strategy, "client", None)
+        self.pushed = 0 if client is None else client.sent_bytes
+
+
+def fit(strategy: Any, sparse: bool = False, **options: Any) -> dict[str, Any]:
+    seed_everything(0)
+    losses, module = Losses(), WideDeep(sparse=sparse, rows=1024, wide_rows=4096, dim=8, hidden=(16,))
+    trainer = Trainer(
+        strategy=strategy(**options) if callable(strategy) else strategy,
+        devices=dist.get_world_size(),
+        accelerator="cpu",
+        max_steps=5,
+        callbacks=[losses],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        gradient_clip_val=None if sparse else 0.5,
+    )
+    trainer.fit(module, ClickData(16, samples=400))
+    weights = {name: weight.detach() for name, weight in module.named_parameters()}
+    return {"losses": losses.losses, "pushed": losses.pushed, "weights": weights}
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_tables_push_the_rows_of_a_batch_and_step_as_under_ddp(ranks: Callable[..., list[Any]], sparse: bool) -> None:
+    from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
+
+    expected = ranks(fit, 2, "ddp", sparse)
+    found = ranks(fit, 2, ParameterServerStrategy, sparse, servers=2)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+        for name, weight in theirs["weights"].items():
+            torch.testing.assert_close(ours["weights"][name], weight, rtol=1e-5, atol=1e-7)
+        dense = 5 * 4 * sum(weight.numel() for weight in theirs["weights"].values())
+        # Of 1,024 rows of a table, a batch of 16 touches 16 at most.
+        assert ours["pushed"] < dense / 10
