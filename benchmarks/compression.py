@@ -1,0 +1,228 @@
+"""Gradients averaged with fewer bytes: what is sent, what is learned, and how long a step takes on a slow link.
+
+The byte-level GPT of ``recipe=gpt`` (nano) on the CPU, data parallel, fp32. Every compressor and plain DDP train the
+same samples from the same weights, for several seeds; told are the bytes that a rank sends in the last step, by the
+formula and by the kernel's counters, and the loss on held-out text beside that of DDP.
+
+With ``--link`` the same is timed on a loopback device of that rate, in a network namespace of its own that is gone with
+the process (``unshare``, ``ip`` and ``tc`` of Linux): sides in turns, seconds of a step beside those of DDP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from benchmarks.alternate import alternate
+from benchmarks.commands import environment_of
+from benchmarks.layouts import Observe
+from benchmarks.quiet import PLAIN_TRAINER
+from benchmarks.ranks import run_ranks
+from benchmarks.report import Goal, finish, say, table_of
+from trainwright.recipes.gpt import GPTModule
+from trainwright.recipes.gpt_model import GPTConfig
+from trainwright.recipes.text_corpus import TextCorpus
+from trainwright.strategies.compression.compressor import ring_bytes
+from trainwright.strategies.registry import make_strategy
+from trainwright.trainer.trainer import Trainer
+
+DENSE = "none"
+# Side -> the argument `compression`.
+SIDES: dict[str, dict[str, Any]] = {
+    DENSE: {"name": DENSE},
+    "bf16": {"name": "bf16"},
+    "int8": {"name": "int8"},
+    "topk 1 %": {"name": "topk", "ratio": 0.01},
+    "randomk 1 %": {"name": "randomk", "ratio": 0.01},
+    "powersgd rank 4": {"name": "powersgd", "rank": 4},
+    "onebit": {"name": "onebit"},
+}
+# Side -> how many times fewer bytes it is to send at least, and how much more loss it may end with at most.
+GOALS = {"topk 1 %": (20.0, 1.02), "powersgd rank 4": (20.0, 1.02), "onebit": (5.0, None)}
+_BATCH, _LR = 32, 0.004
+_KERNEL_TOLERANCE = 0.02
+
+
+class _StepTimes(pl.Callback):
+    """When each optimizer step ended, in seconds."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Note it."""
+        self.ends.append(time.perf_counter())
+
+
+def train(side: str, ranks: int, steps: int, seed: int, validate: bool) -> dict[str, Any]:
+    """Train on this rank; returns the row, without what is said of it beside others.
+
+    Args:
+        side: a key of :data:`SIDES`.
+        ranks: data parallel ones.
+        steps: optimizer steps of 32 windows.
+        seed: of the weights and the order of samples.
+        validate: whether the loss on held-out text is computed.
+    """
+    pl.seed_everything(seed, verbose=False)
+    module = GPTModule(
+        GPTConfig(layers=4, dim=128, heads=4, seq_len=128, tied_head=True, init_std=0.05),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=_LR),
+        schedule_steps=steps,
+    )
+    observe, times = Observe(steps), _StepTimes()
+    strategy = make_strategy("ddp", compression=SIDES[side])
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=ranks,
+        max_steps=steps,
+        limit_val_batches=16 if validate else 0,
+        num_sanity_val_steps=0,
+        check_val_every_n_epoch=None,
+        val_check_interval=steps,
+        data_seed=seed,
+        callbacks=[observe, times],
+        **PLAIN_TRAINER,
+    )
+    trainer.fit(module, TextCorpus(seq_len=128, batch_size=_BATCH // ranks))
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    seconds = [after - before for before, after in zip(times.ends[2:], times.ends[3:], strict=False)]
+    return {
+        "side": side,
+        "ranks": ranks,
+        "bytes": strategy.compressed_bytes or ring_bytes(numel, ranks),
+        "kernel": observe.written,
+        "dense": ring_bytes(numel, ranks),
+        "loss": float(trainer.callback_metrics["val_loss"]) if validate else None,
+        "step_seconds": median(seconds) if seconds else None,
+    }
+
+
+def measure(sides: list[str], ranks: int, steps: int, seeds: int) -> list[dict[str, Any]]:
+    """One row per side: bytes of a step, and the mean loss over seeds beside that of DDP."""
+    found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for seed in range(seeds):
+        for side in sides:
+            found[side].append(run_ranks(train, ranks, side, ranks, steps, seed, True)[0])
+            say(f"{ranks} ranks, seed {seed}, {side}: loss {found[side][-1]['loss']:.4f}")
+    dense = [row["loss"] for row in found[DENSE]]
+    rows = []
+    for side, runs in found.items():
+        losses = [run["loss"] for run in runs]
+        ratios = [loss / other for loss, other in zip(losses, dense, strict=True)]
+        rows.append(
+            {
+                "side": side,
+                "ranks": ranks,
+                "bytes": runs[0]["bytes"],
+                "kernel": runs[0]["kernel"],
+                "fewer": round(runs[0]["dense"] / runs[0]["bytes"], 1),
+                "loss": round(mean(losses), 4),
+                "spread": round(stdev(losses), 4) if seeds > 1 else None,
+                "loss_to_dense": round(mean(ratios), 4),
+            }
+        )
+    return rows
+
+
+def timed(sides: list[str], ranks: int, steps: int, repeats: int) -> list[dict[str, Any]]:
+    """One row per side: seconds of a step on whatever link this process has; sides in turns."""
+    taken = alternate(
+        {
+            side: lambda side=side: run_ranks(train, ranks, side, ranks, steps, 0, False)[0]["step_seconds"]
+            for side in sides
+        },
+        repeats,
+        lambda seconds: f"{seconds:.3f} s",
+    )
+    dense = median(taken[DENSE])
+    return [
+        {
+            "side": side,
+            "ranks": ranks,
+            "step_seconds": round(median(seconds), 4),
+            "least": round(min(seconds), 4),
+            "most": round(max(seconds), 4),
+            "dense_to_it": round(dense / median(seconds), 2),
+        }
+        for side, seconds in taken.items()
+    ]
+
+
+def timed_on_a_slow_link(link: str, arguments: list[str]) -> list[dict[str, Any]]:
+    """What :func:`timed` says in a network namespace of its own, whose loopback device has the rate ``link``.
+
+    Raises:
+        RuntimeError: if such a namespace cannot be made here, or the measurement failed.
+    """
+    slow = f"ip link set lo up && tc qdisc add dev lo root tbf rate {link} burst 256kb latency 2000ms"
+    inner = [sys.executable, "-m", "benchmarks.compression", "--timed-here", *arguments]
+    command = ["unshare", "--map-root-user", "--net", "sh", "-c", f'{slow} && exec "$@"', "sh", *inner]
+    # The name of this machine leads nowhere in there.
+    environment = {**environment_of(1), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[1], env=environment, stdout=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}; it needs unshare, ip and tc (Linux)")
+    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return rows
+
+
+def goals_of(rows: list[dict[str, Any]]) -> list[Goal]:
+    """Bounds of what was measured on two ranks, and of the formulas on any number."""
+    goals = []
+    for row in rows:
+        name = f"{row['side']}, {row['ranks']} ranks"
+        if row["side"] != DENSE:
+            goals.append(
+                Goal(f"kernel's bytes to the formula's, {name}", row["kernel"] / row["bytes"], 1 + _KERNEL_TOLERANCE)
+            )
+        if row["side"] in GOALS:
+            fewer, loss = GOALS[row["side"]]
+            goals.append(Goal(f"times fewer bytes, {name}", row["fewer"], fewer, at_least=True))
+            if loss is not None:
+                goals.append(Goal(f"loss to dense, {name}", row["loss_to_dense"], loss))
+    return goals
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compression", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
+    add("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="default: all; none is always among them")
+    add("--steps", type=int, default=500, help="optimizer steps (default: %(default)s)")
+    add("--seeds", type=int, default=3, help="how many (default: %(default)s)")
+    add("--link", default=None, help="rate of a slow link to time steps on, like 100mbit (default: off)")
+    add("--repeats", type=int, default=3, help="rounds of the timing (default: %(default)s)")
+    add("--timed-steps", type=int, default=8, help="steps of a timed run (default: %(default)s)")
+    add("--timed-here", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    sides = list(dict.fromkeys([DENSE, *given.sides]))
+    if given.timed_here:
+        rows = [row for ranks in given.ranks for row in timed(sides, ranks, given.timed_steps, given.repeats)]
+        print(json.dumps(rows))
+        return
+    rows = [row for ranks in given.ranks for row in measure(sides, ranks, given.steps, given.seeds)]
+    tables, times = [table_of("Bytes of a step and loss on held-out text", rows)], []
+    if given.link is not None:
+        counts = [str(count) for count in given.ranks]
+        more = ["--repeats", str(given.repeats), "--timed-steps", str(given.timed_steps)]
+        times = timed_on_a_slow_link(given.link, ["--ranks", *counts, "--sides", *sides, *more])
+        tables.append(table_of(f"Seconds of a step, loopback of {given.link}", times))
+    finish("compression", tables, goals_of(rows), {"rows": rows, "link": given.link, "times": times})
+
+
+if __name__ == "__main__":
+    main()
