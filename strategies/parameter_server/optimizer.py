@@ -115,7 +115,7 @@ class ServedOptimizer(Optimizer):
         """Clamp the elements of the averaged gradient in the coming step."""
         self._clip_value = limit
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Compute, push and pull."""
         loss = None
         if closure is not None:
@@ -131,7 +131,8 @@ class ServedOptimizer(Optimizer):
         else:
             coefficient, self._coefficient = self._coefficient, None
             self._client.commit(coefficient, clip_value)
-        self.inner._opt_called = True  # schedulers warn if theirs has not stepped
+        inner: Any = self.inner
+        inner._opt_called = True  # schedulers warn if theirs has not stepped
         return loss
 
     def state_dict(self) -> dict[str, Any]:

@@ -171,9 +171,8 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         shapes = [(name, tuple(p.shape)) for name, p in self.lightning_module.named_parameters()]
-        self._refuse_other_models(
-            digest_of(*zip(*shapes, strict=True), rest="") if shapes else 0, shapes
-        )  # else the next collective fails in its own words
+        # Else the next collective fails in its own words.
+        self._refuse_other_models(digest_of([n for n, _ in shapes], [shape for _, shape in shapes], ""), shapes)
         _take_from_first(self.lightning_module)
         if fitting:
             self.setup_optimizers(trainer)

@@ -14,6 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.strategies.communication.meter import count_sent
+
+# What a CommunicationMeter knows these bytes under: pushed by workers, pulled from servers.
+AXIS = "server"
 LOOPBACK = "127.0.0.1"
 # For both ends to come; and for a message, which may be as long in coming as a validation or a save takes. A recv that
 # times out closes the pair for good, and one whose peer has died fails at once whatever the timeout.
@@ -72,6 +76,7 @@ class Link:
         Raises:
             LinkError: if the other end is gone.
         """
+        count_sent(AXIS, "push" if self._peer == 0 else "pull", tensor.nbytes)
         return self._begin("send", tensor, tag)
 
     def receive(self, tensor: Tensor, tag: int) -> Sending:

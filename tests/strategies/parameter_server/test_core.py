@@ -126,3 +126,30 @@ def test_a_server_that_ends_is_told_of_in_one_message(ranks):
     assert "Parameter server 0 is gone" in text
     assert "ckpt_path=last" in text
     assert "launch.max_restarts=3" in text
+
+
+def count() -> Any:
+    import torch.distributed as dist
+
+    from trainwright.strategies.communication.meter import CommunicationMeter
+    from trainwright.strategies.parameter_server.server import request_size
+    from trainwright.strategies.parameter_server.wire import FIXED
+
+    peer = Peer(dist.get_rank(), 2, consistency="sync")
+    peer.begin()
+    dist.barrier()
+    with CommunicationMeter() as meter:
+        for step in range(3):
+            peer.step(step)
+        dist.barrier()
+        counted = {kind: sent.bytes for (axis, kind), sent in meter.take().items() if axis == "server"}
+    peer.client.meet()
+    peer.end()
+    parameters = 4 * flat(peer.model).numel()
+    return counted, 3 * (parameters + 8 * request_size(peer.plan, 0)), 3 * 2 * (parameters + 8 * FIXED)
+
+
+def test_a_step_sends_gradients_once_and_parameters_once_for_every_worker(ranks):
+    (with_server, pushed, pulled), (without, _, _) = ranks(count, 2)
+    assert with_server == {"push": pushed, "pull": pulled}
+    assert without == {"push": pushed}
