@@ -1,0 +1,96 @@
+"""What local updates cannot do, refused with what to type instead: when composed, and by the constructors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from omegaconf import OmegaConf
+
+from tests.strategies.local_updates.cases import fit
+from trainwright import DiLoCoStrategy, LocalSGDStrategy, compose
+from trainwright.strategies.local_updates.fragments import fragment_of
+from trainwright.strategies.local_updates.schedule import Schedule
+from trainwright.trainer.check_local_updates import local_update_refusals_of_module
+from trainwright.trainer.validate import Surroundings, validate
+
+REFUSED: list[tuple[list[str], tuple[str, ...]]] = [
+    (["strategy=local_sgd", "strategy.sync_every=0"], ("strategy.sync_every=0", "at least 1")),
+    (["strategy=diloco", "strategy.fragments=9", "strategy.sync_every=8"], ("fragments=9", "fragments=8")),
+    (["strategy=diloco", "strategy.fragments=5"], ("fragments=5", "4 block(s)", "strategy.fragments=4")),
+    (["strategy=diloco", "strategy.overlap_steps=50"], ("overlap_steps=50", "overlap_steps=49")),
+    (["strategy=diloco", "strategy.mixing=1.0"], ("mixing=1.0", "less than 1")),
+    (["strategy=diloco", "strategy.outer_lr=0"], ("outer_lr=0", "above 0")),
+    (["strategy=diloco", "strategy.outer_momentum=0"], ("outer_nesterov=true", "outer_nesterov=false")),
+    (["strategy=diloco", "strategy.compression=bf61"], ("bf61", "Did you mean 'bf16'")),
+    (["strategy=diloco", "devices=1"], ("strategy.replicate=1", "devices=2")),
+    (["strategy=local_sgd", "strategy.replicate=1", "strategy.shard=2"], ("shard 2", "no replicas")),
+    (["strategy=local_sgd", "monitor=thorough"], ("monitor.replica_check", "strategy=diloco")),
+    (["strategy=local_sgd", "trainer.sync_batchnorm=true"], ("sync_batchnorm", "Leave it out")),
+    (["strategy=local_sgd", "balance=auto"], ("balance=auto", "balance=none")),
+]
+
+
+@pytest.mark.parametrize(("overrides", "parts"), REFUSED, ids=lambda value: " ".join(value) if value else None)
+def test_what_is_impossible_is_refused_when_composed(
+    tmp_path: Any, overrides: list[str], parts: tuple[str, ...]
+) -> None:
+    cfg = compose("gpt", ["devices=2", "accelerator=cpu", f"run_dir={tmp_path}", *overrides])
+    problems = validate(cfg, Surroundings())
+    assert any(all(part in problem for part in parts) for problem in problems), problems
+
+
+def test_what_fits_is_not_refused(tmp_path: Any) -> None:
+    cfg = compose("diloco_gpt", ["accelerator=cpu", f"run_dir={tmp_path}", "strategy.fragments=4"])
+    assert validate(cfg, Surroundings()) == []
+    by_hand = OmegaConf.create({"strategy": cfg.strategy, "module": {"_target_": f"{__name__}.ByHand"}})
+    assert "automatic_optimization" in local_update_refusals_of_module(by_hand, "fit")[0]
+
+
+class ByHand(pl.LightningModule):
+    """Steps its own optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layer = torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda: LocalSGDStrategy(sync_every=0), "sync_every=0"),
+        (lambda: LocalSGDStrategy(compression="bf16"), "strategy=diloco"),
+        (lambda: DiLoCoStrategy(sync_every=4, overlap_steps=4), "overlap_steps=4"),
+        (lambda: DiLoCoStrategy(compression={"name": "topk", "ratio": 2}), "ratio"),
+        (lambda: DiLoCoStrategy(outer_momentum=0.0), "outer_nesterov=false"),
+    ],
+)
+def test_constructors_refuse_the_same(make: Any, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        make()
+
+
+def fit_with_average() -> str:
+    try:
+        fit("local_sgd", {}, callbacks=[EMAWeightAveraging()])
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_ranks_refuse_averages_of_each_replica_by_itself(ranks: Any) -> None:
+    assert all(
+        "EMAWeightAveraging averages over the steps of each replica" in text for text in ranks(fit_with_average, 2)
+    )
+
+
+def test_fragments_take_turns() -> None:
+    schedule = Schedule(sync_every=6, fragments=3, warmup_steps=6)
+    assert [schedule.due(step) for step in range(1, 14)] == [None] * 7 + [1, None, 2, None, 0, None]
+    names = ["embed.w", "blocks.0.w", "blocks.1.w", "blocks.2.w", "norm.w"]
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    assert [fragment_of(name, blocks, names, 2) for name in names] == [0, 0, 1, 0, 1]

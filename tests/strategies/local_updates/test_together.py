@@ -1,0 +1,145 @@
+"""What is sent, running statistics, mixed precision and what watches replicas, under local updates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.parity.harness import make_trainer
+from tests.parity.layouts import Texts
+from tests.strategies.local_updates.cases import fit
+from tests.strategies.traffic import recorded
+from trainwright import Preemption
+from trainwright.callbacks.replica_check import ReplicaCheck
+
+STEPS, EVERY = 6, 3
+
+
+class Traffic(pl.Callback):
+    """Elements of every collective from the first step to the end of the last one."""
+
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 0:
+            self._open = recorded()
+            self._seen = self._open.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == STEPS:
+            self._open.__exit__(None, None, None)
+            for each in self._seen:
+                if each.elements > 4:  # not what ranks agree on when they begin
+                    self.sent[each.name] += each.elements
+
+
+def traffic(options: dict[str, Any]) -> tuple[Counter[str], int]:
+    watch = Traffic()
+    # On a slow machine the ranks would ask each other in between whether one was told to end.
+    trainer = make_trainer(
+        "diloco" if "compression" in options else "local_sgd",
+        options,
+        global_batch_size=12,
+        max_steps=STEPS,
+        callbacks=[watch, Preemption(check_seconds=1e6)],
+        limit_val_batches=0,
+    )
+    from tests.parity.layout_modules import make_module
+
+    module = make_module("gpt")
+    module.training_step = lambda batch, batch_idx: module.loss(batch)  # type: ignore[method-assign] # logs nothing
+    trainer.fit(module, DataLoader(Texts(72, 8), batch_size=6))
+    return watch.sent, sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_parameters_are_sent_once_in_so_many_steps(ranks: Any) -> None:
+    sent, numel = ranks(traffic, 2, {"sync_every": EVERY})[0]
+    assert sent == {"all_reduce": numel * STEPS // EVERY}
+    sent, numel = ranks(traffic, 2, {"sync_every": EVERY, "compression": "bf16"})[0]
+    # Bytes: halves of them go to the other rank, and their means come back.
+    assert sum(sent.values()) == 2 * 2 * numel * STEPS // EVERY
+    assert "all_reduce" not in sent
+
+
+class Normed(pl.LightningModule):
+    """A net with running statistics and numbers that overflow in half precision on one replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scale = 1e6 if self.trainer.global_rank == 1 and batch_idx == 0 else 1e-2
+        loss: Tensor = (self.net(batch["tokens"].float() / 24).float() * scale).square().mean()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch["tokens"].float())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Statistics(pl.Callback):
+    """Running means in training, while validating, and afterwards; and steps of the optimizer."""
+
+    def __init__(self) -> None:
+        self.own: list[Tensor] = []
+        self.shown: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.own.append(pl_module.net[1].running_mean.clone())
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.shown.append(pl_module.net[1].running_mean.clone())
+
+
+def train_normed(precision: str) -> tuple[list[Tensor], list[Tensor], Tensor, float, float]:
+    watch, module = Statistics(), Normed()
+    trainer = make_trainer(
+        "local_sgd",
+        {"sync_every": 3},
+        precision=precision,
+        max_steps=4,
+        val_check_interval=2,
+        check_val_every_n_epoch=None,
+        callbacks=[watch],
+    )
+    trainer.fit(module, DataLoader(Texts(32, 8), batch_size=4), DataLoader(Texts(2, 8), batch_size=2))
+    state = trainer.strategy.optimizers[0].state
+    scaler = getattr(trainer.strategy.precision_plugin, "scaler", None)
+    steps = float(next(iter(state.values()))["step"])
+    return watch.own, watch.shown, module.net[1].running_mean, steps, 1.0 if scaler is None else scaler.get_scale()
+
+
+def test_running_statistics_are_averaged(ranks: Any) -> None:
+    (own, shown, final, *_), (other, shown_other, final_other, *_) = ranks(train_normed, 2, "32")
+    assert not torch.equal(own[1], other[1])
+    assert torch.equal(shown[0], shown_other[0]), "every rank validates with the same"
+    assert torch.allclose(shown[0], (own[1] + other[1]) / 2)
+    assert torch.equal(own[2], other[2]), "averaged with the parameters"
+    assert torch.equal(final, final_other)
+
+
+def test_a_replica_skips_a_step_that_overflows_by_itself(ranks: Any) -> None:
+    (*_, steps, scale), (*_, steps_other, scale_other) = ranks(train_normed, 2, "16-mixed")
+    assert steps == steps_other + 1
+    assert scale == 2 * scale_other
+
+
+def watched(strategy: str, options: dict[str, Any]) -> tuple[int | None, int]:
+    check = ReplicaCheck(every_n_steps=1)
+    fit(strategy, options, steps=5, callbacks=[check])
+    return check.equal_at, len(check.found)
+
+
+def test_replica_check_compares_what_is_alike(ranks: Any) -> None:
+    assert ranks(watched, 2, "diloco", {"sync_every": 3}) == [(4, 0)] * 2
+    assert ranks(watched, 4, "local_sgd", {"sync_every": 3, "tensor": 2}) == [(4, 0)] * 4
