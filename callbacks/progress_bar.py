@@ -333,9 +333,12 @@ class Lines:
 
 
 def total_steps(trainer: Trainer) -> float:
-    """Optimizer steps at which training ends, by ``max_steps`` or ``max_epochs``, whichever comes first."""
+    """Optimizer steps at which training ends, by ``max_steps`` or ``max_epochs``, whichever comes first.
+
+    Infinite where nobody knows how many batches an epoch has on this rank.
+    """
     by_steps = trainer.max_steps if trainer.max_steps != -1 else math.inf
-    if trainer.max_epochs is None or trainer.max_epochs == -1:
+    if trainer.max_epochs is None or trainer.max_epochs == -1 or math.isinf(trainer.num_training_batches):
         return by_steps
     per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
     # Several optimizers each count their own step.

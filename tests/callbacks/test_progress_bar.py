@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,6 +194,10 @@ def test_timer_leaves_out_first_step_and_validation(monkeypatch: pytest.MonkeyPa
 
 
 def test_unknown_total() -> None:
+    of_a_stream: Any = SimpleNamespace(max_steps=-1, max_epochs=2, num_training_batches=math.inf)
+    assert total_steps(of_a_stream) == math.inf
+    of_a_stream.max_steps = 7
+    assert total_steps(of_a_stream) == 7
     console = terminal()
     bar = ProgressBar(console=console)
     bar._open()
