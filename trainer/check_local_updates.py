@@ -99,6 +99,11 @@ def _beside(cfg: DictConfig) -> Iterator[str]:
     for key, value in _callbacks(cfg):
         if _class_of(value) in _AVERAGING:
             yield f"{key}: {averaging_callback_problem(_class_of(value))}"
+    if cfg.balance.kind != "none":
+        yield (
+            f"balance={cfg.balance.kind} with local updates: unequal shares of the global batch are weighed in the "
+            "average of every step, and replicas that step by themselves take none; type balance=none"
+        )
     if cfg.trainer.sync_batchnorm:
         yield f"trainer.{sync_batchnorm_problem()}"
 
