@@ -279,7 +279,10 @@ class RunStateCheckpoint(Checkpoint):
         """Save after every n-th epoch, and a state that is among the best by a value logged in training."""
         self._refuse_unknown_monitor(trainer)
         self._save_if_best(trainer)
-        late = not _steps_are_collective(trainer) and self._schedule.is_due_after_step(trainer.global_step)
+        # Ranks that step by themselves may have made unequal numbers of steps, and have begun to count at other times.
+        late = not _steps_are_collective(trainer) and self._first_says(
+            trainer, self._schedule.is_overdue(trainer.global_step)
+        )
         if late or self._schedule.is_due_after_epoch(trainer.current_epoch):
             self._save_once(trainer)
 
@@ -484,7 +487,8 @@ class RunStateCheckpoint(Checkpoint):
     def _make_saver(self, trainer: Trainer) -> AsyncSaver | BlockingSaver:
         if self.asynchronous:
             return AsyncSaver(partial(_new_group, trainer))
-        return BlockingSaver(self._agreement(trainer))
+        self._agreement(trainer)  # made before anything can go wrong
+        return BlockingSaver(partial(self._agreement, trainer))
 
     def _agreement(self, trainer: Trainer) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup | None = trainer.strategy.checkpoint_group()  # type: ignore[attr-defined]

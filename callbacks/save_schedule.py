@@ -75,6 +75,10 @@ class SaveSchedule:
         every = self._every_n_steps
         return every is not None and step // every > self._saved_at // every
 
+    def is_overdue(self, step: int) -> bool:
+        """Whether to save after ``step`` at the latest, by what this rank knows; never a collective."""
+        return self.is_due_by_number(step) or (self._timed is not None and self._timed.is_overdue())
+
     def is_due_after_epoch(self, epoch: int) -> bool:
         """Whether to save after the epoch of that number, the first being 0."""
         return self._every_n_epochs is not None and (epoch + 1) % self._every_n_epochs == 0

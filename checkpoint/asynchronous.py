@@ -93,7 +93,8 @@ class BlockingSaver:
     """Writes checkpoints while the caller waits; to be used as :class:`AsyncSaver` is.
 
     Args:
-        group: a gloo group of all ranks that nothing else uses during a save; ``None``: this process alone.
+        group: gives a gloo group of all ranks that nothing else uses during a save, or ``None`` where this process is
+            alone; asked at every save, alike on all ranks.
         write: writes a checkpoint.
     """
 
@@ -103,7 +104,7 @@ class BlockingSaver:
     def prepare(self, tensors: Mapping[str, TensorParts]) -> None:
         """Nothing is copied."""
 
-    def __init__(self, group: dist.ProcessGroup | None, write: Write = write) -> None:
+    def __init__(self, group: Callable[[], dist.ProcessGroup | None], write: Write = write) -> None:
         self._group = group
         self._write = write
         self._saved: Saved | None = None
@@ -113,7 +114,7 @@ class BlockingSaver:
         begin = time.perf_counter()
         error: CheckpointError | None = None
         try:
-            save_together(content, path, self._group, after, write=self._write)
+            save_together(content, path, self._group(), after, write=self._write)
         except CheckpointError as failure:
             error = failure
         taken = time.perf_counter() - begin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -23,3 +24,26 @@ def gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
         dist.barrier()
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     return group
+
+
+class WorldGroup:
+    """A group of all ranks: made when it is first asked for, and again when the ranks have met anew since.
+
+    Args:
+        make: makes one; a collective.
+    """
+
+    def __init__(self, make: Callable[[], dist.ProcessGroup] = gloo_group) -> None:
+        self._make = make
+        self._group: dist.ProcessGroup | None = None
+        self._world: dist.ProcessGroup | None = None
+
+    def get(self) -> dist.ProcessGroup:
+        """The group; the first call after the ranks have met is a collective."""
+        if self._group is None or self._world is not dist.group.WORLD:
+            self._group, self._world = self._make(), dist.group.WORLD
+        return self._group
+
+    def forget(self) -> None:
+        """Let go of it."""
+        self._group = self._world = None

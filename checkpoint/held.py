@@ -43,6 +43,10 @@ class HeldState:
             self.copied.synchronize()
 
 
+PENDING = HeldState(0, Content({}, {}, {}))
+"""In place of a state that a rank is given by others once it is set up, see ``joins`` of its strategy."""
+
+
 class HeldSource:
     """A :class:`HeldState` opened for reading, as :class:`~trainwright.checkpoint.run_state.RunState` is one on disk.
 

@@ -124,6 +124,10 @@ class TimedSteps:
         due, self._look_at = self._agree(self._answer(step))
         return due
 
+    def is_overdue(self) -> bool:
+        """Whether the time between two saves has passed by this rank's clock; never a collective."""
+        return self._clock() - self._begin_time >= self._seconds()
+
     def _answer(self, step: int) -> _Answer:
         elapsed, steps = self._clock() - self._begin_time, step - self._begin_step
         per_step = elapsed / steps

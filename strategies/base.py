@@ -159,6 +159,22 @@ class LayoutStrategy(RunStateStrategy):
         """Whether each step is made with the mean gradient of all data ranks, so that they may share it unequally."""
         return self.steps_are_collective
 
+    @property
+    def joins(self) -> bool:
+        """Whether this rank was started anew while the others train; then it goes on from a state that they give it.
+
+        ``fit`` is to be told so by ``ckpt_path=PENDING`` (:data:`~trainwright.checkpoint.held.PENDING`).
+        """
+        return False
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether this rank makes a state of the run while the others do not, to give it to one that joins.
+
+        Nothing may be gathered then: what is kept of every data rank is this one's for all.
+        """
+        return False
+
     def meet(self) -> None:
         """Bring ranks that step by themselves to the same parameters, waiting for the slowest; a collective.
 

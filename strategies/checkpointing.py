@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from trainwright.checkpoint.groups import gloo_group
+from trainwright.checkpoint.groups import WorldGroup
 from trainwright.checkpoint.handing_over import HANDED_OVER
 from trainwright.checkpoint.held import HeldSource, HeldState
 from trainwright.checkpoint.hugging_face import hugging_face_facts
@@ -113,7 +113,7 @@ class RunStateStrategy(Strategy):
         self._own_io = kwargs.get("checkpoint_io") is not None
         super().__init__(**kwargs)
         self.init_from = None if init_from is None else str(init_from)
-        self._checkpoint_group: dist.ProcessGroup | None = None
+        self._checkpoint_group = WorldGroup()
         # What to put back when training begins, while that has not been done.
         self.pending_rank_state: dict[str, Tensor] | None = None
         self._trained_before: set[str] = set()
@@ -164,13 +164,11 @@ class RunStateStrategy(Strategy):
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
-        if self._checkpoint_group is None:
-            self._checkpoint_group = gloo_group()
-        return self._checkpoint_group
+        return self._checkpoint_group.get()
 
     def teardown(self) -> None:
         """Let go of the group as well: the next run may meet anew."""
-        self._checkpoint_group = None
+        self._checkpoint_group.forget()
         self.pending_rank_state = None
         self._pending_kept_back = None
         super().teardown()

@@ -7,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.strategies.parameter_server.options import DEFAULTS, rank_problems, server_problems
 from trainwright.trainer.check_leases import lease_problems
+from trainwright.trainer.check_recovery import replaceable_ranks
 
 _PREFIX = "strategy."
 # Callbacks that run collectives as training goes, and what to type to be without.
@@ -29,7 +30,9 @@ def parameter_server_problems(cfg: DictConfig, world_size: int | None) -> list[s
         problems += rank_problems(options.get("servers", 1), world_size, _PREFIX)
     problems += _in_any_case(cfg)
     if options.get("consistency") in ("ssp", "async"):
-        problems += _when_alone(cfg, options["consistency"])
+        problems += _when_alone(cfg, f"strategy.consistency={options['consistency']}")
+    elif replaceable_ranks(cfg, "fit"):
+        problems += _when_alone(cfg, f"launch.recovery={cfg.launch.recovery}")
     if options.get("leases", "none") != "none":
         problems += lease_problems(cfg)
     return problems
@@ -49,17 +52,18 @@ def _in_any_case(cfg: DictConfig) -> Iterator[str]:
     if cfg.launch.recovery == "replicas":
         yield (
             "launch.recovery=replicas with strategy=parameter_server: the state of a lost rank's server is nowhere "
-            "else; type launch.recovery=restart with launch.max_restarts=3"
+            "else; type launch.recovery=rejoin with launch.max_restarts=3"
         )
 
 
-def _when_alone(cfg: DictConfig, consistency: str) -> Iterator[str]:
+def _when_alone(cfg: DictConfig, why: str) -> Iterator[str]:
     """What ties ranks together at every step, or every few."""
-    ending = f"with strategy.consistency={consistency}: it ties ranks together, but there they step by themselves"
+    ending = f"with {why}: it ties ranks together, but there they step by themselves"
+    instead = ", or strategy.consistency=sync" if "consistency" in why else ", or launch.recovery=restart"
     for group in ("guard", "monitor", "callbacks"):
         for name, callback in cfg[group].items():
             if _class_of(callback) in _TIED:
-                yield f"{group}.{name} {ending}; type {_TIED[_class_of(callback)]}, or strategy.consistency=sync"
+                yield f"{group}.{name} {ending}; type {_TIED[_class_of(callback)]}{instead}"
     if cfg.trainer.max_time is not None:
         yield f"trainer.max_time={cfg.trainer.max_time} {ending}; type max_steps or max_epochs"
     if cfg.trainer.sync_batchnorm:

@@ -7,8 +7,27 @@ from omegaconf import DictConfig
 from trainwright.callbacks.option_rules import is_positive
 from trainwright.strategies.layout import Layout
 
-RESTART, REPLICAS, AUTO = "restart", "replicas", "auto"
-RECOVERIES = (RESTART, REPLICAS, AUTO)
+RESTART, REPLICAS, REJOIN, AUTO = "restart", "replicas", "rejoin", "auto"
+RECOVERIES = (RESTART, REPLICAS, REJOIN, AUTO)
+
+
+def replaceable_ranks(cfg: DictConfig, verb: str) -> tuple[int, ...]:
+    """Ranks that a run can lose while the others go on, so that each is started anew for itself and joins them.
+
+    Args:
+        cfg: the resolved configuration of an attempt.
+        verb: fit, validate, test or predict.
+    """
+    launch = cfg.launch
+    if launch.recovery not in (REJOIN, AUTO) or launch.max_restarts == 0 or launch.min_devices is not None:
+        return ()
+    return _workers(cfg) if verb == "fit" else ()
+
+
+def _workers(cfg: DictConfig) -> tuple[int, ...]:
+    """Ranks that hold no server, where the strategy has parameter servers."""
+    servers = cfg.strategy.get("servers")
+    return () if servers is None else tuple(range(servers, int(cfg.devices)))
 
 
 def recovery_problems(cfg: DictConfig, verb: str, layout: Layout | None, has_launcher: bool) -> list[str]:
@@ -21,38 +40,62 @@ def recovery_problems(cfg: DictConfig, verb: str, layout: Layout | None, has_lau
         has_launcher: whether torchrun or SLURM has started this process.
     """
     problems = [] if cfg.launch.recovery != REPLICAS else list(_against_replicas(cfg, verb, layout, has_launcher))
+    if cfg.launch.recovery == REJOIN:
+        problems += _against_rejoining(cfg, verb, has_launcher)
     if not is_positive(cfg.launch.mtbf):
         problems.append(f"launch.mtbf={cfg.launch.mtbf}: must be a number of hours above 0; 3 is the default")
     if cfg.launch.spares < 0:
         problems.append(f"launch.spares={cfg.launch.spares}: must be at least 0, which is none")
-    elif cfg.launch.spares > 0 and cfg.launch.recovery == RESTART:
+    elif cfg.launch.spares > 0 and cfg.launch.recovery in (RESTART, REJOIN):
+        whom = "all ranks" if cfg.launch.recovery == RESTART else "the lost rank"
         problems.append(
-            f"launch.spares={cfg.launch.spares} with launch.recovery=restart: a restart starts all ranks anew, and "
+            f"launch.spares={cfg.launch.spares} with launch.recovery={cfg.launch.recovery}: it starts {whom} anew, and "
             "takes none that stands ready; type launch.recovery=replicas, or leave launch.spares out"
         )
     return problems
 
 
 def _against_replicas(cfg: DictConfig, verb: str, layout: Layout | None, has_launcher: bool) -> Iterator[str]:
-    if has_launcher:
-        yield (
-            "launch.recovery=replicas under a launcher: it ends all ranks when one fails; type launch.recovery=restart "
-            "(torchrun --max-restarts=...), or start the run without it"
-        )
-    elif verb != "fit":
-        yield f"launch.recovery=replicas with {verb}: only fit goes on after a loss; leave it out"
-    elif cfg.launch.max_restarts == 0:
-        yield (
-            "launch.recovery=replicas with launch.max_restarts=0: nothing is ever replaced; type launch=resilient, or "
-            "launch.max_restarts=null"
-        )
-    elif cfg.launch.min_devices is not None:
-        yield (
-            f"launch.recovery=replicas with launch.min_devices={cfg.launch.min_devices}: replicas that are lost are "
-            "gone without it, down to one; leave launch.min_devices out, or type launch.recovery=restart"
-        )
+    yield from _in_any_case(cfg, verb, has_launcher)
     if layout is not None and layout.replicate < 2:
         yield (
             f"launch.recovery=replicas with the layout {layout}: no other replica has the state of a lost rank; type "
             "launch.recovery=restart, or a layout with several replicas (strategy=ddp, or strategy.replicate=2)"
+        )
+
+
+def _in_any_case(cfg: DictConfig, verb: str, has_launcher: bool) -> Iterator[str]:
+    given = f"launch.recovery={cfg.launch.recovery}"
+    if has_launcher:
+        yield (
+            f"{given} under a launcher: it ends all ranks when one fails; type launch.recovery=restart "
+            "(torchrun --max-restarts=...), or start the run without it"
+        )
+    elif verb != "fit":
+        yield f"{given} with {verb}: only fit goes on after a loss; leave it out"
+    elif cfg.launch.max_restarts == 0:
+        yield (
+            f"{given} with launch.max_restarts=0: nothing is ever replaced; type launch=resilient, or "
+            "launch.max_restarts=null"
+        )
+    elif cfg.launch.min_devices is not None:
+        yield (
+            f"{given} with launch.min_devices={cfg.launch.min_devices}: what is lost is replaced "
+            "without it; leave launch.min_devices out, or type launch.recovery=restart"
+        )
+
+
+def _against_rejoining(cfg: DictConfig, verb: str, has_launcher: bool) -> Iterator[str]:
+    yield from _in_any_case(cfg, verb, has_launcher)
+    if cfg.strategy.get("servers") is None:
+        yield (
+            "launch.recovery=rejoin: under this strategy no rank can be lost while the others go on; type "
+            "launch.recovery=restart, launch.recovery=replicas for a layout with several replicas, or "
+            "strategy=parameter_server"
+        )
+    elif cfg.devices != "auto" and not _workers(cfg):
+        yield (
+            f"launch.recovery=rejoin with strategy.servers={cfg.strategy.servers} on {cfg.devices} device(s): every "
+            "rank holds a server, and a server that is lost takes its parameters along; type fewer servers, or "
+            "launch.recovery=restart"
         )

@@ -309,7 +309,8 @@ class LaunchConfig:
     probe_seconds: float = 60.0
     # What is done when a rank is lost and may be replaced: restart = all ranks start anew from the newest checkpoint;
     # replicas = the other replicas go on in their processes, from copies in memory, and a new one joins them;
-    # auto = replicas where the layout has several, else restart.
+    # rejoin = all others go on, and the lost one is started anew and joins them (workers of parameter servers);
+    # auto = what the strategy allows of rejoin and replicas, else restart.
     recovery: str = "restart"
     # With recovery=replicas, processes that stand ready to take a lost one's place at once; 0 = one is started then.
     spares: int = 0

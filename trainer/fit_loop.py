@@ -276,8 +276,8 @@ class ResumableFitLoop(_FitLoop):
 
     def _of_data_ranks(self, state: Any) -> list[Any]:
         """The state of each data rank."""
-        if self._data_ranks == 1:
-            return [state]
+        if self._data_ranks == 1 or getattr(self.trainer.strategy, "is_apart", False):
+            return [state] * self._data_ranks
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (self._data_rank, state), group=self.trainer.agreement_group())
         by_rank = dict(gathered)

@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader
 
-from trainwright.checkpoint.groups import gloo_group
+from trainwright.checkpoint.groups import WorldGroup
 from trainwright.strategies.precision import AutocastPrecision
 from trainwright.strategies.registry import make_strategy, strategy_names, strategy_target
 from trainwright.trainer.balance import Balance, make_balance
@@ -124,7 +124,7 @@ class Trainer(LightningTrainer):
         self._data_seed = data_seed
         self.data_partition, self.data_key = data_partition, resolve_data_key(data_key)
         self.seed_samples, self.allow_changed_data = seed_samples, allow_changed_data
-        self._agreement_group: dist.ProcessGroup | None = None
+        self._agreement_group = WorldGroup()
         self.copies = StateCopies(self)
         self.balance: Balance | None = make_balance(self, balance)
         leased = getattr(self.strategy, "leases_samples", None)
@@ -230,9 +230,7 @@ class Trainer(LightningTrainer):
 
     def agreement_group(self) -> dist.ProcessGroup:
         """A gloo group of all ranks for agreements that must not wait for the collectives of training."""
-        if self._agreement_group is None:
-            self._agreement_group = gloo_group()
-        return self._agreement_group
+        return self._agreement_group.get()
 
     def _run(self, model: LightningModule, ckpt_path: Any = None, weights_only: bool | None = None) -> Any:
         # Lightning does not pass it on to strategies that restore after they are set up.
@@ -244,7 +242,7 @@ class Trainer(LightningTrainer):
         self.copies.stop()
         if self.leases is not None:
             self.leases.close()
-        self._agreement_group = None
+        self._agreement_group.forget()
 
 
 class OrderedDataConnector(_DataConnector):

@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger  # no
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.checkpoint.held import HeldState
+from trainwright.checkpoint.held import PENDING, HeldState
 from trainwright.strategies.compression.options import OFF
 from trainwright.trainer.candidates import LAST
 from trainwright.trainer.check_compression import compression_of
@@ -150,6 +150,8 @@ def _loggers(cfg: DictConfig) -> list[Logger]:
 
 def _loading(trainer: Trainer, cfg: DictConfig, held: HeldState | None) -> dict[str, Any]:
     """What fit and its like are told of checkpoints. Only a trusted file may be more than weights and plain values."""
+    if held is None and getattr(trainer.strategy, "joins", False):
+        held = PENDING
     if held is not None:
         return {"ckpt_path": held}
     ckpt_path = cfg.ckpt_path

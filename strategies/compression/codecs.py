@@ -193,7 +193,9 @@ def _num_blocks(length: int, block: int) -> int:
 def _in_blocks(rows: Tensor, block: int) -> Tensor:
     """``(rows, length)`` as ``(rows, blocks, block)``, filled up with zeros."""
     missing = -rows.shape[1] % block
-    return torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, block))
+    padded: Tensor = torch.nn.functional.pad(rows, (0, missing))
+    blocks: Tensor = padded.unflatten(1, (-1, block))
+    return blocks
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

@@ -61,6 +61,8 @@ class Client:
         tables: Collection[int] = (),
     ) -> None:
         self.worker = worker
+        self.prefix = meeting.prefix
+        """Of keys in the store that nobody else uses."""
         self.sent_bytes = 0
         """Of gradients pushed, without headers."""
         self.staleness = 0
@@ -132,10 +134,15 @@ class Client:
         self._ask(Operation.PULL, payload=True)
         self._take()
 
-    def meet(self) -> None:
-        """Wait until all workers do, and take the servers' parameters, the same on all."""
-        self._ask(Operation.MEET, payload=True)
+    def meet(self) -> int:
+        """Wait until all workers do, and take the servers' parameters, the same on all.
+
+        Returns:
+            How often lost workers had come again until then, the same on all.
+        """
+        replies = self._ask(Operation.MEET, payload=True)
         self._take()
+        return int(field(replies[0], "returns"))
 
     def vote(self, value: float) -> float:
         """The largest value of all workers, by way of the first server."""

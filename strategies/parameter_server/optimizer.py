@@ -29,6 +29,8 @@ class ServedOptimizer(Optimizer):
         self.defaults = inner.defaults
         self.outdated = False
         """Whether servers have yet to be given what was loaded."""
+        self.apart = False
+        """Whether ``state_dict`` gives groups alone, without asking the servers for states."""
         self._client: Client | None = None
         self._plan: Plan | None = None
         self._clip_value = 0.0
@@ -79,7 +81,7 @@ class ServedOptimizer(Optimizer):
         return [dict(self.inner.state.get(parameter, {})) for parameter in parameters]
 
     def _fetch(self) -> None:
-        if self._client is None or self.outdated:
+        if self._client is None or self.outdated or self.apart:
             return
         self.inner.state.clear()
         parameters = [p for group in self.param_groups for p in group["params"]]

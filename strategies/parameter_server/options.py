@@ -7,6 +7,9 @@ from typing import Any
 
 from trainwright.strategies.compression.options import choose_compression, compression_problems
 
+INCARNATION = "TRAINWRIGHT_INCARNATION"
+"""Variable of a rank: how often it was started before, where lost ranks are started anew while the others go on."""
+
 CONSISTENCIES = ("sync", "ssp", "async")
 # Compressors that can write one message alone.
 CODECS = ("fp16", "bf16", "int8", "topk", "onebit")

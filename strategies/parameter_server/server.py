@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.checkpoint.save import Content
 from trainwright.strategies.compression.codecs import Codec
 from trainwright.strategies.parameter_server.clocks import Clocks, Consistency, bound_of
 from trainwright.strategies.parameter_server.packing import pack, unpack
+from trainwright.strategies.parameter_server.rejoining import Absent, Offer
 from trainwright.strategies.parameter_server.rounds import Round
 from trainwright.strategies.parameter_server.shard import Plan, Shard
 from trainwright.strategies.parameter_server.sparse_rows import unpack_rows
@@ -30,6 +32,8 @@ _LOOK = timedelta(seconds=30)
 BYTES = 2
 # In the store, in place of a worker's number: nobody comes any more.
 _NOBODY = "-1"
+# And in place of one that comes for the state of the run.
+_STATE = "state "
 _Service = Callable[["Server", Link, int, Tensor], None]
 
 
@@ -98,6 +102,10 @@ class Meeting:
         store.set(f"{self.prefix}/{server}/come/{number}", what)
         return self.link(server, number)
 
+    def come_for_state(self, worker: int) -> str:
+        """Tell the first server that a worker wants the state of the run; the name of the link to be."""
+        return self.come(0, f"{_STATE}{worker}")
+
     def link(self, server: int, number: int) -> str:
         """Name of the link of the so-manieth to come."""
         return f"{self.prefix}/{server}/link/{number}"
@@ -114,6 +122,7 @@ class Server:
         workers: how many there are at the beginning; nothing is stepped until all have come.
         device: to make links over.
         codec: how pushed gradients are written; ``None``: as they are.
+        replaces: whether lost workers are started anew, so that meetings wait for them.
     """
 
     def __init__(
@@ -125,6 +134,7 @@ class Server:
         workers: int,
         device: Device,
         codec: Codec | None = None,
+        replaces: bool = False,
     ) -> None:
         self.shard = Shard(plan, number)
         self.largest_spread = 0
@@ -135,13 +145,15 @@ class Server:
         self._changed = threading.Condition()
         self._awaited = set(range(workers))
         self._incarnations: dict[int, int] = {}
+        self._gone: set[int] = set()  # numbers of links whose workers have said goodbye
         self._round = Round()
         self._votes: dict[int, float] = {}
         self._ballots, self._outcome = 0, 0.0
         self._version = 0
         self._seen: dict[int, int] = {}  # version that a worker has pulled
         self._given: dict[int, Tensor] = {}  # parameters that it has pulled, for delay compensation
-        self._meetings, self._met = 0, torch.zeros(0)
+        self._meetings, self._met, self._returns = 0, torch.zeros(0), 0
+        self._absent = Absent(replaces)
         self._ended: str | None = None
         self._threads: list[threading.Thread] = []
 
@@ -182,11 +194,15 @@ class Server:
             worker = store.get(key).decode()
             if worker == _NOBODY:
                 return
-            self._greet(int(worker), number)
+            self._greet(worker, number)
             number += 1
 
-    def _greet(self, worker: int, number: int) -> None:
-        self._run(lambda: self._serve(worker, number), f"worker {worker}")
+    def _greet(self, who: str, number: int) -> None:
+        if who.startswith(_STATE):
+            worker = int(who.removeprefix(_STATE))
+            self._run(lambda: self._give_state(worker, number), f"state for worker {worker}")
+        else:
+            self._run(lambda: self._serve(int(who), number), f"worker {who}")
 
     # ---- one worker -------------------------------------------------------------------------------------------------
 
@@ -212,6 +228,8 @@ class Server:
         link.receive(request, HEADER).wait()
         operation = Operation(int(field(request, "operation")))
         if operation == Operation.LEAVE:
+            with self._changed:
+                self._gone.add(number)
             return False
         try:
             self._SERVICES[operation](self, link, worker, request)
@@ -248,6 +266,8 @@ class Server:
         self._round.leave(worker)
         self._votes.pop(worker, None)
         self._given.pop(worker, None)
+        if number not in self._gone:
+            self._absent.lose(worker)
         self._advance()
 
     def _until(self, condition: Callable[[], bool]) -> None:
@@ -269,10 +289,11 @@ class Server:
             if self._votes and set(living) <= set(self._votes):
                 self._outcome, self._votes = max(self._votes.values()), {}
                 self._ballots += 1
-            if self._clocks.have_met:
+            if self._clocks.have_met and not self._absent.any_lost:
                 self._clocks.go_on()
                 self._meetings += 1
-                self._met = self.shard.flat.clone()
+                self._met, self._returns = self.shard.flat.clone(), self._absent.returns
+                self._absent.offer = None  # whoever goes on from before would meet where nobody is any more
         self._changed.notify_all()
 
     def _make(self, made: Round) -> None:
@@ -283,6 +304,63 @@ class Server:
             self._clocks.tick(worker)
         self._version += 1
         self._round = Round()
+
+    # ---- workers that come again ------------------------------------------------------------------------------------
+
+    @property
+    def wants_offer(self) -> bool:
+        """Whether a worker is lost, or has come again without a state yet, or nothing is offered since ranks met."""
+        return self._absent.wanted or self._absent.offer is None
+
+    def offer(self, content: Content, step: int) -> None:
+        """Keep a copy of the state of the run for workers that come again; on the first rank, where a step begins.
+
+        Args:
+            content: complete, see ``complete`` of ``strategy.run_state``.
+            step: optimizer steps done.
+        """
+        with self._changed:
+            clock = self._clocks.clock(self._number)
+        offer = Offer.of(clock, content, step)
+        with self._changed:
+            self._absent.offer = offer
+            self._changed.notify_all()
+
+    def _give_state(self, worker: int, number: int) -> None:
+        link = None
+        try:
+            link = Link(self._meeting.client(), self._meeting.link(self._number, number), True, self._device)
+            with self._changed:
+                self._until(lambda: self._has_offer_for(worker))
+                offer = self._absent.offer
+            assert offer is not None
+            offer.give(link)
+            with self._changed:
+                self._absent.has_state(worker)
+        except (LinkError, _EndedError):
+            pass  # the worker hears of it by its other links
+        except RuntimeError as error:
+            with self._changed:
+                self._ended = str(error)
+                self._changed.notify_all()
+        finally:
+            if link is not None:
+                link.close()
+
+    def _has_offer_for(self, worker: int) -> bool:
+        """Whether there is an offer of the clock that a worker starts at, or of the last step before a meeting.
+
+        Raises:
+            RuntimeError: if the first rank waits in a meeting that follows another one without a step between them.
+        """
+        offer, waits = self._absent.offer, self._number not in self._clocks.training
+        if worker not in self._clocks.workers:
+            return False
+        if offer is None and waits:
+            raise RuntimeError(
+                f"worker {worker} was lost where all ranks meet, so there is no state that it could go on from"
+            )
+        return offer is not None and (waits or offer.clock >= self._clocks.clock(worker))
 
     # ---- services ---------------------------------------------------------------------------------------------------
 
@@ -298,6 +376,7 @@ class Server:
             clock = self._clocks.join(worker)
             self._seen[worker] = self._version
             self._awaited.discard(worker)
+            self._absent.come(worker)
             self._advance()
         self._reply(link, clock=clock)
 
@@ -385,8 +464,8 @@ class Server:
             self._seen[worker] = self._version
             if self._rules.delay_compensation:
                 self._given[worker] = self._met
-            parameters, clock = self._met, self._clocks.clock(worker)
-        self._reply(link, parameters, clock=clock)
+            parameters, clock, returns = self._met, self._clocks.clock(worker), self._returns
+        self._reply(link, parameters, clock=clock, returns=returns)
 
     def _state(self, link: Link, worker: int, request: Tensor) -> None:
         with self._changed:

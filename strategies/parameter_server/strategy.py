@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.held import HeldSource, HeldState
+from trainwright.checkpoint.save import Content
 from trainwright.strategies.base import HeldBytes, LayoutStrategy
+from trainwright.strategies.compression.codecs import Codec
 from trainwright.strategies.compression.names import choose_compression, codec_of
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.parameter_server.averaging import average_buffers, varying_buffers
@@ -26,11 +30,24 @@ from trainwright.strategies.parameter_server.client import Client
 from trainwright.strategies.parameter_server.clocks import Consistency
 from trainwright.strategies.parameter_server.optimizer import ServedOptimizer
 from trainwright.strategies.parameter_server.options import rank_problems, server_problems
+from trainwright.strategies.parameter_server.rejoining import (
+    Pace,
+    incarnation,
+    meet_alone,
+    meet_anew,
+    run_store,
+    take,
+    tell_place,
+    told_place,
+)
 from trainwright.strategies.parameter_server.server import Meeting, Rules, Server
 from trainwright.strategies.parameter_server.shard import Plan
 from trainwright.strategies.parameter_server.sharder import digest_of
-from trainwright.strategies.parameter_server.wire import LOOPBACK, Device
+from trainwright.strategies.parameter_server.wire import LOOPBACK, Device, Link
 from trainwright.strategies.precision import AgreedGradScaler
+
+# The name of the phase with which a micro-batch begins.
+_STEP_BEGINS = "data"
 
 
 class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
@@ -103,6 +120,12 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._client: Client | None = None
         self._server: Server | None = None
         self._alone = False  # within a step that other ranks need not make
+        # How often this rank was started before; None: lost ranks are not started anew.
+        self._incarnation = incarnation()
+        self._store: dist.Store | None = None
+        self._returns = 0  # of lost workers, known when the process group of all ranks was made
+        self._is_apart = False
+        self._end_offers: Callable[[], None] = lambda: None
 
     # ---- what others may read -------------------------------------------------------------------------------------
 
@@ -113,7 +136,21 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     @property
     def steps_are_collective(self) -> bool:
-        """Only in step (``"sync"``) are all workers at the same one."""
+        """Only in step (``"sync"``) are all workers at the same one, unless some may be lost meanwhile."""
+        return self._in_step and self._incarnation is None
+
+    @property
+    def joins(self) -> bool:
+        """Whether this rank was started anew, in place of one that was lost."""
+        return bool(self._incarnation)
+
+    @property
+    def is_apart(self) -> bool:
+        """See :attr:`~trainwright.strategies.base.LayoutStrategy.is_apart`."""
+        return self._is_apart
+
+    @property
+    def _in_step(self) -> bool:
         return self._rules.consistency == "sync"
 
     @property
@@ -151,6 +188,15 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             yield name, (mean / self.world_size).cpu()
 
     # ---- setup ----------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Let the ranks meet; one that was started anew is alone until the others meet again."""
+        if self.joins and not dist.is_initialized():
+            meet_alone()
+        super().setup_environment()
+
+    def _must_restore_late(self) -> bool:
+        return self.joins or super()._must_restore_late()
 
     def setup(self, trainer: Trainer) -> None:
         """Give the model memory, prepare its blocks, then the optimizer.
@@ -201,7 +247,8 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def _tied_steps(self, trainer: Trainer) -> Iterator[str]:
         """What would make ranks wait for each other at every step."""
-        ending = f"which ties ranks together at every step, but with {self._rules.consistency} they step by themselves"
+        how = self._rules.consistency if self._incarnation is None else "launch.recovery=rejoin"
+        ending = f"which ties ranks together at every step, but with {how} they step by themselves"
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if getattr(callback, "needs_collective_steps", False) or isinstance(callback, Timer):
                 yield f"the callback {type(callback).__name__}, {ending}; leave it out, or use consistency=sync"
@@ -231,7 +278,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         super().setup_precision_plugin()
         plugin: Any = self.precision_plugin
         if hasattr(plugin, "clipper"):
-            plugin.clipper = self if self.steps_are_collective else None
+            plugin.clipper = self if self._in_step else None
         scaler = getattr(plugin, "scaler", None)
         if isinstance(scaler, AgreedGradScaler):
             scaler.always_agrees, scaler.agree = True, self._agree_on_overflow
@@ -250,24 +297,54 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         assert module is not None
         if served is None:
             return
-        plan = Plan.of(served.inner, {id(p): name for name, p in module.named_parameters()}, self.servers)
+        if self._client is not None:
+            self._go_on_from_servers(served)
+            return
+        plan = self._plan(served)
         self._refuse_other_models(plan.digest, list(zip(plan.names, plan.shapes, strict=True)))
         self._say_what_varies()
-        store = dist.distributed_c10d._get_default_store()
-        meeting = Meeting(store, f"parameter_server/{self.broadcast(uuid.uuid4().hex)}")
-        device, choice = Device(interface=self._interface), self._compression
-        codec = None if choice is None else codec_of(choice.name, **choice.options)
+        self._store = dist.distributed_c10d._get_default_store() if self._incarnation is None else run_store()
+        meeting = Meeting(self._store, f"parameter_server/{self.broadcast(uuid.uuid4().hex)}")
         if self.global_rank < self.servers:
-            server = Server(self.global_rank, plan, self._rules, meeting, self.world_size, device, codec)
+            replaces = self._incarnation is not None
+            server = Server(
+                self.global_rank, plan, self._rules, meeting, self.world_size, self._device, self._codec, replaces
+            )
             server.start()
             self._server = server
+        self._connect(served, plan, meeting)
+        self._upload()
+        if self._incarnation is not None and self.is_global_zero:
+            tell_place(self._store, meeting.prefix)
+            self._make_offers()
+
+    def _plan(self, served: ServedOptimizer) -> Plan:
+        assert self.lightning_module is not None
+        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        return Plan.of(served.inner, names, self.servers)
+
+    @cached_property
+    def _device(self) -> Device:
+        return Device(interface=self._interface)
+
+    @property
+    def _codec(self) -> Codec | None:
+        choice = self._compression
+        return None if choice is None else codec_of(choice.name, **choice.options)
+
+    def _tables(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+        """Which of the parameters are tables of embeddings, of which a batch touches few rows."""
+        assert self.lightning_module is not None
+        parts = self.lightning_module.modules()
+        embeddings = {id(each.weight) for each in parts if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
+        return [index for index, parameter in enumerate(parameters) if id(parameter) in embeddings]
+
+    def _connect(self, served: ServedOptimizer, plan: Plan, meeting: Meeting) -> None:
         parameters = [p for group in served.param_groups for p in group["params"]]
-        embeddings = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
-        tables = [index for index, parameter in enumerate(parameters) if id(parameter) in embeddings]
-        self._client = Client(self.global_rank, plan, parameters, meeting, device, codec, tables)
+        tables = self._tables(parameters)
+        self._client = Client(self.global_rank, plan, parameters, meeting, self._device, self._codec, tables)
         self._client.connect()
         served.serve(self._client, plan)
-        self._upload()
 
     def _upload(self) -> None:
         """Give the servers what the first rank has: at the beginning, and after a state was put back."""
@@ -307,9 +384,74 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         if self._client is None:
             return
         if not self.steps_are_collective:
-            self._client.meet()
+            self._meet_anew(self._client.meet())
         assert self.lightning_module is not None
         average_buffers(self.lightning_module)
+
+    # ---- workers that come again ------------------------------------------------------------------------------------
+
+    def _open_held(self, held: HeldState) -> HeldSource:
+        # One that joins goes on from what the first rank offers now, not from what it was started with.
+        return super()._open_held(self._join() if self.joins and self._client is None else held)
+
+    def _join(self) -> HeldState:
+        """Link this worker to the servers and take the state of the run."""
+        assert self._served is not None
+        self._store = run_store()
+        meeting = Meeting(self._store, told_place(self._store))
+        self._connect(self._served, self._plan(self._served), meeting)
+        link = Link(meeting.client(), meeting.come_for_state(self.global_rank), False, self._device)
+        try:
+            return take(link)
+        finally:
+            link.close()
+
+    def _go_on_from_servers(self, served: ServedOptimizer) -> None:
+        """What was loaded came from a rank whose servers have it, or newer parameters."""
+        assert self._client is not None
+        served.forget_state()
+        self._client.pull()
+
+    def _make_offers(self) -> None:
+        """Keep a copy of this rank's state for workers that come again, from where steps begin."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        pace, last = Pace(), -1
+
+        def hear(phase: str) -> None:
+            nonlocal last
+            if phase != _STEP_BEGINS or trainer.global_step == last or self._server is None:
+                return
+            last = trainer.global_step
+            if pace.is_due(self._server.wants_offer):
+                begin = pace.now
+                self._server.offer(self._own_state(trainer), trainer.global_step)
+                pace.copied(begin)
+
+        self._end_offers = trainer.phases.listen(hear) if hasattr(trainer, "phases") else self._end_offers
+
+    def _own_state(self, trainer: Any) -> Content:
+        """This rank's state of the run, without asking anybody for what servers have."""
+        assert self._served is not None
+        self._is_apart = self._served.apart = True
+        try:
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            return self.run_state(checkpoint, complete=True)
+        finally:
+            self._is_apart = self._served.apart = False
+
+    def _meet_anew(self, returns: int) -> None:
+        """Make the process group of all ranks anew if somebody has come again since it was made."""
+        if returns == self._returns:
+            return
+        assert self._store is not None
+        assert self._client is not None
+        self._returns = returns
+        backend = self._get_process_group_backend()
+        name = f"{self._client.prefix}/world/{returns}"
+        meet_anew(self._store, name, self.global_rank, self.world_size, backend, self._timeout)
+
+    # ---- steps and the end ------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before a step: after a state was put back, the servers need it first."""
@@ -321,6 +463,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         super().on_train_end()
         if self._client is None or self._served is None:
             return
+        self._end_offers()
         self.meet()
         self._served.retire()
         self.barrier()  # nobody leaves before all have what they need
@@ -330,6 +473,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._client = self._server = None
 
     def _stop_at_once(self) -> None:
+        self._end_offers()
         client, server = self._client, self._server
         self._client = self._server = None
         if client is not None:
@@ -396,7 +540,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def _agree_on_overflow(self, flag: Tensor) -> Tensor:
         """Whether any worker's gradients overflow, where all make the step; else whether this one's do."""
         assert self._client is not None
-        if self.steps_are_collective:
+        if self._in_step:
             flag = flag.new_tensor(self._client.vote(float(flag)))
         self._overflows = bool(flag)
         return flag
@@ -405,7 +549,8 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights of all; while training, the ranks meet for it."""
-        self.meet()
+        if not self._is_apart:
+            self.meet()
         return super().lightning_module_state_dict()
 
     def _weights_changed(self) -> None:

@@ -152,7 +152,7 @@ def fail_on_one_rank(folder, asynchronous, failing):
             content.tensors["weights/0"].parts[0] = ((0,), None)
         return write(content, path, group)
 
-    saver = AsyncSaver(new_group, write_or_fail) if asynchronous else BlockingSaver(new_group(), write_or_fail)
+    saver = AsyncSaver(new_group, write_or_fail) if asynchronous else BlockingSaver(new_group, write_or_fail)
     state = content(1.0, 1)
     # A tensor that only the failing rank holds, so that it is that rank's to write.
     state.tensors = {"weights/0": state.tensors["weights/0"]} if rank() == failing else {}

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from trainwright.strategies.layout import Layout
-from trainwright.trainer.check_recovery import recovery_problems
+from trainwright.trainer.check_recovery import recovery_problems, replaceable_ranks
 
 POSSIBLE: dict[str, Any] = {
     "recovery": "replicas",
@@ -46,4 +46,45 @@ def test_what_is_possible() -> None:
 )
 def test_what_is_not(given: dict[str, Any], said: str) -> None:
     [problem] = problems(**given)
+    assert said in problem
+
+
+# ---- workers that are started anew -----------------------------------------------------------------------------------
+
+
+def rejoining(strategy: dict[str, Any], verb: str = "fit", **launch: Any) -> tuple[list[str], tuple[int, ...]]:
+    """What speaks against it, and which ranks of three can be lost."""
+    given = {**POSSIBLE, "recovery": "rejoin", "spares": 0, **launch}
+    cfg = OmegaConf.create({"launch": given, "strategy": strategy, "devices": 3})
+    return recovery_problems(cfg, verb, None, False), replaceable_ranks(cfg, verb)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "verb", "launch", "ranks"),
+    [
+        ({"servers": 1}, "fit", {}, (1, 2)),
+        ({"servers": 2}, "fit", {"recovery": "auto"}, (2,)),
+        ({"servers": 1}, "fit", {"recovery": "restart"}, ()),
+        ({"servers": 1}, "validate", {"recovery": "auto"}, ()),
+        ({"servers": 1}, "fit", {"recovery": "auto", "max_restarts": 0}, ()),
+        ({"stage": 3}, "fit", {"recovery": "auto"}, ()),
+    ],
+)
+def test_workers_without_a_server_can_be_lost(
+    strategy: dict[str, Any], verb: str, launch: dict[str, Any], ranks: tuple[int, ...]
+) -> None:
+    assert rejoining(strategy, verb, **launch) == ([], ranks)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "launch", "said"),
+    [
+        ({"stage": 3}, {}, "strategy=parameter_server"),
+        ({"servers": 3}, {}, "every rank holds a server"),
+        ({"servers": 1}, {"max_restarts": 0}, "launch=resilient"),
+        ({"servers": 1}, {"spares": 1}, "starts the lost rank anew"),
+    ],
+)
+def test_what_cannot_be_rejoined(strategy: dict[str, Any], launch: dict[str, Any], said: str) -> None:
+    [problem] = rejoining(strategy, **launch)[0]
     assert said in problem

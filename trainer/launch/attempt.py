@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from trainwright.trainer.launch.interrupt import Interrupted
 from trainwright.trainer.launch.rank import rank_main
 from trainwright.trainer.launch.records import Beginning, read_beginning, read_result, read_steps
 from trainwright.trainer.launch.rendezvous import LocalStore
-from trainwright.trainer.launch.restarts import Setback
+from trainwright.trainer.launch.replacing import Replacements
+from trainwright.trainer.launch.restarts import Setback, setback_of
 from trainwright.trainer.launch.supervisor import Ended, Monitor, Supervisor
 
 # Beyond what a rank gives itself (`ShutdownWatch`), so that it ends by itself where it can.
@@ -41,7 +43,7 @@ class Outcome:
 
 
 class Attempt:
-    """Starts the ranks of a run, waits for them, and ends all when one fails.
+    """Starts the ranks of a run, waits for them, and ends all when one fails that cannot be replaced.
 
     Args:
         cfg: the resolved configuration of this attempt.
@@ -51,6 +53,7 @@ class Attempt:
         number: attempts before this one.
         environment: variables of the ranks besides those that they need to meet.
         monitor: finds ranks that hang; None = off.
+        replacements: who starts lost ranks anew while the others go on; None: all end when one is lost.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Attempt:
         number: int = 0,
         environment: Mapping[str, str] | None = None,
         monitor: Monitor | None = None,
+        replacements: Replacements | None = None,
     ) -> None:
         self._cfg = cfg
         self._verb = verb
@@ -70,6 +74,7 @@ class Attempt:
         self._number = number
         self._environment = dict(environment or {})
         self._monitor = monitor
+        self._replacements = replacements
 
     @property
     def beginning(self) -> Beginning | None:
@@ -94,10 +99,10 @@ class Attempt:
             Supervisor(rank_main, (self._verb, self._folder, self._records), self._monitor) as ranks,
         ):
             try:
+                first = {} if self._replacements is None else self._replacements.environment
                 for rank in range(self._cfg.devices):
-                    environment = rank_environment(self._cfg, rank, store.port, self._number)
-                    ranks.start_rank(rank, {**environment, **self._environment})
-                ended = _wait(ranks, look_seconds, enough)
+                    self._start(ranks, rank, store.port, first)
+                ended = self._wait(ranks, store.port, look_seconds, enough)
             except Interrupted as interrupted:
                 ended = pass_on(ranks, self._cfg, self._verb, interrupted)
                 return Outcome(metrics=self._after_signal(ended, interrupted))
@@ -108,6 +113,38 @@ class Attempt:
                 return Outcome()
             ended += ranks.end(ranks.living, grace_after_failure)
         return Outcome(self._failure(ended))
+
+    def _start(self, ranks: Supervisor, rank: int, port: int, more: Mapping[str, str]) -> None:
+        environment = rank_environment(self._cfg, rank, port, self._number)
+        ranks.start_rank(rank, {**environment, **self._environment, **more})
+
+    def _wait(
+        self, ranks: Supervisor, port: int, look_seconds: float | None, enough: Callable[[], bool]
+    ) -> list[Ended]:
+        """Wait for the end of all ranks, for the first that cannot be replaced and those that fail with it, or until it
+        is enough."""
+        ended: list[Ended] = []
+        while ranks.living or self._pause(None) is not None:
+            some = _next_ends(ranks, self._pause(look_seconds))
+            failed = [each for each in some if each.failed]
+            if failed and not self._can_go_on(failed):
+                return ended + some
+            ended += [each for each in some if not each.failed]
+            for rank, more in [] if self._replacements is None else self._replacements.due():
+                self._start(ranks, rank, port, more)
+            if look_seconds is not None and ranks.living and enough():
+                return ended
+        return ended
+
+    def _can_go_on(self, failed: Sequence[Ended]) -> bool:
+        beginning = self.beginning
+        begun = None if beginning is None else beginning.step
+        return self._replacements is not None and self._replacements.take(failed, begun)
+
+    def _pause(self, look_seconds: float | None) -> float | None:
+        """How long to wait for an end before something else is to be looked after."""
+        pauses = [look_seconds, None if self._replacements is None else self._replacements.pause]
+        return min((pause for pause in pauses if pause is not None), default=None)
 
     def setback(self, failure: RankError) -> Setback:
         """What the policy must know of a failure of this attempt."""
@@ -156,35 +193,12 @@ class Attempt:
         return failure
 
 
-def setback_of(failure: RankError, step: int | None, begun: int | None) -> Setback:
-    """What the policy must know of a failure.
-
-    Args:
-        failure: of a rank.
-        step: optimizer steps that were done then; None: it failed before training.
-        begun: optimizer steps that were done when the ranks began to train; None: they did not.
-    """
-    raised = failure.failure
-    return Setback(
-        rank=failure.rank,
-        kind=failure.kind,
-        message=raised.message if raised else failure.hang.reason if failure.hang else "",
-        step=step,
-        begun=begun,
-        raised=raised is not None or (failure.exit_code or -1) > 0,
-    )
-
-
-def _wait(ranks: Supervisor, look_seconds: float | None, enough: Callable[[], bool]) -> list[Ended]:
-    """Wait for the end of all ranks, for the first that fails and those that fail with it, or until it is enough."""
-    ended: list[Ended] = []
-    while ranks.living:
-        ended += ranks.wait(look_seconds)
-        if any(each.failed for each in ended):
-            return ended + ranks.wait(_TOGETHER_SECONDS)
-        if look_seconds is not None and ranks.living and enough():
-            return ended
-    return ended
+def _next_ends(ranks: Supervisor, seconds: float | None) -> list[Ended]:
+    """The ranks that end next, at most so many seconds from now; where one failed, those that fail with it, too."""
+    if not ranks.living:
+        time.sleep(seconds or 0.0)  # all are lost, and replacements are due later
+    ended = ranks.wait(seconds)
+    return ended + ranks.wait(_TOGETHER_SECONDS) if any(each.failed for each in ended) else ended
 
 
 def patience(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> float:

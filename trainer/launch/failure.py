@@ -182,6 +182,28 @@ def first_failure(
     return _error(cause, rank, exit_codes, run_dir)
 
 
+def failure_of(
+    folder: Path, rank: int, exit_code: int, world_size: int, run_dir: Path, hang: Hang | None = None
+) -> RankError:
+    """The error of one rank that ended while the others go on.
+
+    Args:
+        folder: where the ranks wrote their records.
+        rank: global rank.
+        exit_code: of its process.
+        world_size: number of all ranks.
+        run_dir: the run directory.
+        hang: why the monitor had it killed; None: it did not.
+    """
+    codes = dict.fromkeys(range(world_size)) | {rank: exit_code}
+    if hang is not None:
+        text = f"rank {rank} of {world_size} hung and was killed\n\n{hang.report.rstrip()}"
+        return RankError(text, rank, exit_code, hang=hang)
+    record = folder / f"{rank}.json"
+    failure = Failure(**json.loads(record.read_text(encoding="utf-8"))) if record.is_file() else None
+    return _error(failure, rank, codes, run_dir, others="")
+
+
 def ends(folder: Path, exit_codes: Mapping[int, int | None]) -> list[str]:
     """How each of these ranks ended, in a line each.
 
@@ -194,16 +216,22 @@ def ends(folder: Path, exit_codes: Mapping[int, int | None]) -> list[str]:
     return [RankError("", rank, code, told.get(rank)).summary for rank, code in sorted(exit_codes.items())]
 
 
-def _error(failure: Failure | None, rank: int, exit_codes: Mapping[int, int | None], run_dir: Path) -> RankError:
+def _error(
+    failure: Failure | None,
+    rank: int,
+    exit_codes: Mapping[int, int | None],
+    run_dir: Path,
+    others: str = "; the others were ended",
+) -> RankError:
     log, whom, exit_code = log_file(run_dir, rank), f"rank {rank} of {len(exit_codes)}", exit_codes.get(rank)
     if failure is not None and failure.is_told:
         text = f"{failure.message}\n(said by {whom}; its traceback is in {log})"
         return RankError(text, rank, exit_code, failure)
     if failure is not None:
         how = _how_it_failed(failure, failure.message)
-        text = f"{whom} {how}; the others were ended\n\n{failure.traceback.rstrip()}"
+        text = f"{whom} {how}{others}\n\n{failure.traceback.rstrip()}"
     else:
-        text = f"{whom} {_how_it_ended(exit_code)}; the others were ended"
+        text = f"{whom} {_how_it_ended(exit_code)}{others}"
     tail = _tail(log)
     if tail:
         text += f"\n\nlast lines of {log}:\n{tail}"

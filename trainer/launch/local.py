@@ -14,12 +14,14 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from trainwright.trainer.check_recovery import replaceable_ranks
 from trainwright.trainer.check_resume import going_on_in_place
 from trainwright.trainer.launch.attempt import MARGIN_SECONDS, Attempt
 from trainwright.trainer.launch.ending import notices
 from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.forkserver import start_forkserver
 from trainwright.trainer.launch.interrupt import raise_interrupted
+from trainwright.trainer.launch.replacing import Replacements
 from trainwright.trainer.launch.replicas import ReplicaAttempt, keeps_replicas
 from trainwright.trainer.launch.restart_log import RestartLog
 from trainwright.trainer.launch.restarts import RestartPolicy, Stop
@@ -136,7 +138,14 @@ class LocalRun:
             return ReplicaAttempt(
                 cfg, self._verb, records, environment=environment, monitor=monitor, policy=self._policy, log=self._log
             )
-        return Attempt(cfg, self._verb, folder, records, number, environment, monitor)
+        return Attempt(cfg, self._verb, folder, records, number, environment, monitor, self._replacements(cfg, records))
+
+    def _replacements(self, cfg: DictConfig, records: Path) -> Replacements | None:
+        """Who starts lost ranks anew while the others go on; None where all end with the first that is lost."""
+        ranks = replaceable_ranks(cfg, self._verb)
+        if not ranks:
+            return None
+        return Replacements(ranks, cfg.devices, records, Path(cfg.run_dir), self._policy, self._log)
 
     def _resizes(self, attempt: Attempt | ReplicaAttempt) -> bool:
         """Whether the attempt shall end because another number of devices is to be used."""

@@ -7,13 +7,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from trainwright.trainer.launch.attempt import setback_of
 from trainwright.trainer.launch.ending import told_to_end
 from trainwright.trainer.launch.failure import RankError, ends, first_failure
 from trainwright.trainer.launch.generations import Generations
 from trainwright.trainer.launch.interrupt import Interrupted
 from trainwright.trainer.launch.mailbox import Left, records_of
-from trainwright.trainer.launch.restarts import Setback
+from trainwright.trainer.launch.restarts import Setback, setback_of
 from trainwright.trainer.launch.supervisor import Ended
 
 

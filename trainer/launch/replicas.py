@@ -15,7 +15,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from trainwright.trainer.check_recovery import RESTART
+from trainwright.trainer.check_recovery import AUTO, REPLICAS
 from trainwright.trainer.launch.attempt import Outcome, pass_on, patience
 from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.generations import Generations, Parted, first_beginning
@@ -41,7 +41,7 @@ def keeps_replicas(cfg: DictConfig, verb: str) -> bool:
         cfg: the resolved configuration of an attempt.
         verb: fit, validate, test or predict.
     """
-    if cfg.launch.recovery == RESTART or cfg.launch.max_restarts == 0 or verb != "fit":
+    if cfg.launch.recovery not in (REPLICAS, AUTO) or cfg.launch.max_restarts == 0 or verb != "fit":
         return False
     layout = closed_layout(cfg, Surroundings(verb))
     return layout is not None and layout.replicate > 1 and cfg.launch.min_devices is None

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from trainwright.callbacks.diverged import DivergedError
+from trainwright.trainer.launch.failure import RankError
 
 # Longest wait before a restart, in seconds.
 _LONGEST_WAIT = 60.0
@@ -75,6 +76,25 @@ class Stop:
     """
 
     reason: str
+
+
+def setback_of(failure: RankError, step: int | None, begun: int | None) -> Setback:
+    """What the policy must know of a failure.
+
+    Args:
+        failure: of a rank.
+        step: optimizer steps that were done then; None: it failed before training.
+        begun: optimizer steps that were done when the ranks began to train; None: they did not.
+    """
+    raised = failure.failure
+    return Setback(
+        rank=failure.rank,
+        kind=failure.kind,
+        message=raised.message if raised else failure.hang.reason if failure.hang else "",
+        step=step,
+        begun=begun,
+        raised=raised is not None or (failure.exit_code or -1) > 0,
+    )
 
 
 class RestartPolicy:

@@ -1,0 +1,91 @@
+"""Workers of parameter servers that are killed: the others go on, and each is started anew and joins them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainwright.checkpoint.run_state import RunState
+from trainwright.trainer.compose import compose
+from trainwright.trainer.run import run
+
+RECIPE = """# @package _global_
+name: tiny
+accelerator: cpu
+micro_batch_size: 4
+max_epochs: 3
+seed: 3
+module:
+  _target_: tests.faults.tiny.Tiny
+  dropout: 0.0
+  seconds: 0.02
+  fail_at: -1
+  broken: ""
+data:
+  _target_: tests.faults.tiny.TinyData
+  batch_size: ${micro_batch_size}
+"""
+# 64 samples in micro-batches of 4 on 2 workers: 8 steps of each an epoch.
+STEPS = 24
+WORDS = ("recipe=tiny", "strategy=parameter_server", "devices=2", "monitor=none", "logger=csv", "launch=resilient")
+
+
+@pytest.fixture(autouse=True)
+def _server(ranks: object) -> None:
+    """The server of the suite is there, before any test runs; it forks the ranks of these runs too."""
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> Path:
+    recipes = tmp_path / "conf" / "recipe"
+    recipes.mkdir(parents=True)
+    (recipes / "tiny.yaml").write_text(RECIPE, encoding="utf-8")
+    return tmp_path / "conf"
+
+
+def train(conf: Path, *words: str) -> Path:
+    """Run it; returns the run directory."""
+    run_dir = conf.parent / "run"
+    run(compose(None, [*WORDS, f"run_dir={run_dir}", *words], conf))
+    return run_dir
+
+
+def told(run_dir: Path) -> str:
+    return (run_dir / "logs" / "restarts.log").read_text(encoding="utf-8")
+
+
+def processes(run_dir: Path, rank: int) -> int:
+    """How many processes have trained as this rank."""
+    return len(list((run_dir / "pids").glob(f"{rank}.*")))
+
+
+@pytest.mark.parametrize(
+    ("consistency", "step"),
+    [("sync", 3), ("ssp", 10), ("async", 23)],
+    ids=["in step, in the first epoch", "nearly in step, in the second", "on its own, at the last step"],
+)
+def test_a_worker_that_is_killed_is_replaced_while_the_others_go_on(conf: Path, consistency: str, step: int) -> None:
+    words = [f"strategy.consistency={consistency}", *(["strategy.staleness=2"] if consistency == "ssp" else [])]
+    run_dir = train(conf, *words, "launch.recovery=rejoin", f"+inject=[kill(rank=1, at_step={step})]")
+    assert "rank 1 was ended by SIGKILL" in told(run_dir)
+    assert "the others go on; rank 1 is started anew and joins them" in told(run_dir)
+    assert " restart " not in told(run_dir)
+    # The first rank is the process that it was; the second trained on as another.
+    assert [processes(run_dir, rank) for rank in (0, 1)] == [1, 2]
+    (saved,) = (run_dir / "checkpoints").iterdir()
+    state = RunState.open(str(saved))
+    assert state.tree["epoch"] == 3
+    assert state.tree["global_step"] == STEPS
+    weights = [state.read(key) for key in state.keys() if key.startswith("weights/")]  # noqa: SIM118
+    assert weights
+    assert all(bool(tensor.isfinite().all()) for tensor in weights)
+
+
+def test_a_lost_server_is_a_restart_from_the_newest_checkpoint(conf: Path) -> None:
+    words = ("strategy.consistency=async", "checkpoint.last.every_n_steps=4", "module.seconds=0.0")
+    run_dir = train(conf, *words, "launch.recovery=rejoin", "+inject=[kill(rank=0, at_step=11)]")
+    assert "rank 0 was ended by SIGKILL" in told(run_dir)
+    assert "going on from" in told(run_dir)
+    assert "step=8" in told(run_dir)
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step={STEPS}"]
