@@ -268,14 +268,14 @@ class ResumableFitLoop(_FitLoop):
         for index, loader in enumerate(self._combined_loader.flattened):
             where = position(loader, batches, finished, cycles)
             if "state" in where:
-                states = self._of_data_ranks(where["state"])
+                states = self.of_data_ranks(where["state"])
                 found[index] = LoaderCursor(**{**vars(found[index]), "states": states})
             else:
                 found[index] = LoaderCursor(**{**vars(found[index]), "position": where})
         return found
 
-    def _of_data_ranks(self, state: Any) -> list[Any]:
-        """The state of each data rank."""
+    def of_data_ranks(self, state: Any) -> list[Any]:
+        """What each data rank gives, in order of the ranks; a collective unless this rank is apart."""
         if self._data_ranks == 1 or getattr(self.trainer.strategy, "is_apart", False):
             return [state] * self._data_ranks
         gathered: list[Any] = [None] * dist.get_world_size()
@@ -315,7 +315,7 @@ class ResumableFitLoop(_FitLoop):
         }
         return {
             "cursor": cursor.to_json(),
-            "logged": self._of_data_ranks(mine),
+            "logged": self.of_data_ranks(mine),
             "reloaded": self._last_train_dl_reload_epoch,
             **({} if self.trainer.balance is None else {"balance": self.trainer.balance.state()}),
             # Of the epoch that comes next nothing has been begun.
@@ -396,6 +396,7 @@ class ResumableFitLoop(_FitLoop):
     def on_advance_end(self) -> None:
         """End an epoch."""
         self.epoch_loop.meet()
+        self.epoch_loop.log_with_others()
         if self._logged:
             # What was logged is saved with the run, so schedulers that wait for it step in a resumed epoch as in any.
             self._restarting = False

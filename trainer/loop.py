@@ -45,7 +45,7 @@ from trainwright.strategies.optimization import ZeroGradFirst
 from trainwright.trainer.loss_weighting import TokenWeights, refuse_impossible
 from trainwright.trainer.phases import BACKWARD, DATA, FORWARD, HOOKS, IDLE, OPTIMIZER, VALIDATION, Phases
 from trainwright.trainer.reading import Dealer, dealer_of
-from trainwright.trainer.remembered_logs import Entry, RememberedLogs, collected
+from trainwright.trainer.remembered_logs import Entry, RememberedLogs, collected, without_weight
 from trainwright.trainer.results import LeanResults, RepeatedLog
 
 if TYPE_CHECKING:
@@ -391,6 +391,22 @@ class LeanEpochLoop(_TrainingEpochLoop):
             # What happens at the end of an epoch by the number of the step happens on all ranks alike.
             self.set_steps(leased.global_batches)
 
+    def _lease_more(self, leased: LeasedBatchSampler, data_fetcher: _DataFetcher) -> bool:
+        """Where the others had taken all chunks before this worker asked: wait for what may come back.
+
+        If nothing does, this is the end of the epoch, with all that belongs to it, as the others come to it.
+        """
+        while data_fetcher.done and leased.wait_for_more():
+            iter(data_fetcher)
+        if not data_fetcher.done:
+            return True
+        self.set_steps(leased.global_batches)
+        self._batches_that_stepped = max(self._batches_that_stepped, 1)  # loggers count the steps from 0 on
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        self.batch_progress.is_last_batch = self.dropped = True
+        self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        return False
+
     # ---- once a micro-batch ---------------------------------------------------------------------------------------
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -407,6 +423,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self.phases.begin(DATA)  # before: whoever hears of it finds the loop between two batches
         self._in_batch = True
         self.dropped = False
+        if self._leased is not None and data_fetcher.done and not self._lease_more(self._leased, data_fetcher):
+            return
         if self.trainer.fit_loop.is_skipped():
             self._read_past(data_fetcher)
             return
@@ -528,6 +546,16 @@ class LeanEpochLoop(_TrainingEpochLoop):
     def collected_logs(self) -> list[Entry]:
         """What this rank has logged of the epoch so far, see :mod:`trainwright.trainer.remembered_logs`."""
         return collected(self._results)
+
+    def log_with_others(self) -> None:
+        """Before the end of an epoch, where samples are leased: a worker that got none takes part in the reductions of
+        what others have logged. A collective."""
+        if self._leased is None:
+            return
+        mine = collected(self._results, to_save=False)
+        of_all = self.trainer.fit_loop.of_data_ranks(mine)
+        if not mine and not self._logs:
+            self.remember_logs(without_weight(next(filter(None, of_all), [])))
 
     def remember_logs(self, entries: Sequence[Entry]) -> None:
         """Go on with what the saved run had logged of this epoch."""

@@ -23,20 +23,26 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def collected(results: _ResultCollection) -> list[Entry]:
+def collected(results: _ResultCollection, to_save: bool = True) -> list[Entry]:
     """Values of this rank that are to be reduced at the end of the epoch, as plain values.
 
     Of ``torchmetrics`` objects it is only told that they were logged: the module saves those that are persistent. Left
-    out are the others, and values with a ``sync_dist_group`` of their own, which means nothing to another run.
+    out are values with a ``sync_dist_group`` of their own, which means nothing to another process.
+
+    Args:
+        results: of the training loop.
+        to_save: leave out the ``torchmetrics`` objects that are not persistent, too.
     """
-    return [_entry(metric) for metric in results.values() if _is_collected(metric)]
+    return [_entry(metric) for metric in results.values() if _is_collected(metric, to_save)]
 
 
-def _is_collected(metric: _ResultMetric) -> bool:
+def _is_collected(metric: _ResultMetric, to_save: bool) -> bool:
     meta = metric.meta
     if not meta.on_epoch or metric.has_reset or meta.sync.group is not None:
         return False
-    return metric.is_tensor or (meta.metric_attribute is not None and any(metric.value._persistent.values()))
+    if metric.is_tensor:
+        return True
+    return meta.metric_attribute is not None and (not to_save or any(metric.value._persistent.values()))
 
 
 def _entry(metric: _ResultMetric) -> Entry:
@@ -107,6 +113,17 @@ def _share(entries: Sequence[Entry], rank: int, ranks: int) -> Entry | None:
     if whole["count"] is not None:
         whole["count"] /= ranks
     return whole
+
+
+def without_weight(entries: Sequence[Entry]) -> list[Entry]:
+    """What another rank has logged, as a rank logs it that takes part in its reductions but counts for nothing."""
+    return [_without_weight(entry) for entry in entries if not entry["rank_zero_only"]]
+
+
+def _without_weight(entry: Entry) -> Entry:
+    if entry["metric"] is not None or entry["reduce"] in ("max", "min"):
+        return entry  # the value of another rank changes no maximum
+    return {**entry, "value": 0, "count": None if entry["count"] is None else 0.0}
 
 
 def combined(entry: Entry, other: Entry) -> Entry:

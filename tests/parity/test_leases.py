@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric
 
 from trainwright import Trainer
 from trainwright.strategies.ddp import DDPStrategy
@@ -69,6 +70,7 @@ class Reader(pl.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.micro_batches += 1
+        self.log_mean(batch)
         if self.global_rank == 0 and self.micro_batches == 2 and self.ahead:
             _get_default_store().get("ahead")
         if self.global_rank == 1 and self.micro_batches == self.die_at:
@@ -77,6 +79,9 @@ class Reader(pl.LightningModule):
         if not dealer_of(loader).is_padding(batch_idx):
             self.read[self.current_epoch] += batch.int().tolist()
         return self.weight * batch.mean()
+
+    def log_mean(self, batch: Tensor) -> None:
+        pass
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.gradients.append(self.weight.grad.item())
@@ -105,11 +110,25 @@ class Reader(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Logging(Reader):
+    """Logs means of the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = MeanMetric()
+
+    def log_mean(self, batch: Tensor) -> None:
+        self.log("mean", batch.mean(), on_step=False, on_epoch=True, batch_size=len(batch))
+        self.log("largest", batch.max(), on_step=False, on_epoch=True, reduce_fx="max")
+        self.metric(batch)
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+
+
 def fit(
     micro: int, workers: int = 0, ahead: int = 0, strategy: Any = None, ckpt: str | None = None, save: bool = False,
-    drop_last: bool = False, guarantee: str = "at_least_once", **options: Any,
+    drop_last: bool = False, guarantee: str = "at_least_once", logs: bool = False, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    module = Reader(ahead)
+    module = Logging() if logs else Reader(ahead)
     if strategy == "servers":
         strategy = ParameterServerStrategy("async", leases=guarantee)
     trainer = Trainer(
@@ -136,6 +155,7 @@ def fit(
         "weight": module.weight.item(),
         "global_step": trainer.global_step,
         "estimated": module.estimated,
+        "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
     }
 
 
@@ -186,6 +206,23 @@ def test_workers_of_a_parameter_server_lease(ranks: Callable[..., list[Any]]) ->
     # Both have the servers' parameters at the end, and count the same steps.
     assert slow["weight"] == fast["weight"] != 0
     assert slow["global_step"] == fast["global_step"] == 2 * SAMPLES // 8
+
+
+@pytest.mark.parametrize("profiler", [None, "simple"], ids=["lean loop", "Lightning's loop"])
+def test_a_worker_that_finds_nothing_ends_the_epoch_with_the_others(
+    ranks: Callable[..., list[Any]], profiler: str | None
+) -> None:
+    options: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 1.0, "profiler": profiler}
+    results = ranks(fit, 3, 64, strategy="servers", logs=True, **options)  # two chunks for three
+    assert sum(result["steps"] for result in results) == 4
+    assert min(result["steps"] for result in results) < 2
+    for epoch in (0, 1):
+        assert all_read(results, epoch) == Counter(range(SAMPLES))
+    for result in results:
+        assert result["hooks"] == ["start 0", "validate", "end 0", "start 1", "validate", "end 1"]
+        assert result["logged"] == {"mean": 53.0, "largest": 106.0, "metric": 53.0}
+        assert result["weight"] == results[0]["weight"] != 0
+        assert result["global_step"] == results[0]["global_step"]
 
 
 def test_limits_are_of_all_workers_together(ranks: Callable[..., list[Any]]) -> None:
