@@ -175,6 +175,14 @@ class LayoutStrategy(RunStateStrategy):
         """
         return False
 
+    @property
+    def fit_store(self) -> dist.Store | None:
+        """Where ranks leave word for each other in the present ``fit`` alone; ``None``: the process group's store.
+
+        Of a strategy whose ranks may be started anew while the others train: theirs has no process group in common.
+        """
+        return None
+
     def meet(self) -> None:
         """Bring ranks that step by themselves to the same parameters, waiting for the slowest; a collective.
 

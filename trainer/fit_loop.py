@@ -246,9 +246,11 @@ class ResumableFitLoop(_FitLoop):
     def _cursor_of_leases(self, leased: LeasedBatchSampler) -> Cursor:
         """Where all workers together stand; each has to ask. No rank's own count of batches says that."""
         assert self._begun is not None
-        accumulation, state = self.trainer.accumulate_grad_batches, leased.state()
+        accumulation = self.trainer.accumulate_grad_batches
         (found,) = self._describe(accumulation)
         batch = found.global_batch_size or 1
+        apart = getattr(self.trainer.strategy, "is_apart", False)
+        state = leased.state_to_join(batch) if apart else leased.state()
         return Cursor(
             epoch=self._begun,
             steps=state["samples"] // batch,

@@ -237,6 +237,9 @@ class LeaseService:
             told = "; ".join(f"{name} {plan[name]} here, {self._plan[name]} elsewhere" for name in differ)
             self._answer(peer, {"error": f"workers disagree about the epoch that they lease: {told}"})
             return
+        if plan["epoch"] < self._epoch:
+            self._answer(peer, {"error": f"epoch {plan['epoch']} is over, epoch {self._epoch} has begun"})
+            return
         if plan["epoch"] != self._epoch:
             self._begin(plan, int(message["before"]))
         self._answer(peer, {"done": self._done})

@@ -23,6 +23,7 @@ from trainwright.trainer.partition import Read, add_read, what_is_left
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
 
+# Where the first worker says how to reach its service.
 _STORE_KEY = "trainwright/leases/{}"
 
 
@@ -30,7 +31,9 @@ _STORE_KEY = "trainwright/leases/{}"
 _met: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary()
 
 
-def _meeting() -> tuple[dist.Store, str]:
+def _meeting(of_fit: dist.Store | None) -> tuple[dist.Store, str]:
+    if of_fit is not None:
+        return of_fit, _STORE_KEY.format("fit")
     store = _get_default_store()
     _met[store] = _met.get(store, 0) + 1
     return store, _STORE_KEY.format(_met[store])
@@ -68,8 +71,8 @@ class SampleLeases:
 
     def _connect(self) -> LeaseDesk:
         strategy: Any = self._trainer.strategy
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        store, key = (None, "") if alone else _meeting()
+        alone = strategy.num_data_ranks == 1
+        store, key = (None, "") if alone else _meeting(getattr(strategy, "fit_store", None))
         if strategy.data_rank == 0:
             host = listening_host(os.environ)
             service = LeaseService(strategy.num_data_ranks, strategy.leases_samples, self.most, host)
@@ -85,8 +88,9 @@ class SampleLeases:
     def open(self, epoch: int, samples: int, chunk: int, before: int) -> LeaseDesk:
         """Begin to lease an epoch, see :meth:`~trainwright.trainer.lease_service.LeaseDesk.open`."""
         self.desk.open(epoch, samples, chunk, before)
-        if self._counted is None:
-            self._counted = self.global_batches
+        if self._counted is None:  # others may have trained on more by now, which schedulers here do not know of
+            batch = self._trainer.global_batch
+            self._counted = 0 if batch is None else before // batch.size
         return self.desk
 
     @property
@@ -99,6 +103,11 @@ class SampleLeases:
         """See :meth:`LeasedBatchSampler.global_batches_passed`."""
         before, self._counted = self._counted or 0, self.global_batches
         return self._counted - before
+
+    @property
+    def counted(self) -> int:
+        """Global batches of which this worker's schedulers know."""
+        return self.global_batches if self._counted is None else self._counted
 
     @property
     def is_closed(self) -> bool:
@@ -268,20 +277,31 @@ class LeasedBatchSampler(RankBatchSampler):
         if self.leases.is_closed and self._last_state is not None:
             return dict(self._last_state)
         answer = self.leases.desk.state(self.current_epoch)
-        resumed = self._of_this_epoch
         read = Read.of_ranges([(first, last) for first, last in answer["used"]])
+        self._last_state = {**self._state_with(read), "complete": answer["complete"], "trained": answer["done"]}
+        return dict(self._last_state)
+
+    def state_to_join(self, batch: int) -> dict[str, Any]:
+        """For a worker that begins to lease what the others lease already; as :meth:`state`, but asks nobody.
+
+        Args:
+            batch: samples of a global batch.
+        """
+        nothing = Read.of_ranges([])
+        return {**self._state_with(nothing), "complete": False, "trained": self.leases.counted * batch}
+
+    def _state_with(self, read: Read) -> dict[str, Any]:
+        """``samples`` and ``history`` of the epoch, with what was leased and is used."""
+        resumed = self._of_this_epoch
         before: tuple[Read, ...] = ()
         if resumed is not None:
             before = resumed.history or add_read((), Read("interleave", resumed.samples))
-        history = add_read(before, read)
+        history = add_read(before, read) if read.samples else before
         plain = all(entry.partition == "interleave" for entry in history)
-        self._last_state = {
+        return {
             "samples": read.samples + (0 if resumed is None else resumed.samples),
             "history": [] if plain else [entry.to_json() for entry in history],
-            "complete": answer["complete"],
-            "trained": answer["done"],
         }
-        return dict(self._last_state)
 
     def state_dict(self) -> dict[str, Any]:
         """See :class:`~trainwright.trainer.data_order.DealingSampler`; empty, since the fit loop keeps it."""

@@ -159,6 +159,13 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return None if self._leases == "none" else self._leases
 
     @property
+    def fit_store(self) -> dist.Store | None:
+        """See :attr:`~trainwright.strategies.base.LayoutStrategy.fit_store`; while it trains."""
+        if self._client is None or self._store is None:
+            return None
+        return dist.PrefixStore(self._client.prefix, self._store)
+
+    @property
     def server(self) -> Server | None:
         """The server that this rank holds while it trains, if it does."""
         return self._server

@@ -89,3 +89,16 @@ def test_a_lost_server_is_a_restart_from_the_newest_checkpoint(conf: Path) -> No
     assert "going on from" in told(run_dir)
     assert "step=8" in told(run_dir)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step={STEPS}"]
+
+
+def test_a_worker_that_leases_its_samples_is_replaced_too(conf: Path) -> None:
+    words = ("strategy.consistency=async", "strategy.leases=at_least_once", "launch.recovery=rejoin")
+    run_dir = train(conf, *words, "+inject=[kill(rank=1, at_step=2)]")
+    assert "rank 1 was ended by SIGKILL" in told(run_dir)
+    assert " restart " not in told(run_dir)
+    assert [processes(run_dir, rank) for rank in (0, 1)] == [1, 2]
+    (saved,) = (run_dir / "checkpoints").iterdir()
+    tree = RunState.open(str(saved)).tree
+    # Every chunk was trained on, those that the lost worker had held too, and each counts once.
+    assert tree["epoch"] == 3
+    assert tree["global_step"] == STEPS
