@@ -5,7 +5,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.strategies.parameter_server.options import DEFAULTS, rank_problems, server_problems
+from trainwright.strategies.compression.options import OFF, compression_problems
+from trainwright.strategies.parameter_server.options import DEFAULTS, push_problems, rank_problems, server_problems
+from trainwright.trainer.check_compression import compression_of
 from trainwright.trainer.check_leases import lease_problems
 from trainwright.trainer.check_recovery import replaceable_ranks
 
@@ -28,7 +30,7 @@ def parameter_server_problems(cfg: DictConfig, world_size: int | None) -> list[s
     problems = server_problems(options, _PREFIX)
     if not problems and world_size is not None:
         problems += rank_problems(options.get("servers", 1), world_size, _PREFIX)
-    problems += _in_any_case(cfg)
+    problems += [*_pushes(cfg), *_in_any_case(cfg)]
     if options.get("consistency") in ("ssp", "async"):
         problems += _when_alone(cfg, f"strategy.consistency={options['consistency']}")
     elif replaceable_ranks(cfg, "fit"):
@@ -36,6 +38,20 @@ def parameter_server_problems(cfg: DictConfig, world_size: int | None) -> list[s
     if options.get("leases", "none") != "none":
         problems += lease_problems(cfg)
     return problems
+
+
+def _pushes(cfg: DictConfig) -> list[str]:
+    """What speaks against the group `compression`, which fills that argument of the strategy."""
+    name = cfg.compression.name
+    if name == OFF:
+        return []
+    if cfg.strategy.get("compression") not in (None, OFF):
+        return [
+            f"compression={name} with strategy.compression={cfg.strategy.compression}: both say how gradients are "
+            "pushed; leave strategy.compression out"
+        ]
+    given = compression_of(cfg)
+    return [] if compression_problems(given) else push_problems(given)
 
 
 def _in_any_case(cfg: DictConfig) -> Iterator[str]:

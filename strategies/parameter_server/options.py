@@ -41,14 +41,23 @@ def server_problems(options: Mapping[str, Any], prefix: str = "") -> list[str]:
         *_asynchronous_options(given, prefix),
         *_lease_problems(given, prefix),
     ]
-    found = compression_problems(given["compression"])
-    choice = None if found else choose_compression(given["compression"])
-    if choice is not None and choice.name not in CODECS:
-        found = [
-            f"compression={choice.name} only averages over a group of ranks; what a worker pushes to a server can be "
-            f"written as {', '.join(CODECS)}, or none"
-        ]
-    return problems + found
+    return problems + push_problems(given["compression"])
+
+
+def push_problems(compression: Any) -> list[str]:
+    """What is wrong with a choice of compression for what workers push.
+
+    Args:
+        compression: a name, a mapping of ``name`` and options, or ``None``.
+    """
+    found = compression_problems(compression)
+    choice = None if found else choose_compression(compression)
+    if choice is None or choice.name in CODECS:
+        return found
+    return [
+        f"compression={choice.name} with parameter servers: it only averages over a group of ranks; what a worker "
+        f"pushes to a server can be written as {', '.join(CODECS)}, or none; type compression=int8"
+    ]
 
 
 def _consistency_problems(given: Mapping[str, Any], prefix: str) -> list[str]:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.held import HeldSource, HeldState
 from trainwright.checkpoint.save import Content
 from trainwright.strategies.base import HeldBytes, LayoutStrategy
+from trainwright.strategies.checkpointing import OF_RUN
 from trainwright.strategies.compression.codecs import Codec
 from trainwright.strategies.compression.names import choose_compression, codec_of
 from trainwright.strategies.layout import Layout
@@ -559,6 +560,16 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         if not self._is_apart:
             self.meet()
         return super().lightning_module_state_dict()
+
+    def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
+        """See :class:`~trainwright.strategies.checkpointing.RunStateStrategy`; it says what a resume will lack."""
+        content = super().run_state(checkpoint, complete=complete)
+        if self._compression is not None and not self._is_apart:
+            text = (
+                f"what workers had not pushed yet, as compression={self._compression.name} had left it out, is dropped"
+            )
+            content.tree[OF_RUN]["left_behind"] = {"of": "pushes", "text": text}
+        return content
 
     def _weights_changed(self) -> None:
         if self._served is not None:

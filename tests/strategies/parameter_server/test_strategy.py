@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -154,8 +155,11 @@ def alone(options: dict[str, Any]) -> Any:
     module, trainer = fit("parameter_server", options, 54, gamma=1.0, **more)
     buffers = torch.cat([buffer.detach().view(-1).float() for buffer in module.buffers()])
     parameters, _, loss = outcome(module, trainer)
-    resumed, again = fit("parameter_server", options, 56, ckpt=saver.last_model_path, gamma=1.0)
-    return parameters, buffers, loss, again.global_step, len(resumed.losses)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        resumed, again = fit("parameter_server", options, 56, ckpt=saver.last_model_path, gamma=1.0)
+    dropped = [str(each.message) for each in said if "is dropped" in str(each.message)]
+    return parameters, buffers, loss, again.global_step, len(resumed.losses), dropped
 
 
 @pytest.mark.parametrize(
@@ -167,11 +171,13 @@ def alone(options: dict[str, Any]) -> Any:
     ids=["async", "ssp"],
 )
 def test_ranks_that_step_alone_learn_and_end_alike(ranks, options):
-    (first, buffers, loss, steps, made), second = ranks(alone, 2, options)
+    (first, buffers, loss, steps, made, dropped), second = ranks(alone, 2, options)
     assert torch.equal(first, second[0])
     assert torch.equal(buffers, second[1])
     assert loss < 1.0  # of targets with a variance of 4
     assert (steps, made) == (56, 6)  # it went on from step 50
+    assert len(dropped) == ("compression" in options)
+    assert all("strategy=parameter_server: what workers had not pushed yet, as compression=int8" in t for t in dropped)
 
 
 def refusals() -> Any:

@@ -1,0 +1,44 @@
+"""The group `compression` with parameter servers: what is pushed with it, and what is refused when it is composed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainwright.strategies.compression.codecs import Int8
+from trainwright.trainer import run
+from trainwright.trainer.compose import compose, compose_checked
+from trainwright.trainer.worker import build_trainer
+
+WORDS = ("recipe=digits", "strategy=parameter_server", "devices=2", "accelerator=cpu", "logger=csv")
+
+
+def problems(*words: str) -> list[str]:
+    result = compose_checked([*WORDS, *words])
+    assert result.cfg is not None
+    return [*result.problems, *run.plan(result.cfg, "fit", None)[1]]
+
+
+def test_the_group_says_how_gradients_are_pushed(tmp_path: Path) -> None:
+    words = (*WORDS, "compression=int8", "compression.block=64", f"run_dir={tmp_path}")
+    strategy = build_trainer(compose(None, words)).strategy
+    codec = strategy._codec
+    assert isinstance(codec, Int8)
+    assert codec.row_bytes(640) == Int8(block=64).row_bytes(640) != Int8().row_bytes(640)
+    for name in ("fp16", "bf16", "topk", "onebit", "none"):
+        assert problems(f"compression={name}") == []
+
+
+@pytest.mark.parametrize("name", ["powersgd", "randomk"])
+def test_what_cannot_be_pushed_is_refused(name: str) -> None:
+    [problem] = problems(f"compression={name}")
+    assert f"compression={name} with parameter servers" in problem
+    assert "fp16, bf16, int8, topk, onebit, or none; type compression=int8" in problem
+
+
+def test_it_is_said_once() -> None:
+    [problem] = problems("compression=int8", "strategy.compression=topk")
+    assert "compression=int8 with strategy.compression=topk" in problem
+    [problem] = problems("compression=topk", "compression.ratio=2.0")
+    assert "compression.ratio=2.0" in problem
