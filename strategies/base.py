@@ -160,6 +160,11 @@ class LayoutStrategy(RunStateStrategy):
         return self.steps_are_collective
 
     @property
+    def communication(self) -> str:
+        """Whether ways to average gradients are compared in the first steps: ``"none"``, ``"advise"`` or ``"auto"``."""
+        return "none"
+
+    @property
     def joins(self) -> bool:
         """Whether this rank was started anew while the others train; then it goes on from a state that they give it.
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.held import HeldSource
 from trainwright.checkpoint.run_state import RunState, StoredTensor
-from trainwright.strategies.base import LayoutStrategy
+from trainwright.strategies.advised import AdvisedCommunication
 from trainwright.strategies.checkpointing import COMPRESSION, OF_REPLICA, KeptBack, is_handed_over, of_rank, rank_of
 from trainwright.strategies.compression.buckets import CHUNK_RESIDUAL, RESIDUAL, ReplicaPart
 from trainwright.strategies.compression.onebit import OneBitAdam, onebit_problems
@@ -30,7 +30,7 @@ from trainwright.strategies.precision import before_update
 from trainwright.strategies.run_state import read_into, spread_like
 
 
-class CompressedReplicas(LayoutStrategy):
+class CompressedReplicas(AdvisedCommunication):
     """Mixin: the average of gradients over replicas may be compressed.
 
     Gradients are averaged once an optimizer step, when the last backward pass has ended: not while it runs, since what
@@ -39,7 +39,7 @@ class CompressedReplicas(LayoutStrategy):
     Args:
         compression: name of a compressor (``"topk"``), or a mapping of ``name`` and options, see
             :func:`~trainwright.strategies.compression.names.make_compressor`; ``None`` and ``"none"`` are off.
-        **kwargs: see :class:`~trainwright.strategies.base.LayoutStrategy`.
+        **kwargs: see :class:`~trainwright.strategies.advised.AdvisedCommunication`.
 
     Raises:
         ValueError: if there is no such compressor or option, or a value is out of its range.

@@ -10,13 +10,19 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _augment_message
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
+from trainwright.strategies.communication.advice import best_bucket_bytes
 from trainwright.strategies.compressed import CompressedReplicas
 from trainwright.strategies.compression.buckets import ReplicaPart
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.waiting import ReducerWaits, Waits
+
+# Bytes; smaller buckets cost more in calls than the model of links knows.
+_LEAST_BUCKET = 2**18
 
 
 class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
@@ -30,7 +36,9 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
         find_unused_parameters: ask each step which parameters had a part in the loss.
         compression: how gradients are sent, see :class:`~trainwright.strategies.compressed.CompressedReplicas`;
             ``None`` is off. Not beside ``ddp_comm_hook``.
-        **kwargs: see :class:`~trainwright.strategies.base.LayoutStrategy`; others go to Lightning's ``DDPStrategy``
+        **kwargs: see :class:`~trainwright.strategies.advised.AdvisedCommunication` (with ``communication="auto"`` the
+            size of buckets follows from the measured link, unless ``bucket_cap_mb`` is given: the same gradients but
+            for the order of sums on three ranks or more); others go to Lightning's ``DDPStrategy``
             and torch's ``DistributedDataParallel``.
 
     Raises:
@@ -53,6 +61,7 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
             compression=compression,
             **kwargs,
         )
+        self._given_bucket = "bucket_cap_mb" in kwargs
         if self.compression is not None and self._ddp_comm_hook is not None:
             raise ValueError(
                 f"compression={self.compression.name} and a ddp_comm_hook both decide how gradients are sent; leave "
@@ -68,6 +77,8 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
         """Give the model memory, prepare its blocks, then as in Lightning."""
         self._materialise()
         self._prepare_blocks(self._find_blocks())
+        if self.communication == "auto" and self.world_size > 1 and trainer.state.fn == TrainerFn.FITTING:
+            self._choose_bucket()
         super().setup(trainer)
         self._set_up_compression()
         self.begin_from_weights()
@@ -76,6 +87,21 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
         """See :meth:`~trainwright.strategies.base.LayoutStrategy.measure_waits`; torch's reducer waits in C++."""
         assert self.lightning_module is not None
         return ReducerWaits(self.root_device, self.lightning_module.parameters())
+
+    def _choose_bucket(self) -> None:
+        """Have gradients sent in buckets of the size that fits the link; a collective."""
+        if self.compression is not None or self._given_bucket:
+            reason = "compression decides" if self.compression is not None else "bucket_cap_mb was given"
+            self._changed = f"communication=auto has changed nothing: {reason} how gradients are put together."
+            return
+        assert self.lightning_module is not None
+        self._links = self._measure_links()
+        link = next(link for link in self._links if link.axis == "replicate")
+        size = 4 * sum(p.numel() for p in self.lightning_module.parameters() if p.requires_grad)
+        bucket = max(best_bucket_bytes(link, size), _LEAST_BUCKET) / 2**20
+        self._ddp_kwargs["bucket_cap_mb"] = bucket
+        self._changed = f"communication=auto has set buckets of {bucket:.3g} MiB (torch's are 25 MiB)."
+        rank_zero_info(self._changed)
 
     def _replica_parts(self) -> Iterator[ReplicaPart]:
         assert self.lightning_module is not None

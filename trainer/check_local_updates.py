@@ -5,6 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.strategies.communication.options import OFF, chosen_already
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.local_updates.rules import (
     MANUAL_OPTIMIZATION,
@@ -33,6 +34,8 @@ def local_update_refusals(cfg: DictConfig, verb: str, layout: Layout | None) -> 
         return []
     plain: Any = OmegaConf.to_container(cfg.strategy)
     problems = local_update_problems(_ours(plain), _PREFIX)
+    if plain.get("communication", OFF) != OFF:
+        problems.append(chosen_already(plain["communication"]))
     if verb == "fit":
         problems += [*_layout_problems(cfg, layout), *_beside(cfg)]
     return problems

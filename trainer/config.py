@@ -50,6 +50,9 @@ class DDPConfig(_BlockConfig):
     _target_: str = "trainwright.strategies.ddp.DDPStrategy"
     # Look for parameters that a step left out (costs a pass over the graph); false = off, such a parameter is an error.
     find_unused_parameters: bool = False
+    # How gradients are averaged: advise = measure some steps and links, and recommend something (communication.json);
+    # auto = also choose what changes no numbers but by rounding (the size of buckets); none = off.
+    communication: str = "none"
 
 
 @dataclass
@@ -98,6 +101,9 @@ class ZeroConfig(_BlockConfig):
     find_unused_parameters: bool = False
     # Largest bucket of gradients that is sent at once (stages 1 and 2), in MiB; small models take smaller ones.
     bucket_mib: float = 25.0
+    # How gradients are averaged: advise = measure some steps and links, and recommend something (communication.json);
+    # auto = also choose what changes no numbers but by rounding (nothing so far); none = off.
+    communication: str = "none"
 
 
 @dataclass

@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader
 
+from trainwright.callbacks.communication_advice import CommunicationAdvice
 from trainwright.checkpoint.groups import WorldGroup
 from trainwright.strategies.precision import AutocastPrecision
 from trainwright.strategies.registry import make_strategy, strategy_names, strategy_target
@@ -131,6 +132,7 @@ class Trainer(LightningTrainer):
         self.leases = None if leased is None else SampleLeases(self)
         self.token_weights = make_token_weights(self.strategy, loss_weighting, token_count)
         _set_error_if_nonfinite(self, error_if_nonfinite)
+        _add_advice(self)
         self._use_own_loops(inference_mode=kwargs.get("inference_mode", True))
         self._use_own_connectors()
 
@@ -515,6 +517,14 @@ def _fp16_on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     plugins = kwargs.get("plugins") or []
     plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
     return {"precision": None, "plugins": [*plugins, AutocastPrecision("16-mixed", "cpu")]}
+
+
+def _add_advice(trainer: Trainer) -> None:
+    """Have somebody measure, if the strategy was made to ask for advice and nobody does."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    asked = getattr(trainer.strategy, "communication", "none") != "none"
+    if asked and not any(isinstance(callback, CommunicationAdvice) for callback in callbacks):
+        callbacks.insert(0, CommunicationAdvice())
 
 
 def _set_error_if_nonfinite(trainer: Trainer, error_if_nonfinite: bool) -> None:

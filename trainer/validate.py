@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from trainwright.strategies.communication.options import WORDS as COMMUNICATION_WORDS
 from trainwright.strategies.hybrid_rules import (
     averaging_problem,
     cuts_module,
@@ -166,6 +167,7 @@ def _known_words(cfg: DictConfig, _: Surroundings) -> list[str]:
         ("launch.recovery", cfg.launch.recovery, RECOVERIES, "choices"),
     ]
     for key, allowed in (
+        ("communication", COMMUNICATION_WORDS),
         ("activation_checkpointing", ("none", "full", "selective")),
         ("offload", ("none", "optimizer", "parameters")),
         ("stage", (1, 2, 3)),

@@ -25,6 +25,7 @@ from trainwright.checkpoint.run_state import RunState
 from trainwright.checkpoint.save import Content
 from trainwright.strategies.base import HeldBytes
 from trainwright.strategies.checkpointing import OF_RUN
+from trainwright.strategies.communication.options import OFF, chosen_already
 from trainwright.strategies.compression.names import choose_compression, make_compressor
 from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.groups import LayoutGroups
@@ -97,6 +98,8 @@ class LocalUpdateStrategy(HybridStrategy):
     ) -> None:
         _refuse(local_update_problems({"sync_every": sync_every, "warmup_steps": warmup_steps}))
         super().__init__(replicate=replicate, shard=shard, **kwargs)
+        if self.communication != OFF:
+            raise ValueError(chosen_already(self.communication))
         self._schedule = Schedule(sync_every, warmup_steps=warmup_steps)
         self._mean: ReplicaMean | None = None
         self._is_alike = True

@@ -1,0 +1,58 @@
+"""A short look at how fast the axes of a layout are: all-reduces of two sizes over their ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from trainwright.strategies.communication.advice import Link, fit_link
+from trainwright.strategies.layout import Layout
+
+SIZES = (4 * 2**10, 4 * 2**20)
+"""Bytes of the two tensors."""
+_REPEATS = 5
+
+
+def probe_links(axes: Sequence[tuple[str, Layout, str]], device: torch.device) -> list[Link]:
+    """Measure axes one after the other, all groups of an axis at the same time; a collective of all ranks.
+
+    Each group is made for this and ended. Of the times the median of 5 counts, and of the ranks the slowest; so all
+    ranks know the same.
+
+    Args:
+        axes: name of the link, a closed layout of all ranks, and its axis; those with one rank are left out.
+        device: that the ranks send from.
+    """
+    return [_probe(name, layout, axis, device) for name, layout, axis in axes if getattr(layout, axis) > 1]
+
+
+def _probe(name: str, layout: Layout, axis: str, device: torch.device) -> Link:
+    groups = [(ranks, dist.new_group(ranks)) for ranks in layout.groups(axis)]
+    own = next(group for ranks, group in groups if dist.get_rank() in ranks)
+    seconds = torch.tensor([_median_seconds(own, size, device) for size in SIZES], dtype=torch.float64)
+    seconds = seconds.to(device, torch.float32)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    dist.destroy_process_group(own)
+    small, large = seconds.tolist()
+    return fit_link(name, getattr(layout, axis), SIZES, (small, large))
+
+
+def _median_seconds(group: dist.ProcessGroup, size: int, device: torch.device) -> float:
+    tensor = torch.zeros(size // 4, device=device)
+    taken = []
+    for _ in range(1 + _REPEATS):
+        dist.barrier(group)
+        begin = _now(device)
+        dist.all_reduce(tensor, group=group)
+        taken.append(_now(device) - begin)
+    return median(taken[1:])  # the first one makes connections
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
