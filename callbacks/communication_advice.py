@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from rich.console import Console
 
 from trainwright.callbacks.step_clock import StepClock
 from trainwright.callbacks.steps import StepCounter, require_window
@@ -24,11 +25,12 @@ class CommunicationAdvice(Callback):
     """Measure some steps and the links between ranks, once, and recommend how to average gradients.
 
     The Trainer has one where its strategy was made with ``communication="advise"`` or ``"auto"``. It listens to the
-    first steps, averages over the ranks what they took, has the strategy measure its links, logs three lines and writes
-    all of it into ``communication.json`` in the run directory. Then it is done and costs nothing. It changes nothing.
+    first steps, averages over the ranks what they took, has the strategy measure its links, prints three lines and
+    writes all of it into ``communication.json`` in the run directory. Then it is done and costs nothing. It changes nothing.
 
     Args:
         after_steps: optimizer steps that are measured, behind 3 that are not. A shorter run tells of those it made.
+        console: where to print; ``None``: standard output.
 
     Raises:
         ValueError: if ``after_steps`` is less than 1.
@@ -37,9 +39,10 @@ class CommunicationAdvice(Callback):
     needs_collective_steps = True
     """Whether it needs all ranks at the same optimizer step."""
 
-    def __init__(self, after_steps: int = 20) -> None:
+    def __init__(self, after_steps: int = 20, console: Console | None = None) -> None:
         require_window(after_steps, self)
         self.after_steps = after_steps
+        self.console = console or Console()
         self.advice: Any = None
         """What came of it (:class:`~trainwright.strategies.communication.advice.Advice`); ``None`` before."""
         self._steps = StepCounter()
@@ -68,7 +71,7 @@ class CommunicationAdvice(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure, if there are other ranks."""
         if trainer.world_size == 1:
-            rank_zero_info("Communication: one rank alone sends nothing; there is nothing to recommend.")
+            self.console.print("Communication: one rank alone sends nothing; there is nothing to recommend.")
             return
         strategy: Any = trainer.strategy
         self._steps.start(trainer)
@@ -144,7 +147,7 @@ class CommunicationAdvice(Callback):
         if not trainer.is_global_zero:
             return
         for line in self.advice.lines():
-            rank_zero_info(line)
+            self.console.print(line, soft_wrap=True, highlight=False, markup=False)
         path = Path(trainer.default_root_dir, FILE)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.advice.as_dict(), indent=2) + "\n")

@@ -67,12 +67,12 @@ def fit_link(axis: str, ranks: int, sizes: tuple[float, float], seconds: tuple[f
         axis: name of the link.
         ranks: that took part, at least 2.
         sizes: bytes of a small tensor and of a large one.
-        seconds: that their all-reduces took. If the large one took no longer than the small one, all its time counts
-            as bandwidth, and latency is 0.
+        seconds: that their all-reduces took. If the large one took no longer than the small one, bytes do not show
+            beside latency: then all of its time counts as latency, and the bandwidth is the least that it can be.
     """
     small, large = (least_bytes("all_reduce", size, ranks) for size in sizes)
     if seconds[1] <= seconds[0]:
-        return Link(axis, ranks, 0.0, large / seconds[1])
+        return Link(axis, ranks, seconds[1] / (2 * (ranks - 1)), large / seconds[1])
     bandwidth = (large - small) / (seconds[1] - seconds[0])
     latency = max(seconds[0] - small / bandwidth, 0.0) / (2 * (ranks - 1))
     return Link(axis, ranks, latency, bandwidth)
@@ -185,7 +185,7 @@ class Advice:
     def _reason(self) -> str:
         dense = self.options[0]
         against = f"{_ms(dense.exposed)} ({100 * self.share(dense):.0f} %)"
-        done = f" {self.changed}" if self.changed else ""
+        done = self._unexplained() + (f" {self.changed}" if self.changed else "")
         if self.chosen is dense:
             only = " and nothing else serves this layout" if len(self.options) == 1 else ""
             enough = f"at most {100 * ENOUGH:.0f} % of a step" if self.share(dense) <= ENOUGH else "as little as others"
@@ -193,6 +193,14 @@ class Advice:
         least = "the mildest that leaves" if self.share(self.chosen) <= ENOUGH else "none leaves less than this; all"
         limit = f"at most {100 * ENOUGH:.0f} %" if self.share(self.chosen) <= ENOUGH else f"exceed {100 * ENOUGH:.0f} %"
         return f"Because gradients as they are leave {against} of waiting; {least} {limit}.{done}"
+
+    def _unexplained(self) -> str:
+        """Of waits that links do not explain, where these are more than is explained and enough to matter."""
+        now = next((option for option in self.options if self._is_current(option)), self.options[0])
+        more = self.step.waits - now.exposed
+        if more <= max(now.exposed, ENOUGH * (self.step.compute + self.step.waits)):
+            return ""
+        return f" {_ms(more)} of the waits are not explained by links: look for slow ranks with monitor=stragglers."
 
     def _is_current(self, option: Option) -> bool:
         return option.name == (self.step.compression or _DENSE)
