@@ -26,7 +26,8 @@ class CommunicationAdvice(Callback):
 
     The Trainer has one where its strategy was made with ``communication="advise"`` or ``"auto"``. It listens to the
     first steps, averages over the ranks what they took, has the strategy measure its links, prints three lines and
-    writes all of it into ``communication.json`` in the run directory. Then it is done and costs nothing. It changes nothing.
+    writes all of it into ``communication.json`` in the run directory. Then it is done and costs nothing. It changes
+    nothing.
 
     Args:
         after_steps: optimizer steps that are measured, behind 3 that are not. A shorter run tells of those it made.
