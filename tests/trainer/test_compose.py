@@ -239,7 +239,7 @@ def test_nothing_is_guessed_where_nothing_is_near(conf: Path) -> None:
 
 
 def test_without_a_recipe() -> None:
-    with pytest.raises(ConfigError, match="no recipe was given; type recipe=<name>, recipes: digits, diloco_gpt, gpt, "):
+    with pytest.raises(ConfigError, match="no recipe was given; type recipe=<name>, recipes: digits, diloco_gpt, gpt"):
         compose(overrides=["devices=2"])
 
 
