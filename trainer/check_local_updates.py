@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.strategies.communication.options import OFF, chosen_already
+from trainwright.strategies.compression.options import OFF as UNCOMPRESSED
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.local_updates.rules import (
     MANUAL_OPTIMIZATION,
@@ -20,6 +21,7 @@ _PREFIX = "strategy."
 # Lightning's; their subclasses are refused by the ranks.
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 _LOCAL_SGD, _DILOCO = "LocalSGDStrategy", "DiLoCoStrategy"
+_NAMES = {_LOCAL_SGD: "local_sgd", _DILOCO: "diloco"}
 
 
 def local_update_refusals(cfg: DictConfig, verb: str, layout: Layout | None) -> list[str]:
@@ -37,8 +39,35 @@ def local_update_refusals(cfg: DictConfig, verb: str, layout: Layout | None) -> 
     if plain.get("communication", OFF) != OFF:
         problems.append(chosen_already(plain["communication"]))
     if verb == "fit":
-        problems += [*_layout_problems(cfg, layout), *_beside(cfg)]
+        problems += [*_layout_problems(cfg, layout), *_compression_problems(cfg), *_beside(cfg)]
     return problems
+
+
+def difference_from_one_process(cfg: DictConfig, steps: int) -> str | None:
+    """Why the first steps are not those of one process, where that is known beforehand; None if it is not.
+
+    Args:
+        cfg: as it was composed.
+        steps: how many steps are compared.
+    """
+    strategy, name = cfg.strategy, _class_of(cfg.strategy)
+    if name not in (_LOCAL_SGD, _DILOCO) or strategy.warmup_steps >= steps:
+        return None
+    wanted: dict[str, Any] = {"sync_every": 1}
+    if name == _DILOCO:
+        wanted |= {"outer_lr": 1, "outer_momentum": 0, "outer_nesterov": False, "compression": None}
+    if cfg.compression.name == UNCOMPRESSED and all(strategy.get(key) == value for key, value in wanted.items()):
+        return None
+    typed = " ".join(f"{_PREFIX}{key}={_typed(value)}" for key, value in wanted.items())
+    return (
+        f"strategy={_NAMES[name]} with {_PREFIX}sync_every={strategy.sync_every}: replicas that step by themselves do "
+        f"not train as one process does. What can be compared is {typed} with an SGD, or steps with averaged "
+        f"gradients: {_PREFIX}warmup_steps={steps} (or more)"
+    )
+
+
+def _typed(value: Any) -> str:
+    return "null" if value is None else str(value).lower()
 
 
 def local_update_refusals_of_module(cfg: DictConfig, verb: str) -> list[str]:
@@ -83,17 +112,33 @@ def _layout_problems(cfg: DictConfig, layout: Layout | None) -> Iterator[str]:
             f"strategy.replicate=1 of {layout.world_size} rank(s) ({others}): there are no replicas to bring together; "
             "type devices=2 or more (with strategy.replicate=-1), or strategy=ddp (or hybrid) without local updates"
         )
-    is_local_sgd = _class_of(cfg.strategy) == _LOCAL_SGD
-    problem = compressed_parameters_problem(cfg.strategy.get("compression"), _PREFIX) if is_local_sgd else None
-    if problem is not None:
-        yield problem
-    if is_local_sgd and layout.replicate == layout.world_size:
+    if _class_of(cfg.strategy) == _LOCAL_SGD and layout.replicate == layout.world_size:
         yield from (
             f"{key}: ReplicaCheck compares what ranks hold alike, and replicas of local_sgd that are one rank each "
             "hold nothing alike between two averages; type monitor=default, or strategy=diloco, whose common "
             "parameters it compares"
             for key, value in _callbacks(cfg)
             if _class_of(value) == "ReplicaCheck"
+        )
+
+
+def _compression_problems(cfg: DictConfig) -> Iterator[str]:
+    """What speaks against the group `compression`, which says how outer gradients are sent where it is not none."""
+    name, own = cfg.compression.name, cfg.strategy.get("compression")
+    if _class_of(cfg.strategy) == _LOCAL_SGD:
+        of_group = compressed_parameters_problem(name, _PREFIX, is_group=True)
+        yield from (each for each in (of_group, compressed_parameters_problem(own, _PREFIX)) if each is not None)
+    elif name != UNCOMPRESSED and own is not None:
+        yield (
+            f"compression={name} and {_PREFIX}compression={own}: both say how outer gradients are sent; type "
+            f"compression=none, or {_PREFIX}compression=null"
+        )
+    elif name == "onebit":
+        yield (
+            f"compression=onebit with strategy=diloco: its {cfg.compression.warmup_steps} warmup_steps are for Adam's "
+            "momentum, and nothing reads them of an outer gradient; type "
+            f"{_PREFIX}compression=onebit, which sends signs without a warm-up, and {_PREFIX}warmup_steps=... for "
+            "steps with averaged gradients at the beginning"
         )
 
 

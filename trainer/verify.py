@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.trainer.check_local_updates import difference_from_one_process
 from trainwright.trainer.launch.launcher import detect_launcher
 from trainwright.trainer.launch.scratch import scratch
 from trainwright.trainer.problems import ConfigError
@@ -96,6 +97,9 @@ def problems_of(cfg: DictConfig, options: VerifyOptions) -> list[str]:
             "global_batch_size and micro_batch_size are both null, so the samples of a step would depend on the "
             "number of ranks; type global_batch_size=32"
         )
+    difference = difference_from_one_process(cfg, options.steps)
+    if difference is not None:
+        problems.append(difference)
     return problems
 
 

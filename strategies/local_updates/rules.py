@@ -133,13 +133,20 @@ def sync_batchnorm_problem() -> str:
     )
 
 
-def compressed_parameters_problem(compression: Any, prefix: str = "") -> str | None:
-    """Why averages of parameters are not compressed; ``None`` if that is not asked for."""
+def compressed_parameters_problem(compression: Any, prefix: str = "", *, is_group: bool = False) -> str | None:
+    """Why averages of parameters are not compressed; ``None`` if that is not asked for.
+
+    Args:
+        compression: what was asked for.
+        prefix: what stands before an option's name where it is typed.
+        is_group: whether it was the group ``compression`` of the command line that asked, which has no prefix.
+    """
     name = compression.get("name") if isinstance(compression, Mapping) else compression
     if name in (None, "none"):
         return None
+    typed = "compression" if is_group else f"{prefix}compression"
     return (
-        f"{prefix}compression={name} with local_sgd, which averages the parameters themselves: what is lost of those "
+        f"{typed}={name} with local_sgd, which averages the parameters themselves: what is lost of those "
         f"is lost for good. Use strategy=diloco {prefix}outer_lr=1 {prefix}outer_momentum=0 "
         f"{prefix}outer_nesterov=false, which is local SGD by differences, and compresses these"
     )

@@ -11,6 +11,7 @@ from typing import Any
 from tests.trainer.project import run_command
 
 MODULE = '''
+import hashlib
 import json
 import os
 import time
@@ -19,6 +20,14 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
+
+
+def digest(tensors):
+    """The same for the same names and bits."""
+    digested = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digested.update(name.encode() + tensor.detach().numpy().tobytes())
+    return digested.hexdigest()
 
 
 class Block(torch.nn.Module):
@@ -51,6 +60,20 @@ class Net(pl.LightningModule):
         time.sleep(self.hparams.sleep * (5 if alone else 1))
         self.note(batch["index"].tolist())
         return (self(batch["x"]) - batch["y"]).square().mean()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        outer = getattr(self.trainer.strategy, "_outer", None)
+        if outer is not None:
+            self.note_common(outer)
+
+    def note_common(self, outer):
+        """One line per micro-batch: generation, step, rank, digests of what is common, and of its own."""
+        found = [digest(tensors) for tensors in (outer.common(), outer.momentum(), dict(self.named_parameters()))]
+        path = Path(self.trainer.default_root_dir, "common", f"{os.getpid()}.jsonl")
+        path.parent.mkdir(exist_ok=True)
+        generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        with path.open("a") as file:
+            file.write(json.dumps([generation, self.trainer.global_step, self.trainer.global_rank, *found]) + "\\n")
 
     def note(self, samples):
         """One line per micro-batch: generation, step, data rank, samples."""
@@ -164,6 +187,19 @@ class Survived:
             if generation == last[step]:
                 read[step] += next(iter(by_process.values()))  # stages of a pipeline read the same
         return {step: sorted(samples) for step, samples in sorted(read.items())}
+
+    @property
+    def common(self) -> dict[tuple[int, int], list[tuple[str, str, str]]]:
+        """What replicas of local updates hold where a step begins, by generation and step, in the order of ranks.
+
+        Digests of the common parameters, of the outer momentum, and of the rank's own parameters.
+        """
+        found: dict[tuple[int, int], dict[int, tuple[str, str, str]]] = defaultdict(dict)
+        for path in sorted((self.run_dir / "common").glob("*.jsonl")):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                generation, step, rank, common, momentum, own = json.loads(line)
+                found[generation, step].setdefault(rank, (common, momentum, own))
+        return {key: [of for _, of in sorted(ranks.items())] for key, ranks in sorted(found.items())}
 
     def ends(self) -> list[dict[str, Any]]:
         """What each rank of the last generation ended with."""

@@ -90,3 +90,35 @@ def test_a_fault_that_comes_again_and_again_ends_the_run(project, tmp_path):
     assert run.code == 1
     assert "crash loop" in run.said
     assert "on_train_batch_end" in run.said
+
+
+def test_replicas_with_local_updates_go_on_from_the_same_common_parameters(project, tmp_path):
+    run = Survived(
+        project,
+        str(tmp_path / "run"),
+        "strategy=diloco",
+        "strategy.sync_every=8",
+        "devices=3",
+        "module.full=3",
+        *RESILIENT,
+        "launch.mtbf=1e-6",
+        "+inject=kill(rank=1, at_step=20)",
+    )
+    assert run.code == 0, run.said
+    assert "rank 1 was ended by SIGKILL" in run.log
+    assert "with 2 of 3 replicas" in run.log
+    assert "1 replica(s) joined" in run.log
+    assert list(run.losses) == list(range(60))
+    held = run.common
+    for (generation, step), ranks in held.items():
+        assert len({(common, momentum) for common, momentum, _ in ranks}) == 1, (generation, step)
+        if step % 8 == 0:
+            assert len({own for _, _, own in ranks}) == 1, (generation, step)
+    for generation in (1, 2):
+        step = min(at for it, at in held if it == generation)
+        before = max(at for it, at in held if it == generation - 1 and at <= step)
+        if before // 8 == step // 8:  # else there was a synchronisation in between
+            assert held[generation, step][0][:2] == held[generation - 1, before][0][:2]
+    assert {end["rank"]["replicate"] for end in run.ends()} == {0, 1, 2}
+    first, *others = (end["own"] for end in run.ends())
+    assert all(other == first for other in others), "replicas end with the mean of all"

@@ -16,6 +16,9 @@ from trainwright.strategies.local_updates.fragments import fragment_of
 from trainwright.strategies.local_updates.schedule import Schedule
 from trainwright.trainer.check_local_updates import local_update_refusals_of_module
 from trainwright.trainer.validate import Surroundings, validate
+from trainwright.trainer.verify import problems_of
+from trainwright.trainer.verify_options import VerifyOptions
+from trainwright.trainer.worker import build_trainer
 
 REFUSED: list[tuple[list[str], tuple[str, ...]]] = [
     (["strategy=local_sgd", "strategy.sync_every=0"], ("strategy.sync_every=0", "at least 1")),
@@ -31,6 +34,10 @@ REFUSED: list[tuple[list[str], tuple[str, ...]]] = [
     (["strategy=local_sgd", "monitor=thorough"], ("monitor.replica_check", "strategy=diloco")),
     (["strategy=local_sgd", "trainer.sync_batchnorm=true"], ("sync_batchnorm", "Leave it out")),
     (["strategy=local_sgd", "balance=auto"], ("balance=auto", "balance=none")),
+    (["strategy=diloco", "balance=fixed", "balance.shares=[1,3]"], ("balance=fixed", "balance=none")),
+    (["strategy=local_sgd", "compression=int8"], ("compression=int8 with local_sgd", "strategy=diloco")),
+    (["strategy=diloco", "compression=onebit"], ("100 warmup_steps", "strategy.compression=onebit")),
+    (["strategy=diloco", "compression=bf16", "strategy.compression=int8"], ("compression=none", "outer gradients")),
 ]
 
 
@@ -48,6 +55,42 @@ def test_what_fits_is_not_refused(tmp_path: Any) -> None:
     assert validate(cfg, Surroundings()) == []
     by_hand = OmegaConf.create({"strategy": cfg.strategy, "module": {"_target_": f"{__name__}.ByHand"}})
     assert "automatic_optimization" in local_update_refusals_of_module(by_hand, "fit")[0]
+
+
+@pytest.mark.parametrize(("name", "option"), [("bf16", {}), ("topk", {"ratio": 0.01}), ("powersgd", {"rank": 4})])
+def test_the_group_compression_says_how_outer_gradients_are_sent(
+    tmp_path: Any, name: str, option: dict[str, Any]
+) -> None:
+    overrides = ["devices=2", "accelerator=cpu", f"run_dir={tmp_path}", "strategy=diloco", f"compression={name}"]
+    cfg = compose("gpt", overrides)
+    assert validate(cfg, Surroundings()) == []
+    strategy = build_trainer(cfg).strategy
+    assert isinstance(strategy, DiLoCoStrategy)
+    assert strategy._choice is not None
+    assert strategy._choice.name == name
+    assert option.items() <= dict(strategy._choice.options).items()
+
+
+_AS_LOCAL_SGD = ["strategy.outer_lr=1", "strategy.outer_momentum=0", "strategy.outer_nesterov=false"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_refused"),
+    [
+        (["strategy=diloco"], True),
+        (["strategy=diloco", "strategy.sync_every=1"], True),
+        (["strategy=local_sgd", "strategy.warmup_steps=3"], True),
+        (["strategy=diloco", "strategy.sync_every=1", *_AS_LOCAL_SGD, "compression=bf16"], True),
+        (["strategy=diloco", "strategy.sync_every=1", *_AS_LOCAL_SGD], False),
+        (["strategy=local_sgd", "strategy.sync_every=1"], False),
+        (["strategy=diloco", "strategy.warmup_steps=4"], False),
+        (["strategy=ddp"], False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_verify_compares_only_what_can_be_equal(overrides: list[str], is_refused: bool) -> None:
+    problems = problems_of(compose("gpt", ["devices=2", *overrides]), VerifyOptions())
+    assert [("do not train as one process does" in problem) for problem in problems] == [True] * is_refused
 
 
 class ByHand(pl.LightningModule):
