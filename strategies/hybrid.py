@@ -42,6 +42,7 @@ from trainwright.strategies.hybrid_rules import (
 )
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.layout_placement import LayoutPlacement
+from trainwright.strategies.mixed_placement import MixedPlacement
 from trainwright.strategies.optimization import optimize_after_zero_grad
 from trainwright.strategies.precision import AgreedGradScaler
 from trainwright.strategies.run_state import (
@@ -55,13 +56,21 @@ from trainwright.strategies.run_state import (
 )
 from trainwright.strategies.shared_gradients import SharedGradients
 from trainwright.strategies.state import whole_on_device
-from trainwright.strategies.zero import ZeroStrategy, averaged_copies
+from trainwright.strategies.zero import averaged_copies
 
 # Options of the classes above that may contradict those of a layout.
-_JUDGED_OPTIONS = ("blocks", "offload", "find_unused_parameters", "compile")
+_JUDGED_OPTIONS = (
+    "blocks",
+    "offload",
+    "find_unused_parameters",
+    "compile",
+    "placement",
+    "table_servers",
+    "interface",
+)
 
 
-class HybridStrategy(ZeroStrategy):
+class HybridStrategy(MixedPlacement):
     """Any layout: the axes of :class:`~trainwright.strategies.layout.Layout` in any combination.
 
     The user's module stays as it is; names of parameters never change. What may be cut where comes from a
@@ -89,7 +98,9 @@ class HybridStrategy(ZeroStrategy):
         balance: deal the sequence to context ranks so that causal attention costs each the same; ``False`` deals
             contiguous parts.
         plan: parts of the :class:`ModelPlan` that are not found in the model, or found wrong.
-        **kwargs: see :class:`~trainwright.strategies.zero.ZeroStrategy`.
+        **kwargs: ``placement`` of tables on parameter servers, see
+            :class:`~trainwright.strategies.mixed_placement.MixedPlacement`, and others of
+            :class:`~trainwright.strategies.zero.ZeroStrategy`.
 
     Raises:
         ValueError: if the options contradict each other.

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainwright.strategies.layout import Layout
+from trainwright.strategies.parameter_server.placement import placement_problems
 from trainwright.strategies.pipeline.schedules import CHOICES, can_run, stages_per_rank_of
 
 ATTENTION = ("ring", "ulysses", "gather")
@@ -63,6 +64,7 @@ def validate_hybrid(layout: Layout, options: Mapping[str, Any], prefix: str = ""
         *_pipeline_problems(layout, options, prefix),
         *_state_problems(layout, options, prefix),
         *_plan_problems(layout, options, prefix),
+        *placement_problems(layout, options, prefix),
     ]
 
 

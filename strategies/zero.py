@@ -214,6 +214,10 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         """Whether no other rank trains ``parameter``, so that it can be optimized as it is."""
         return False
 
+    def _is_elsewhere(self, parameter: nn.Parameter) -> bool:
+        """Whether others step ``parameter`` than the ranks, which then neither split it nor average its gradient."""
+        return False
+
     def _cut_module(self) -> None:
         """Give away what other ranks hold along axes other than replicate and shard: nothing, in plain ZeRO."""
 
@@ -273,11 +277,11 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
     def _fsdp_options(self, module: nn.Module) -> dict[str, Any]:
         policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self._offload == "parameters" else None
         # FSDP2 cannot split a scalar: it stays whole on every rank and is averaged by our own reducer.
-        scalars = {p for p in module.parameters() if p.dim() == 0}
+        ignored = {p for p in module.parameters() if p.dim() == 0 or self._is_elsewhere(p)}
         return {
             "mesh": self._splitting(self.mesh),
             "offload_policy": policy or OffloadPolicy(),
-            "ignored_params": scalars,
+            "ignored_params": ignored,
         }
 
     def _splitting(self, mesh: DeviceMesh) -> DeviceMesh:
@@ -318,9 +322,9 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         module = self.lightning_module
         assert module is not None
         offload = self._offload == "optimizer"
-        self._named = dict(module.named_parameters())
+        self._named = {name: p for name, p in module.named_parameters() if not self._is_elsewhere(p)}
         self._trainable = {name for name, p in self._named.items() if p.requires_grad}
-        chosen = [p for p in module.parameters() if not self._splits_parameters or offload or p.dim() == 0]
+        chosen = [p for p in self._named.values() if not self._splits_parameters or offload or p.dim() == 0]
         chosen = [p for p in chosen if offload or not self._is_trained_alone(p)]
         self._shards = {p: ParameterShard(p, self._mesh_of(p), offload) for p in chosen}
         self._split_shards = {p: shard for p, shard in self._shards.items() if isinstance(p, DTensor)}

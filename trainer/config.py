@@ -141,6 +141,13 @@ class HybridConfig(ZeroConfig):
     balance: bool = True
     # What the model allows, where it is not found or found wrong: tensor, heads, whole_inputs, first, last, experts.
     plan: dict[str, Any] = field(default_factory=dict)
+    # Where parameters are: pattern of names -> parameter_server (tables of embeddings), shard or replicate; the first
+    # that matches counts; {} = all have the layout. Like {embedding.*:parameter_server,*:shard}.
+    placement: dict[str, str] = field(default_factory=dict)
+    # With placement: parameter servers, one on each of the first ranks.
+    table_servers: int = 1
+    # With placement: network interface that servers listen at; null = the loopback address alone, for one machine.
+    interface: str | None = None
 
 
 @dataclass

@@ -33,6 +33,7 @@ from trainwright.trainer.check_guard import guard_refusals
 from trainwright.trainer.check_hangs import hang_problems
 from trainwright.trainer.check_local_updates import local_update_refusals, local_update_refusals_of_module
 from trainwright.trainer.check_parameter_server import parameter_server_problems
+from trainwright.trainer.check_placement import placement_refusals
 from trainwright.trainer.check_recovery import RECOVERIES, recovery_problems
 from trainwright.trainer.check_restarts import restart_problems
 from trainwright.trainer.check_resume import resume_problems
@@ -484,6 +485,10 @@ def _parameter_server(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     return parameter_server_problems(cfg, world_size_of(cfg, surroundings) if _has_world_size(cfg) else None)
 
 
+def _placement(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    return placement_refusals(cfg, surroundings.verb)
+
+
 def _data_options(cfg: DictConfig, _: Surroundings) -> list[str]:
     trainer = cfg.trainer
     if trainer.data_key is not None and trainer.data_partition != "hash":
@@ -565,6 +570,7 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _preemption,
     _guard,
     _parameter_server,
+    _placement,
     _data_options,
     _inject,
 )

@@ -8,6 +8,11 @@ from typing import Any
 
 from trainwright.strategies.compression.options import compression_problems
 
+# Why tables cannot be on servers while replicas differ.
+PLACEMENT = (
+    "placement with local updates: servers step tables together with all ranks, and replicas step by themselves; leave "
+    "it out, or type strategy=hybrid"
+)
 MANUAL_OPTIMIZATION = (
     "local updates count the optimizer steps that the Trainer makes, and this module makes its own "
     "(automatic_optimization = False), maybe of several optimizers in turn. Use strategy=ddp (or zero1, zero2) with "

@@ -37,6 +37,7 @@ from trainwright.strategies.local_updates.mean import ReplicaMean
 from trainwright.strategies.local_updates.outer import OuterOptions, OuterParameters
 from trainwright.strategies.local_updates.rules import (
     MANUAL_OPTIMIZATION,
+    PLACEMENT,
     averaging_callback_problem,
     compressed_parameters_problem,
     fragment_problem,
@@ -97,6 +98,7 @@ class LocalUpdateStrategy(HybridStrategy):
         self, *, sync_every: int, warmup_steps: int = 0, replicate: int = -1, shard: int = 1, **kwargs: Any
     ) -> None:
         _refuse(local_update_problems({"sync_every": sync_every, "warmup_steps": warmup_steps}))
+        _refuse([PLACEMENT] if kwargs.get("placement") else [])
         super().__init__(replicate=replicate, shard=shard, **kwargs)
         if self.communication != OFF:
             raise ValueError(chosen_already(self.communication))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,13 +88,22 @@ class Plan:
     hyper: HyperParameters = field(compare=False, repr=False)
 
     @classmethod
-    def of(cls, optimizer: Optimizer, names: Mapping[int, str], servers: int) -> Plan:
+    def of(
+        cls, optimizer: Optimizer, names: Mapping[int, str], servers: int, only: Collection[int] | None = None
+    ) -> Plan:
         """The plan for the parameters of an optimizer; ``names`` by ``id``.
+
+        Args:
+            optimizer: whose.
+            names: of parameters.
+            servers: how many.
+            only: ids of the parameters to serve; ``None``: all of the optimizer's.
 
         Raises:
             ValueError: if there are more servers than they could hold anything.
         """
         pairs = [(number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"]]
+        pairs = [(number, p) for number, p in pairs if only is None or id(p) in only]
         shapes = tuple(tuple(p.shape) for _, p in pairs)
         recipe = Recipe.of(optimizer)
         held = share_out(shapes, servers, whole=not recipe.splits)
@@ -234,6 +243,20 @@ def _joined(parts: list[tuple[Slice, State]]) -> State:
         key: torch.cat([other[key] for _, other in parts]) if _is_alike(value, first.shape) else value
         for key, value in state.items()
     }
+
+
+def refuse_closure(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that computes the loss within its step.
+
+    Raises:
+        ValueError: with what to use instead.
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+        raise ValueError(
+            f"{type(optimizer).__name__} computes the loss several times within a step (its step needs a closure), "
+            "which a server cannot. Use another optimizer, such as AdamW or SGD, or strategy=ddp."
+        )
 
 
 def _is_alike(value: Any, shape: Shape) -> bool:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Timer
@@ -42,7 +40,7 @@ from trainwright.strategies.parameter_server.rejoining import (
     told_place,
 )
 from trainwright.strategies.parameter_server.server import Meeting, Rules, Server
-from trainwright.strategies.parameter_server.shard import Plan
+from trainwright.strategies.parameter_server.shard import Plan, refuse_closure
 from trainwright.strategies.parameter_server.sharder import digest_of
 from trainwright.strategies.parameter_server.wire import LOOPBACK, Device, Link
 from trainwright.strategies.precision import AgreedGradScaler
@@ -273,7 +271,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         if any(isinstance(optimizer, _MockOptimizer) for optimizer in self.optimizers):
             return  # the module has none: nothing is trained
         for optimizer in self.optimizers:
-            _refuse_closure(optimizer)
+            refuse_closure(optimizer)
         if len(self.optimizers) > 1:
             raise ValueError(
                 f"configure_optimizers made {len(self.optimizers)} optimizers; servers step one, with as many "
@@ -582,12 +580,3 @@ def _take_from_first(module: nn.Module) -> None:
         return
     for tensor in (*module.parameters(), *module.buffers()):
         dist.broadcast(tensor.detach(), 0)
-
-
-def _refuse_closure(optimizer: Optimizer) -> None:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
-        raise ValueError(
-            f"{type(optimizer).__name__} computes the loss several times within a step (its step needs a closure), "
-            "which a server cannot. Use another optimizer, such as AdamW or SGD, or strategy=ddp."
-        )

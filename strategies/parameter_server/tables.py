@@ -1,0 +1,199 @@
+"""Tables of embeddings that parameter servers hold and step, beside a dense part that the ranks train themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.strategies.parameter_server.client import Client
+from trainwright.strategies.parameter_server.server import Meeting, Rules, Server
+from trainwright.strategies.parameter_server.shard import Plan
+from trainwright.strategies.parameter_server.wire import Device
+
+
+def find_tables(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
+    """The parameters of these names.
+
+    Raises:
+        ValueError: if one is no weight of an embedding, or is used by another module, too.
+    """
+    embeddings = {
+        f"{path}.weight" if path else "weight": part
+        for path, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+    }
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name in names:
+        if name not in embeddings:
+            raise ValueError(
+                f"placement: {name} is no table of an nn.Embedding or nn.EmbeddingBag, and servers hold such tables "
+                "only in a hybrid layout. Choose a pattern that matches tables alone, or strategy=parameter_server, "
+                "which serves all parameters."
+            )
+        tied = [other for other, p in parameters.items() if p is parameters[name] and other != name]
+        if tied:
+            raise ValueError(
+                f"placement: {name} is {tied[0]} as well, which computes with all of its rows in every step. Leave it "
+                "to the layout, or do not tie them."
+            )
+        if embeddings[name].max_norm is not None:
+            raise ValueError(
+                f"placement: {name} has max_norm={embeddings[name].max_norm}, which changes rows in the forward of "
+                "each rank for itself. Leave max_norm out, or leave the table to the layout."
+            )
+    return {name: parameters[name] for name in names}
+
+
+class ServedTables:
+    """Some parameters of a module on parameter servers, in step with all ranks.
+
+    The user's optimizer is kept: of what is served it sees no gradients, so it passes these parameters over; servers
+    step them by an optimizer of the same class with the same options, which travel with each push. Its ``state_dict``
+    holds the servers' states while it is made.
+
+    Args:
+        tables: name -> parameter.
+        optimizer: the user's, with these parameters among its groups.
+        servers: how many; the first ranks hold one each.
+        device: to make links over.
+    """
+
+    def __init__(self, tables: Mapping[str, nn.Parameter], optimizer: Optimizer, servers: int, device: Device) -> None:
+        self.optimizer = optimizer
+        self.server: Server | None = None
+        """The server that this rank holds, if it does."""
+        self.outdated = False
+        """Whether servers have yet to be given what was loaded."""
+        names = {id(parameter): name for name, parameter in tables.items()}
+        self.plan = Plan.of(optimizer, names, servers, only=names)
+        by_name = dict(tables)
+        self.parameters = [by_name[name] for name in self.plan.names]
+        self._device = device
+        self._client: Client | None = None
+        self._coefficient: float | None = None  # of gradients that are pushed, but not stepped
+        self._clip_value = 0.0
+        self._handles = [
+            optimizer.register_state_dict_pre_hook(lambda _: self._fetch()),
+            optimizer.register_state_dict_post_hook(lambda *_: self._forget()),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._reloaded()),
+        ]
+
+    # ---- beginning and end ------------------------------------------------------------------------------------------
+
+    @property
+    def client(self) -> Client:
+        """This rank's worker."""
+        assert self._client is not None
+        return self._client
+
+    def start(self, rank: int, workers: int, meeting: Meeting, barrier: Callable[[], Any]) -> None:
+        """Start servers and workers; tables are those of the first rank."""
+        if rank < len(self.plan.held):
+            self.server = Server(rank, self.plan, Rules("sync"), meeting, workers, self._device)
+            self.server.start()
+        tables = range(len(self.parameters))
+        self._client = Client(rank, self.plan, self.parameters, meeting, self._device, tables=tables)
+        self._client.connect()
+        self.upload(barrier)
+
+    def upload(self, barrier: Callable[[], Any]) -> None:
+        """Give the servers the first rank's tables and the states that were loaded. A collective."""
+        if self.client.worker == 0:
+            self.client.load([dict(self.optimizer.state.get(parameter, {})) for parameter in self.parameters])
+        self.outdated = False
+        self._forget()
+        barrier()  # nobody pulls before the servers have it
+        self.client.pull()
+
+    def retire(self, barrier: Callable[[], Any]) -> None:
+        """Keep tables and states here, and let the servers go. A collective."""
+        self.client.pull()
+        self._fetch()
+        self._remove_hooks()
+        barrier()  # nobody leaves before all have what they need
+        self.client.leave()
+        if self.server is not None:
+            self.server.close()
+        self._client = self.server = None
+
+    def stop(self) -> None:
+        """Hang up at once; the others hear of it."""
+        self._remove_hooks()
+        client, server = self._client, self.server
+        self._client = self.server = None
+        if client is not None:
+            client.drop()
+        if server is not None:
+            server.close()
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # ---- states -----------------------------------------------------------------------------------------------------
+
+    def _fetch(self) -> None:
+        if self._client is None or self.outdated:
+            return
+        for parameter, state in zip(self.parameters, self._client.state(), strict=True):
+            if state:
+                self.optimizer.state[parameter] = {
+                    key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+                    for key, value in state.items()
+                }
+
+    def _forget(self) -> None:
+        if self.outdated or self._client is None:
+            return
+        for parameter in self.parameters:
+            self.optimizer.state.pop(parameter, None)
+
+    def _reloaded(self) -> None:
+        self.outdated = True
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def squares(self) -> float:
+        """Push gradients, and hear the squared norm of their average over all ranks."""
+        return self.client.push(self.plan.hyper.read(self.optimizer.param_groups))
+
+    def clip(self, coefficient: float) -> None:
+        """Scale what :meth:`squares` has pushed in the coming step."""
+        self._coefficient = coefficient
+
+    def clip_value(self, limit: float) -> None:
+        """Clamp the elements of the averaged gradient in the coming step."""
+        self._clip_value = limit
+
+    def step(self) -> None:
+        """Let servers make their step, unless nothing is to be made of the gradients; the optimizer sees none."""
+        clip_value, self._clip_value = self._clip_value, 0.0
+        coefficient, self._coefficient = self._coefficient, None
+        if coefficient is None:
+            self.client.step(self.plan.hyper.read(self.optimizer.param_groups), clip_value)
+        else:
+            self.client.commit(coefficient, clip_value)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Let the user's optimizer pass the tables over."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def default_store() -> dist.Store:
+    """The store of the process group of all ranks."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
+    """Multiply in place."""
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(list(gradients), factor)

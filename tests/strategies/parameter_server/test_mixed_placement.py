@@ -1,0 +1,135 @@
+"""``strategy=hybrid`` with tables on parameter servers, against DDP."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.parity.harness import make_trainer
+from trainwright.recipes.wide_deep import ClickData, WideDeep
+
+PLACEMENT = {"embedding.*": "parameter_server", "*": "shard"}
+SMALL: dict[str, Any] = {"rows": 64, "wide_rows": 96, "dim": 4, "hidden": (8,)}
+
+
+class TwoGroups(WideDeep):
+    """Tables in both groups, one with options of its own, a schedule; a bag of embeddings, whose rows repeat."""
+
+    def __init__(self, optimizer: str, sparse: bool = False) -> None:
+        super().__init__(sparse=sparse, **SMALL)
+        self.kind = optimizer
+        self.embedding["bag"] = nn.EmbeddingBag(32, 1, mode="sum", sparse=sparse, padding_idx=0)
+        self.losses: list[float] = []
+
+    def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
+        bag: Any = self.embedding["bag"]
+        return super().forward(ids, dense) + bag(ids % 32)[:, 0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        self.losses.append(float(mean) / dist.get_world_size())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        first = [*self.embedding["deep"].parameters(), *self.deep.parameters()]
+        rest = [
+            *self.embedding["wide"].parameters(),
+            *self.embedding["bag"].parameters(),
+            *self.wide_dense.parameters(),
+        ]
+        groups = [{"params": first}, {"params": rest, "lr": 0.02}]
+        make = {
+            "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+            "adagrad": partial(torch.optim.Adagrad, lr=0.05),
+            "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        }[self.kind]
+        optimizer = make(groups)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def fit(strategy: str, options: dict[str, Any], kind: str, steps: int, ckpt: str | None = None, **more: Any) -> Any:
+    sparse = more.pop("sparse", False)
+    pl.seed_everything(3 + dist.get_rank(), verbose=False)  # the weights of the first rank count
+    module = TwoGroups(kind, sparse)
+    trainer = make_trainer(strategy, options, max_steps=steps, max_epochs=-1, limit_val_batches=2, **more)
+    trainer.fit(module, ClickData(8, samples=400), ckpt_path=ckpt)
+    return module, trainer
+
+
+def outcome(module: Any, trainer: Any) -> tuple[dict[str, Tensor], list[float], float]:
+    parameters = {name: value.clone() for name, value in trainer.strategy.whole_parameters()}
+    return parameters, module.losses, float(trainer.callback_metrics["val_loss"])
+
+
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("adagrad", {"table_servers": 2}, {}),
+    ("adamw", {"stage": 2}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}),
+    ("sgd", {"stage": 1, "table_servers": 2}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    ("adamw", {"stage": 3, "shard": 1, "replicate": 2, "placement": {"embedding.*": "parameter_server"}}, {}),
+]
+
+
+def against_ddp() -> Any:
+    results = []
+    for kind, options, more in CASES:
+        theirs = outcome(*fit("ddp", {}, kind, 4, **more))
+        ours = outcome(*fit("hybrid", {"placement": PLACEMENT, **options}, kind, 4, **more))
+        results.append((ours, theirs))
+    return results
+
+
+def test_it_computes_what_ddp_computes(ranks):
+    first, second = ranks(against_ddp, 2)
+    for (ours, theirs), (others, _) in zip(first, second, strict=True):
+        assert_alike(ours, theirs)
+        assert_alike(others, theirs)
+        # Rows of tables are the same on both ranks to the bit, as they come from one server.
+        assert all(torch.equal(ours[0][name], others[0][name]) for name in ours[0] if name.startswith("embedding."))
+
+
+def assert_alike(ours: Any, theirs: Any) -> None:
+    (parameters, losses, validated), (expected, their_losses, their_validated) = ours, theirs
+    assert losses == pytest.approx(their_losses, rel=1e-5)
+    assert validated == pytest.approx(their_validated, rel=1e-5)
+    assert parameters.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            parameters[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def across() -> Any:
+    """Runs that change between mixed placement and DDP in the middle, against one that does not."""
+    mixed = {"placement": PLACEMENT, "table_servers": 2}
+    results = {"whole": outcome(*fit("ddp", {}, "adamw", 6))[0]}
+    for before, after in (("hybrid", "ddp"), ("ddp", "hybrid"), ("hybrid", "hybrid")):
+        _, trainer = fit(before, mixed if before == "hybrid" else {}, "adamw", 3)
+        path = f"{before}_{after}"
+        trainer.save_checkpoint(path)
+        module, trainer = fit(after, mixed if after == "hybrid" else {}, "adamw", 6, ckpt=path)
+        results[path] = outcome(module, trainer)[0]
+    from trainwright.callbacks.run_state import RunStateCheckpoint
+
+    saver = RunStateCheckpoint("within", every_n_steps=3, save_at_end=False)
+    fit("hybrid", mixed, "adamw", 4, callbacks=[saver], enable_checkpointing=True)
+    results["within"] = outcome(*fit("ddp", {}, "adamw", 6, ckpt=saver.last_model_path))[0]
+    return results
+
+
+def test_run_states_move_between_mixed_placement_and_ddp(ranks):
+    for results in ranks(across, 2):
+        whole = results.pop("whole")
+        for path, parameters in results.items():
+            for name, value in whole.items():
+                torch.testing.assert_close(
+                    parameters[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, n=(path, name): f"{n}: {text}"
+                )
