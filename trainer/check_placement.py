@@ -1,4 +1,4 @@
-"""What cannot be had beside tables on parameter servers (`strategy.placement`), as far as it is known before a start."""
+"""What cannot be had beside `strategy.placement` (tables on servers), as far as it is known before a start."""
 
 from collections.abc import Iterator
 from typing import Any
