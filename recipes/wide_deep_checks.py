@@ -27,9 +27,10 @@ def check_sparse(config: Mapping[str, Any], num_data_ranks: int) -> list[str]:
             "optimizer=adagrad, or optimizer=sgd without weight decay, or module.sparse=false."
         )
     strategy = str(config["strategy"]["_target_"]).rpartition(".")[2]
-    if strategy not in _STRATEGIES:
+    serves_tables = bool(config["strategy"].get("placement"))  # refused elsewhere, if tables are not among it
+    if strategy not in _STRATEGIES and not serves_tables:
         problems.append(
             f"module.sparse=true gives sparse gradients, which {strategy} does not take. Type module.sparse=false, or "
-            "strategy=single, ddp or parameter_server."
+            "strategy=single, ddp or parameter_server, or put the tables on servers with strategy.placement."
         )
     return problems
