@@ -132,7 +132,7 @@ class HybridStrategy(MixedPlacement):
         plan: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(stage, replicate=replicate, shard=shard, **kwargs)  # type: ignore[arg-type]
+        super().__init__(stage, replicate=replicate, shard=shard, **kwargs)
         self._open_layout = Layout(
             pipeline=pipeline, replicate=replicate, shard=shard, context=context, tensor=tensor, expert=expert
         )

@@ -142,8 +142,8 @@ class HybridConfig(ZeroConfig):
     # What the model allows, where it is not found or found wrong: tensor, heads, whole_inputs, first, last, experts.
     plan: dict[str, Any] = field(default_factory=dict)
     # Where parameters are: pattern of names -> parameter_server (tables of embeddings), shard or replicate; the first
-    # that matches counts; {} = all have the layout. Like {embedding.*:parameter_server,*:shard}.
-    placement: dict[str, str] = field(default_factory=dict)
+    # that matches counts; null = all have the layout. Like {embedding.*:parameter_server,*:shard}.
+    placement: Any = None
     # With placement: parameter servers, one on each of the first ranks.
     table_servers: int = 1
     # With placement: network interface that servers listen at; null = the loopback address alone, for one machine.

@@ -134,3 +134,54 @@ def test_run_states_move_between_mixed_placement_and_ddp(ranks):
         for path, parameters in results.items():
             assert parameters.keys() == whole.keys(), path
             assert_close(parameters, whole)
+
+
+def refusals() -> Any:
+    """What is refused when a fit begins, on every rank."""
+    texts = []
+    for placement in (
+        {"embeddings.*": "parameter_server"},
+        {"deep.*": "parameter_server"},
+        {"*.wide.*": "parameter_server", "embedding.wide.weight": "parameter_server"},
+    ):
+        with pytest.raises(ValueError, match="placement: ") as refused:
+            fit("hybrid", {"placement": placement}, "adamw", 1)
+        texts.append(str(refused.value))
+    return texts
+
+
+def test_patterns_that_name_no_tables_are_refused_on_every_rank(ranks):
+    words = [
+        ["embeddings.* matches no parameter", "embedding.wide.weight"],
+        ["deep.0.0.weight is no table"],
+        ["earlier"],
+    ]
+    for texts in ranks(refusals, 2):
+        for text, expected in zip(texts, words, strict=True):
+            assert all(word in text for word in expected), text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"shard": 1, "context": 2}, ["context=2", "type context=1"]),
+        ({"placement": {"*": "parameter_server"}}, ["strategy=parameter_server"]),
+        ({"table_servers": 0}, ["table_servers=0", "table_servers=1"]),
+        ({"placement": {}, "table_servers": 2}, ["table_servers=2", "without placement"]),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options, words):
+    with pytest.raises(ValueError, match=words[0]) as refused:
+        HybridStrategy(**{"placement": PLACEMENT, **options})
+    assert all(word in str(refused.value) for word in words)
+
+
+def test_tables_that_are_used_elsewhere_are_refused():
+    module = nn.Module()
+    module.table, module.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    module.head.weight = module.table.weight
+    module.limited = nn.Embedding(8, 4, max_norm=1.0)
+    with pytest.raises(ValueError, match=r"table.weight is head.weight as well"):
+        find_tables(module, ["table.weight"])
+    with pytest.raises(ValueError, match=r"limited.weight has max_norm=1.0"):
+        find_tables(module, ["limited.weight"])
