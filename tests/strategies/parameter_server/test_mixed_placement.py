@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from tests.parity.harness import make_trainer
 from trainwright.recipes.wide_deep import ClickData, WideDeep
+from trainwright.strategies.hybrid import HybridStrategy
+from trainwright.strategies.parameter_server.tables import find_tables
 
 PLACEMENT = {"embedding.*": "parameter_server", "*": "shard"}
 SMALL: dict[str, Any] = {"rows": 64, "wide_rows": 96, "dim": 4, "hidden": (8,)}
