@@ -32,6 +32,7 @@ from trainwright.recipes.gpt import GPTModule
 from trainwright.recipes.gpt_model import GPTConfig
 from trainwright.recipes.text_corpus import TextCorpus
 from trainwright.strategies.compression.compressor import ring_bytes
+from trainwright.strategies.compression.options import choose_compression
 from trainwright.strategies.registry import make_strategy
 from trainwright.trainer.trainer import Trainer
 
@@ -48,7 +49,7 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 # Side -> how many times fewer bytes it is to send at least, and how much more loss it may end with at most.
 GOALS = {"topk 1 %": (20.0, 1.02), "powersgd rank 4": (20.0, 1.02), "onebit": (5.0, None)}
-_BATCH, _LR = 32, 0.004
+_LR = 0.004
 _KERNEL_TOLERANCE = 0.02
 
 
@@ -63,19 +64,21 @@ class _StepTimes(pl.Callback):
         self.ends.append(time.perf_counter())
 
 
-def train(side: str, ranks: int, steps: int, seed: int, validate: bool) -> dict[str, Any]:
+def train(side: str, ranks: int, sizes: tuple[int, int], steps: int, seed: int, validate: bool) -> dict[str, Any]:
     """Train on this rank; returns the row, without what is said of it beside others.
 
     Args:
         side: a key of :data:`SIDES`.
         ranks: data parallel ones.
-        steps: optimizer steps of 32 windows.
+        sizes: windows of an optimizer step, over all ranks, and bytes of a window.
+        steps: optimizer steps.
         seed: of the weights and the order of samples.
         validate: whether the loss on held-out text is computed.
     """
     pl.seed_everything(seed, verbose=False)
+    batch, seq_len = sizes
     module = GPTModule(
-        GPTConfig(layers=4, dim=128, heads=4, seq_len=128, tied_head=True, init_std=0.05),
+        GPTConfig(layers=4, dim=128, heads=4, seq_len=seq_len, tied_head=True, init_std=0.05),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=_LR),
         schedule_steps=steps,
     )
@@ -94,7 +97,7 @@ def train(side: str, ranks: int, steps: int, seed: int, validate: bool) -> dict[
         callbacks=[observe, times],
         **PLAIN_TRAINER,
     )
-    trainer.fit(module, TextCorpus(seq_len=128, batch_size=_BATCH // ranks))
+    trainer.fit(module, TextCorpus(seq_len=seq_len, batch_size=batch // ranks))
     numel = sum(parameter.numel() for parameter in module.parameters())
     seconds = [after - before for before, after in zip(times.ends[2:], times.ends[3:], strict=False)]
     return {
@@ -104,16 +107,22 @@ def train(side: str, ranks: int, steps: int, seed: int, validate: bool) -> dict[
         "kernel": observe.written,
         "dense": ring_bytes(numel, ranks),
         "loss": float(trainer.callback_metrics["val_loss"]) if validate else None,
+        "warmup_steps": _warmup_of(side),
         "step_seconds": median(seconds) if seconds else None,
     }
 
 
-def measure(sides: list[str], ranks: int, steps: int, seeds: int) -> list[dict[str, Any]]:
+def _warmup_of(side: str) -> int:
+    choice = choose_compression(SIDES[side])
+    return 0 if choice is None else choice.warmup_steps
+
+
+def measure(sides: list[str], ranks: int, sizes: tuple[int, int], steps: int, seeds: int) -> list[dict[str, Any]]:
     """One row per side: bytes of a step, and the mean loss over seeds beside that of DDP."""
     found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for seed in range(seeds):
         for side in sides:
-            found[side].append(run_ranks(train, ranks, side, ranks, steps, seed, True)[0])
+            found[side].append(run_ranks(train, ranks, side, ranks, sizes, steps, seed, True)[0])
             say(f"{ranks} ranks, seed {seed}, {side}: loss {found[side][-1]['loss']:.4f}")
     dense = [row["loss"] for row in found[DENSE]]
     rows = []
@@ -127,6 +136,7 @@ def measure(sides: list[str], ranks: int, steps: int, seeds: int) -> list[dict[s
                 "bytes": runs[0]["bytes"],
                 "kernel": runs[0]["kernel"],
                 "fewer": round(runs[0]["dense"] / runs[0]["bytes"], 1),
+                "fewer_in_all": round(steps / _dense_steps(runs[0], steps), 1),
                 "loss": round(mean(losses), 4),
                 "spread": round(stdev(losses), 4) if seeds > 1 else None,
                 "loss_to_dense": round(mean(ratios), 4),
@@ -135,11 +145,17 @@ def measure(sides: list[str], ranks: int, steps: int, seeds: int) -> list[dict[s
     return rows
 
 
-def timed(sides: list[str], ranks: int, steps: int, repeats: int) -> list[dict[str, Any]]:
+def _dense_steps(run: dict[str, Any], steps: int) -> float:
+    """As many dense steps send the bytes of the whole run, warm-up included."""
+    warm = min(run["warmup_steps"], steps)
+    return float(warm + (steps - warm) * run["bytes"] / run["dense"])
+
+
+def timed(sides: list[str], ranks: int, sizes: tuple[int, int], steps: int, repeats: int) -> list[dict[str, Any]]:
     """One row per side: seconds of a step on whatever link this process has; sides in turns."""
     taken = alternate(
         {
-            side: lambda side=side: run_ranks(train, ranks, side, ranks, steps, 0, False)[0]["step_seconds"]
+            side: lambda side=side: run_ranks(train, ranks, side, ranks, sizes, steps, 0, False)[0]["step_seconds"]
             for side in sides
         },
         repeats,
@@ -203,6 +219,8 @@ def main() -> None:
     add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
     add("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="default: all; none is always among them")
     add("--steps", type=int, default=500, help="optimizer steps (default: %(default)s)")
+    add("--batch", type=int, default=32, help="windows of a step, over all ranks (default: %(default)s)")
+    add("--seq-len", type=int, default=128, help="bytes of a window (default: %(default)s)")
     add("--seeds", type=int, default=3, help="how many (default: %(default)s)")
     add("--link", default=None, help="rate of a slow link to time steps on, like 100mbit (default: off)")
     add("--repeats", type=int, default=3, help="rounds of the timing (default: %(default)s)")
@@ -210,15 +228,17 @@ def main() -> None:
     add("--timed-here", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     sides = list(dict.fromkeys([DENSE, *given.sides]))
+    sizes = (given.batch, given.seq_len)
     if given.timed_here:
-        rows = [row for ranks in given.ranks for row in timed(sides, ranks, given.timed_steps, given.repeats)]
+        rows = [row for ranks in given.ranks for row in timed(sides, ranks, sizes, given.timed_steps, given.repeats)]
         print(json.dumps(rows))
         return
-    rows = [row for ranks in given.ranks for row in measure(sides, ranks, given.steps, given.seeds)]
+    rows = [row for ranks in given.ranks for row in measure(sides, ranks, sizes, given.steps, given.seeds)]
     tables, times = [table_of("Bytes of a step and loss on held-out text", rows)], []
     if given.link is not None:
         counts = [str(count) for count in given.ranks]
         more = ["--repeats", str(given.repeats), "--timed-steps", str(given.timed_steps)]
+        more += ["--batch", str(given.batch), "--seq-len", str(given.seq_len)]
         times = timed_on_a_slow_link(given.link, ["--ranks", *counts, "--sides", *sides, *more])
         tables.append(table_of(f"Seconds of a step, loopback of {given.link}", times))
     finish("compression", tables, goals_of(rows), {"rows": rows, "link": given.link, "times": times})

@@ -63,7 +63,10 @@ class CompressedReplicas(AdvisedCommunication):
 
     @property
     def compressed_bytes(self) -> int:
-        """Bytes that this rank sends for a compressed average of all gradients, once an optimizer step; 0 without."""
+        """Bytes that this rank sends for a compressed average of all gradients, once an optimizer step; 0 without.
+
+        Of a step after the warm-up, where the compressor has one.
+        """
         return 0 if self._replicas is None else self._replicas.sent_bytes
 
     # ---- what a strategy tells ------------------------------------------------------------------------------------
@@ -95,7 +98,7 @@ class CompressedReplicas(AdvisedCommunication):
         scale = None if scaler is None else scaler.get_scale
         self._replicas = ReplicaAverage(choice, self.root_device, scale)
         if choice.name == "onebit":
-            self._onebit = OneBitAdam(self._replicas, choice.option("warmup_steps"))
+            self._onebit = OneBitAdam(self._replicas, choice.warmup_steps)
             before_update(self.precision_plugin, self._onebit.before_step)
         self._parts = list(self._replica_parts())
         self._know_parts()
@@ -186,7 +189,7 @@ class CompressedReplicas(AdvisedCommunication):
                 key = _key(replica, kind, part.name)
                 tensors[key] = self.placement.boxes(part.name, spread_like(part.parameter, value))
         of_rank = {f"{OF_REPLICA}{key}": value for key, value in average.of_buckets().items()}
-        steps = 0 if self._onebit is None else self._onebit.steps
+        steps = average.steps if self._onebit is None else self._onebit.steps
         return KeptBack(tensors, of_rank, {"name": average.choice.name, "steps": steps, "kinds": sorted(kinds)})
 
     def _keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
@@ -202,8 +205,9 @@ class CompressedReplicas(AdvisedCommunication):
                 f"scale, and compression={name} goes on without it."
             )
             return
+        average.steps = int(saved["steps"])
         if self._onebit is not None:
-            self._onebit.steps = int(saved["steps"])
+            self._onebit.steps = average.steps
         said = self._put_back(state, Layout(**of_run["layout"]), saved["kinds"])
         average.agree()
         if saved["kinds"]:

@@ -11,7 +11,9 @@ from trainwright.strategies.compression.options import (
     CompressionChoice,
     choose_compression,
     compression_problems,
+    compressor_names,
     nothing_to_compress,
+    option_defaults,
     scaled_onebit_problem,
 )
 from trainwright.strategies.layout import Layout
@@ -35,9 +37,23 @@ def compression_refusals(cfg: DictConfig, layout: Layout | None) -> list[str]:
 
 
 def compression_of(cfg: DictConfig) -> dict[str, Any]:
-    """The argument `compression` of a strategy, from the group of that name."""
+    """The argument `compression` of a strategy, from the group of that name.
+
+    A strategy that does not average gradients has no warm-up with dense ones: it gets none unless one was typed, which
+    it refuses.
+    """
     plain: Any = OmegaConf.to_container(cfg.compression)
-    return dict(plain)
+    given = dict(plain)
+    if not _averages_gradients(cfg) and given["name"] in compressor_names():
+        defaults = option_defaults(given["name"])
+        if given.get("warmup_steps") == defaults.get("warmup_steps"):
+            given.pop("warmup_steps", None)
+    return given
+
+
+def _averages_gradients(cfg: DictConfig) -> bool:
+    target = str(cfg.strategy.get("_target_", ""))
+    return target.endswith(_SYNCHRONOUS) or ".one_axis." in target
 
 
 def _beside(cfg: DictConfig, choice: CompressionChoice, layout: Layout | None) -> Iterator[str]:
@@ -48,8 +64,7 @@ def _beside(cfg: DictConfig, choice: CompressionChoice, layout: Layout | None) -
             "project compress; type strategy=ddp, or compression=none"
         )
         return
-    averages_gradients = target.endswith(_SYNCHRONOUS) or ".one_axis." in target
-    if not averages_gradients:
+    if not _averages_gradients(cfg):
         return  # others send something else, and say themselves what they take
     if layout is not None and layout.replicate == 1:
         yield nothing_to_compress(choice.name)

@@ -262,6 +262,8 @@ class TopKCompressionConfig(CompressionConfig):
     ratio: float = 0.01
     # How they are written: fp32, fp16, bf16 or int8.
     values: str = "fp32"
+    # Optimizer steps at the beginning in which gradients are averaged as they are; 0 = off.
+    warmup_steps: int = 100
 
 
 @dataclass
@@ -284,6 +286,8 @@ class PowerSGDCompressionConfig(CompressionConfig):
     least_gain: float = 2.0
     # How factors are written: fp32, fp16 or bf16.
     values: str = "fp32"
+    # Optimizer steps at the beginning in which gradients are averaged as they are; 0 = off.
+    warmup_steps: int = 100
 
 
 @dataclass

@@ -35,12 +35,12 @@ def make_compressor(name: str, **options: Any) -> GradientCompressor:
     topk       ``ratio=0.01``, ``values="fp32"``          the largest numbers and their places, with feedback
     randomk    ``ratio=0.01``, ``values``, ``seed=0``     numbers at random places, the same on all ranks
     powersgd   ``rank=4``, ``least_gain=2``, ``values``   two thin factors of each matrix, with feedback
-    onebit     ``block=2048``, ``warmup_steps=100``       a sign a number and a scale per block, with feedback
+    onebit     ``block=2048``                             a sign a number and a scale per block, with feedback
     =========  =========================================  ======================================================
 
     ``values`` writes what is picked (or the factors) as ``fp32``, ``fp16``, ``bf16`` or, not for factors, ``int8``.
-    ``warmup_steps`` is for whoever steps an optimizer, see
-    :class:`~trainwright.strategies.compression.onebit.OneBitAdam`; the compressor itself has no warm-up.
+    ``warmup_steps=100`` of the last four is for whoever averages gradients of optimizer steps: the first so many are
+    averaged as they are (arXiv:1712.01887, section 3.3; arXiv:2102.02888). The compressor itself has no warm-up.
 
     Args:
         name: one of :func:`compressor_names`.

@@ -16,9 +16,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "fp16": {},
     "bf16": {},
     "int8": {"block": 256},
-    "topk": {"ratio": 0.01, "values": "fp32"},
-    "randomk": {"ratio": 0.01, "values": "fp32", "seed": 0},
-    "powersgd": {"rank": 4, "least_gain": 2.0, "values": "fp32"},
+    "topk": {"ratio": 0.01, "values": "fp32", "warmup_steps": 100},
+    "randomk": {"ratio": 0.01, "values": "fp32", "seed": 0, "warmup_steps": 100},
+    "powersgd": {"rank": 4, "least_gain": 2.0, "values": "fp32", "warmup_steps": 100},
     "onebit": {"block": 2048, "warmup_steps": 100},
 }
 # How values that are picked, or factors, may be written.
@@ -43,6 +43,11 @@ class CompressionChoice:
     def keeps_residual(self) -> bool:
         """Whether what a message lacks is added to the next one."""
         return self.name in _WITH_RESIDUAL
+
+    @property
+    def warmup_steps(self) -> int:
+        """Optimizer steps at the beginning in which gradients are averaged as they are; 0: none."""
+        return int(self.option("warmup_steps")) if "warmup_steps" in _OPTIONS[self.name] else 0
 
     def option(self, key: str) -> Any:
         """An option as it was given, or its default."""
@@ -156,6 +161,12 @@ def _ratio_rule(_: str, value: Any) -> str | None:
     return None if _is_number(value) and 0 < value <= 1 else "above 0 and at most 1, like 0.01 (1 sends all)"
 
 
+def _warmup_rule(name: str, value: Any) -> str | None:
+    if name == "onebit":
+        return None if _is_whole(value, 1) else "a whole number of at least 1 (optimizer steps)"
+    return None if _is_whole(value, 0) else "a whole number of optimizer steps, 0 (off) or more"
+
+
 def _values_rule(name: str, value: Any) -> str | None:
     return None if value in _VALUES[name] else f"one of {', '.join(_VALUES[name])}"
 
@@ -170,5 +181,5 @@ _RULES: dict[str, Any] = {
     "least_gain": lambda _, value: (
         None if _is_number(value) and value >= 1 else "a number of at least 1 (how much shorter a tensor must become)"
     ),
-    "warmup_steps": lambda _, value: None if _is_whole(value, 1) else "a whole number of at least 1 (optimizer steps)",
+    "warmup_steps": _warmup_rule,
 }

@@ -29,8 +29,12 @@ class ReplicaAverage:
         self._compressor = make_compressor(choice.name, **choice.options)
         self._device = device
         self._scale = scale
+        # 1-bit Adam has a warm-up of its own, around the optimizer's steps.
+        self._warmup_steps = choice.warmup_steps if choice.name != "onebit" else 0
         self._names: tuple[str, ...] = ()
         self.buckets: list[CompressedBucket] = []
+        # Averages of optimizer steps that were made, those of the warm-up among them.
+        self.steps = 0
 
     def take(self, parts: Sequence[ReplicaPart]) -> None:
         """Know the parts; what was kept back of those that were known stays, if others come or go."""
@@ -46,11 +50,11 @@ class ReplicaAverage:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends for the average of an optimizer step."""
+        """Bytes that this rank sends for the average of an optimizer step, when the warm-up is over."""
         return sum(bucket.sent_bytes for bucket in self.buckets)
 
     def average(self, exactly: bool = False) -> None:
-        """Replace all gradients by about their means. A collective of all ranks of the run.
+        """Replace all gradients by about their means; exactly in a warm-up. A collective of all ranks of the run.
 
         Gradients that overflowed under a loss scale are averaged as they are: the step is dropped, and what is kept
         back stays as if it had never been.
@@ -58,7 +62,9 @@ class ReplicaAverage:
         Args:
             exactly: send everything, and leave what is kept back alone.
         """
-        exactly = exactly or self._has_overflowed()
+        has_overflowed = self._has_overflowed()
+        exactly = exactly or has_overflowed or self.steps < self._warmup_steps
+        self.steps += not has_overflowed
         scale = 1.0 if self._scale is None else self._scale()
         for bucket in self.buckets:
             gradients = [part.gradient for part in bucket.parts]

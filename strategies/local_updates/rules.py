@@ -93,8 +93,7 @@ def _outer_problems(options: Mapping[str, Any], prefix: str) -> list[str]:
         )
     compression = options.get("compression")
     problems += [f"{prefix}{problem}" for problem in compression_problems(compression)]
-    name = compression.get("name") if isinstance(compression, Mapping) else compression
-    if name == "onebit" and isinstance(compression, Mapping) and "warmup_steps" in compression:
+    if isinstance(compression, Mapping) and "warmup_steps" in compression:
         problems.append(
             f"{prefix}compression.warmup_steps is for a compressed optimizer and nothing reads it of an outer "
             f"gradient; leave it out, or type {prefix}warmup_steps=... for steps with averaged gradients"

@@ -52,12 +52,21 @@ def push_problems(compression: Any) -> list[str]:
     """
     found = compression_problems(compression)
     choice = None if found else choose_compression(compression)
-    if choice is None or choice.name in CODECS:
+    if choice is None:
         return found
+    if choice.name in CODECS:
+        return [_no_warm_up(choice.options["warmup_steps"])] if "warmup_steps" in choice.options else []
     return [
         f"compression={choice.name} with parameter servers: it only averages over a group of ranks; what a worker "
         f"pushes to a server can be written as {', '.join(CODECS)}, or none; type compression=int8"
     ]
+
+
+def _no_warm_up(steps: int) -> str:
+    return (
+        f"compression.warmup_steps={steps} with parameter servers: pushes are compressed from the first one on; leave "
+        "it out"
+    )
 
 
 def _consistency_problems(given: Mapping[str, Any], prefix: str) -> list[str]:

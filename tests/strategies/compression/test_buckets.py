@@ -28,7 +28,8 @@ def gradient(name: str, step: int, rank: int) -> Tensor:
 
 def chosen(name: str) -> Any:
     """Of a rank so small that matrices of this size are shortened."""
-    return choose_compression({"name": name, "rank": 1} if name == "powersgd" else name)
+    options = {"powersgd": {"rank": 1, "warmup_steps": 0}, "topk": {"warmup_steps": 0}, "randomk": {"warmup_steps": 0}}
+    return choose_compression({"name": name, **options.get(name, {})})
 
 
 def averaged(name: str, steps: int, skipped: tuple[str, int]) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from tests.trainer.held import PLACES, Hold, Model, fit, meet_anew
 from tests.trainer.test_held_state import HELD_AT, STEPS, check_equal, go_on
 
-TOPK = {"name": "topk", "ratio": 0.1}
+TOPK = {"name": "topk", "ratio": 0.1, "warmup_steps": 0}
 ONEBIT = {"name": "onebit", "warmup_steps": 1, "block": 64}
 COMPRESSED: dict[str, tuple[str, dict[str, Any], int]] = {
     "ddp, onebit": ("ddp", {"compression": ONEBIT}, 2),
     "zero3, topk": ("zero3", {"compression": TOPK, "replicate": 2, "shard": 1}, 2),
-    "zero2, randomk": ("zero2", {"compression": {"name": "randomk", "ratio": 0.1}, "replicate": 2, "shard": 1}, 2),
+    "zero2, randomk": ("zero2", {"compression": {**TOPK, "name": "randomk"}, "replicate": 2, "shard": 1}, 2),
 }
 
 
@@ -32,7 +32,7 @@ def test_to_the_bit(ranks: Any, place: str) -> None:
 
 
 def lose_one(folder: str, members: list[int], name: str) -> dict[str, torch.Tensor]:
-    PLACES["compressed"] = ("ddp", {"compression": {"name": name, "ratio": 0.2}}, 3)
+    PLACES["compressed"] = ("ddp", {"compression": {"name": name, "ratio": 0.2, "warmup_steps": 0}}, 3)
     rank, hold = dist.get_rank(), Hold(HELD_AT)
     fit("compressed", [hold], Model(dropout=0.0), max_steps=HELD_AT + 1)
     if not meet_anew(folder, members, rank):

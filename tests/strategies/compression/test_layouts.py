@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +15,24 @@ from torch import nn
 from tests.parity.harness import differences, make_loader, make_trainer
 from tests.parity.layouts import LayoutCase, run
 from tests.parity.modules import LanguageModel
-from tests.strategies.compression.test_strategies import Replicas, trained
+from tests.strategies.compression.test_strategies import ALL, Replicas, trained
 from trainwright.strategies.compression.buckets import ReplicaPart
 from trainwright.strategies.compression.names import compressor_names
 from trainwright.strategies.compression.options import choose_compression
 from trainwright.strategies.compression.replicas import ReplicaAverage
 
-ALL = {"name": "topk", "ratio": 1.0}
 # Of networks that are cut: (network, options of hybrid).
 CUT: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor, sequence": ("llama", {"replicate": 2, "tensor": 2, "shard": 1, "stage": 1, "sequence_parallel": True}),
     "pipeline, stage 3": ("gpt2", {"replicate": 2, "pipeline": 2, "shard": 1, "stage": 3}),
-    "pipeline, stage 1": ("gpt2", {"replicate": 2, "pipeline": 2, "shard": 1, "stage": 1}),
 }
 
 
 def cut(network: str, options: dict[str, Any]) -> list[Any]:
     def case(compression: Any) -> LayoutCase:
-        return LayoutCase(network, {**options, "compression": compression}, clip=1.0, accumulation=2, steps=3, length=8)
+        return LayoutCase(network, {**options, "compression": compression}, clip=1.0, accumulation=2, steps=2, length=8)
 
-    return [run(case(None)), run(case(ALL)), run(case({"name": "topk", "ratio": 0.05}))]
+    return [run(case(None)), run(case(ALL)), run(case({**ALL, "ratio": 0.05}))]
 
 
 @pytest.mark.parametrize("layout", CUT)
@@ -55,14 +54,16 @@ def written_bytes() -> int:
 def sent_bytes(averages: int) -> dict[str, tuple[float, int]]:
     """Bytes by the kernel and by the formula, of one average."""
     found = {}
-    part = ReplicaPart("w", nn.Parameter(torch.zeros(1200, 1000)))
+    part = ReplicaPart("w", nn.Parameter(torch.zeros(800, 500)))
     for name in compressor_names():
         # Beside so many bytes the few that gloo adds to each message do not count.
         choice = choose_compression({"name": name, **({"rank": 32} if name == "powersgd" else {})})
         assert choice is not None
+        if choice.warmup_steps and name != "onebit":
+            choice = replace(choice, options={**choice.options, "warmup_steps": 0})
         average = ReplicaAverage(choice, torch.device("cpu"))
         average.take([part])
-        part.parameter.grad = torch.randn(1200, 1000)
+        part.parameter.grad = torch.randn(800, 500)
         average.average()  # whatever is sent once
         dist.barrier()
         before = written_bytes()
@@ -76,7 +77,7 @@ def sent_bytes(averages: int) -> dict[str, tuple[float, int]]:
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel does not count here")
 @pytest.mark.parametrize("count", [2, 3])
 def test_bytes_by_the_kernel(ranks: Any, count: int) -> None:
-    for found in ranks(sent_bytes, count, 5):
+    for found in ranks(sent_bytes, count, 2):
         for name, (by_kernel, by_formula) in found.items():
             assert by_kernel == pytest.approx(by_formula, rel=0.02), name
 
