@@ -2,7 +2,8 @@
 
 The byte-level GPT of ``recipe=gpt`` (nano) on the CPU, data parallel, fp32. Every compressor and plain DDP train the
 same samples from the same weights, for several seeds; told are the bytes that a rank sends in the last step, by the
-formula and by the kernel's counters, and the loss on held-out text beside that of DDP.
+formula and by the kernel's counters, and the loss on held-out text beside that of DDP. ``fewer`` is of a step after the
+warm-up, ``fewer_in_all`` of the whole run, in whose warm-up gradients are sent as they are.
 
 With ``--link`` the same is timed on a loopback device of that rate, in a network namespace of its own that is gone with
 the process (``unshare``, ``ip`` and ``tc`` of Linux): sides in turns, seconds of a step beside those of DDP.
@@ -64,11 +65,13 @@ class _StepTimes(pl.Callback):
         self.ends.append(time.perf_counter())
 
 
-def train(side: str, ranks: int, sizes: tuple[int, int], steps: int, seed: int, validate: bool) -> dict[str, Any]:
+def train(
+    compression: dict[str, Any], ranks: int, sizes: tuple[int, int], steps: int, seed: int, validate: bool
+) -> dict[str, Any]:
     """Train on this rank; returns the row, without what is said of it beside others.
 
     Args:
-        side: a key of :data:`SIDES`.
+        compression: the strategy's argument.
         ranks: data parallel ones.
         sizes: windows of an optimizer step, over all ranks, and bytes of a window.
         steps: optimizer steps.
@@ -83,7 +86,7 @@ def train(side: str, ranks: int, sizes: tuple[int, int], steps: int, seed: int, 
         schedule_steps=steps,
     )
     observe, times = Observe(steps), _StepTimes()
-    strategy = make_strategy("ddp", compression=SIDES[side])
+    strategy = make_strategy("ddp", compression=compression)
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -101,28 +104,36 @@ def train(side: str, ranks: int, sizes: tuple[int, int], steps: int, seed: int, 
     numel = sum(parameter.numel() for parameter in module.parameters())
     seconds = [after - before for before, after in zip(times.ends[2:], times.ends[3:], strict=False)]
     return {
-        "side": side,
-        "ranks": ranks,
         "bytes": strategy.compressed_bytes or ring_bytes(numel, ranks),
         "kernel": observe.written,
         "dense": ring_bytes(numel, ranks),
         "loss": float(trainer.callback_metrics["val_loss"]) if validate else None,
-        "warmup_steps": _warmup_of(side),
+        "warmup_steps": warmup_of(compression),
         "step_seconds": median(seconds) if seconds else None,
     }
 
 
-def _warmup_of(side: str) -> int:
-    choice = choose_compression(SIDES[side])
+def warmup_of(compression: dict[str, Any]) -> int:
+    """Steps at the beginning that send gradients as they are."""
+    choice = choose_compression(compression)
     return 0 if choice is None else choice.warmup_steps
 
 
-def measure(sides: list[str], ranks: int, sizes: tuple[int, int], steps: int, seeds: int) -> list[dict[str, Any]]:
+def asked_for(side: str, warmup_steps: int | None) -> dict[str, Any]:
+    """The argument ``compression`` of a side; ``None``: with the warm-up that it has by default."""
+    given = SIDES[side]
+    return given if warmup_steps is None or warmup_of(given) == 0 else {**given, "warmup_steps": warmup_steps}
+
+
+def measure(
+    sides: list[str], ranks: int, sizes: tuple[int, int], steps: int, seeds: int, warmup_steps: int | None
+) -> list[dict[str, Any]]:
     """One row per side: bytes of a step, and the mean loss over seeds beside that of DDP."""
     found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for seed in range(seeds):
         for side in sides:
-            found[side].append(run_ranks(train, ranks, side, ranks, sizes, steps, seed, True)[0])
+            compression = asked_for(side, warmup_steps)
+            found[side].append(run_ranks(train, ranks, compression, ranks, sizes, steps, seed, True)[0])
             say(f"{ranks} ranks, seed {seed}, {side}: loss {found[side][-1]['loss']:.4f}")
     dense = [row["loss"] for row in found[DENSE]]
     rows = []
@@ -155,7 +166,9 @@ def timed(sides: list[str], ranks: int, sizes: tuple[int, int], steps: int, repe
     """One row per side: seconds of a step on whatever link this process has; sides in turns."""
     taken = alternate(
         {
-            side: lambda side=side: run_ranks(train, ranks, side, ranks, sizes, steps, 0, False)[0]["step_seconds"]
+            side: lambda side=side: run_ranks(train, ranks, asked_for(side, 1), ranks, sizes, steps, 0, False)[0][
+                "step_seconds"
+            ]
             for side in sides
         },
         repeats,
@@ -221,6 +234,7 @@ def main() -> None:
     add("--steps", type=int, default=500, help="optimizer steps (default: %(default)s)")
     add("--batch", type=int, default=32, help="windows of a step, over all ranks (default: %(default)s)")
     add("--seq-len", type=int, default=128, help="bytes of a window (default: %(default)s)")
+    add("--warmup-steps", type=int, default=None, help="dense ones at the beginning (default: as shipped)")
     add("--seeds", type=int, default=3, help="how many (default: %(default)s)")
     add("--link", default=None, help="rate of a slow link to time steps on, like 100mbit (default: off)")
     add("--repeats", type=int, default=3, help="rounds of the timing (default: %(default)s)")
@@ -229,11 +243,18 @@ def main() -> None:
     given = parser.parse_args()
     sides = list(dict.fromkeys([DENSE, *given.sides]))
     sizes = (given.batch, given.seq_len)
+    warm = max(warmup_of(asked_for(side, given.warmup_steps)) for side in sides)
+    if given.steps <= warm:
+        parser.error(f"--steps {given.steps} end in the warm-up; type --steps {warm + 1} or more, or --warmup-steps 1")
     if given.timed_here:
         rows = [row for ranks in given.ranks for row in timed(sides, ranks, sizes, given.timed_steps, given.repeats)]
         print(json.dumps(rows))
         return
-    rows = [row for ranks in given.ranks for row in measure(sides, ranks, sizes, given.steps, given.seeds)]
+    rows = [
+        row
+        for ranks in given.ranks
+        for row in measure(sides, ranks, sizes, given.steps, given.seeds, given.warmup_steps)
+    ]
     tables, times = [table_of("Bytes of a step and loss on held-out text", rows)], []
     if given.link is not None:
         counts = [str(count) for count in given.ranks]

@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 
 from trainwright.strategies.compression.options import compressor_names, option_defaults
 from trainwright.strategies.layout import Layout
-from trainwright.trainer.check_compression import compression_refusals
+from trainwright.strategies.parameter_server.options import server_problems
+from trainwright.trainer.check_compression import compression_of, compression_refusals
 from trainwright.trainer.compose import compose
 
 DDP = "trainwright.strategies.ddp.DDPStrategy"
@@ -53,6 +54,17 @@ def test_possible() -> None:
 def test_impossible(arguments: Any, words: str) -> None:
     [problem] = refusals(*arguments)
     assert words in problem
+
+
+def test_a_warm_up_is_of_gradients_that_are_averaged() -> None:
+    """The group's default is not handed to a strategy that has none; one that was typed is, which refuses it."""
+    cfg = {"strategy": {"_target_": DDP}, "compression": {"name": "topk", **option_defaults("topk")}}
+    server = {"_target_": "trainwright.strategies.parameter_server.strategy.ParameterServerStrategy"}
+    assert compression_of(OmegaConf.create(cfg))["warmup_steps"] == 100
+    assert "warmup_steps" not in compression_of(OmegaConf.create({**cfg, "strategy": server}))
+    typed = {"name": "topk", "warmup_steps": 7}
+    assert compression_of(OmegaConf.create({"strategy": server, "compression": typed})) == typed
+    assert "pushes are compressed from the first one on" in server_problems({"compression": typed})[0]
 
 
 @pytest.mark.parametrize("name", compressor_names())

@@ -54,7 +54,7 @@ def written_bytes() -> int:
 def sent_bytes(averages: int) -> dict[str, tuple[float, int]]:
     """Bytes by the kernel and by the formula, of one average."""
     found = {}
-    part = ReplicaPart("w", nn.Parameter(torch.zeros(800, 500)))
+    part = ReplicaPart("w", nn.Parameter(torch.zeros(1200, 1000)))
     for name in compressor_names():
         # Beside so many bytes the few that gloo adds to each message do not count.
         choice = choose_compression({"name": name, **({"rank": 32} if name == "powersgd" else {})})
@@ -63,7 +63,7 @@ def sent_bytes(averages: int) -> dict[str, tuple[float, int]]:
             choice = replace(choice, options={**choice.options, "warmup_steps": 0})
         average = ReplicaAverage(choice, torch.device("cpu"))
         average.take([part])
-        part.parameter.grad = torch.randn(800, 500)
+        part.parameter.grad = torch.randn(1200, 1000)
         average.average()  # whatever is sent once
         dist.barrier()
         before = written_bytes()

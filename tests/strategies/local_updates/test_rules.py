@@ -109,6 +109,7 @@ class ByHand(pl.LightningModule):
         (lambda: LocalSGDStrategy(compression="bf16"), "strategy=diloco"),
         (lambda: DiLoCoStrategy(sync_every=4, overlap_steps=4), "overlap_steps=4"),
         (lambda: DiLoCoStrategy(compression={"name": "topk", "ratio": 2}), "ratio"),
+        (lambda: DiLoCoStrategy(compression={"name": "topk", "warmup_steps": 2}), "nothing reads it"),
         (lambda: DiLoCoStrategy(outer_momentum=0.0), "outer_nesterov=false"),
     ],
 )
