@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +48,8 @@ class CommunicationAdvice(Callback):
         self._steps = StepCounter()
         self._done = -_WARM_UP
         self._clock: StepClock | None = None
-        self._waits: Any = None
         self._meter: Any = None
         self._sent: dict[tuple[str, str], tuple[float, float]] = {}
-        self._end_listening: Callable[[], None] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot be compared.
@@ -77,9 +74,8 @@ class CommunicationAdvice(Callback):
         strategy: Any = trainer.strategy
         self._steps.start(trainer)
         self._done, self._sent = -_WARM_UP, {}
-        self._waits, self._meter = strategy.measure_waits(), strategy.measure_communication()
-        self._clock = StepClock(self._waits)
-        self._end_listening = trainer.phases.listen(self._clock.begin)  # type: ignore[attr-defined]
+        self._meter = strategy.measure_communication()
+        self._clock = StepClock(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """What was sent since the last micro-batch is no part of a step."""
@@ -128,11 +124,10 @@ class CommunicationAdvice(Callback):
         self._stop()
 
     def _stop(self) -> None:
-        if self._end_listening is not None:
-            self._end_listening()
-            self._waits.stop()
+        if self._clock is not None:
+            self._clock.stop()
             self._meter.stop()
-            self._end_listening = self._clock = self._waits = self._meter = None
+            self._clock = self._meter = None
 
     def _tell(self, trainer: Trainer) -> None:
         assert self._clock is not None

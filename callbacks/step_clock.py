@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 # What the phases that the Trainer tells of are counted as; others (validation) are no part of a step.
@@ -10,17 +11,28 @@ KINDS = ("compute", "data", "hooks")
 
 
 class StepClock:
-    """Sums up for what the time is spent, as phases begin.
+    """Sums up for what the time is spent, as phases begin, until it is stopped.
 
     Args:
-        waits: measures how long this rank waits (:class:`~trainwright.strategies.waiting.Waits`); also tells the time.
+        trainer: whose phases it hears of; its strategy measures how long this rank waits
+            (:class:`~trainwright.strategies.waiting.Waits`), which also tells the time.
     """
 
-    def __init__(self, waits: Any) -> None:
-        self._waits = waits
-        self._spans = waits.new_spans()
-        self._kind = waits.kind = "hooks"
+    def __init__(self, trainer: Any) -> None:
+        self._waits = trainer.strategy.measure_waits()
+        self._spans = self._waits.new_spans()
+        self._kind = self._waits.kind = "hooks"
         self._since = self._spans.mark()
+        self._end: Callable[[], None] = trainer.phases.listen(self.begin)
+
+    def stop(self) -> None:
+        """Measure no more."""
+        self._end()
+        self._waits.stop()
+
+    def refresh(self) -> None:
+        """See :meth:`~trainwright.strategies.waiting.Waits.refresh`."""
+        self._waits.refresh()
 
     def begin(self, phase: str) -> None:
         """A phase begins, and so the one before ends."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from statistics import median
 from typing import Any
@@ -120,8 +120,6 @@ class Stragglers(Callback):
         self._window = 0
         self._done = -_WARM_UP  # steps of this window
         self._clock: StepClock | None = None
-        self._waits: Any = None
-        self._end_listening: Callable[[], None] | None = None
         self._said: set[tuple[int, str]] = set()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -142,12 +140,8 @@ class Stragglers(Callback):
         self._window = window_steps(self.every_n_steps, trainer)
         if not self._window:
             return
-        strategy: Any = trainer.strategy
         self._done = -_WARM_UP
-        self._waits = strategy.measure_waits()
-        self._clock = StepClock(self._waits)
-        phases: Any = trainer.phases  # type: ignore[attr-defined]
-        self._end_listening = phases.listen(self._clock.begin)
+        self._clock = StepClock(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -183,10 +177,9 @@ class Stragglers(Callback):
         self._stop()
 
     def _stop(self) -> None:
-        if self._end_listening is not None:
-            self._end_listening()
-            self._waits.stop()
-            self._end_listening = self._clock = self._waits = None
+        if self._clock is not None:
+            self._clock.stop()
+            self._clock = None
 
     def _tell(self, trainer: Trainer, step: int) -> None:
         assert self._clock is not None
@@ -203,7 +196,7 @@ class Stragglers(Callback):
         log_metrics(trainer, metrics, step)
         self._say(step)
         self._done = 0
-        self._waits.refresh()
+        self._clock.refresh()
 
     def _say(self, step: int) -> None:
         found = {(each.rank, each.kind) for each in self.stragglers}

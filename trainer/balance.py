@@ -75,8 +75,6 @@ class Balance(Callback):
         self._done = -_WARM_UP  # steps of this window
         self._samples = 0  # of this window
         self._clock: StepClock | None = None
-        self._waits: Any = None
-        self._end_listening: Callable[[], None] | None = None
 
     # ---- what is dealt --------------------------------------------------------------------------------------------
 
@@ -134,10 +132,7 @@ class Balance(Callback):
         self._forget_window()
         if self.options.kind != AUTO:
             return
-        self._waits = self._strategy.measure_waits()
-        self._clock = self.make_clock(self._waits)
-        phases: Any = trainer.phases  # type: ignore[attr-defined]
-        self._end_listening = phases.listen(self._clock.begin)
+        self._clock = self.make_clock(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -169,10 +164,9 @@ class Balance(Callback):
         self._stop()
 
     def _stop(self) -> None:
-        if self._end_listening is not None:
-            self._end_listening()
-            self._waits.stop()
-            self._end_listening = self._clock = self._waits = None
+        if self._clock is not None:
+            self._clock.stop()
+            self._clock = None
 
     def _forget_window(self) -> None:
         self._done, self._samples = -_WARM_UP, 0
@@ -185,7 +179,7 @@ class Balance(Callback):
         dealer = self._dealer
         everyone = self._of_all_ranks(Measured(dealer.data_rank, seconds, self._samples, dealer.drawn))
         self._done = self._samples = 0
-        self._waits.refresh()
+        self._clock.refresh()
         self.take_up(everyone, trainer)
 
     def take_up(self, everyone: Sequence[Measured], trainer: Any) -> None:

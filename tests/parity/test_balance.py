@@ -44,7 +44,7 @@ class Paced(pl.Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if trainer.balance is not None:
-            trainer.balance.make_clock = lambda waits: self
+            trainer.balance.make_clock = lambda trainer: self
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._mine = self.seconds[trainer.strategy.data_rank]
@@ -59,6 +59,12 @@ class Paced(pl.Callback):
         """Seconds of compute, data, hooks and waits since the last call."""
         new, self._told = sum(self.sizes[self._told :]), len(self.sizes)
         return [new * self._mine, 0.0, 0.0, 0.0]
+
+    def refresh(self) -> None:
+        """A window begins."""
+
+    def stop(self) -> None:
+        """Training has ended."""
 
 
 def paced_trainer(strategy: str, options: dict[str, Any], seconds: list[float], *callbacks: Any, **more: Any) -> Any:
