@@ -381,6 +381,7 @@ def _replace(owner: nn.Module, name: str, tensor: Tensor) -> None:
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     storages = {}
     for tensor in tensors:
-        storage = local_tensor(tensor).untyped_storage()
+        part = local_tensor(tensor)
+        storage = (part._values() if part.is_sparse else part).untyped_storage()
         storages[storage.data_ptr() or id(storage)] = storage.nbytes()
     return sum(storages.values())

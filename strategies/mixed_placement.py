@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.parts import TensorParts
 from trainwright.strategies.base import HeldBytes
 from trainwright.strategies.deferred import is_deferred
 from trainwright.strategies.gradients import clip_gradient_value, gradient_norm, local_tensor
@@ -160,9 +161,11 @@ class MixedPlacement(ZeroStrategy):
         super().on_train_start()
         if not self._tables or self._served is not None:
             return
+        module = self.lightning_module
+        assert module is not None
         before_update(self.precision_plugin, self._step_tables)
         self._served = ServedTables(
-            self._tables, self.optimizers[0], self._table_servers, Device(interface=self._interface)
+            module, self._tables, self.optimizers[0], self._table_servers, Device(interface=self._interface)
         )
         meeting = Meeting(default_store(), f"tables/{self.broadcast(uuid.uuid4().hex)}")
         self._served.start(self.global_rank, self.world_size, meeting, self.barrier)
@@ -172,12 +175,18 @@ class MixedPlacement(ZeroStrategy):
         if self._served is not None and self._served.outdated:
             self._served.upload(self.barrier)
 
-    def on_train_end(self) -> None:
+    def conclude(self) -> None:
         """Keep tables and their optimizer's state here, and let the servers go."""
-        super().on_train_end()
+        super().conclude()
         if self._served is not None:
             served, self._served = self._served, None
             served.retire(self.barrier)
+
+    def on_train_end(self) -> None:
+        """As :meth:`conclude`, where no Trainer of this project has called it."""
+        super().on_train_end()
+        if self._served is not None:
+            self.conclude()
 
     def _stop_serving(self) -> None:
         served, self._served = self._served, None
@@ -193,6 +202,33 @@ class MixedPlacement(ZeroStrategy):
         """Leave nothing behind."""
         self._stop_serving()
         super().teardown()
+
+    # ---- the whole ------------------------------------------------------------------------------------------------
+
+    def _wholes(self) -> dict[str, torch.Tensor]:
+        """Tables that this rank does not hold now."""
+        return {} if self._served is None or self._served.outdated else self._served.wholes()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Weights of all, tables pulled whole for it."""
+        return {**super().lightning_module_state_dict(), **self._wholes()}
+
+    def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :meth:`~trainwright.strategies.base.LayoutStrategy.whole_parameters`."""
+        wholes = self._wholes()
+        for name, value in super().whole_parameters():
+            yield name, wholes[name].cpu() if name in wholes else value
+
+    def trained_boxes(self) -> dict[str, TensorParts]:
+        """See :meth:`~trainwright.strategies.base.LayoutStrategy.trained_boxes`; without what servers hold."""
+        served = {f"weights/{name}" for name in self._tables} if self._served is not None else set()
+        return {key: boxes for key, boxes in super().trained_boxes().items() if key not in served}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of a checkpoint; tables into this rank's memory, from which servers take them."""
+        if self._served is not None:
+            self._served.bring_back()
+        super().load_model_state_dict(checkpoint, strict)
 
     def _weights_changed(self) -> None:
         super()._weights_changed()

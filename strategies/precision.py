@@ -43,6 +43,9 @@ class AgreedGradScaler(torch.amp.GradScaler):
         by_device: dict[torch.device, list[Tensor]] = {}
         for parameter in parameters:
             gradient = local_tensor(parameter.grad)
+            if gradient.is_sparse:
+                parameter.grad = gradient = gradient.coalesce()
+                gradient = gradient._values()
             by_device.setdefault(gradient.device, []).append(gradient)
         flags = {}
         for device, gradients in by_device.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -15,7 +16,7 @@ from trainwright.strategies.parameter_server.packing import State, pack, unpack
 from trainwright.strategies.parameter_server.server import BYTES, Meeting, Operation, Status, request_size
 from trainwright.strategies.parameter_server.shard import Plan, join_state, split_state
 from trainwright.strategies.parameter_server.sharder import Slice
-from trainwright.strategies.parameter_server.sparse_rows import Rows, pack_rows, touched_rows
+from trainwright.strategies.parameter_server.sparse_rows import Rows, ask_for, pack_rows, rows_within, touched_rows
 from trainwright.strategies.parameter_server.wire import (
     FIXED,
     HEADER,
@@ -107,32 +108,81 @@ class Client:
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
-    def step(self, hyper: Tensor, clip_value: float = 0.0) -> None:
+    def step(self, hyper: Tensor, clip_value: float = 0.0, pulls: bool = True) -> None:
         """Push the gradients, and pull the parameters when the servers let this worker go on.
 
         Args:
             hyper: options of the optimizer's groups.
             clip_value: what elements of the averaged gradient are clamped to, where workers step together; 0: not.
+            pulls: ``False``, where workers step together: leave the parameters with the servers.
         """
-        present = self._push(hyper, clip_value=clip_value)
-        replies = self._receive(present, payload=True)
+        present = self._push(hyper, clip_value=clip_value, quiet=not pulls)
+        replies = self._receive(present, payload=pulls)
         self.staleness = int(max(field(reply, "staleness") for reply in replies))
-        self._take()
+        if pulls:
+            self._take()
 
     def push(self, hyper: Tensor) -> float:
         """Push the gradients and hear the squared norm of their average; :meth:`commit` has to follow."""
         replies = self._receive(self._push(hyper, hold=1), payload=False)
         return sum(field(reply, "squares") for reply in replies)
 
-    def commit(self, coefficient: float, clip_value: float = 0.0) -> None:
-        """Let the step be made with the averaged gradient times ``coefficient``, and pull the parameters."""
-        self._ask(Operation.COMMIT, payload=True, coefficient=coefficient, clip_value=clip_value)
-        self._take()
+    def commit(self, coefficient: float, clip_value: float = 0.0, pulls: bool = True) -> None:
+        """Let the step be made with the averaged gradient times ``coefficient``; as :meth:`step`."""
+        self._ask(Operation.COMMIT, payload=pulls, coefficient=coefficient, clip_value=clip_value, quiet=not pulls)
+        if pulls:
+            self._take()
 
-    def pull(self) -> None:
-        """Take the servers' parameters as they are."""
+    def pull(self, into: Sequence[Tensor] | None = None) -> None:
+        """Take the servers' parameters as they are.
+
+        Args:
+            into: tensors in the order of the plan; ``None``: this worker's parameters.
+        """
         self._ask(Operation.PULL, payload=True)
-        self._take()
+        self._take(into)
+
+    def free(self) -> None:
+        """Give back the memory of messages as long as all parameters, until one is sent or received."""
+        self._gradients = [torch.zeros(self._plan.numel(s), dtype=self._plan.dtype) for s in range(len(self._pulled))]
+        self._pulled = [torch.empty_like(flat) for flat in self._gradients]
+
+    def pull_rows(self, index: int, numbers: Tensor) -> Tensor:
+        """Some rows of one parameter, as the servers have them, ``(k, ...)`` on the CPU.
+
+        Args:
+            index: of the parameter in the plan.
+            numbers: of the rows, int64 ``(k,)``, ascending, on the CPU.
+        """
+        width = math.prod(self._plan.shapes[index][1:])
+        rows = torch.empty(numbers.numel(), width, dtype=self._plan.dtype)
+        asked: dict[int, tuple[tuple[Sending, Sending], Tensor]] = {}
+        for server, held in enumerate(self._plan.held):
+            wanted = [rows_within(numbers, p) if p.parameter == index else numbers[:0] for p in held]
+            count = sum(each.numel() for each in wanted)
+            if not count:
+                continue
+            body, link = ask_for(wanted), self._links[server]
+            request = self._request(server, Operation.ROWS, bytes=body.nbytes)
+            sent = self._guarded(server, lambda: (link.send(request, HEADER), link.send(body, PAYLOAD)))  # noqa: B023
+            asked[server] = sent, torch.empty(count, width, dtype=self._plan.dtype)
+        for server, (sent, found) in asked.items():
+            self._receive_rows(server, sent, found)
+            first = 0
+            for piece in self._plan.held[server]:
+                if piece.parameter == index:
+                    start, stop = torch.searchsorted(numbers, torch.tensor([piece.start, piece.stop])).tolist()
+                    rows[start:stop] = found[first : first + stop - start]
+                    first += stop - start
+        return rows.view(-1, *self._plan.shapes[index][1:])
+
+    def _receive_rows(self, server: int, sent: tuple[Sending, ...], found: Tensor) -> None:
+        reply, link = torch.zeros(FIXED, dtype=torch.float64), self._links[server]
+        coming = self._guarded(server, lambda: (link.receive(reply, HEADER), link.receive(found, PAYLOAD)))
+        for each in (*sent, coming[0]):
+            self._guarded(server, each.wait)
+        self._refuse_ended(server, reply)
+        self._guarded(server, coming[1].wait)
 
     def meet(self) -> int:
         """Wait until all workers do, and take the servers' parameters, the same on all.
@@ -200,12 +250,12 @@ class Client:
         return encode_with_feedback(self._codec, flat[None], self.residuals[server][None])[0]
 
     @torch.no_grad()
-    def _take(self) -> None:
+    def _take(self, into: Sequence[Tensor] | None = None) -> None:
         """Put what was pulled into the parameters."""
         for held, flat in zip(self._plan.held, self._pulled, strict=True):
             parts = flat.split([piece.numel for piece in held])
             for piece, part in zip(held, parts, strict=True):
-                parameter = self._parameters[piece.parameter]
+                parameter = (into or self._parameters)[piece.parameter]
                 target = parameter[piece.start : piece.stop] if parameter.dim() else parameter
                 target.copy_(part.view(piece.shape))
 

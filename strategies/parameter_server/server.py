@@ -21,7 +21,7 @@ from trainwright.strategies.parameter_server.packing import pack, unpack
 from trainwright.strategies.parameter_server.rejoining import Absent, Offer
 from trainwright.strategies.parameter_server.rounds import Round
 from trainwright.strategies.parameter_server.shard import Plan, Shard
-from trainwright.strategies.parameter_server.sparse_rows import unpack_rows
+from trainwright.strategies.parameter_server.sparse_rows import look_up, unpack_rows
 from trainwright.strategies.parameter_server.wire import FIXED, HEADER, PAYLOAD, Device, Link, LinkError, field, header
 
 # Seconds that closing waits for a worker's thread; one that waits for a message of a living worker ends with that.
@@ -49,6 +49,7 @@ class Operation(IntEnum):
     LOAD = 6
     VOTE = 7
     LEAVE = 8
+    ROWS = 9
 
 
 class Status(IntEnum):
@@ -415,7 +416,7 @@ class Server:
             self._advance()
             self._until(lambda: mine.made or (mine.hold and mine.mean is not None))
         # Nothing is stepped until this worker has pushed again, so what is sent stays as it is.
-        self._reply(link, None if mine.hold else self.shard.flat, squares=mine.squares)
+        self._reply(link, None if mine.hold else self._parameters_for(request), squares=mine.squares)
 
     def _commit(self, link: Link, worker: int, request: Tensor) -> None:
         with self._changed:
@@ -423,7 +424,17 @@ class Server:
             mine.say(worker, field(request, "coefficient"), field(request, "clip_value"))
             self._advance()
             self._until(lambda: mine.made)
-        self._reply(link, self.shard.flat)
+        self._reply(link, self._parameters_for(request))
+
+    def _parameters_for(self, request: Tensor) -> Tensor | None:
+        return None if field(request, "quiet") else self.shard.flat
+
+    def _rows(self, link: Link, worker: int, request: Tensor) -> None:
+        wanted = torch.empty(int(field(request, "bytes")) // 8, dtype=torch.int64)
+        link.receive(wanted, PAYLOAD).wait()
+        with self._changed:
+            rows = look_up(wanted, self.shard.split(self.shard.flat))
+        self._reply(link, rows)
 
     def _push_alone(self, link: Link, worker: int, gradient: Tensor, hyper: Tensor, present: list[bool]) -> None:
         with self._changed:
@@ -501,6 +512,7 @@ class Server:
         Operation.STATE: _state,
         Operation.LOAD: _load,
         Operation.VOTE: _vote,
+        Operation.ROWS: _rows,
     }
 
 

@@ -98,3 +98,32 @@ def unpack_rows(message: Tensor, pieces: Sequence[Slice], dtype: torch.dtype) ->
         target.view(length, width).index_copy_(0, own, values[read : read + count * width].view(count, width))
         taken, read = taken + count, read + count * width
     return flat
+
+
+def rows_within(numbers: Tensor, piece: Slice) -> Tensor:
+    """Those of ascending ``numbers`` of rows that lie in a slice, counted from its first."""
+    first, last = torch.searchsorted(numbers, torch.tensor([piece.start, piece.stop])).tolist()
+    return numbers[first:last] - piece.start
+
+
+def ask_for(rows: Sequence[Tensor]) -> Tensor:
+    """A request for some rows of each slice of a server, int64: how many of each slice, then their numbers."""
+    return torch.cat([torch.tensor([each.numel() for each in rows], dtype=torch.int64), *rows])
+
+
+def look_up(request: Tensor, slices: Sequence[Tensor]) -> Tensor:
+    """The rows that a request of :func:`ask_for` wants, one after the other.
+
+    Args:
+        request: what was asked.
+        slices: of the server, each in its shape.
+
+    Raises:
+        ValueError: if a slice has no such row.
+    """
+    counts = request[: len(slices)].tolist()
+    numbers = request[len(slices) :].split(counts)
+    for own, held in zip(numbers, slices, strict=True):
+        if own.numel() and not 0 <= int(own.min()) <= int(own.max()) < len(held):
+            raise ValueError(f"rows {int(own.min())} to {int(own.max())} were asked for of a slice of {len(held)} rows")
+    return torch.cat([held[own].flatten() for own, held in zip(numbers, slices, strict=True) if own.numel()])

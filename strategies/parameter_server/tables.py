@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.strategies.parameter_server.client import Client
+from trainwright.strategies.parameter_server.lookups import Lookups, looks_up_alone
 from trainwright.strategies.parameter_server.server import Meeting, Rules, Server
 from trainwright.strategies.parameter_server.shard import Plan
 from trainwright.strategies.parameter_server.wire import Device
@@ -41,6 +42,11 @@ def find_tables(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Paramet
                 f"placement: {name} is {tied[0]} as well, which computes with all of its rows in every step. Leave it "
                 "to the layout, or do not tie them."
             )
+        if not looks_up_alone(embeddings[name]):
+            raise ValueError(
+                f"placement: {name} is the table of a {type(embeddings[name]).__name__}, whose forward is its own and "
+                "may use all rows. Leave it to the layout, or use nn.Embedding or nn.EmbeddingBag."
+            )
         if embeddings[name].max_norm is not None:
             raise ValueError(
                 f"placement: {name} has max_norm={embeddings[name].max_norm}, which changes rows in the forward of "
@@ -56,14 +62,25 @@ class ServedTables:
     step them by an optimizer of the same class with the same options, which travel with each push. Its ``state_dict``
     holds the servers' states while it is made.
 
+    While training a rank holds no table: before the forward of an embedding it pulls the rows of the batch, and pushes
+    their gradients in the step. A parameter keeps its shape, and its memory is a single NaN.
+
     Args:
+        module: the user's.
         tables: name -> parameter.
         optimizer: the user's, with these parameters among its groups.
         servers: how many; the first ranks hold one each.
         device: to make links over.
     """
 
-    def __init__(self, tables: Mapping[str, nn.Parameter], optimizer: Optimizer, servers: int, device: Device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        tables: Mapping[str, nn.Parameter],
+        optimizer: Optimizer,
+        servers: int,
+        device: Device,
+    ) -> None:
         self.optimizer = optimizer
         self.server: Server | None = None
         """The server that this rank holds, if it does."""
@@ -73,6 +90,8 @@ class ServedTables:
         self.plan = Plan.of(optimizer, names, servers, only=names)
         by_name = dict(tables)
         self.parameters = [by_name[name] for name in self.plan.names]
+        self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self._lookups = Lookups(module, self.parameters)
         self._device = device
         self._client: Client | None = None
         self._coefficient: float | None = None  # of gradients that are pushed, but not stepped
@@ -108,11 +127,12 @@ class ServedTables:
         self.outdated = False
         self._forget()
         barrier()  # nobody pulls before the servers have it
-        self.client.pull()
+        self.client.free()
+        self._lookups.begin(self._look_up)
 
     def retire(self, barrier: Callable[[], Any]) -> None:
         """Keep tables and states here, and let the servers go. A collective."""
-        self.client.pull()
+        self.bring_back()
         self._fetch()
         self._remove_hooks()
         barrier()  # nobody leaves before all have what they need
@@ -124,6 +144,7 @@ class ServedTables:
     def stop(self) -> None:
         """Hang up at once; the others hear of it."""
         self._remove_hooks()
+        self._lookups.end()
         client, server = self._client, self.server
         self._client = self.server = None
         if client is not None:
@@ -155,7 +176,28 @@ class ServedTables:
             self.optimizer.state.pop(parameter, None)
 
     def _reloaded(self) -> None:
+        self.bring_back()
         self.outdated = True
+
+    def wholes(self) -> dict[str, Tensor]:
+        """The tables by name, whole, in memory of their own on the device of this rank."""
+        found = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.parameters]
+        self.client.pull(found)
+        self.client.free()
+        return dict(zip(self.plan.names, found, strict=True))
+
+    def bring_back(self) -> None:
+        """Let the module hold its tables itself until the next :meth:`upload`."""
+        if self._client is None or not self._lookups.running:
+            return
+        wholes = self.wholes()
+        self._lookups.end()
+        for name, parameter in zip(self.plan.names, self.parameters, strict=True):
+            parameter.data = wholes[name]
+
+    def _look_up(self, parameter: nn.Parameter, numbers: Tensor) -> Tensor:
+        index = self._index[id(parameter)]
+        return self.client.pull_rows(index, numbers.cpu()).to(parameter.device, parameter.dtype)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -176,9 +218,9 @@ class ServedTables:
         clip_value, self._clip_value = self._clip_value, 0.0
         coefficient, self._coefficient = self._coefficient, None
         if coefficient is None:
-            self.client.step(self.plan.hyper.read(self.optimizer.param_groups), clip_value)
+            self.client.step(self.plan.hyper.read(self.optimizer.param_groups), clip_value, pulls=False)
         else:
-            self.client.commit(coefficient, clip_value)
+            self.client.commit(coefficient, clip_value, pulls=False)
         self.drop_gradients()
 
     def drop_gradients(self) -> None:

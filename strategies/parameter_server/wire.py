@@ -144,6 +144,7 @@ FIELDS = {
     "clock": 9,
     "staleness": 10,
     "worker": 11,
+    "quiet": 13,  # answer a step without parameters
     "returns": 12,  # how often lost workers have come again, at a meeting
 }
 FIXED = len(FIELDS)

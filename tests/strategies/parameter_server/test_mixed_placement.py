@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 
 from tests.parity.harness import make_trainer
 from trainwright.recipes.wide_deep import ClickData, WideDeep
+from trainwright.strategies.communication.meter import Sent
 from trainwright.strategies.hybrid import HybridStrategy
 from trainwright.strategies.parameter_server.tables import find_tables
+from trainwright.strategies.parameter_server.wire import FIXED
 
 PLACEMENT = {"embedding.*": "parameter_server", "*": "shard"}
 SMALL: dict[str, Any] = {"rows": 64, "wide_rows": 96, "dim": 4, "hidden": (8,)}
@@ -187,3 +190,62 @@ def test_tables_that_are_used_elsewhere_are_refused():
         find_tables(module, ["table.weight"])
     with pytest.raises(ValueError, match=r"limited.weight has max_norm=1.0"):
         find_tables(module, ["limited.weight"])
+
+
+class Watch(pl.Callback):
+    """What a rank holds and what servers send in the second step, and which rows its batch touches."""
+
+    def __init__(self) -> None:
+        self.rows = self.held = self.sent = self.pulled = 0
+        self.is_number = True
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != 1:
+            return
+        dist.barrier()
+        self.meter = trainer.strategy.measure_communication()
+        tables = [part for part in pl_module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+        self.hooks = [part.register_forward_pre_hook(self._count) for part in tables]
+        self.is_number = any(part.weight.isfinite().any() for part in tables)
+
+    def _count(self, part: Any, inputs: Any) -> None:
+        self.rows += inputs[0].unique().numel() * part.embedding_dim
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != 2:
+            return
+        self.held = trainer.strategy.held_bytes().total
+        tables = len(self.hooks)
+        pulled = torch.tensor([self.rows * 4 + 8 * FIXED * (tables + 1)])  # headers: of each table, and of the step
+        dist.all_reduce(pulled)
+        self.pulled = int(pulled)
+        if trainer.is_global_zero:  # its server may still have to count what has arrived already
+            end = time.monotonic() + 30
+            while self.sent < self.pulled and time.monotonic() < end:
+                self.sent += int(self.meter.take().get(("server", "pull"), Sent()).bytes)
+                time.sleep(0.01)
+        else:
+            self.sent = int(self.meter.take().get(("server", "pull"), Sent()).bytes)
+        dist.barrier()  # the others go on to pull whole tables
+        self.meter.stop()
+        for hook in self.hooks:
+            hook.remove()
+
+
+def watch() -> Any:
+    seen = Watch()
+    module, _ = fit("hybrid", {"placement": PLACEMENT, "stage": 2}, "adamw", 2, callbacks=[seen])
+    tables = [p for name, p in module.named_parameters() if name.startswith("embedding.")]
+    dense = sum(p.numel() for p in module.parameters()) - sum(table.numel() for table in tables)
+    after = all(table.isfinite().all() for table in tables)
+    return {name: getattr(seen, name) for name in ("sent", "pulled", "held", "is_number")}, dense, after
+
+
+def test_a_rank_pulls_the_rows_of_its_batch_and_holds_no_table(ranks):
+    (first, _, after), (second, dense, _) = ranks(watch, 2)
+    assert first["sent"] == first["pulled"]
+    assert second["sent"] == 0  # it has no server
+    # Parameters and their gradients, and half of Adam's two states and scalars: nothing of a table.
+    assert second["held"] < 4 * dense * 4
+    assert after
+    assert not first["is_number"]
