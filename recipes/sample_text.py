@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,7 +12,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from trainwright.recipes.language_model import LanguageModule, Prefix
-from trainwright.trainer.phases import IDLE, Phases
+
+# The name of the phase before and after training.
+_IDLE = "idle"
 
 
 class SampleText(Callback):
@@ -75,11 +78,11 @@ class SampleText(Callback):
             self._publish(trainer, text)
 
     def _write(self, trainer: Trainer, pl_module: LanguageModule) -> str:
-        phases: Phases | None = getattr(trainer, "phases", None)
+        phases: Any = getattr(trainer, "phases", None)  # of a Trainer of this project
 
         def next_logits(prefix: Prefix, batch_idx: int) -> Tensor:
             if phases is not None:
-                phases.begin(IDLE)  # each byte is progress: all together may take longer than a hang
+                phases.begin(_IDLE)  # each byte is progress: all together may take longer than a hang
             # Through the strategy, which alone knows how to bring a sharded model's weights together.
             on_device = Prefix(prefix.ids_BT.to(trainer.strategy.root_device))
             logits: Tensor = trainer.strategy.predict_step(on_device, batch_idx)
