@@ -52,6 +52,11 @@ def receive(source: int, group: dist.ProcessGroup) -> HeldState:
     # In the order in which they were sent: that of the tensors, which the header keeps.
     boxes = [box for parts in held.content.tensors.values() for _, box in parts.parts]
     _receive([box.view(-1).view(torch.uint8) for box in boxes], source, group)
+    return handed_over(held)
+
+
+def handed_over(held: HeldState) -> HeldState:
+    """A state that says of itself that another rank made it."""
     return replace(held, content=replace(held.content, about={**held.content.about, HANDED_OVER: True}))
 
 

@@ -65,6 +65,12 @@ class LayoutGroups:
         return next(group for group in self.layout.groups(*axes) if rank in group)
 
 
+def default_store() -> dist.Store:
+    """The store of the process group of all ranks."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
 def leave_groups() -> None:
     """Leave the default process group and with it all others, so that this process can meet other ranks anew.
 

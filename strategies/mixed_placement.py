@@ -18,11 +18,12 @@ from trainwright.checkpoint.parts import TensorParts
 from trainwright.strategies.base import HeldBytes
 from trainwright.strategies.deferred import is_deferred
 from trainwright.strategies.gradients import clip_gradient_value, gradient_norm, local_tensor
+from trainwright.strategies.groups import default_store
 from trainwright.strategies.parameter_server.options import rank_problems
 from trainwright.strategies.parameter_server.placement import served_names
 from trainwright.strategies.parameter_server.server import Meeting
 from trainwright.strategies.parameter_server.shard import refuse_closure
-from trainwright.strategies.parameter_server.tables import ServedTables, default_store, find_tables, scale_gradients
+from trainwright.strategies.parameter_server.tables import ServedTables, find_tables, scale_gradients
 from trainwright.strategies.parameter_server.wire import LOOPBACK, Device
 from trainwright.strategies.precision import AgreedGradScaler, before_update
 from trainwright.strategies.zero import ZeroStrategy
@@ -56,11 +57,6 @@ class MixedPlacement(ZeroStrategy):
         self._served: ServedTables | None = None
 
     # ---- what others may read -------------------------------------------------------------------------------------
-
-    @property
-    def served_tables(self) -> tuple[str, ...]:
-        """Names of the parameters that servers hold while training; their gradients are not in ``named_gradients``."""
-        return tuple(self._tables)
 
     def held_bytes(self) -> HeldBytes:
         """Bytes that this rank holds now, its server's included."""

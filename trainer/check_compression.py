@@ -17,6 +17,7 @@ from trainwright.strategies.compression.options import (
     scaled_onebit_problem,
 )
 from trainwright.strategies.layout import Layout
+from trainwright.trainer.targets import class_of
 
 _OURS = "trainwright.strategies."
 _SYNCHRONOUS = ("DDPStrategy", "ZeroStrategy", "HybridStrategy", "SingleDeviceStrategy")
@@ -72,13 +73,9 @@ def _beside(cfg: DictConfig, choice: CompressionChoice, layout: Layout | None) -
         return
     if cfg.precision == "16-mixed":
         yield scaled_onebit_problem()
-    optimizer = _class_of(cfg.optimizer)
+    optimizer = class_of(cfg.optimizer)
     if optimizer and optimizer not in _ADAM:
         yield (
             f"compression=onebit with the optimizer {optimizer}: the scheme is that of Adam's momentum and variance; "
             "type optimizer=adamw, or compression=topk or compression=powersgd, which serve any optimizer"
         )
-
-
-def _class_of(value: Any) -> str:
-    return str(value.get("_target_", "")).rsplit(".", 1)[-1] if isinstance(value, DictConfig) else ""

@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.callbacks.guard_options import guard_problems
+from trainwright.trainer.targets import class_of
 
 _GUARD = "LossGuard"
 
@@ -16,7 +17,7 @@ def guard_refusals(cfg: DictConfig) -> list[str]:
         f"{group}.{name}": value
         for group in ("guard", "callbacks")
         for name, value in cfg[group].items()
-        if _class_of(value) == _GUARD
+        if class_of(value) == _GUARD
     }
     problems = [f"{key}: {problem}" for key, value in guards.items() for problem in guard_problems(_options_of(value))]
     if len(guards) > 1:
@@ -28,18 +29,14 @@ def guard_refusals(cfg: DictConfig) -> list[str]:
 
 def _beside(cfg: DictConfig, key: str, policy: str) -> Iterator[str]:
     """What else cannot be had together with a guard."""
-    if _class_of(cfg.optimizer) == "LBFGS":
+    if class_of(cfg.optimizer) == "LBFGS":
         yield f"{key} with optimizer LBFGS, which computes the loss several times within a step; type guard=none"
-    averaging = [name for name, each in cfg.callbacks.items() if _class_of(each) == "StochasticWeightAveraging"]
+    averaging = [name for name, each in cfg.callbacks.items() if class_of(each) == "StochasticWeightAveraging"]
     if policy == "rollback" and averaging:
         yield (
             f"{key} with callbacks.{averaging[0]}: StochasticWeightAveraging exchanges schedulers while it runs, which "
             "going back cannot undo; type guard=skip, or use WeightAveraging in its place"
         )
-
-
-def _class_of(value: Any) -> str:
-    return str(value.get("_target_", "")).rsplit(".", 1)[-1] if isinstance(value, DictConfig) else ""
 
 
 def _options_of(value: DictConfig) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from trainwright.strategies.local_updates.rules import (
     local_update_problems,
     sync_batchnorm_problem,
 )
+from trainwright.trainer.targets import class_of
 
 _PREFIX = "strategy."
 # Lightning's; their subclasses are refused by the ranks.
@@ -32,7 +33,7 @@ def local_update_refusals(cfg: DictConfig, verb: str, layout: Layout | None) -> 
         verb: fit, validate, test or predict.
         layout: closed; None if the layout is refused anyway.
     """
-    if _class_of(cfg.strategy) not in (_LOCAL_SGD, _DILOCO):
+    if class_of(cfg.strategy) not in (_LOCAL_SGD, _DILOCO):
         return []
     plain: Any = OmegaConf.to_container(cfg.strategy)
     problems = local_update_problems(_ours(plain), _PREFIX)
@@ -50,7 +51,7 @@ def difference_from_one_process(cfg: DictConfig, steps: int) -> str | None:
         cfg: as it was composed.
         steps: how many steps are compared.
     """
-    strategy, name = cfg.strategy, _class_of(cfg.strategy)
+    strategy, name = cfg.strategy, class_of(cfg.strategy)
     if name not in (_LOCAL_SGD, _DILOCO) or strategy.warmup_steps >= steps:
         return None
     wanted: dict[str, Any] = {"sync_every": 1}
@@ -75,7 +76,7 @@ def local_update_refusals_of_module(cfg: DictConfig, verb: str) -> list[str]:
 
     A module that cannot be built so is left to the ranks, which ask the same questions.
     """
-    if _class_of(cfg.strategy) not in (_LOCAL_SGD, _DILOCO) or verb != "fit" or "_target_" not in cfg.module:
+    if class_of(cfg.strategy) not in (_LOCAL_SGD, _DILOCO) or verb != "fit" or "_target_" not in cfg.module:
         return []
     from trainwright.trainer.check_layout import meta_module
 
@@ -112,20 +113,20 @@ def _layout_problems(cfg: DictConfig, layout: Layout | None) -> Iterator[str]:
             f"strategy.replicate=1 of {layout.world_size} rank(s) ({others}): there are no replicas to bring together; "
             "type devices=2 or more (with strategy.replicate=-1), or strategy=ddp (or hybrid) without local updates"
         )
-    if _class_of(cfg.strategy) == _LOCAL_SGD and layout.replicate == layout.world_size:
+    if class_of(cfg.strategy) == _LOCAL_SGD and layout.replicate == layout.world_size:
         yield from (
             f"{key}: ReplicaCheck compares what ranks hold alike, and replicas of local_sgd that are one rank each "
             "hold nothing alike between two averages; type monitor=default, or strategy=diloco, whose common "
             "parameters it compares"
             for key, value in _callbacks(cfg)
-            if _class_of(value) == "ReplicaCheck"
+            if class_of(value) == "ReplicaCheck"
         )
 
 
 def _compression_problems(cfg: DictConfig) -> Iterator[str]:
     """What speaks against the group `compression`, which says how outer gradients are sent where it is not none."""
     name, own = cfg.compression.name, cfg.strategy.get("compression")
-    if _class_of(cfg.strategy) == _LOCAL_SGD:
+    if class_of(cfg.strategy) == _LOCAL_SGD:
         of_group = compressed_parameters_problem(name, _PREFIX, is_group=True)
         yield from (each for each in (of_group, compressed_parameters_problem(own, _PREFIX)) if each is not None)
     elif name != UNCOMPRESSED and own is not None:
@@ -145,8 +146,8 @@ def _compression_problems(cfg: DictConfig) -> Iterator[str]:
 def _beside(cfg: DictConfig) -> Iterator[str]:
     """What else cannot be had together with replicas that differ."""
     for key, value in _callbacks(cfg):
-        if _class_of(value) in _AVERAGING:
-            yield f"{key}: {averaging_callback_problem(_class_of(value))}"
+        if class_of(value) in _AVERAGING:
+            yield f"{key}: {averaging_callback_problem(class_of(value))}"
     if cfg.balance.kind != "none":
         yield (
             f"balance={cfg.balance.kind} with local updates: unequal shares of the global batch are weighed in the "
@@ -160,7 +161,3 @@ def _callbacks(cfg: DictConfig) -> Iterator[tuple[str, Any]]:
     for group in ("callbacks", "monitor"):
         for name, value in cfg[group].items():
             yield f"{group}.{name}", value
-
-
-def _class_of(node: Any) -> str:
-    return str(node.get("_target_", "")).rsplit(".", 1)[-1] if isinstance(node, DictConfig) else ""

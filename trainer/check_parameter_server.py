@@ -10,6 +10,7 @@ from trainwright.strategies.parameter_server.options import DEFAULTS, push_probl
 from trainwright.trainer.check_compression import compression_of
 from trainwright.trainer.check_leases import lease_problems
 from trainwright.trainer.check_recovery import replaceable_ranks
+from trainwright.trainer.targets import class_of
 
 _PREFIX = "strategy."
 # Callbacks that run collectives as training goes, and what to type to be without.
@@ -55,7 +56,7 @@ def _pushes(cfg: DictConfig) -> list[str]:
 
 
 def _in_any_case(cfg: DictConfig) -> Iterator[str]:
-    if _class_of(cfg.optimizer) == "LBFGS":
+    if class_of(cfg.optimizer) == "LBFGS":
         yield (
             "optimizer LBFGS with strategy=parameter_server: it computes the loss several times within a step (needs "
             "a closure), which a server cannot; type optimizer=adamw, or strategy=ddp"
@@ -78,8 +79,8 @@ def _when_alone(cfg: DictConfig, why: str) -> Iterator[str]:
     instead = ", or strategy.consistency=sync" if "consistency" in why else ", or launch.recovery=restart"
     for group in ("guard", "monitor", "callbacks"):
         for name, callback in cfg[group].items():
-            if _class_of(callback) in _TIED:
-                yield f"{group}.{name} {ending}; type {_TIED[_class_of(callback)]}{instead}"
+            if class_of(callback) in _TIED:
+                yield f"{group}.{name} {ending}; type {_TIED[class_of(callback)]}{instead}"
     if cfg.trainer.max_time is not None:
         yield f"trainer.max_time={cfg.trainer.max_time} {ending}; type max_steps or max_epochs"
     if cfg.trainer.sync_batchnorm:
@@ -89,7 +90,3 @@ def _when_alone(cfg: DictConfig, why: str) -> Iterator[str]:
         )
     if cfg.trainer.loss_weighting == "tokens":
         yield f"trainer.loss_weighting=tokens {ending}; type trainer.loss_weighting=micro_batch"
-
-
-def _class_of(value: Any) -> str:
-    return str(value.get("_target_", "")).rsplit(".", 1)[-1] if isinstance(value, DictConfig) else ""

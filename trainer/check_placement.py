@@ -1,11 +1,11 @@
 """What cannot be had beside `strategy.placement` (tables on servers), as far as it is known before a start."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from omegaconf import DictConfig
 
 from trainwright.strategies.local_updates.rules import PLACEMENT
+from trainwright.trainer.targets import class_of
 
 # Lightning's; their subclasses are refused by the ranks.
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
@@ -28,9 +28,9 @@ def placement_refusals(cfg: DictConfig, verb: str) -> list[str]:
 
 
 def _problems(cfg: DictConfig) -> Iterator[str]:
-    if _class_of(cfg.strategy) in _LOCAL_UPDATES:
+    if class_of(cfg.strategy) in _LOCAL_UPDATES:
         yield f"strategy.{PLACEMENT}"
-    if _class_of(cfg.optimizer) == "LBFGS":
+    if class_of(cfg.optimizer) == "LBFGS":
         yield (
             "optimizer LBFGS with strategy.placement: it computes the loss several times within a step (needs a "
             "closure), which a server cannot; type optimizer=adamw"
@@ -53,12 +53,8 @@ def _problems(cfg: DictConfig) -> Iterator[str]:
         )
     for group in ("callbacks", "monitor"):
         for name, callback in cfg[group].items():
-            if _class_of(callback) in _AVERAGING:
+            if class_of(callback) in _AVERAGING:
                 yield (
                     f"{group}.{name} with strategy.placement: the average would have tables of its own; type "
                     f"{group}.{name}=null"
                 )
-
-
-def _class_of(value: Any) -> str:
-    return str(value.get("_target_", "")).rsplit(".", 1)[-1] if isinstance(value, DictConfig) else ""

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
+from trainwright.strategies.groups import default_store
 from trainwright.trainer.data_order import Drawn, EpochOrder, RankBatchSampler, Resumed
 from trainwright.trainer.lease_book import GUARANTEES, Lease
 from trainwright.trainer.lease_service import Address, LeaseDesk, LeaseService, listening_host
@@ -34,7 +34,7 @@ _met: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary()
 def _meeting(of_fit: dist.Store | None) -> tuple[dist.Store, str]:
     if of_fit is not None:
         return of_fit, _STORE_KEY.format("fit")
-    store = _get_default_store()
+    store = default_store()
     _met[store] = _met.get(store, 0) + 1
     return store, _STORE_KEY.format(_met[store])
 

@@ -9,6 +9,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
 from trainwright.trainer.problems import did_you_mean
 
 
@@ -22,6 +24,11 @@ def targets_in(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(node, list):
         for number, value in enumerate(node):
             yield from targets_in(value, f"{path}[{number}]")
+
+
+def class_of(node: Any) -> str:
+    """Name of the class that a part of a configuration builds; empty where it builds none."""
+    return str(node.get("_target_", "")).rsplit(".", 1)[-1] if isinstance(node, DictConfig) else ""
 
 
 def problem_of_target(key: str, target: str) -> str | None:

@@ -43,7 +43,7 @@ from trainwright.trainer.launch.ending import preemption_refusals
 from trainwright.trainer.machine import num_gpus, port_is_taken
 from trainwright.trainer.problems import did_you_mean
 from trainwright.trainer.run_directory import holds_run
-from trainwright.trainer.targets import problem_of_target, targets_in
+from trainwright.trainer.targets import class_of, problem_of_target, targets_in
 
 VERBS = ("fit", "validate", "test", "predict")
 # Lightning's; their subclasses are refused by the ranks.
@@ -391,21 +391,17 @@ def _with_cut_module(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     if layout is None or not cuts_module(layout):
         return []
     problems = [
-        f"callbacks.{name}: {averaging_problem(_class_of(callback))}"
+        f"callbacks.{name}: {averaging_problem(class_of(callback))}"
         for name, callback in cfg.callbacks.items()
-        if isinstance(callback, DictConfig) and _class_of(callback) in _AVERAGING and layout.expert > 1
+        if isinstance(callback, DictConfig) and class_of(callback) in _AVERAGING and layout.expert > 1
     ]
     if cfg.trainer.sync_batchnorm:
         problem = sync_batchnorm_problem(layout)
         problems += [problem] if problem else []
     if isinstance(cfg.optimizer, DictConfig):
-        problem = optimizer_problem(layout, _class_of(cfg.optimizer))
+        problem = optimizer_problem(layout, class_of(cfg.optimizer))
         problems += [f"optimizer: {problem}"] if problem else []
     return problems
-
-
-def _class_of(node: DictConfig) -> str:
-    return str(node.get("_target_", "")).rsplit(".", 1)[-1]
 
 
 def _model(cfg: DictConfig, surroundings: Surroundings) -> list[str]:

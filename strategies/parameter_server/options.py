@@ -131,7 +131,3 @@ def rank_problems(servers: int, world_size: int, prefix: str = "") -> list[str]:
         f"{prefix}servers={servers} with {world_size} rank(s): a rank holds one server at most; type "
         f"{prefix}servers={world_size}"
     ]
-
-
-# Why something that ties ranks together at every step cannot be had.
-ALONE = "ranks step by themselves"

@@ -13,14 +13,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.checkpoint.handing_over import HANDED_OVER
+from trainwright.checkpoint.handing_over import handed_over
 from trainwright.checkpoint.held import HeldState
 from trainwright.checkpoint.memory import pack, unpack
 from trainwright.checkpoint.save import Content
@@ -95,8 +95,7 @@ def take(link: Link) -> HeldState:
     parts = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
     for part in parts:
         link.receive(part, PAYLOAD).wait()
-    held = unpack(parts[0], parts[1])
-    return replace(held, content=replace(held.content, about={**held.content.about, HANDED_OVER: True}))
+    return handed_over(unpack(parts[0], parts[1]))
 
 
 class Pace:

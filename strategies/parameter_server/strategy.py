@@ -23,6 +23,7 @@ from trainwright.strategies.base import HeldBytes, LayoutStrategy
 from trainwright.strategies.checkpointing import OF_RUN
 from trainwright.strategies.compression.codecs import Codec
 from trainwright.strategies.compression.names import choose_compression, codec_of
+from trainwright.strategies.groups import default_store
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.parameter_server.averaging import average_buffers, varying_buffers
 from trainwright.strategies.parameter_server.client import Client
@@ -309,7 +310,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         plan = self._plan(served)
         self._refuse_other_models(plan.digest, list(zip(plan.names, plan.shapes, strict=True)))
         self._say_what_varies()
-        self._store = dist.distributed_c10d._get_default_store() if self._incarnation is None else run_store()
+        self._store = default_store() if self._incarnation is None else run_store()
         meeting = Meeting(self._store, f"parameter_server/{self.broadcast(uuid.uuid4().hex)}")
         if self.global_rank < self.servers:
             replaces = self._incarnation is not None

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -227,12 +226,6 @@ class ServedTables:
         """Let the user's optimizer pass the tables over."""
         for parameter in self.parameters:
             parameter.grad = None
-
-
-def default_store() -> dist.Store:
-    """The store of the process group of all ranks."""
-    store: dist.Store = dist.distributed_c10d._get_default_store()
-    return store
 
 
 def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from trainwright.strategies.groups import default_store
+
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype)
 
 
@@ -120,7 +122,7 @@ class FormBook:
     """
 
     def __init__(self, prefix: str) -> None:
-        self._store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        self._store = dist.PrefixStore(prefix, default_store())
         self._known: dict[str, Form] = {}
         self._generation = 0
 
