@@ -14,7 +14,7 @@ from trainwright.strategies.compression.codecs import Codec
 from trainwright.strategies.compression.compressor import encode_with_feedback
 from trainwright.strategies.parameter_server.packing import State, pack, unpack
 from trainwright.strategies.parameter_server.server import BYTES, Meeting, Operation, Status, request_size
-from trainwright.strategies.parameter_server.shard import Plan, join_state, split_state
+from trainwright.strategies.parameter_server.shard import Plan, join_norms, join_state, split_state
 from trainwright.strategies.parameter_server.sharder import Slice
 from trainwright.strategies.parameter_server.sparse_rows import Rows, ask_for, pack_rows, rows_within, touched_rows
 from trainwright.strategies.parameter_server.wire import (
@@ -117,15 +117,20 @@ class Client:
             pulls: ``False``, where workers step together: leave the parameters with the servers.
         """
         present = self._push(hyper, clip_value=clip_value, quiet=not pulls)
-        replies = self._receive(present, payload=pulls)
+        replies = self._receive(present, self._pulled if pulls else None)
         self.staleness = int(max(field(reply, "staleness") for reply in replies))
         if pulls:
             self._take()
 
-    def push(self, hyper: Tensor) -> float:
-        """Push the gradients and hear the squared norm of their average; :meth:`commit` has to follow."""
-        replies = self._receive(self._push(hyper, hold=1), payload=False)
-        return sum(field(reply, "squares") for reply in replies)
+    def push(self, hyper: Tensor) -> Tensor:
+        """Push the gradients and hear norms of their average; :meth:`commit` has to follow.
+
+        Returns:
+            The norm of each parameter's gradient in the order of the plan, without those that no worker has one of.
+        """
+        norms = [torch.zeros(len(held), dtype=torch.float64) for held in self._plan.held]
+        self._receive(self._push(hyper, hold=1), norms)
+        return join_norms(self._plan, norms)
 
     def commit(self, coefficient: float, clip_value: float = 0.0, pulls: bool = True) -> None:
         """Let the step be made with the averaged gradient times ``coefficient``; as :meth:`step`."""
@@ -286,7 +291,7 @@ class Client:
                 server,
                 lambda: (link.send(request, HEADER), link.send(flat, PAYLOAD), link.send(data, BYTES)),  # noqa: B023
             )
-            self._receive([sent], payload=False, only=server)
+            self._receive([sent], only=server)
 
     # ---- talking ----------------------------------------------------------------------------------------------------
 
@@ -298,32 +303,33 @@ class Client:
         for server, link in enumerate(self._links):
             request = self._request(server, operation, **fields)
             sent.append(self._guarded(server, lambda: (link.send(request, HEADER),)))  # noqa: B023
-        return self._receive(sent, payload)
+        return self._receive(sent, self._pulled if payload else None)
 
     def _exchange(self, server: int, request: Tensor) -> Tensor:
         sent = self._guarded(server, lambda: (self._links[server].send(request, HEADER),))
-        return self._receive([sent], payload=False, only=server)[0]
+        return self._receive([sent], only=server)[0]
 
-    def _receive(self, sent: Sequence[Sequence[Sending]], payload: bool, only: int | None = None) -> list[Tensor]:
-        """Replies of the servers, all on their way at once."""
+    def _receive(
+        self, sent: Sequence[Sequence[Sending]], bodies: Sequence[Tensor] | None = None, only: int | None = None
+    ) -> list[Tensor]:
+        """Replies of the servers, all on their way at once, and what follows each of them."""
         servers = range(len(self._links)) if only is None else (only,)
         replies = [torch.zeros(FIXED, dtype=torch.float64) for _ in servers]
         coming = [
             self._guarded(server, lambda: self._links[server].receive(reply, HEADER))  # noqa: B023
             for server, reply in zip(servers, replies, strict=True)
         ]
-        bodies = [
-            self._guarded(server, lambda: self._links[server].receive(self._pulled[server], PAYLOAD))  # noqa: B023
-            for server in servers
-            if payload
+        following = [
+            self._guarded(server, lambda: self._links[server].receive(body, PAYLOAD))  # noqa: B023
+            for server, body in enumerate(bodies or ())
         ]
         for position, server in enumerate(servers):
             for each in sent[position]:
                 self._guarded(server, each.wait)
             self._guarded(server, coming[position].wait)
             self._refuse_ended(server, replies[position])
-            if payload:
-                self._guarded(server, bodies[position].wait)
+            if following:
+                self._guarded(server, following[position].wait)
         return replies
 
     def _refuse_ended(self, server: int, reply: Tensor) -> None:

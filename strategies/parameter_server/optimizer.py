@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -102,16 +101,15 @@ class ServedOptimizer(Optimizer):
         """
         assert self._client is not None
         assert self._plan is not None
-        norm = math.sqrt(self._client.push(self._plan.hyper.read(self.param_groups)))
-        if error_if_nonfinite and not math.isfinite(norm):
+        # From here on as torch.nn.utils.clip_grad_norm_ does it, to the bit; a NaN spreads.
+        norm = torch.linalg.vector_norm(self._client.push(self._plan.hyper.read(self.param_groups)))
+        if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
-                f"The norm of the gradients is {norm}, so they cannot be clipped to {max_norm}. Lower the learning "
-                "rate, use precision='bf16-mixed' instead of '16-mixed', or set error_if_nonfinite=False to go on all "
-                "the same."
+                f"The norm of the gradients is {norm.item()}, so they cannot be clipped to {max_norm}. Lower the "
+                "learning rate, use precision='bf16-mixed' instead of '16-mixed', or set error_if_nonfinite=False to "
+                "go on all the same."
             )
-        # As torch does it: a NaN spreads.
-        scale = max_norm / (norm + 1e-6)
-        self._coefficient = scale if math.isnan(scale) else min(scale, 1.0)
+        self._coefficient = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
     def clip_value(self, limit: float) -> None:
         """Clamp the elements of the averaged gradient in the coming step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ class Round:
     """What has been pushed for one step. Not safe between threads.
 
     Gradients are kept until all are there and are added in the order of the workers, so that the sum does not depend on
-    who came first.
+    who came first. Average and norm are computed as DDP and ``torch.nn.utils.clip_grad_norm_`` do, so that on two
+    workers a step is theirs to the bit.
     """
 
     def __init__(self) -> None:
@@ -23,8 +24,8 @@ class Round:
         """The averaged gradient, once all are there."""
         self.present: list[bool] = []
         """For each slice, whether any worker has a gradient of it."""
-        self.squares = 0.0
-        """Sum of squares of :attr:`mean`, in float64."""
+        self.norms = torch.zeros(0, dtype=torch.float64)
+        """With :attr:`hold`, the norm of each slice of :attr:`mean`; -1 where no worker has a gradient of it."""
         self.coefficient, self.clip_value = 1.0, 0.0
         self.made = False
         self._gradients: dict[int, Tensor] = {}
@@ -51,20 +52,24 @@ class Round:
         """Whether these have pushed, and anybody has."""
         return self.mean is None and bool(self._gradients) and set(workers) <= set(self._gradients)
 
-    def average(self) -> None:
-        """Average over those that have pushed."""
+    def average(self, split: Callable[[Tensor], Sequence[Tensor]]) -> None:
+        """Average over those that have pushed.
+
+        Args:
+            split: the slices of a gradient.
+        """
         workers = sorted(self._gradients)
         self._of = set(workers)
-        total = self._gradients[workers[0]]  # the worker's thread has no more use for it
-        for worker in workers[1:]:
-            total += self._gradients[worker]
-        if len(workers) > 1:
-            total /= len(workers)
+        total = _mean([self._gradients[worker] for worker in workers])
         self.present = [any(has) for has in zip(*(self._present[w] for w in workers), strict=True)]
         self._gradients, self._present = {}, {}
         self.mean = total
         if self.hold:
-            self.squares = float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2
+            norms = torch._foreach_norm(list(split(total)))
+            self.norms = torch.tensor(
+                [float(norm) if has else -1.0 for norm, has in zip(norms, self.present, strict=True)],
+                dtype=torch.float64,
+            )
 
     def say(self, worker: int, coefficient: float, clip_value: float) -> None:
         """A worker has said how gradients are clipped; all say the same."""
@@ -86,3 +91,17 @@ class Round:
         if self.clip_value:
             self.mean.clamp_(-self.clip_value, self.clip_value)
         return self.mean
+
+
+def _mean(gradients: Sequence[Tensor]) -> Tensor:
+    """The mean, in the memory of the first; the others are changed, too."""
+    count = len(gradients)
+    total, is_exact = gradients[0], count & (count - 1) == 0
+    if is_exact:  # dividing by a power of two before or after the sum is the same
+        for gradient in gradients[1:]:
+            total += gradient
+        return total if count == 1 else total.div_(count)
+    total *= 1 / count
+    for gradient in gradients[1:]:
+        total += gradient.mul_(1 / count)
+    return total

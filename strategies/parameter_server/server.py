@@ -282,7 +282,7 @@ class Server:
         living = self._clocks.training
         if not self._awaited:
             if self._round.has_all(living):
-                self._round.average()
+                self._round.average(self.shard.split)
             if self._round.may_be_made(living):
                 self._make(self._round)
             elif self._round.mean is not None and not self._round.workers & set(living):
@@ -416,7 +416,7 @@ class Server:
             self._advance()
             self._until(lambda: mine.made or (mine.hold and mine.mean is not None))
         # Nothing is stepped until this worker has pushed again, so what is sent stays as it is.
-        self._reply(link, None if mine.hold else self._parameters_for(request), squares=mine.squares)
+        self._reply(link, mine.norms if mine.hold else self._parameters_for(request))
 
     def _commit(self, link: Link, worker: int, request: Tensor) -> None:
         with self._changed:

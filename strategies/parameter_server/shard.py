@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -233,6 +234,16 @@ def join_state(plan: Plan, states: Sequence[Sequence[State]]) -> list[State]:
         for piece, state in zip(held, of_server, strict=True):
             parts[piece.parameter].append((piece, state))
     return [_joined(sorted(each, key=lambda pair: pair[0].start)) for each in parts]
+
+
+def join_norms(plan: Plan, norms: Sequence[Tensor]) -> Tensor:
+    """The norms of slices, for each server, as those of whole parameters, without negative ones (not there)."""
+    parts: list[list[float]] = [[] for _ in plan.names]
+    for held, of_server in zip(plan.held, norms, strict=True):
+        for piece, norm in zip(held, of_server.tolist(), strict=True):
+            parts[piece.parameter].append(norm)
+    there = [each for each in parts if not each[0] < 0]
+    return torch.tensor([each[0] if len(each) == 1 else math.hypot(*each) for each in there], dtype=plan.dtype)
 
 
 def _joined(parts: list[tuple[Slice, State]]) -> State:

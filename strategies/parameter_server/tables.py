@@ -202,7 +202,7 @@ class ServedTables:
 
     def squares(self) -> float:
         """Push gradients, and hear the squared norm of their average over all ranks."""
-        return self.client.push(self.plan.hyper.read(self.optimizer.param_groups))
+        return float(self.client.push(self.plan.hyper.read(self.optimizer.param_groups)).double().square().sum())
 
     def clip(self, coefficient: float) -> None:
         """Scale what :meth:`squares` has pushed in the coming step."""

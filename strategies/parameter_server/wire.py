@@ -140,11 +140,10 @@ FIELDS = {
     "bytes": 5,  # of the payload, where it is not known
     "text": 6,  # bytes of it that are JSON
     "digest": 7,
-    "squares": 8,  # sum of squares of the averaged gradient
-    "clock": 9,
-    "staleness": 10,
-    "worker": 11,
-    "quiet": 13,  # answer a step without parameters
+    "clock": 8,
+    "staleness": 9,
+    "worker": 10,
+    "quiet": 11,  # answer a step without parameters
     "returns": 12,  # how often lost workers have come again, at a meeting
 }
 FIXED = len(FIELDS)

@@ -103,7 +103,7 @@ class Peer:
         if clip_norm is None:
             self.client.step(hyper)
         else:
-            norm = self.client.push(hyper) ** 0.5
+            norm = float(self.client.push(hyper).norm())
             self.client.commit(min(1.0, clip_norm / (norm + 1e-6)))
         return loss.item()
 

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity.harness import Case, make_trainer
-from tests.parity.harness import differences as all_differences
 
 
 def train(case: Case, strategy: str, options: dict[str, Any], **trainer_options: Any) -> Any:
@@ -27,7 +26,7 @@ def train(case: Case, strategy: str, options: dict[str, Any], **trainer_options:
     ("case", "servers"),
     [
         (Case(), 1),
-        (Case(module="decoder-adamw", clipping="norm", accumulation=2), 2),
+        (Case(module="decoder-adamw", clipping="norm", accumulation=2, steps=20), 2),
         (Case(module="decoder-adamw", clipping="value"), 2),
     ],
     ids=["sgd", "norm", "value"],
@@ -35,8 +34,9 @@ def train(case: Case, strategy: str, options: dict[str, Any], **trainer_options:
 def test_in_step_is_ddp(ranks, case, servers):
     ours = ranks(train, 2, case, "parameter_server", {"servers": servers})
     theirs = ranks(train, 2, case, "ddp", {})
-    assert all_differences(ours[0], theirs[0]) == []
-    assert all_differences(ours[1], theirs[0]) == []
+    for each in ours:
+        assert each.losses == theirs[0].losses  # to the bit: of two numbers there is one sum
+        assert all(torch.equal(each.parameters[name], p) for name, p in theirs[0].parameters.items())
 
 
 class Groups(pl.LightningModule):
