@@ -100,10 +100,12 @@ class Layout:
         if closed.expert == -1:
             return replace(closed, expert=closed.state_ranks)
         if closed.state_ranks % closed.expert:
+            # Where the replicas take the rest of the world, no other axis may.
+            example = f"strategy.shard={closed.expert}" if self.replicate == -1 else "strategy.shard=-1"
             raise ValueError(
                 f"expert={closed.expert} does not divide shard x context = {closed.shard} x {closed.context} (allowed: "
                 f"{_divisors(closed.state_ranks)}, or -1 for all of it), because experts are spread over ranks that "
-                "the other weights are sharded over. For example strategy.shard=-1 strategy.expert=-1."
+                f"the other weights are sharded over. For example {example} strategy.expert=-1."
             )
         return closed
 

@@ -15,7 +15,7 @@ from tests.parity.harness import make_trainer
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
 
-LENGTH = 8
+LENGTH = 9
 GLOBAL_BATCH = 12
 
 
@@ -34,16 +34,18 @@ class Seen:
 
 
 class Watch(pl.Callback):
-    """Fills a :class:`Seen`."""
+    """Fills a :class:`Seen`; of steps that are dropped or made again, with what is left of them."""
+
+    keeps_its_state = True
 
     def __init__(self) -> None:
         self.seen = Seen()
         self._parts: list[Tensor] = []
         self._losses: list[Tensor] = []
-        self._step = 0
+        self._begin = self._step = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._step = trainer.global_step
+        self._begin = self._step = trainer.global_step
         self.seen.replica = trainer.strategy.layout.coordinates(trainer.global_rank)["replicate"]
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -57,7 +59,14 @@ class Watch(pl.Callback):
             self.seen.batches.append(torch.cat(self._parts))
             self.seen.losses.append(float(torch.stack(self._losses).sum()))
             self.seen.own.append(dict(trainer.strategy.whole_parameters()))
+        if len(self._parts) == trainer.accumulate_grad_batches:
             self._parts, self._losses = [], []
+
+    def on_gone_back(self, trainer: Any, pl_module: Any) -> None:
+        self._step = trainer.global_step
+        for several in (self.seen.batches, self.seen.losses, self.seen.own):
+            del several[self._step - self._begin :]  # type: ignore[attr-defined]
+        self._parts, self._losses = [], []
 
     def on_validation_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         if not trainer.sanity_checking:
@@ -120,8 +129,16 @@ class Outer:
     mixing: float = 0.0
 
 
-def by_hand(seen: Sequence[Seen], outer: Outer, *, network: str = "gpt", optimizer: str = "sgd") -> list[Any]:
+def by_hand(
+    seen: Sequence[Seen], outer: Outer, *, network: str = "gpt", optimizer: str = "sgd", clip: float | None = None
+) -> list[Any]:
     """Train one module per replica on the batches that the ranks have read.
+
+    Args:
+        seen: by each rank.
+        outer: what brings the replicas together.
+        network, optimizer: as of :func:`fit`.
+        clip: largest norm of a replica's gradient; ``None`` is off.
 
     Returns:
         For each replica the parameters after every step, by name.
@@ -147,6 +164,8 @@ def by_hand(seen: Sequence[Seen], outer: Outer, *, network: str = "gpt", optimiz
             loss = module.loss({"tokens": torch.tensor(sorted(read))})
             optimizers[replica].zero_grad()
             loss.backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
             optimizers[replica].step()
         for index in due.pop(step, []):
             _merge(fragments[index], common, parameters, outer.mixing)

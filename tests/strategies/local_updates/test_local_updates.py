@@ -9,6 +9,7 @@ import pytest
 from tests.strategies.local_updates.cases import Outer, Seen, by_hand, difference, fit, mean_of
 
 TIGHT = 2e-6
+CLIP = 0.5  # of the norm of a replica's gradient, which is larger
 DILOCO = {"sync_every": 2, "outer_lr": 0.7, "outer_momentum": 0.9}
 STREAMING = {"sync_every": 4, "fragments": 2, "overlap_steps": 1, "mixing": 0.5}
 REPLICAS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -17,6 +18,8 @@ REPLICAS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3": (4, {"shard": 2, "stage": 3}),
     "pipeline": (4, {"pipeline": 2}),
     "tensor": (4, {"tensor": 2}),
+    "context": (4, {"context": 2}),
+    "experts": (4, {"expert": 2, "shard": 2}),
 }
 
 
@@ -32,8 +35,10 @@ def follows(seen: list[Seen], history: list[Any]) -> bool:
 @pytest.mark.parametrize("kind", list(REPLICAS))
 def test_diloco_is_the_loop_of_the_paper(ranks: Any, kind: str) -> None:
     world, layout = REPLICAS[kind]
-    seen = ranks(fit, world, "diloco", {**DILOCO, **layout}, steps=5, validate_every=3)
-    history = by_hand(seen, Outer(2, 0.7, 0.9, True))
+    network = "mixtral" if kind == "experts" else "gpt"
+    more: dict[str, Any] = {"network": network, "accumulation": 3, "gradient_clip_val": CLIP}
+    seen = ranks(fit, world, "diloco", {**DILOCO, **layout}, steps=5, validate_every=3, **more)
+    history = by_hand(seen, Outer(2, 0.7, 0.9, True), network=network, clip=CLIP)
     assert follows(seen, history)
     assert difference(history[0][2], history[1][2]) > 1e-3, "replicas that never differ prove nothing"
     # What is validated and what is left at the end is the mean, the same bits on every rank.

@@ -14,9 +14,13 @@ from tests.strategies.local_updates.cases import Seen, difference, fit, mean_of
 
 SAVED = 5
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "local_sgd": (2, "local_sgd", {"sync_every": 3}),
+    "local_sgd": (2, "local_sgd", {"sync_every": 3, "average_optimizer": True}),
     "compressed": (2, "diloco", {"sync_every": 3, "compression": {"name": "topk", "ratio": 0.1}}),
-    "streaming zero3": (4, "diloco", {"sync_every": 4, "fragments": 2, "overlap_steps": 2, "shard": 2}),
+    "streaming zero3": (
+        4,
+        "diloco",
+        {"sync_every": 4, "fragments": 2, "overlap_steps": 2, "shard": 2, "compression": "int8", "offload_outer": True},
+    ),
     "zero1 pairs": (4, "diloco", {"sync_every": 3, "shard": 2, "stage": 1}),
     "pipelines": (4, "diloco", {"sync_every": 3, "pipeline": 2}),
 }

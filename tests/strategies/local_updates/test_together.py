@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.parity.harness import make_trainer
 from tests.parity.layouts import Texts
-from tests.strategies.local_updates.cases import fit
+from tests.strategies.local_updates.cases import Outer, by_hand, difference, fit
 from tests.strategies.traffic import recorded
-from trainwright import Preemption
+from trainwright import LossGuard, Preemption
 from trainwright.callbacks.replica_check import ReplicaCheck
 
 STEPS, EVERY = 6, 3
@@ -143,3 +145,52 @@ def watched(strategy: str, options: dict[str, Any]) -> tuple[int | None, int]:
 def test_replica_check_compares_what_is_alike(ranks: Any) -> None:
     assert ranks(watched, 2, "diloco", {"sync_every": 3}) == [(4, 0)] * 2
     assert ranks(watched, 4, "local_sgd", {"sync_every": 3, "tensor": 2}) == [(4, 0)] * 4
+
+
+class Spoil(pl.Callback):
+    """Makes the loss of one replica NaN, once."""
+
+    keeps_its_state = True
+
+    def __init__(self) -> None:
+        self.backs = self.times = 0
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        if trainer.global_step == 5 and trainer.global_rank == 1 and not self.times:
+            self.times += 1
+            loss.data.mul_(math.nan)
+
+    def on_gone_back(self, trainer: Any, pl_module: Any) -> None:
+        self.backs += 1
+
+
+STREAMING = {"sync_every": 4, "fragments": 2, "overlap_steps": 2}
+GUARDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "local_sgd": ("local_sgd", {"sync_every": 3, "average_optimizer": True}),
+    "streaming": ("diloco", {**STREAMING, "compression": {"name": "topk", "ratio": 0.1}}),
+}
+
+
+def guarded(policy: str, strategy: str, options: dict[str, Any]) -> Any:
+    """A run without a fault, if it is gone back for, and one with it."""
+    spoil = Spoil()
+    guard = LossGuard(policy, snapshot_every_n_steps=2, threshold=None)  # type: ignore[arg-type]
+    whole = fit(strategy, options, steps=8) if policy == "rollback" else None
+    return whole, fit(strategy, options, steps=8, callbacks=[spoil, guard]), spoil.backs
+
+
+@pytest.mark.parametrize("kind", list(GUARDED))
+def test_replicas_go_back_together(ranks: Any, kind: str) -> None:
+    # From a copy after the fifth step, while the average of a fragment is on its way.
+    for whole, back, backs in ranks(guarded, 2, "rollback", *GUARDED[kind]):
+        assert backs == 1
+        for one, other in zip([*whole.own, whole.final], [*back.own, back.final], strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_replicas_drop_a_step_together(ranks: Any) -> None:
+    seen = [each for _, each, _ in ranks(guarded, 2, "skip", "diloco", STREAMING)]
+    history = by_hand(seen, Outer(4, 0.7, 0.9, True, 2, 2, 0.5))
+    for each in seen:
+        assert len(each.own) == 8
+        assert max(map(difference, each.own, history[each.replica])) < 2e-6
