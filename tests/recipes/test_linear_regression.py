@@ -15,6 +15,7 @@ from torch.optim import SGD
 from trainwright import Trainer, compose
 from trainwright.recipes.bundled_data import diabetes
 from trainwright.recipes.linear_regression import DiabetesData, LinearRegression
+from trainwright.strategies.registry import make_strategy
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -68,6 +69,49 @@ def test_ten_workers_on_disjoint_tenths_reach_the_closed_form(ranks: Callable[..
         assert result["test"]["test_mse"] == pytest.approx(best_mse(), rel=1e-4)
 
 
+# Of the table in docs/recipes.md.
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sync": ("parameter_server", {}),
+    "ssp": ("parameter_server", {"consistency": "ssp", "staleness": 3}),
+    "async": ("parameter_server", {"consistency": "async"}),
+    "local_sgd": ("local_sgd", {"sync_every": 5}),
+    "diloco": ("diloco", {"sync_every": 5, "outer_momentum": 0.5}),
+    "zero3": ("zero3", {}),
+}
+
+
+def fit_every_way() -> dict[str, float]:
+    """Largest distance of a coefficient to the closed form, for each way, at one constant rate."""
+    distances = {}
+    for name, (strategy, options) in WAYS.items():
+        seed_everything(0)
+        module = LinearRegression(optimizer=partial(SGD, lr=0.1), variance_reduction=True)
+        data = DiabetesData(150, passes=10, decorrelate=True)
+        devices = dist.get_world_size()
+        trainer = Trainer(strategy=make_strategy(strategy, **options), devices=devices, max_steps=150, **QUIET)
+        trainer.fit(module, data)
+        distances[name] = float(trainer.test(module, data, verbose=False)[0]["distance_to_closed_form"])
+    return distances
+
+
+def test_every_consistency_reaches_the_closed_form_at_a_constant_rate(ranks: Callable[..., list[Any]]) -> None:
+    for distances in ranks(fit_every_way, 3):
+        assert max(distances.values()) < 1e-5, distances
+
+
+def test_variance_reduction_needs_all_data() -> None:
+    data = DiabetesData(442)
+    data.setup("fit")
+    with pytest.raises(ValueError, match=r"needs a data module with a method whole\(\)"):
+        Trainer(devices=1, max_steps=2, **QUIET).fit(LinearRegression(variance_reduction=True), data.train_dataloader())
+
+
+def test_principal_components_have_the_same_fitted_values() -> None:
+    assert best_mse(decorrelate=True) == pytest.approx(best_mse())
+    inputs, _ = DiabetesData(decorrelate=True).whole()
+    assert torch.allclose(inputs.T @ inputs / len(inputs), torch.eye(10, dtype=inputs.dtype))
+
+
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_sharded_coefficients_are_read_too(ranks: Callable[..., list[Any]], strategy: str) -> None:
     for result in ranks(fit, 2, strategy, 225, 200):
@@ -102,7 +146,8 @@ def test_without_a_closed_form_there_is_no_distance(capsys: pytest.CaptureFixtur
     assert "closed-form" not in capsys.readouterr().out
 
 
-def best_mse() -> float:
-    inputs, targets = diabetes()
-    coefficients, intercept = DiabetesData().closed_form()
+def best_mse(decorrelate: bool = False) -> float:
+    data = DiabetesData(decorrelate=decorrelate)
+    inputs, targets = data.whole()
+    coefficients, intercept = data.closed_form()
     return float((inputs @ coefficients + intercept - targets[:, 0]).pow(2).mean())
