@@ -234,4 +234,5 @@ def _accumulators(optimizer: Optimizer) -> dict[Tensor, tuple[Tensor, float]] | 
         parameter: (optimizer.state[parameter]["step"], float(group["initial_accumulator_value"]))
         for group in optimizer.param_groups
         for parameter in group["params"]
+        if parameter in optimizer.state  # torch gives those of a later add_param_group theirs with their first step
     }

@@ -24,17 +24,23 @@ SMALL: dict[str, Any] = {"rows": 64, "wide_rows": 96, "dim": 4, "hidden": (8,)}
 
 
 class TwoGroups(WideDeep):
-    """Tables in both groups, one with options of its own, a schedule; a bag of embeddings, whose rows repeat."""
+    """Tables in both groups, one with options of its own, a schedule; a bag of embeddings, whose rows repeat; a table
+    that most steps do not touch, in a group that was added later."""
 
     def __init__(self, optimizer: str, sparse: bool = False) -> None:
         super().__init__(sparse=sparse, **SMALL)
         self.kind = optimizer
         self.embedding["bag"] = nn.EmbeddingBag(32, 1, mode="sum", sparse=sparse, padding_idx=0)
+        self.embedding["rare"] = nn.Embedding(16, 1, sparse=sparse)
         self.losses: list[float] = []
 
     def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
         bag: Any = self.embedding["bag"]
-        return super().forward(ids, dense) + bag(ids % 32)[:, 0]
+        logits = super().forward(ids, dense) + bag(ids % 32)[:, 0]
+        step = self.trainer.global_step
+        # All ranks look it up, none does, and one alone.
+        touched = self.training and (step == 1 or (step == 3 and self.trainer.is_global_zero))
+        return logits + self.embedding["rare"](ids[:, 0] % 16)[:, 0] if touched else logits
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -57,6 +63,7 @@ class TwoGroups(WideDeep):
             "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         }[self.kind]
         optimizer = make(groups)
+        optimizer.add_param_group({"params": list(self.embedding["rare"].parameters()), "lr": 0.3})
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -66,6 +73,8 @@ def fit(strategy: str, options: dict[str, Any], kind: str, steps: int, ckpt: str
     pl.seed_everything(3, verbose=False)
     torch.manual_seed(3 + dist.get_rank())  # the weights of the first rank count
     module = TwoGroups(kind, sparse)
+    if strategy == "ddp":
+        options = {"find_unused_parameters": True, **options}
     trainer = make_trainer(strategy, options, max_steps=steps, max_epochs=-1, limit_val_batches=2, **more)
     trainer.fit(module, ClickData(8, samples=60), ckpt_path=ckpt)
     return module, trainer
@@ -78,9 +87,17 @@ def outcome(module: Any, trainer: Any) -> tuple[dict[str, Tensor], list[float], 
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("adagrad", {"table_servers": 2}, {}),
-    ("adamw", {"stage": 2}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}),
-    ("sgd", {"stage": 1, "table_servers": 2}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    ("adamw", {"stage": 3, "shard": 1, "replicate": 2, "placement": {"embedding.*": "parameter_server"}}, {}),
+    ("adamw", {"stage": 2}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "val_check_interval": 2}),
+    (
+        "sgd",
+        {"stage": 1, "table_servers": 2},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "precision": "16-mixed"},
+    ),
+    (
+        "adamw",
+        {"stage": 3, "shard": 1, "replicate": 2, "placement": {"embedding.*": "parameter_server"}},
+        {"precision": "bf16-mixed"},
+    ),
 ]
 
 
