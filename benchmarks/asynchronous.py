@@ -2,7 +2,10 @@
 
 The ``digits`` recipe, the same number of epochs for each side: DDP, parameter servers under every consistency (and
 ``async`` with leased samples), local SGD and DiLoCo. What a device takes for a step is a sleep, so that ranks do not
-compete for the cores of this machine. Ranks are late in three ways:
+compete for the cores of this machine. That holds while what they compute beside it is short: on a machine that does
+something else, all of them wait for its cores, being late no longer matters, and every ratio comes near 1. So told is,
+too, what part of the time rank 0 wanted a core and had none; figures with more than a tenth of it say nothing about the
+sides. Ranks are late in three ways:
 
 ========  ==============================================================================================
 none      all ranks take the same time
@@ -25,6 +28,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -38,7 +42,7 @@ from torch.optim import AdamW
 from benchmarks.alternate import alternate
 from benchmarks.quiet import PLAIN_TRAINER, silence_lightning
 from benchmarks.ranks import run_ranks, say_from_first
-from benchmarks.report import Goal, finish, table_of
+from benchmarks.report import Goal, finish, say, table_of
 from trainwright.recipes.digits import DigitsData, DigitsModule
 from trainwright.strategies.registry import make_strategy
 from trainwright.trainer.trainer import Trainer
@@ -46,6 +50,8 @@ from trainwright.trainer.trainer import Trainer
 # Throughput in units of DDP's, of workers that do not wait.
 LEAST_STALLS = 1.3
 LEAST_SLOW = 1.8
+# Part of the time without a core, above which ratios say nothing.
+MOST_WAITED = 0.1
 DELAYS = ("none", "stalls", "slow")
 _CHANNELS, _BLOCKS = 8, 1
 _WARM_UP_STEPS = 3
@@ -97,11 +103,14 @@ class Taken:
         samples_per_second: of all ranks, from the first step to when all have ended.
         seconds_to_target: until rank 0 held parameters of the target loss; ``None``: it never did.
         final_loss: on the test images, at the end.
+        waited: part of the time in which rank 0's main thread could have run and had no core; ``None``: not known
+            here.
     """
 
     samples_per_second: float
     seconds_to_target: float | None
     final_loss: float
+    waited: float | None
 
 
 def sides_of(work: Work) -> dict[str, Side]:
@@ -151,11 +160,13 @@ class Watch(pl.Callback):
         self.every = every
         self.samples = 0
         self.begin = self.end = 0.0
+        self.waited: float | None = None
         self.kept: list[tuple[float, dict[str, Tensor]]] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """The clock begins."""
         dist.barrier()
+        self.waited = seconds_without_core()
         self.begin = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -169,6 +180,16 @@ class Watch(pl.Callback):
         """The clock ends when the last rank does."""
         dist.barrier()
         self.end = time.perf_counter()
+        now = seconds_without_core()
+        self.waited = None if now is None or self.waited is None else (now - self.waited) / (self.end - self.begin)
+
+
+def seconds_without_core() -> float | None:
+    """How long the main thread could have run and had no core, by the kernel's count; ``None``: it keeps none."""
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def train(work: Work, side: Side, delay: str, seed: int, max_steps: int = -1) -> Taken:
@@ -202,7 +223,7 @@ def train(work: Work, side: Side, delay: str, seed: int, max_steps: int = -1) ->
             reached = seconds
             break
     dist.barrier()  # nobody begins the next training meanwhile
-    return Taken(int(samples) / took, reached, final)
+    return Taken(int(samples) / took, reached, final, watch.waited)
 
 
 @torch.no_grad()
@@ -253,6 +274,7 @@ def rows_of(taken: Mapping[str, Sequence[Taken]]) -> list[dict[str, Any]]:
                 "seconds_to_target": _spread(to_target, 1),
                 "reached": f"{len(to_target)} of {len(each)}",
                 "final_loss": _spread([one.final_loss for one in each], 3),
+                "without a core, %": _most_waited(each),
             }
         )
     return rows
@@ -263,6 +285,11 @@ def _spread(values: Sequence[float], digits: int) -> str | None:
         return None
     middle, least, most = (f"{value:.{digits}f}" for value in (median(values), min(values), max(values)))
     return middle if len(values) == 1 else f"{middle} ({least} to {most})"
+
+
+def _most_waited(taken: Sequence[Taken]) -> float | None:
+    waited = [one.waited for one in taken if one.waited is not None]
+    return round(100 * max(waited), 1) if waited else None
 
 
 def _ratio(taken: Mapping[str, Sequence[Taken]], name: str, other: str) -> float | None:
@@ -283,6 +310,17 @@ def goals_of(taken: Mapping[str, Mapping[str, Sequence[Taken]]]) -> list[Goal]:
     return goals
 
 
+def warn_of_load(taken: Mapping[str, Mapping[str, Sequence[Taken]]]) -> None:
+    """Say so, if ranks waited for the cores of this machine, which are not what is measured."""
+    waited = [one.waited for of_delay in taken.values() for each in of_delay.values() for one in each]
+    most = max((each for each in waited if each is not None), default=0.0)
+    if most > MOST_WAITED:
+        say(
+            f"Ranks had no core for up to {most:.0%} of the time, so these figures tell of this machine, not of the "
+            "sides. Run it while nothing else runs, with OMP_NUM_THREADS=1, fewer --ranks or more --milliseconds."
+        )
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.asynchronous", description=__doc__.split("\n\n")[0])
@@ -292,12 +330,12 @@ def main() -> None:
     add("--seeds", type=int, default=3, help="trainings of each side under each delay (default: %(default)s)")
     add("--sides", nargs="+", choices=names, default=names, help="default: all")
     add("--delays", nargs="+", choices=DELAYS, default=list(DELAYS), help="default: all")
-    add("--epochs", type=int, default=10, help="of a training (default: %(default)s)")
+    add("--epochs", type=int, default=4, help="of a training (default: %(default)s)")
     add("--micro-batch", type=int, default=8, help="samples of a rank (default: %(default)s)")
     add("--lr", type=float, default=3e-3, help="of AdamW, for gradients of all ranks (default: %(default)s)")
     add("--sync-every", type=int, default=10, help="steps of a replica, local updates (default: %(default)s)")
     add("--staleness", type=int, default=3, help="of ssp (default: %(default)s)")
-    add("--milliseconds", type=float, default=10.0, help="of a rank for a step (default: %(default)s)")
+    add("--milliseconds", type=float, default=16.0, help="of a rank for a step (default: %(default)s)")
     add("--target", type=float, default=0.3, help="loss on the test images (default: %(default)s)")
     options = parser.parse_args()
     if options.ranks < 2 or min(options.seeds, options.epochs, options.micro_batch, options.sync_every) < 1:
@@ -315,6 +353,7 @@ def main() -> None:
     rows = {delay: rows_of(of_delay) for delay, of_delay in taken.items()}
     title = f"{options.ranks} ranks, {options.seeds} seeds, median (least to most), target {work.target:g}, delay: "
     tables = [table_of(title + delay, of_delay) for delay, of_delay in rows.items()]
+    warn_of_load(taken)
     finish("asynchronous", tables, goals_of(taken), {"rows": rows})
 
 
