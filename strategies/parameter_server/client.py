@@ -12,8 +12,17 @@ from torch import Tensor
 
 from trainwright.strategies.compression.codecs import Codec
 from trainwright.strategies.compression.compressor import encode_with_feedback
+from trainwright.strategies.parameter_server.early import EarlyPush, copy_slice
 from trainwright.strategies.parameter_server.packing import State, pack, unpack
-from trainwright.strategies.parameter_server.server import BYTES, Meeting, Operation, Status, request_size
+from trainwright.strategies.parameter_server.server import (
+    BYTES,
+    HAS_GRADIENT,
+    IS_LATE,
+    Meeting,
+    Operation,
+    Status,
+    request_size,
+)
 from trainwright.strategies.parameter_server.shard import Plan, join_norms, join_state, split_state
 from trainwright.strategies.parameter_server.sharder import Slice
 from trainwright.strategies.parameter_server.sparse_rows import Rows, ask_for, pack_rows, rows_within, touched_rows
@@ -49,6 +58,8 @@ class Client:
             gradient (error feedback), apart for each server.
         tables: indices of parameters of which a batch touches few rows: embeddings. Their rows alone are sent, unless
             there is a codec. So are those of sparse gradients.
+
+    Where the plan has parts and there is no codec, gradients are pushed while backward makes others, see :meth:`begin`.
     """
 
     def __init__(
@@ -73,6 +84,7 @@ class Client:
         self._links: list[Link] = []
         self._gradients = [torch.zeros(plan.numel(server), dtype=plan.dtype) for server in range(len(plan.held))]
         self._pulled = [torch.empty_like(flat) for flat in self._gradients]
+        self._early: EarlyPush | None = None
         self.residuals = None if codec is None else [torch.zeros_like(flat) for flat in self._gradients]
         """What was not sent yet of earlier gradients, one vector per server; ``None`` without a codec."""
 
@@ -91,6 +103,10 @@ class Client:
             except LinkError as lost:
                 raise self._lost(server, str(lost)) from None
         replies = self._ask(Operation.HELLO, digest=self._plan.digest, worker=self.worker)
+        if any(self._plan.parts) and self._codec is None:
+            self._early = EarlyPush(
+                self._plan, self._parameters, self._gradients, self._announce, self._send_early, self._wait
+            )
         return int(max(field(reply, "clock") for reply in replies))
 
     def leave(self) -> None:
@@ -102,11 +118,24 @@ class Client:
 
     def drop(self) -> None:
         """Hang up."""
+        self._end_early()
         for link in self._links:
             link.close()
         self._links = []
 
     # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The next backward is the last one of a step, so that its gradients may be pushed while it makes others.
+
+        What becomes of them afterwards counts all the same: what has changed is pushed again in :meth:`step`.
+        """
+        if self._early is None:
+            return
+        if self._early.is_in_vain:
+            self._end_early()
+        else:
+            self._early.begin()
 
     def step(self, hyper: Tensor, clip_value: float = 0.0, pulls: bool = True) -> None:
         """Push the gradients, and pull the parameters when the servers let this worker go on.
@@ -204,42 +233,69 @@ class Client:
         reply = self._exchange(0, self._request(0, Operation.VOTE, vote=value))
         return field(reply, "vote")
 
+    def _announce(self, server: int) -> Sending:
+        return self._send(server, self._request(server, Operation.PARTS), HEADER)
+
+    def _send_early(self, server: int, part: Tensor, tag: int) -> Sending:
+        self.sent_bytes += part.nbytes
+        return self._send(server, part, tag)
+
+    def _send(self, server: int, tensor: Tensor, tag: int) -> Sending:
+        return self._guarded(server, lambda: self._links[server].send(tensor, tag))
+
+    def _wait(self, server: int, sending: Sending) -> None:
+        self._guarded(server, sending.wait)
+
+    def _end_early(self) -> None:
+        early, self._early = self._early, None
+        if early is not None:
+            early.close()
+
     def _push(self, hyper: Tensor, **fields: float) -> list[Sequence[Sending]]:
         sent: list[Sequence[Sending]] = []
         for server, flat in enumerate(self._gradients):
-            present, rows = self._gather(server, flat)
-            sparse = any(each is not None for each in rows)
-            body = pack_rows(flat, self._plan.held[server], rows) if sparse else self._written(server, flat)
-            fields["bytes"] = body.nbytes if sparse else 0
+            held, early = self._plan.held[server], None if self._early is None else self._early.end(server)
+            marks = torch.tensor([self._parameters[p.parameter].grad is not None for p in held]).double() * HAS_GRADIENT
+            on_their_way: list[Sending] = []
+            if early is None:
+                body, is_packed = self._message(server, held, flat)
+            else:
+                on_their_way, late = early
+                marks[late] += IS_LATE
+                body, is_packed = self._late_message([held[each] for each in late], flat), True
+            fields |= {"bytes": body.nbytes if is_packed else 0, "parts": early is not None}
             request = self._request(server, Operation.PUSH, **fields)
             request[FIXED : FIXED + hyper.numel()] = hyper
-            request[FIXED + hyper.numel() :] = torch.tensor(present, dtype=torch.float64)
+            request[FIXED + hyper.numel() :] = marks
             self.sent_bytes += body.nbytes
-            link = self._links[server]
-            sent.append(self._guarded(server, lambda: (link.send(request, HEADER), link.send(body, PAYLOAD))))  # noqa: B023
+            sent.append((*on_their_way, self._send(server, request, HEADER), self._send(server, body, PAYLOAD)))
         return sent
 
-    def _gather(self, server: int, flat: Tensor) -> tuple[list[float], list[Rows | None]]:
-        """Gather this worker's gradients for a server; for each slice whether there is one, and its rows if few."""
-        present: list[float] = []
+    def _message(self, server: int, held: Sequence[Slice], flat: Tensor) -> tuple[Tensor, bool]:
+        """This worker's gradients of all that a server holds, and whether they are packed: few rows of some."""
+        rows = self._gather(held, flat)
+        if any(each is not None for each in rows):
+            return pack_rows(flat, held, rows), True
+        return self._written(server, flat), False
+
+    def _late_message(self, pieces: Sequence[Slice], flat: Tensor) -> Tensor:
+        """Gradients that follow those that were sent early, which may be on their way still."""
+        if not pieces:
+            return flat[:0]
+        memory = flat.new_empty(sum(piece.numel for piece in pieces))
+        return pack_rows(memory, pieces, self._gather(pieces, memory))
+
+    def _gather(self, pieces: Sequence[Slice], flat: Tensor) -> list[Rows | None]:
+        """Gather this worker's gradients of some slices, one after the other; but for those of few rows, these."""
         touched: list[Rows | None] = []
         position = 0
-        for piece in self._plan.held[server]:
-            gradient, target = self._parameters[piece.parameter].grad, flat[position : position + piece.numel]
-            position += piece.numel
-            present.append(float(gradient is not None))
+        for piece in pieces:
+            gradient = self._parameters[piece.parameter].grad
             touched.append(self._few_rows(gradient, piece))
-            if touched[-1] is not None:
-                continue
-            if gradient is None:
-                target.zero_()
-            else:
-                gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                rows = gradient[piece.start : piece.stop] if gradient.dim() else gradient
-                target.view(piece.shape).copy_(rows, non_blocking=True)
-        if any(p.is_cuda for p in self._parameters):
-            torch.cuda.synchronize()
-        return present, touched
+            if touched[-1] is None:
+                copy_slice(gradient, piece, flat[position : position + piece.numel])
+            position += piece.numel
+        return touched
 
     def _few_rows(self, gradient: Tensor | None, piece: Slice) -> Rows | None:
         if gradient is None or gradient.dim() < 2 or self._codec is not None:

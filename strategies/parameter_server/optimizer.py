@@ -119,6 +119,8 @@ class ServedOptimizer(Optimizer):
         """Compute, push and pull."""
         loss = None
         if closure is not None:
+            if self._client is not None:
+                self._client.begin()
             with torch.enable_grad():
                 loss = closure()
         if self._client is None or self._plan is None:

@@ -24,6 +24,7 @@ DEFAULTS: Mapping[str, Any] = {
     "compression": None,
     "interface": None,
     "leases": "none",
+    "overlap": True,
 }
 
 
@@ -40,6 +41,7 @@ def server_problems(options: Mapping[str, Any], prefix: str = "") -> list[str]:
         *_server_count_problems(given, prefix),
         *_asynchronous_options(given, prefix),
         *_lease_problems(given, prefix),
+        *_overlap_problems(given["overlap"], prefix),
     ]
     return problems + push_problems(given["compression"])
 
@@ -121,6 +123,12 @@ def _lease_problems(given: Mapping[str, Any], prefix: str) -> list[str]:
         f"{prefix}leases={leases} with {prefix}consistency={consistency}: workers wait for each other there, so none "
         f"can read much more than another; type {prefix}consistency=async, or leave it out"
     ]
+
+
+def _overlap_problems(overlap: Any, prefix: str) -> list[str]:
+    if isinstance(overlap, bool):
+        return []
+    return [f"{prefix}overlap={overlap}: must be true or false; leave it out for true"]
 
 
 def rank_problems(servers: int, world_size: int, prefix: str = "") -> list[str]:

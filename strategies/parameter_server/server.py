@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,18 @@ from trainwright.strategies.parameter_server.rejoining import Absent, Offer
 from trainwright.strategies.parameter_server.rounds import Round
 from trainwright.strategies.parameter_server.shard import Plan, Shard
 from trainwright.strategies.parameter_server.sparse_rows import look_up, unpack_rows
-from trainwright.strategies.parameter_server.wire import FIXED, HEADER, PAYLOAD, Device, Link, LinkError, field, header
+from trainwright.strategies.parameter_server.wire import (
+    FIXED,
+    HEADER,
+    PART,
+    PAYLOAD,
+    Device,
+    Link,
+    LinkError,
+    Sending,
+    field,
+    header,
+)
 
 # Seconds that closing waits for a worker's thread; one that waits for a message of a living worker ends with that.
 _PATIENCE = 5.0
@@ -30,6 +41,8 @@ _PATIENCE = 5.0
 _LOOK = timedelta(seconds=30)
 # A payload of a size that the header says.
 BYTES = 2
+# What a request says of each slice.
+HAS_GRADIENT, IS_LATE = 1, 2
 # In the store, in place of a worker's number: nobody comes any more.
 _NOBODY = "-1"
 # And in place of one that comes for the state of the run.
@@ -50,6 +63,7 @@ class Operation(IntEnum):
     VOTE = 7
     LEAVE = 8
     ROWS = 9
+    PARTS = 10
 
 
 class Status(IntEnum):
@@ -157,6 +171,7 @@ class Server:
         self._absent = Absent(replaces)
         self._ended: str | None = None
         self._threads: list[threading.Thread] = []
+        self._coming: dict[Link, _Coming] = {}  # gradients of which parts are on their way
 
     # ---- beginning and end ------------------------------------------------------------------------------------------
 
@@ -221,6 +236,7 @@ class Server:
             with self._changed:
                 self._drop(worker, number)
             if link is not None:
+                self._coming.pop(link, None)
                 link.close()
 
     def _answer(self, link: Link, worker: int, number: int) -> bool:
@@ -382,8 +398,11 @@ class Server:
         self._reply(link, clock=clock)
 
     def _push(self, link: Link, worker: int, request: Tensor) -> None:
-        gradient = self._receive_gradient(link, int(field(request, "bytes")))
-        hyper, present = parse(self._plan, request)
+        hyper, present, late = parse(self._plan, request)
+        if field(request, "parts"):
+            gradient = self._receive_rest(link, int(field(request, "bytes")), late)
+        else:
+            gradient = self._receive_gradient(link, int(field(request, "bytes")))
         if self._rules.consistency == "sync":
             self._push_together(link, worker, request, gradient, hyper, present)
         else:
@@ -402,6 +421,40 @@ class Server:
         data = torch.empty(self._codec.row_bytes(numel), dtype=torch.uint8)
         link.receive(data, PAYLOAD).wait()
         return self._codec.decode(data[None], numel)[0]
+
+    def _parts(self, link: Link, worker: int, request: Tensor) -> None:
+        """Gradients are about to come in parts, while the worker computes others; it gets no answer."""
+        self._wait_for_parts(link)  # of a step that was not made
+        gradient, parts = torch.zeros_like(self.shard.flat), self._plan.parts_of(self._number)
+        works = [
+            link.receive(gradient[part.start : part.stop], PART + number)
+            for number, part in enumerate(parts)
+            if part.is_early
+        ]
+        self._coming[link] = _Coming(gradient, works)
+
+    def _wait_for_parts(self, link: Link) -> Tensor | None:
+        coming = self._coming.pop(link, None)
+        if coming is None:
+            return None
+        for each in coming.works:
+            each.wait()
+        return coming.gradient
+
+    def _receive_rest(self, link: Link, late_bytes: int, late: Sequence[int]) -> Tensor:
+        """A gradient whose parts have been coming, and those of its slices that were not among them or have changed."""
+        message = torch.empty(late_bytes, dtype=torch.uint8)
+        coming = link.receive(message, PAYLOAD)
+        gradient = self._wait_for_parts(link)
+        if gradient is None:
+            raise ValueError("a worker ended a push in parts that it had not begun")
+        coming.wait()
+        if late:
+            pieces, targets = [self.shard.slices[each] for each in late], self.shard.split(gradient)
+            values = unpack_rows(message, pieces, gradient.dtype).split([piece.numel for piece in pieces])
+            for each, value in zip(late, values, strict=True):
+                targets[each].copy_(value.view(targets[each].shape))
+        return gradient
 
     def _push_together(
         self, link: Link, worker: int, request: Tensor, gradient: Tensor, hyper: Tensor, present: list[bool]
@@ -513,7 +566,15 @@ class Server:
         Operation.LOAD: _load,
         Operation.VOTE: _vote,
         Operation.ROWS: _rows,
+        Operation.PARTS: _parts,
     }
+
+
+class _Coming(NamedTuple):
+    """A gradient, into which parts are received."""
+
+    gradient: Tensor
+    works: list[Sending]
 
 
 class _EndedError(Exception):
@@ -521,11 +582,16 @@ class _EndedError(Exception):
 
 
 def request_size(plan: Plan, server: int) -> int:
-    """Numbers of a request's header: fixed fields, hyper-parameters, and for each slice whether it has a gradient."""
+    """Numbers of a request's header: fixed fields, hyper-parameters, and for each slice whether it has a gradient.
+
+    Where parts have been sent before, also whether the slice is sent with the request.
+    """
     return FIXED + plan.hyper.size + len(plan.held[server])
 
 
-def parse(plan: Plan, request: Tensor) -> tuple[Tensor, list[bool]]:
-    """Hyper-parameters and presence of gradients in a request."""
+def parse(plan: Plan, request: Tensor) -> tuple[Tensor, list[bool], list[int]]:
+    """Hyper-parameters, presence of gradients, and numbers of the slices that are sent with a request."""
     end = FIXED + plan.hyper.size
-    return request[FIXED:end], [bool(has) for has in request[end:].tolist()]
+    slices = [int(each) for each in request[end:].tolist()]
+    late = [number for number, each in enumerate(slices) if each & IS_LATE]
+    return request[FIXED:end], [bool(each & HAS_GRADIENT) for each in slices], late

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from trainwright.strategies.parameter_server.hyper import HyperParameters, plain_options
 from trainwright.strategies.parameter_server.packing import State
+from trainwright.strategies.parameter_server.parts import Part, parts_of
 from trainwright.strategies.parameter_server.sharder import Shape, Slice, digest_of, share_out
 
 # Whose update of an element depends on that element alone, so that rows may be stepped apart.
@@ -78,6 +79,8 @@ class Plan:
         groups: number of the group that each belongs to.
         recipe: of the optimizer.
         held: slices of each server.
+        parts: of each server what is sent apart, see :mod:`~trainwright.strategies.parameter_server.parts`; none:
+            all it holds is one message.
     """
 
     names: tuple[str, ...]
@@ -87,6 +90,7 @@ class Plan:
     recipe: Recipe
     held: tuple[tuple[Slice, ...], ...]
     hyper: HyperParameters = field(compare=False, repr=False)
+    parts: tuple[tuple[Part, ...], ...] = ()
 
     @classmethod
     def of(
@@ -117,6 +121,14 @@ class Plan:
             held=tuple(map(tuple, held)),
             hyper=HyperParameters(optimizer.param_groups),
         )
+
+    def in_parts(self, tables: Collection[int] = ()) -> Plan:
+        """The same with parts, where a server holds enough for two; see :func:`parts_of`."""
+        return replace(self, parts=tuple(parts_of(held, tables) for held in self.held))
+
+    def parts_of(self, server: int) -> tuple[Part, ...]:
+        """Parts of a server; none: all it holds is one message."""
+        return self.parts[server] if self.parts else ()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -76,6 +76,9 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         leases: with ``"async"``, let workers lease the samples of an epoch, so that a fast one reads more:
             ``"at_least_once"`` or ``"at_most_once"`` says what becomes of those that a dead one held, see
             :mod:`trainwright.trainer.lease_book`; ``"none"`` (off): equal shares.
+        overlap: push gradients while backward makes others, in parts of 1 MiB at least, unless something has to be done
+            with all of them first (compression, unscaling, clipping by each worker); ``False``: push them after it.
+            Results are the same.
         **kwargs: see :class:`~trainwright.strategies.base.LayoutStrategy`; ``process_group_backend``, ``timeout``,
             ``parallel_devices``, ``cluster_environment`` as in Lightning's ``DDPStrategy``.
 
@@ -96,6 +99,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         compression: str | Mapping[str, Any] | None = None,
         interface: str | None = None,
         leases: str = "none",
+        overlap: bool = True,
         **kwargs: Any,
     ) -> None:
         problems = server_problems(
@@ -107,6 +111,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
                 "scale_by_staleness": scale_by_staleness,
                 "compression": compression,
                 "leases": leases,
+                "overlap": overlap,
             }
         )
         if problems:
@@ -116,7 +121,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._rules = Rules(consistency, staleness, delay_compensation, scale_by_staleness)
         self._compression = choose_compression(compression)
         self._interface = interface
-        self._leases = leases
+        self._leases, self._overlap = leases, overlap
         self._client: Client | None = None
         self._server: Server | None = None
         self._alone = False  # within a step that other ranks need not make
@@ -328,7 +333,15 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def _plan(self, served: ServedOptimizer) -> Plan:
         assert self.lightning_module is not None
         names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
-        return Plan.of(served.inner, names, self.servers)
+        plan = Plan.of(served.inner, names, self.servers)
+        return plan.in_parts(self._tables(_of_groups(served))) if self._pushes_early else plan
+
+    @property
+    def _pushes_early(self) -> bool:
+        assert self.lightning_module is not None
+        # A worker that steps alone clips by the norm of all its gradients.
+        clips_alone = not self._in_step and self.lightning_module.trainer.gradient_clip_val is not None
+        return self._overlap and self._compression is None and not clips_alone
 
     @cached_property
     def _device(self) -> Device:
@@ -347,7 +360,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return [index for index, parameter in enumerate(parameters) if id(parameter) in embeddings]
 
     def _connect(self, served: ServedOptimizer, plan: Plan, meeting: Meeting) -> None:
-        parameters = [p for group in served.param_groups for p in group["params"]]
+        parameters = _of_groups(served)
         tables = self._tables(parameters)
         self._client = Client(self.global_rank, plan, parameters, meeting, self._device, self._codec, tables)
         self._client.connect()
@@ -573,6 +586,10 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def _weights_changed(self) -> None:
         if self._served is not None:
             self._served.outdated = True
+
+
+def _of_groups(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _take_from_first(module: nn.Module) -> None:

@@ -23,8 +23,9 @@ LOOPBACK = "127.0.0.1"
 # times out closes the pair for good, and one whose peer has died fails at once whatever the timeout.
 MEETING = timedelta(seconds=120)
 _PATIENCE = timedelta(days=30)
-# Tags: a header and the payload after it are received at the same time.
+# Tags: a header and the payload after it are received at the same time, and so are parts, which count from PART on.
 HEADER, PAYLOAD = 0, 1
+PART = 8
 
 
 class LinkError(ConnectionError):
@@ -144,6 +145,7 @@ FIELDS = {
     "staleness": 9,
     "worker": 10,
     "quiet": 11,  # answer a step without parameters
+    "parts": 13,  # whether the gradient has come in parts
     "returns": 12,  # how often lost workers have come again, at a meeting
 }
 FIXED = len(FIELDS)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainwright.strategies.parameter_server import parts
 from trainwright.strategies.parameter_server.client import Client
 from trainwright.strategies.parameter_server.server import Meeting, Rules, Server
 from trainwright.strategies.parameter_server.shard import Plan
@@ -55,6 +58,7 @@ class Peer:
         codec: of pushes.
         store: where they meet; ``None``: that of the default process group.
         serves: whether a rank with the number of a server holds it.
+        least_numel: numbers of a part that is pushed early; ``None``: none is.
         **rules: see :class:`Rules`.
     """
 
@@ -67,11 +71,15 @@ class Peer:
         codec: Any = None,
         store: Any = None,
         serves: bool = True,
+        least_numel: int | None = None,
         **rules: Any,
     ) -> None:
         self.model = make_model()
         self.optimizer = make_optimizer(self.model, kind)
         self.plan = _plan(self.model, self.optimizer, servers)
+        if least_numel is not None:
+            with patch.object(parts, "LEAST_NUMEL", least_numel):
+                self.plan = self.plan.in_parts()
         meeting = Meeting(store or dist.distributed_c10d._get_default_store(), PREFIX)
         device = Device()
         self.server: Server | None = None
@@ -94,11 +102,15 @@ class Peer:
             self.client.load([{} for _ in self.plan.names])
         self.client.meet()
 
-    def step(self, number: int, clip_norm: float | None = None) -> float:
-        """One step of this worker; its loss."""
+    def step(
+        self, number: int, clip_norm: float | None = None, then: Callable[[nn.Module], None] = lambda _: None
+    ) -> float:
+        """One step of this worker; its loss. ``then`` is called after backward."""
         self.model.zero_grad()
         loss = loss_of(self.model, self.client.worker, number)
+        self.client.begin()
         loss.backward()
+        then(self.model)
         hyper = self.plan.hyper.read(self.optimizer.param_groups)
         if clip_norm is None:
             self.client.step(hyper)

@@ -31,6 +31,45 @@ def test_in_step_is_the_mean_of_all(ranks, servers, kind, clip_norm):
     assert torch.equal(results[0][0], results[1][0])
 
 
+def push_early(least_numel: int | None, rules: dict[str, Any]) -> Any:
+    """Steps of which some are not made, or whose gradients are changed after backward."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    peer = Peer(rank, 2, servers=2, least_numel=least_numel, **rules)
+    peer.begin()
+    pushed = []
+
+    def look(model: Any) -> None:
+        pushed.append(peer.client.sent_bytes)
+
+    def change(model: Any) -> None:
+        look(model)
+        model[2].weight.grad.data.mul_(2)
+        model[0].bias.grad = None
+
+    for step in range(6):
+        if step == 2:  # nothing becomes of this one
+            peer.client.begin()
+            (peer.model[2](torch.ones(1, 7)).sum() * (rank + 1)).backward()
+        before = peer.client.sent_bytes
+        peer.step(step, 0.3 if step > 3 else None, change if step in (1, 2) else look)
+        pushed[-1] -= before
+    peer.client.meet()
+    peer.end()
+    hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in peer.model.parameters())
+    return flat(peer.model), pushed, hooks
+
+
+def test_gradients_pushed_while_backward_makes_others_are_those_of_the_step(ranks):
+    plain, early = (ranks(push_early, 2, numel, {"consistency": "sync"}) for numel in (None, 4))
+    for (expected, before, _), (parameters, after, hooks) in zip(plain, early, strict=True):
+        assert torch.equal(parameters, expected)
+        assert not any(before)
+        assert all(after)
+        assert hooks == 0
+
+
 def go_alone(consistency: str) -> Any:
     """Rank 0 makes all its steps before rank 1 begins its first."""
     import torch.distributed as dist

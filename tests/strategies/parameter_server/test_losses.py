@@ -6,12 +6,14 @@ import json
 import os
 import signal
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.strategies.parameter_server.core import Peer, flat
+from trainwright.strategies.parameter_server import parts
 
 WORKERS, STEPS, DIES_AT = 3, 12, 3
 
@@ -21,7 +23,7 @@ def work(worker: int, rules: dict[str, Any], replaces: bool) -> None:
     store = dist.FileStore("store", -1)
     if replaces:
         store.wait(["come"])
-    peer = Peer(worker, WORKERS, store=store, serves=False, **rules)
+    peer = Peer(worker, WORKERS, store=store, serves=False, least_numel=4, **rules)
     joined = peer.clock
     if replaces:
         peer.client.pull()
@@ -59,7 +61,8 @@ def serve(rules: dict[str, Any]) -> Any:
 
     pids = [fork(worker, rules) for worker in range(WORKERS)] + [fork(1, rules, replaces=True)]
     store = dist.FileStore("store", -1)
-    plan = Peer.plan_of()
+    with patch.object(parts, "LEAST_NUMEL", 4):
+        plan = Peer.plan_of().in_parts()
     server = Server(0, plan, Rules(**rules), Meeting(store, "parameter_server"), WORKERS, Device())
     server.start()
     ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]

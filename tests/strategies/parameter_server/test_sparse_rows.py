@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from lightning.pytorch import Callback, seed_everything
 
 from trainwright import Trainer
 from trainwright.recipes.wide_deep import ClickData, WideDeep
+from trainwright.strategies.parameter_server import parts
 from trainwright.strategies.parameter_server.sharder import share_out
 from trainwright.strategies.parameter_server.sparse_rows import pack_rows, touched_rows, unpack_rows
 
@@ -64,12 +66,19 @@ def test_rows_that_save_nothing_and_rows_that_are_not_there() -> None:
 class Losses(Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
-        self.pushed = 0
+        self.pushed = self.early = 0
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self.early += _pushed(trainer) - self.pushed
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
-        client = getattr(trainer.strategy, "client", None)
-        self.pushed = 0 if client is None else client.sent_bytes
+        self.pushed = _pushed(trainer)
+
+
+def _pushed(trainer: Any) -> int:
+    client = getattr(trainer.strategy, "client", None)
+    return 0 if client is None else client.sent_bytes
 
 
 def fit(strategy: Any, sparse: bool = False, **options: Any) -> dict[str, Any]:
@@ -88,9 +97,10 @@ def fit(strategy: Any, sparse: bool = False, **options: Any) -> dict[str, Any]:
         limit_val_batches=0,
         gradient_clip_val=None if sparse else 0.5,
     )
-    trainer.fit(module, ClickData(16, samples=400))
+    with patch.object(parts, "LEAST_NUMEL", 64):  # else all of this module is one part, which is pushed after backward
+        trainer.fit(module, ClickData(16, samples=400))
     weights = {name: weight.detach() for name, weight in module.named_parameters()}
-    return {"losses": losses.losses, "pushed": losses.pushed, "weights": weights}
+    return {"losses": losses.losses, "pushed": losses.pushed, "early": losses.early, "weights": weights}
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -106,3 +116,4 @@ def test_tables_push_the_rows_of_a_batch_and_step_as_under_ddp(ranks: Callable[.
         dense = 5 * 4 * sum(weight.numel() for weight in theirs["weights"].values())
         # Of 1,024 rows of a table, a batch of 16 touches 16 at most.
         assert ours["pushed"] < dense / 10
+        assert 0 < ours["early"] < ours["pushed"]
