@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from trainwright.strategies.loading import teach_lightning
 from trainwright.strategies.precision import adapt_precision
 from trainwright.strategies.state import whole_tensor
 from trainwright.strategies.waiting import Waits
+from trainwright.strategies.word_of_end import EndNotice, HeardNotice
 
 # Before anybody can have written a run state with a strategy.
 teach_lightning()
@@ -194,6 +195,21 @@ class LayoutStrategy(RunStateStrategy):
         The Trainer calls it where all ranks pass in the same order: before a validation, at the end of an epoch, and
         before a state is saved. Does nothing where ranks hold the same anyway.
         """
+
+    def tell_of_end(self, notice: Callable[[], EndNotice | None]) -> None:
+        """Where ranks step by themselves: let the others hear with this rank's steps of a notice to end.
+
+        Args:
+            notice: what this rank was told, ``None``: nothing; asked at every step.
+        """
+
+    @property
+    def heard_of_end(self) -> HeardNotice | None:
+        """Where ranks step by themselves: that one of them was told to end, and after which step all do.
+
+        ``None``: nothing was heard, or ranks have no way to tell each other between two meetings.
+        """
+        return None
 
     @property
     def least_batch_size(self) -> int:

@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from trainwright.callbacks.notice import FILE, URL, Notice, NoticePoll, Told
 from trainwright.callbacks.preemption import Preemption
+from trainwright.strategies.word_of_end import EndNotice
 from trainwright.trainer.launch.interrupt import raise_interrupted
 from trainwright.trainer.launch.watch import Allowance, ShutdownWatch
 from trainwright.trainer.phases import AGREEMENT
@@ -81,6 +82,7 @@ class FlagOnSignal(_SignalConnector):
         self._paces: dict[bool, Pace] = {}
         self._clock: Callable[[], float] = time.perf_counter
         self._last_batch = 0.0  # when it ended
+        self._heard: Told | None = None  # by the steps of ranks that step by themselves
         self._undo: list[Callable[[], object]] = []
         self.agreed: Told | None = None
         """What the ranks were told, once they have agreed that they were."""
@@ -97,7 +99,7 @@ class FlagOnSignal(_SignalConnector):
     def register_signal_handlers(self) -> None:
         """Listen to signals, and to the file and the address if there are any."""
         preemption = self.preemption
-        self.received_sigterm, self.agreed = False, None
+        self.received_sigterm, self.agreed, self._heard = False, None, None
         self._process = os.getpid()  # a notice that was not obeyed yet, in the fit before, still counts
         self._paces = {fits: Pace(preemption.check_seconds) for fits in (True, False)}
         self._last_batch = self._clock()
@@ -149,7 +151,7 @@ class FlagOnSignal(_SignalConnector):
             return
 
         def told(number: int) -> Told:
-            return self.agreed or self._notice.told or Told(number, time.monotonic())
+            return self._known or Told(number, time.monotonic())
 
         allowance = Allowance(
             numbers=(*preemption.numbers, FILE, URL),
@@ -173,11 +175,15 @@ class FlagOnSignal(_SignalConnector):
 
     def _keep_deadline(self) -> None:
         """Let the process end in time where no signal has come to it."""
-        told, watch, seconds = self.agreed or self._notice.told, ShutdownWatch.of_process(), None
+        told, watch, seconds = self._known, ShutdownWatch.of_process(), None
         if self.trainer.state.fn == TrainerFn.FITTING and self.preemption.save:
             seconds = self.preemption.deadline_seconds
         if told is not None and watch is not None and seconds is not None:
             watch.end_at(told.since + seconds, told.number)
+
+    @property
+    def _known(self) -> Told | None:
+        return self.agreed or self._heard or self._notice.told
 
     # ---- agreeing ---------------------------------------------------------------------------------------------------
 
@@ -188,15 +194,22 @@ class FlagOnSignal(_SignalConnector):
             fits: whether it is a batch of training.
             even: whether every rank has this batch; else nobody is asked.
             met: whether ranks that step by themselves are together here, such as at the end of an epoch; then they ask
-                each other in any case, and after other batches of training never.
+                each other in any case. After other batches of training they never do, but hear of a notice by their
+                steps, if the strategy has a way.
         """
         if self.trainer.world_size == 1:
             self.agreed = self._notice.told
+        elif fits and not self._in_step:
+            self._last_batch = self._clock()
+            if met:
+                self._agree(self._paces[fits])
+            elif self.agreed is None:
+                self._hear()
         elif self.agreed is None and even:
             now, pace = self._clock(), self._paces[fits]
             due = pace.passed(now - self._last_batch)
             self._last_batch = now
-            if due if not fits or self._in_step else met:
+            if due:
                 self._agree(pace)
         return self.agreed is not None
 
@@ -204,6 +217,25 @@ class FlagOnSignal(_SignalConnector):
     def _in_step(self) -> bool:
         """Whether all ranks are at the same step of training."""
         return bool(getattr(self.trainer.strategy, "steps_are_collective", True))
+
+    def _hear(self) -> None:
+        strategy: Any = self.trainer.strategy
+        tell = getattr(strategy, "tell_of_end", None)  # Lightning's own strategies have none
+        if tell is None:
+            return
+        tell(self._own_notice)
+        heard = strategy.heard_of_end
+        if heard is None:
+            return
+        if self._heard is None:
+            self._heard = Told(heard.number, time.monotonic() - heard.age)
+            self._keep_deadline()
+        if heard.steps_left == 0:
+            self.agreed = self._heard
+
+    def _own_notice(self) -> EndNotice | None:
+        told = self._notice.told
+        return None if told is None else EndNotice(told.number, time.monotonic() - told.since)
 
     def _agree(self, pace: Pace) -> None:
         told, now = self._notice.told, time.monotonic()
@@ -228,6 +260,11 @@ class FlagOnSignal(_SignalConnector):
         """
         assert self.agreed is not None
         self._notice = Notice()  # obeyed
+        if not self._in_step:
+            # Whoever ends takes what it holds for the others with it.
+            strategy: Any = self.trainer.strategy
+            strategy.meet()
+            strategy.barrier()
         self.received_sigterm = True  # callbacks may ask the Trainer why it ends
         self.preemption.end(self.trainer, self.agreed)
 

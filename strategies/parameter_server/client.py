@@ -37,6 +37,7 @@ from trainwright.strategies.parameter_server.wire import (
     field,
     header,
 )
+from trainwright.strategies.word_of_end import EndNotice, HeardNotice
 
 T = TypeVar("T")
 
@@ -79,6 +80,10 @@ class Client:
         """Of gradients pushed, without headers."""
         self.staleness = 0
         """Steps that others made between the last pull and the push after it, at the server that saw most."""
+        self.heard: HeardNotice | None = None
+        """That the run is to end, and after how many steps of this worker, as of the last step or meeting."""
+        self.notice: Callable[[], EndNotice | None] = lambda: None
+        """Asked at each push whether this worker was told that the run is to end; the first server tells all."""
         self._plan, self._parameters, self._codec = plan, list(parameters), codec
         self._meeting, self._device, self._tables = meeting, device, frozenset(tables)
         self._links: list[Link] = []
@@ -148,6 +153,7 @@ class Client:
         present = self._push(hyper, clip_value=clip_value, quiet=not pulls)
         replies = self._receive(present, self._pulled if pulls else None)
         self.staleness = int(max(field(reply, "staleness") for reply in replies))
+        self._hear(replies[0])
         if pulls:
             self._take()
 
@@ -163,7 +169,8 @@ class Client:
 
     def commit(self, coefficient: float, clip_value: float = 0.0, pulls: bool = True) -> None:
         """Let the step be made with the averaged gradient times ``coefficient``; as :meth:`step`."""
-        self._ask(Operation.COMMIT, payload=pulls, coefficient=coefficient, clip_value=clip_value, quiet=not pulls)
+        fields: dict[str, float] = {"coefficient": coefficient, "clip_value": clip_value, "quiet": not pulls}
+        self._hear(self._ask(Operation.COMMIT, payload=pulls, **fields)[0])
         if pulls:
             self._take()
 
@@ -225,8 +232,19 @@ class Client:
             How often lost workers had come again until then, the same on all.
         """
         replies = self._ask(Operation.MEET, payload=True)
+        self._hear(replies[0])
         self._take()
         return int(field(replies[0], "returns"))
+
+    def _hear(self, reply: Tensor) -> None:
+        number = int(field(reply, "notice"))
+        left = int(field(reply, "steps_left"))
+        self.heard = HeardNotice(number, field(reply, "notice_age"), left) if number else None
+
+    def _told(self, server: int) -> dict[str, float]:
+        """What a push to a server says of a notice that this worker was given."""
+        notice = self.notice() if server == 0 else None
+        return {} if notice is None else {"notice": notice.number, "notice_age": notice.age}
 
     def vote(self, value: float) -> float:
         """The largest value of all workers, by way of the first server."""
@@ -264,7 +282,7 @@ class Client:
                 marks[late] += IS_LATE
                 body, is_packed = self._late_message([held[each] for each in late], flat), True
             fields |= {"bytes": body.nbytes if is_packed else 0, "parts": early is not None}
-            request = self._request(server, Operation.PUSH, **fields)
+            request = self._request(server, Operation.PUSH, **fields, **self._told(server))
             request[FIXED : FIXED + hyper.numel()] = hyper
             request[FIXED + hyper.numel() :] = marks
             self.sent_bytes += body.nbytes

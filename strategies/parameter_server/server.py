@@ -17,6 +17,7 @@ from torch import Tensor
 from trainwright.checkpoint.save import Content
 from trainwright.strategies.compression.codecs import Codec
 from trainwright.strategies.parameter_server.clocks import Clocks, Consistency, bound_of
+from trainwright.strategies.parameter_server.ending import Ending
 from trainwright.strategies.parameter_server.packing import pack, unpack
 from trainwright.strategies.parameter_server.rejoining import Absent, Offer
 from trainwright.strategies.parameter_server.rounds import Round
@@ -34,6 +35,7 @@ from trainwright.strategies.parameter_server.wire import (
     field,
     header,
 )
+from trainwright.strategies.word_of_end import EndNotice
 
 # Seconds that closing waits for a worker's thread; one that waits for a message of a living worker ends with that.
 _PATIENCE = 5.0
@@ -169,6 +171,7 @@ class Server:
         self._given: dict[int, Tensor] = {}  # parameters that it has pulled, for delay compensation
         self._meetings, self._met, self._returns = 0, torch.zeros(0), 0
         self._absent = Absent(replaces)
+        self._ending = Ending()
         self._ended: str | None = None
         self._threads: list[threading.Thread] = []
         self._coming: dict[Link, _Coming] = {}  # gradients of which parts are on their way
@@ -403,6 +406,10 @@ class Server:
             gradient = self._receive_rest(link, int(field(request, "bytes")), late)
         else:
             gradient = self._receive_gradient(link, int(field(request, "bytes")))
+        if field(request, "notice"):
+            with self._changed:
+                notice = EndNotice(int(field(request, "notice")), field(request, "notice_age"))
+                self._ending.tell(notice, self._clocks)
         if self._rules.consistency == "sync":
             self._push_together(link, worker, request, gradient, hyper, present)
         else:
@@ -468,8 +475,9 @@ class Server:
             mine.add(worker, gradient, present, hyper)
             self._advance()
             self._until(lambda: mine.made or (mine.hold and mine.mean is not None))
+            ending = self._ending_for(worker)
         # Nothing is stepped until this worker has pushed again, so what is sent stays as it is.
-        self._reply(link, mine.norms if mine.hold else self._parameters_for(request))
+        self._reply(link, mine.norms if mine.hold else self._parameters_for(request), **ending)
 
     def _commit(self, link: Link, worker: int, request: Tensor) -> None:
         with self._changed:
@@ -477,7 +485,15 @@ class Server:
             mine.say(worker, field(request, "coefficient"), field(request, "clip_value"))
             self._advance()
             self._until(lambda: mine.made)
-        self._reply(link, self._parameters_for(request))
+            ending = self._ending_for(worker)
+        self._reply(link, self._parameters_for(request), **ending)
+
+    def _ending_for(self, worker: int) -> dict[str, float]:
+        """What an answer to a step or a meeting says of a notice to end, see :mod:`ending`."""
+        heard = self._ending.of(self._clocks.clock(worker)) if worker in self._clocks.workers else None
+        if heard is None:
+            return {}
+        return {"notice": heard.number, "notice_age": heard.age, "steps_left": heard.steps_left}
 
     def _parameters_for(self, request: Tensor) -> Tensor | None:
         return None if field(request, "quiet") else self.shard.flat
@@ -503,8 +519,8 @@ class Server:
             self._changed.notify_all()
             self._until(lambda: self._clocks.may_go(worker))
             self.largest_spread = max(self.largest_spread, self._clocks.clock(worker) - self._clocks.slowest)
-            parameters = self._handed_out(worker)
-        self._reply(link, parameters, staleness=staleness)
+            parameters, ending = self._handed_out(worker), self._ending_for(worker)
+        self._reply(link, parameters, staleness=staleness, **ending)
 
     def _handed_out(self, worker: int) -> Tensor:
         """A copy of the parameters, which others may step while it is sent."""
@@ -529,7 +545,8 @@ class Server:
             if self._rules.delay_compensation:
                 self._given[worker] = self._met
             parameters, clock, returns = self._met, self._clocks.clock(worker), self._returns
-        self._reply(link, parameters, clock=clock, returns=returns)
+            ending = self._ending_for(worker)
+        self._reply(link, parameters, clock=clock, returns=returns, **ending)
 
     def _state(self, link: Link, worker: int, request: Tensor) -> None:
         with self._changed:

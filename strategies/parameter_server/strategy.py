@@ -45,6 +45,7 @@ from trainwright.strategies.parameter_server.shard import Plan, refuse_closure
 from trainwright.strategies.parameter_server.sharder import digest_of
 from trainwright.strategies.parameter_server.wire import LOOPBACK, Device, Link
 from trainwright.strategies.precision import AgreedGradScaler
+from trainwright.strategies.word_of_end import EndNotice, HeardNotice
 
 # The name of the phase with which a micro-batch begins.
 _STEP_BEGINS = "data"
@@ -431,6 +432,17 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         assert self._client is not None
         served.forget_state()
         self._client.pull()
+
+    def tell_of_end(self, notice: Callable[[], EndNotice | None]) -> None:
+        """See :meth:`~trainwright.strategies.base.LayoutStrategy.tell_of_end`."""
+        if self._client is not None:
+            self._client.notice = notice
+
+    @property
+    def heard_of_end(self) -> HeardNotice | None:
+        """See :attr:`~trainwright.strategies.base.LayoutStrategy.heard_of_end`."""
+        # Of leased samples workers have made unequal numbers of steps: they end where the epoch does.
+        return None if self._client is None or self.leases_samples is not None else self._client.heard
 
     def _make_offers(self) -> None:
         """Keep a copy of this rank's state for workers that come again, from where steps begin."""

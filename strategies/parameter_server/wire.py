@@ -147,8 +147,11 @@ FIELDS = {
     "quiet": 11,  # answer a step without parameters
     "parts": 13,  # whether the gradient has come in parts
     "returns": 12,  # how often lost workers have come again, at a meeting
+    "notice": 16,  # that the run is to end, see ending.py; 0: none
+    "notice_age": 17,
+    "steps_left": 18,
 }
-FIXED = len(FIELDS)
+FIXED = max(FIELDS.values()) + 1
 
 
 def field(tensor: Tensor, name: str) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity.harness import make_trainer, world_size
 from tests.parity.modules import Tokens, make_module
@@ -148,3 +149,55 @@ def evaluate(verb: str, folder: Path) -> dict[str, Any]:
     except Preempted as ended:
         code = ended.code
     return {"code": code, "batches": module.batches}
+
+
+class Late(pl.Callback):
+    """Lets the first rank be slow, and holds the samples that this rank trains on."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.read += batch[0].int().tolist()
+        if trainer.global_rank == 0:
+            time.sleep(0.02)
+
+
+class Weight(pl.LightningModule):
+    """One parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.weight * batch[0].mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def alone(options: dict[str, Any], folder: Path, told: tuple[Any, ...] | None, resume: str | None) -> dict[str, Any]:
+    """Workers of parameter servers that step by themselves through one epoch of 40 steps each."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    late = Late()
+    trainer = make_trainer(
+        "parameter_server",
+        options,
+        max_epochs=1,
+        callbacks=[late, RunStateCheckpoint(str(folder), every=None), *([] if told is None else [Told(*told)])],
+        enable_checkpointing=True,
+    )
+    module, ended = Weight(), None
+    data = TensorDataset(torch.arange(80.0 * world_size()))
+    try:
+        trainer.fit(module, DataLoader(data, batch_size=2), ckpt_path=resume)
+    except Preempted as preempted:
+        ended = preempted
+    return {
+        "step": trainer.global_step,
+        "code": None if ended is None else ended.code,
+        "reason": None if ended is None else ended.told.reason,
+        "checkpoint": None if ended is None else ended.checkpoint,
+        "read": late.read,
+    }

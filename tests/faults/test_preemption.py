@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from tests.faults.commands import Command, ends, goes_on, training, write_faulty_project
-from tests.faults.preempted import Told, evaluate, parameters_of, points, trainer_of, watched
+from tests.faults.preempted import Told, alone, evaluate, parameters_of, points, trainer_of, watched
 from tests.parity.test_resume_watched import Net
 from tests.pool import free_port
 from tests.trainer.project import environment
@@ -96,6 +96,22 @@ def test_one_rank_is_told_and_all_end_and_go_on(
         assert one["parameters"]
         for name, parameter in one["parameters"].items():
             assert torch.equal(other["parameters"][name], parameter), name
+
+
+@pytest.mark.parametrize("options", [{"consistency": "ssp", "staleness": 2}, {"consistency": "async"}])
+def test_workers_that_step_by_themselves_end_at_the_same_step(
+    ranks: Callable[..., list[Any]], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    ended = ranks(alone, 3, options, tmp_path, ("on_train_batch_end", 4, 1), None)
+    assert [(each["code"], each["reason"]) for each in ended] == [(143, "SIGTERM")] * 3
+    [step] = {each["step"] for each in ended}
+    assert 5 <= step < 40
+    [saved] = list_checkpoints(str(tmp_path))
+    assert {each["checkpoint"] for each in ended} == {saved.path}
+    assert saved.step == step
+    resumed = ranks(alone, 3, options, tmp_path, None, "last")
+    assert {(each["code"], each["step"]) for each in resumed} == {(None, 40)}
+    assert sorted(sample for each in (*ended, *resumed) for sample in each["read"]) == list(range(240))
 
 
 # ---- where nothing is trained ----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.strategies.parameter_server.core import Peer, flat, reference
+from trainwright.strategies.word_of_end import EndNotice
 
 
 def train(servers: int, kind: str, clip_norm: float | None, steps: int, rules: dict[str, Any]) -> Any:
@@ -15,7 +16,14 @@ def train(servers: int, kind: str, clip_norm: float | None, steps: int, rules: d
 
     peer = Peer(dist.get_rank(), dist.get_world_size(), servers, kind, **rules)
     peer.begin()
-    losses = [peer.step(step, clip_norm) for step in range(steps)]
+    losses = []
+    for step in range(steps):
+        if step == steps - 1 and peer.client.worker == 1:
+            peer.client.notice = lambda: EndNotice(15, 2.0)
+        losses.append(peer.step(step, clip_norm))
+        heard = peer.client.heard
+        # The step that brings the notice is made, and is the last of all.
+        assert heard is None if step < steps - 1 else heard is not None and heard[::2] == (15, 0) and heard.age >= 2
     peer.client.meet()
     spread = 0 if peer.server is None else peer.server.largest_spread
     peer.end()
