@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
-from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
@@ -24,11 +21,11 @@ import lightning.pytorch as pl
 import torch
 
 from benchmarks.alternate import alternate
-from benchmarks.commands import environment_of
 from benchmarks.layouts import Observe
 from benchmarks.quiet import PLAIN_TRAINER
 from benchmarks.ranks import run_ranks
 from benchmarks.report import Goal, finish, say, table_of
+from benchmarks.slow_link import on_a_slow_link
 from trainwright.recipes.gpt import GPTModule
 from trainwright.recipes.gpt_model import GPTConfig
 from trainwright.recipes.text_corpus import TextCorpus
@@ -188,26 +185,6 @@ def timed(sides: list[str], ranks: int, sizes: tuple[int, int], steps: int, repe
     ]
 
 
-def timed_on_a_slow_link(link: str, arguments: list[str]) -> list[dict[str, Any]]:
-    """What :func:`timed` says in a network namespace of its own, whose loopback device has the rate ``link``.
-
-    Raises:
-        RuntimeError: if such a namespace cannot be made here, or the measurement failed.
-    """
-    slow = f"ip link set lo up && tc qdisc add dev lo root tbf rate {link} burst 256kb latency 2000ms"
-    inner = [sys.executable, "-m", "benchmarks.compression", "--timed-here", *arguments]
-    command = ["unshare", "--map-root-user", "--net", "sh", "-c", f'{slow} && exec "$@"', "sh", *inner]
-    # The name of this machine leads nowhere in there.
-    environment = {**environment_of(1), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[1], env=environment, stdout=subprocess.PIPE, text=True, check=False
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}; it needs unshare, ip and tc (Linux)")
-    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return rows
-
-
 def goals_of(rows: list[dict[str, Any]]) -> list[Goal]:
     """Bounds of what was measured on two ranks, and of the formulas on any number."""
     goals = []
@@ -260,7 +237,9 @@ def main() -> None:
         counts = [str(count) for count in given.ranks]
         more = ["--repeats", str(given.repeats), "--timed-steps", str(given.timed_steps)]
         more += ["--batch", str(given.batch), "--seq-len", str(given.seq_len)]
-        times = timed_on_a_slow_link(given.link, ["--ranks", *counts, "--sides", *sides, *more])
+        times = on_a_slow_link(
+            given.link, "benchmarks.compression", ["--timed-here", "--ranks", *counts, "--sides", *sides, *more]
+        )
         tables.append(table_of(f"Seconds of a step, loopback of {given.link}", times))
     finish("compression", tables, goals_of(rows), {"rows": rows, "link": given.link, "times": times})
 
