@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
+import linecache
+import sys
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -45,26 +46,80 @@ def reads_of(kind: type[nn.Module]) -> Reads:
 
 @cache
 def _read(kind: Any) -> Reads:
-    known, found = True, [set[str](), set[str](), set[str](), set[str]()]
-    for base in kind.__mro__:
-        if base.__module__.partition(".")[0] in _LIBRARIES or base is object:
-            continue
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):
-            known = False
-            continue
-        for method in _computing(tree):
-            own = method.args.args[0].arg if method.args.args else "self"
-            for node in ast.walk(method):
-                read = (_own(node, own), _shaping(node, own), _config(node), _weights(node))
-                for names, new in zip(found, read, strict=True):
-                    names.update(new)
-    return Reads(known, *(frozenset(names) for names in found))
+    bases = [
+        _read_class(base)
+        for base in kind.__mro__
+        if base.__module__.partition(".")[0] not in _LIBRARIES and base is not object
+    ]
+    known = [reads for reads in bases if reads is not None]
+    return Reads(
+        len(known) == len(bases),
+        frozenset[str]().union(*(reads.attributes for reads in known)),
+        frozenset[str]().union(*(reads.shaping for reads in known)),
+        frozenset[str]().union(*(reads.config for reads in known)),
+        frozenset[str]().union(*(reads.weights for reads in known)),
+    )
 
 
-def _computing(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for statement in [s for definition in tree.body if isinstance(definition, ast.ClassDef) for s in definition.body]:
+def _read_class(kind: type) -> Reads | None:
+    """What the methods of ``kind`` itself read; None where there is no source."""
+    try:
+        file = inspect.getsourcefile(kind)
+        if file is None:
+            return None
+        linecache.lazycache(file, vars(sys.modules[kind.__module__]))  # for a package in an archive
+        classes = _classes_of(file)
+    except (OSError, TypeError, KeyError, SyntaxError):
+        return None
+    found = classes.get(kind.__qualname__)
+    if not found:
+        return None
+    # Python 3.13 tells where a class stands; one that is defined twice is taken to be the first before that.
+    return found.get(getattr(kind, "__firstlineno__", None), next(iter(found.values())))
+
+
+@cache
+def _classes_of(file: str) -> dict[str, dict[int | None, Reads]]:
+    """All classes of a file: qualified name -> line of the definition -> what its methods read.
+
+    A file is parsed once: ``inspect.getsource`` parses it anew for every class, which takes a quarter of a second for
+    the larger ones of Hugging Face.
+    """
+    found: dict[str, dict[int | None, Reads]] = {}
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                name = f"{prefix}{child.name}"
+                line = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+                found.setdefault(name, {})[line] = _reads_in(child)
+                visit(child, f"{name}.")
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                visit(child, f"{prefix}{child.name}.<locals>.")
+            elif isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+                visit(child, prefix)
+
+    visit(ast.parse("".join(linecache.getlines(file))), "")
+    return found
+
+
+def _reads_in(definition: ast.ClassDef) -> Reads:
+    found = set[str](), set[str](), set[str](), set[str]()
+    attributes, shaping, config, weights = found
+    for method in _computing(definition):
+        own = method.args.args[0].arg if method.args.args else "self"
+        for node in ast.walk(method):
+            if isinstance(node, ast.Attribute):
+                attributes.update(_own(node, own))
+                config.update(_config(node))
+                weights.update(_weights(node))
+            elif isinstance(node, ast.Call | ast.Tuple):
+                shaping.update(_shaping(node, own))
+    return Reads(True, *(frozenset(names) for names in found))
+
+
+def _computing(definition: ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for statement in definition.body:
         if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if statement.name not in _BUILDING and not statement.name.startswith(_BUILDING_PREFIXES):

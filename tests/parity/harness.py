@@ -134,7 +134,13 @@ class Recorder(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        self.record.gradients = {n: whole(g) for n, g in trainer.strategy.named_gradients()}
+        if self.looks_at(trainer):
+            self.record.gradients = {n: whole(g) for n, g in trainer.strategy.named_gradients()}
+
+    @staticmethod
+    def looks_at(trainer: pl.Trainer) -> bool:
+        """Whether this step is the last, of which alone the gradients are kept: to gather them takes half of a step."""
+        return trainer.max_steps == -1 or trainer.global_step + 1 >= trainer.max_steps
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.record.parameters = {n: whole(p) for n, p in pl_module.named_parameters()}

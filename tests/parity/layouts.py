@@ -58,7 +58,8 @@ class WholeRecorder(Recorder):
     """Records whole gradients and parameters by the names of the unmodified module."""
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.record.gradients = dict(trainer.strategy.whole_gradients())
+        if self.looks_at(trainer):
+            self.record.gradients = dict(trainer.strategy.whole_gradients())
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         super().on_train_batch_end(trainer, *args)

@@ -125,9 +125,21 @@ def runs(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(pool.run, tmp_path_factory.mktemp("runs"))
 
 
-# Within the first epoch, at its end, within the second.
-@pytest.mark.parametrize("step", [2, 4, 7])
-@pytest.mark.parametrize(("strategy", "ranks_used"), LAYOUTS)
+# Within the first epoch, at its end, within the second: each on two ranks. More of them change what is read, not when:
+# on four each strategy has one of the steps.
+STOPS = (2, 4, 7)
+STOPPED = [
+    (strategy, ranks_used, step)
+    for place, (strategy, ranks_used) in enumerate(LAYOUTS)
+    for step in (STOPS if ranks_used <= 2 else STOPS[place // 2 % 3 : place // 2 % 3 + 1])
+]
+
+
+def test_every_stop_is_tried_on_four_ranks():
+    assert {step for _, ranks_used, step in STOPPED if ranks_used == 4} == set(STOPS)
+
+
+@pytest.mark.parametrize(("strategy", "ranks_used", "step"), STOPPED)
 def test_resumed_under_its_layout_is_bit_equal(ranks, runs, strategy, ranks_used, step):
     whole_run = runs.whole(strategy, ranks_used)
     saved = checkpoint_at(runs.saved(strategy, ranks_used, 7), step)
@@ -147,10 +159,10 @@ def test_resumed_under_its_layout_is_bit_equal(ranks, runs, strategy, ranks_used
         assert [name for name in expected_state if not torch.equal(expected_state[name], found_state[name])] == []
 
 
-@pytest.mark.parametrize("step", [2, 4])
 @pytest.mark.parametrize(("written", "read"), MOVES, ids=lambda layout: f"{layout[0]}-{layout[1]}")
-def test_resumed_under_another_layout(ranks, runs, written, read, step):
+def test_resumed_under_another_layout(ranks, runs, written, read):
     """The accumulation changes too, so that what one micro-batch is differs between writer and reader."""
+    step = (2, 4)[MOVES.index((written, read)) % 2]  # within an epoch and at its end, which layouts do not ask for
     expected, expected_state = runs.whole("single", 1)[0]
     saved = checkpoint_at(runs.saved(*written, steps=4, accumulation=3), step)
     for found, found_state in ranks(run, read[1], read[0], STEPS, 1, resume_from=saved):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from trainwright.recipes.gpt_model import GPT, GPTConfig
+from trainwright.strategies import plan_code
 from trainwright.strategies.blocks import find_blocks
 from trainwright.strategies.plan_sources import describe_plan, make_plan
 from trainwright.strategies.tensor_rules import validate_tensor
@@ -386,3 +389,43 @@ def test_description_folds_repeated_names():
         ["tensor", "model.model.embed_tokens", "vocabulary"],
         ["tensor", "model.model.layers.*.self_attn.q_proj", "colwise"],
     ]
+
+
+# ---- what the source tells -------------------------------------------------------------------------------------------
+
+
+class Around(nn.Module):
+    """Reads the weight of what it holds, and a length for a shape."""
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            return x.view(self.rows, -1)
+
+    def _init_weights(self):
+        self.built.weight = None
+
+    def forward(self, x):
+        return F.linear(x, self.table.weight).split(self.config.width)
+
+
+def test_source_is_parsed_once_a_file(monkeypatch):
+    """Each rank reads the sources of a Hugging Face model: parsed for each class anew they took seconds."""
+
+    def local():
+        class Within(Around):
+            def forward(self, x):
+                return super().forward(x) * self.scale
+
+        return Within
+
+    parsed, parse = [], ast.parse
+    monkeypatch.setattr(plan_code.ast, "parse", lambda *args: parsed.append(1) or parse(*args))
+    plan_code._classes_of.cache_clear()
+    plan_code._read.cache_clear()
+    reads = plan_code.reads_of(local())
+    assert reads.known
+    assert (reads.weights, reads.config) == ({"table"}, {"width"})
+    assert {"scale", "table", "config"} <= reads.attributes
+    assert plan_code.reads_of(Around.Inner).shaping == {"rows"}
+    assert not plan_code.reads_of(type("Made", (nn.Module,), {"__module__": "nowhere"})).known
+    assert len(parsed) == 1
