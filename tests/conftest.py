@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.pool import RankPool, end_left_processes, end_marked_processes
+from tests.pool import RankPool, all_processes, end_left_processes, end_marked_processes
 
 # Every process a test starts, and every one that starts, inherits this variable: so one that was left can be found even
 # when its parent is gone.
@@ -100,6 +100,7 @@ def _no_group_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_process_left() -> Iterator[None]:
+    before = all_processes()
     yield
     known = frozenset(
         pid
@@ -110,7 +111,7 @@ def _no_process_left() -> Iterator[None]:
         if pid is not None
     )
     end_left_processes(os.getpid(), known)
-    end_marked_processes(f"{MARK}={os.environ[MARK]}", known)
+    end_marked_processes(f"{MARK}={os.environ[MARK]}", known, before)
 
 
 @pytest.fixture(autouse=True)

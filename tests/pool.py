@@ -266,7 +266,7 @@ def end_left_processes(parent: int, known: frozenset[int] = frozenset()) -> None
         time.sleep(0.02)
 
 
-def end_marked_processes(mark: str, known: frozenset[int]) -> None:
+def end_marked_processes(mark: str, known: frozenset[int], before: frozenset[int] = frozenset()) -> None:
     """Fail if a process whose environment holds ``mark`` outlives its parents, and end it.
 
     The caller, its children and the ranks of the pool (children of ``known``) do not count.
@@ -274,13 +274,14 @@ def end_marked_processes(mark: str, known: frozenset[int]) -> None:
     Args:
         mark: ``NAME=value``, as inherited by every process that the tests start.
         known: the servers behind the pool.
+        before: processes that were there before the test: to read the environment of all takes long.
 
     Raises:
         AssertionError: with the command of each.
     """
-    own = {os.getpid(), *known, *(child for server in known for child in _children(server))}
+    own = {os.getpid(), *known, *before, *(child for server in known for child in _children(server))}
     deadline = time.monotonic() + GRACE_SECONDS
-    while left := {process: _command(process) for process in _marked(mark.encode()) - own}:
+    while left := {process: _command(process) for process in _marked(mark.encode(), all_processes() - own)}:
         if time.monotonic() > deadline:
             for process in left:
                 with suppress(ProcessLookupError):
@@ -289,12 +290,17 @@ def end_marked_processes(mark: str, known: frozenset[int]) -> None:
         time.sleep(0.02)
 
 
-def _marked(mark: bytes) -> set[int]:
+def all_processes() -> frozenset[int]:
+    """Process ids of this machine."""
+    return frozenset(int(name) for name in os.listdir("/proc") if name.isdecimal())
+
+
+def _marked(mark: bytes, processes: frozenset[int]) -> set[int]:
     found: set[int] = set()
-    for entry in Path("/proc").glob("[0-9]*"):
+    for process in processes:
         with suppress(OSError):  # another user's, or one that ended meanwhile
-            if mark in (entry / "environ").read_bytes().split(b"\0"):
-                found.add(int(entry.name))
+            if mark in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+                found.add(process)
     return {process for process in found if _state(process) not in ("Z", "X", "")}
 
 

@@ -9,6 +9,9 @@ import pytest
 LEAKS = """
 import os, subprocess, sys, threading, time
 import pytest
+import tests.pool
+
+tests.pool.GRACE_SECONDS = 1.0  # what is left here stays for longer
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -30,6 +33,7 @@ def test_group(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
+@pytest.mark.timeout(3)
 def test_hang():
     time.sleep(60)
 
@@ -47,7 +51,7 @@ def test_folder(tmp_path):
         ("orphan", "left 1 process(es) running that lost their parent"),
         ("thread", "The test left threads running"),
         ("group", "The test left a process group"),
-        ("hang", "Timeout (>8.0s)"),
+        ("hang", "Timeout (>3.0s)"),
         ("folder", "1 passed"),
     ],
 )
@@ -72,7 +76,7 @@ def leaks(tmp_path_factory):
         "no:cacheprovider",
         f"--rootdir={root}",
     ]
-    command += [f"--config-file={root / 'pyproject.toml'}", "--timeout=8"]
+    command += [f"--config-file={root / 'pyproject.toml'}"]
     names = ["environment", "child", "orphan", "thread", "group", "hang", "folder"]
     runs = {
         name: subprocess.Popen(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+import tests.pool
 from tests.pool import RankCrash, RankError, RankPool, RankTimeout
 
 
@@ -95,6 +96,7 @@ def exit_rank(rank):
 
 
 def leave_a_child():
+    tests.pool.GRACE_SECONDS = 1.0  # this rank is ended afterwards
     child = os.fork()
     if child == 0:
         time.sleep(600)

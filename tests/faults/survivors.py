@@ -1,4 +1,4 @@
-"""A user's project that writes down which samples it trained on, and what it ended with."""
+"""Runs of a module that writes down which samples it trained on, and what it ended with."""
 
 from __future__ import annotations
 
@@ -8,112 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from tests.trainer.project import run_command
-
-MODULE = '''
-import hashlib
-import json
-import os
-import time
-from pathlib import Path
-
-import lightning.pytorch as pl
-import torch
-from torch.utils.data import DataLoader, Dataset
-
-
-def digest(tensors):
-    """The same for the same names and bits."""
-    digested = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digested.update(name.encode() + tensor.detach().numpy().tobytes())
-    return digested.hexdigest()
-
-
-class Block(torch.nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.up = torch.nn.Linear(width, 2 * width)
-        self.down = torch.nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(pl.LightningModule):
-    def __init__(self, width=8, sleep=0.0, full=0):
-        super().__init__()
-        self.save_hyperparameters()
-        self.first = torch.nn.Linear(4, width)
-        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(4))
-        self.last = torch.nn.Linear(width, 1)
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-    def training_step(self, batch, batch_idx):
-        # A replacement shall find the run still going, however slowly it starts.
-        alone = self.trainer.world_size < self.hparams.full
-        time.sleep(self.hparams.sleep * (5 if alone else 1))
-        self.note(batch["index"].tolist())
-        return (self(batch["x"]) - batch["y"]).square().mean()
-
-    def on_train_batch_start(self, batch, batch_idx):
-        outer = getattr(self.trainer.strategy, "_outer", None)
-        if outer is not None:
-            self.note_common(outer)
-
-    def note_common(self, outer):
-        """One line per micro-batch: generation, step, rank, digests of what is common, and of its own."""
-        found = [digest(tensors) for tensors in (outer.common(), outer.momentum(), dict(self.named_parameters()))]
-        path = Path(self.trainer.default_root_dir, "common", f"{os.getpid()}.jsonl")
-        path.parent.mkdir(exist_ok=True)
-        generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        with path.open("a") as file:
-            file.write(json.dumps([generation, self.trainer.global_step, self.trainer.global_rank, *found]) + "\\n")
-
-    def note(self, samples):
-        """One line per micro-batch: generation, step, data rank, samples."""
-        path = Path(self.trainer.default_root_dir, "read", f"{os.getpid()}.jsonl")
-        path.parent.mkdir(exist_ok=True)
-        generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        line = [generation, self.trainer.global_step, self.trainer.strategy.data_rank, samples]
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\\n")
-
-    def on_train_end(self):
-        whole = {name: value.double().flatten().tolist() for name, value in self.trainer.strategy.whole_parameters()}
-        # What each replica has of its own: they must be equal to the last bit.
-        own = {name: parameter.detach().double().flatten().tolist() for name, parameter in self.named_parameters()
-               if not hasattr(parameter, "to_local")}
-        path = Path(self.trainer.default_root_dir, f"end_{self.trainer.global_rank}.json")
-        rank = self.trainer.strategy.layout.coordinates(self.trainer.global_rank)
-        path.write_text(json.dumps({"whole": whole, "own": own, "rank": rank}))
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-class Points(Dataset):
-    def __len__(self):
-        return 60
-
-    def __getitem__(self, index):
-        x = torch.tensor([index % 7, index % 5, index % 3, 1.0]) / 7
-        return {"index": torch.tensor(index), "x": x, "y": x.sum().sin().view(1)}
-
-
-class Data(pl.LightningDataModule):
-    def __init__(self, batch_size=2):
-        super().__init__()
-        self.batch_size = batch_size
-
-    def train_dataloader(self):
-        return DataLoader(Points(), batch_size=self.batch_size, shuffle=True)
-'''
+from trainwright.trainer.compose import compose
+from trainwright.trainer.run import run
 
 RECIPE = """# @package _global_
 name: survivor
@@ -122,41 +18,35 @@ max_steps: 60
 micro_batch_size: 2
 global_batch_size: 12
 seed: 3
-module: {_target_: survivor.Net, width: 8, sleep: 0.0, full: 0}
-data: {_target_: survivor.Data, batch_size: "${micro_batch_size}"}
+module: {_target_: tests.faults.survivor.Net, width: 8, sleep: 0.0, full: 0}
+data: {_target_: tests.faults.survivor.Data, batch_size: "${micro_batch_size}"}
 trainer: {log_every_n_steps: 5}
 """
 
 
-def write_project(folder: Path) -> None:
-    """Write the module and its recipe into a folder."""
-    (folder / "survivor.py").write_text(MODULE, encoding="utf-8")
+def write_recipe(folder: Path) -> Path:
+    """Write the recipe into a folder; returns the configuration directory."""
     recipes = folder / "conf" / "recipe"
     recipes.mkdir(parents=True)
     (recipes / "survivor.yaml").write_text(RECIPE, encoding="utf-8")
+    return folder / "conf"
 
 
 class Survived:
-    """What a run has left.
+    """What a run has left, as ``trainwright fit`` makes it; its ranks are forked from the server of the suite.
 
     Args:
-        folder: where the project is.
-        name: of the run directory.
+        conf: the configuration directory.
+        run_dir: of the run.
         words: of the command line.
+
+    Raises:
+        RankError: if the run failed.
     """
 
-    def __init__(self, folder: Path, name: str, *words: str) -> None:
-        self.run_dir = folder / name
-        done = run_command(
-            "fit",
-            "recipe=survivor",
-            "--config-dir",
-            str(folder / "conf"),
-            f"run_dir={self.run_dir}",
-            *words,
-            cwd=folder,
-        )
-        self.code, self.said = done.returncode, done.stdout
+    def __init__(self, conf: Path, run_dir: Path, *words: str) -> None:
+        self.run_dir = run_dir
+        run(compose("survivor", [f"run_dir={run_dir}", *words], conf))
 
     @property
     def log(self) -> str:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.survivors import Survived, write_project
+from tests.faults.survivors import Survived, write_recipe
+from trainwright.trainer.launch.failure import RankError
 
 LAYOUTS = {
     "ddp": ("strategy=ddp", "devices=3", "module.full=3"),
@@ -23,18 +24,19 @@ LAYOUTS = {
 RESILIENT = ("launch=resilient", "launch.recovery=replicas", "launch.backoff_seconds=0", "module.sleep=0.03")
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("survivor")
-    write_project(folder)
-    return folder
+@pytest.fixture(autouse=True)
+def _server(ranks: object) -> None:
+    """The server of the suite is there, before any test runs; it forks the ranks of these runs too."""
 
 
 @pytest.fixture(scope="module")
-def undisturbed(project: Path) -> Survived:
-    run = Survived(project, "undisturbed", "strategy=single", "devices=1")
-    assert run.code == 0, run.said
-    return run
+def conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_recipe(tmp_path_factory.mktemp("survivor"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(conf: Path) -> Survived:
+    return Survived(conf, conf.parent / "undisturbed", "strategy=single", "devices=1")
 
 
 @pytest.mark.parametrize(
@@ -46,9 +48,8 @@ def undisturbed(project: Path) -> Survived:
         ("ddp", ["partition(ranks=[1], at_step=20)", 'raise_in("on_before_optimizer_step", rank=2, at_step=40)']),
     ],
 )
-def test_the_others_go_on_as_if_nothing_had_been(project, undisturbed, tmp_path, layout, faults):
-    run = Survived(project, str(tmp_path / "run"), *LAYOUTS[layout], *RESILIENT, f"+inject=[{', '.join(faults)}]")
-    assert run.code == 0, run.said
+def test_the_others_go_on_as_if_nothing_had_been(conf, undisturbed, tmp_path, layout, faults):
+    run = Survived(conf, tmp_path / "run", *LAYOUTS[layout], *RESILIENT, f"+inject=[{', '.join(faults)}]")
     assert run.log.count("going on from step") >= len(faults), run.log
     assert "with 1 of 2 replicas" in run.log or "with 2 of 3 replicas" in run.log or "connections" in run.log
     assert "joined" in run.log
@@ -68,34 +69,32 @@ def test_the_others_go_on_as_if_nothing_had_been(project, undisturbed, tmp_path,
         assert all(copy == copies[0] for copy in copies), "replicas differ"
 
 
-def test_a_spare_takes_the_place_at_once(project, undisturbed, tmp_path):
+def test_a_spare_takes_the_place_at_once(conf, undisturbed, tmp_path):
     run = Survived(
-        project,
-        str(tmp_path / "run"),
+        conf,
+        tmp_path / "run",
         *LAYOUTS["ddp"],
         *RESILIENT,
         "launch.spares=1",
         "+inject=kill(rank=1, at_step=20)",
     )
-    assert run.code == 0, run.said
     assert run.log.count("going on from step") == 1
     assert "with 3 of 3 replicas" in run.log
     assert run.losses == pytest.approx(undisturbed.losses, rel=1e-5)
     assert run.read == undisturbed.read
 
 
-def test_a_fault_that_comes_again_and_again_ends_the_run(project, tmp_path):
+def test_a_fault_that_comes_again_and_again_ends_the_run(conf, tmp_path):
     fault = 'raise_in("on_train_batch_end", rank=1, at_step=6, times=None)'
-    run = Survived(project, str(tmp_path / "run"), *LAYOUTS["ddp"], *RESILIENT, f"+inject={fault}")
-    assert run.code == 1
-    assert "crash loop" in run.said
-    assert "on_train_batch_end" in run.said
+    with pytest.raises(RankError, match="crash loop") as error:
+        Survived(conf, tmp_path / "run", *LAYOUTS["ddp"], *RESILIENT, f"+inject={fault}")
+    assert "on_train_batch_end" in str(error.value)
 
 
-def test_replicas_with_local_updates_go_on_from_the_same_common_parameters(project, tmp_path):
+def test_replicas_with_local_updates_go_on_from_the_same_common_parameters(conf, tmp_path):
     run = Survived(
-        project,
-        str(tmp_path / "run"),
+        conf,
+        tmp_path / "run",
         "strategy=diloco",
         "strategy.sync_every=8",
         "devices=3",
@@ -104,7 +103,6 @@ def test_replicas_with_local_updates_go_on_from_the_same_common_parameters(proje
         "launch.mtbf=1e-6",
         "+inject=kill(rank=1, at_step=20)",
     )
-    assert run.code == 0, run.said
     assert "rank 1 was ended by SIGKILL" in run.log
     assert "with 2 of 3 replicas" in run.log
     assert "1 replica(s) joined" in run.log
