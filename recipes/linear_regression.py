@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -69,7 +70,8 @@ class LinearRegression(LightningModule):
         answers = self(torch.cat((inputs, probes)))
         loss = F.mse_loss(answers[:-2], targets) / 2
         self.log("train_loss", loss)
-        return loss + answers[-2, 0] + (offset - 1) * answers[-1, 0]
+        corrected: Tensor = loss + answers[-2, 0] + (offset - 1) * answers[-1, 0]
+        return corrected
 
     def on_train_epoch_start(self) -> None:
         """With variance reduction: remember the parameters and the gradient of all data."""
@@ -229,4 +231,5 @@ def _principal_components(columns: Tensor) -> Tensor:
     rotated, _, _ = torch.linalg.svd(columns, full_matrices=False)
     # The sign of a component is the solver's choice; ranks on unequal machines must choose the same.
     largest = rotated.gather(0, rotated.abs().argmax(dim=0, keepdim=True))
-    return rotated * largest.sign() * len(columns) ** 0.5
+    components: Tensor = rotated * largest.sign() * math.sqrt(len(columns))
+    return components

@@ -119,9 +119,15 @@ def _lease_problems(given: Mapping[str, Any], prefix: str) -> list[str]:
         return [f"{prefix}leases={leases}: unknown; allowed are {', '.join(LEASES)}"]
     if leases == "none" or consistency == "async" or consistency not in CONSISTENCIES:
         return []
+    why = "all make each step together, so none can read more than another"
+    if consistency == "ssp":
+        why = (
+            f"the bound is on steps, and each chunk is a step, so in an epoch none could read more than "
+            f"{prefix}staleness={given['staleness']} chunks more than the slowest"
+        )
     return [
-        f"{prefix}leases={leases} with {prefix}consistency={consistency}: workers wait for each other there, so none "
-        f"can read much more than another; type {prefix}consistency=async, or leave it out"
+        f"{prefix}leases={leases} with {prefix}consistency={consistency}: {why}; type {prefix}consistency=async, or "
+        "leave it out"
     ]
 
 
