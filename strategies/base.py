@@ -32,6 +32,7 @@ from trainwright.strategies.held import trained_boxes
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.loading import teach_lightning
 from trainwright.strategies.precision import adapt_precision
+from trainwright.strategies.same_model import refuse_other_models
 from trainwright.strategies.state import whole_tensor
 from trainwright.strategies.waiting import Waits
 from trainwright.strategies.word_of_end import EndNotice, HeardNotice
@@ -343,6 +344,12 @@ class LayoutStrategy(RunStateStrategy):
         return is_deferred(self.lightning_module)
 
     # ---- steps of setup -------------------------------------------------------------------------------------------
+
+    def _refuse_other_models(self) -> None:
+        """Have ranks hold their modules against each other, where each still has the whole; a collective."""
+        assert self.lightning_module is not None
+        if getattr(self.lightning_module, "_trainwright_layout", None) is None:
+            refuse_other_models(self.lightning_module, self.root_device)
 
     def _find_blocks(self) -> dict[str, nn.Module]:
         assert self.lightning_module is not None

@@ -75,6 +75,7 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Give the model memory, prepare its blocks, then as in Lightning."""
+        self._refuse_other_models()
         self._materialise()
         self._prepare_blocks(self._find_blocks())
         if self.communication == "auto" and self.world_size > 1 and trainer.state.fn == TrainerFn.FITTING:

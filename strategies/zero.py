@@ -191,6 +191,7 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.lightning_module)
         self._release()
+        self._refuse_other_models()
         self._cut_module()
         if self._splits_parameters:
             self._split_parameters(trainer)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -59,6 +59,7 @@ from trainwright.strategies.local_updates.state import (
 )
 from trainwright.strategies.precision import AgreedGradScaler
 from trainwright.strategies.run_state import OPTIMIZERS
+from trainwright.strategies.same_model import varying_buffers
 
 # What a run state says of this module's own part of it.
 _OWN = "local_updates"
@@ -155,6 +156,12 @@ class LocalUpdateStrategy(HybridStrategy):
         super().setup(trainer)
         assert self._groups is not None
         self._mean = ReplicaMean(self._groups.along("replicate"), self.root_device, self._alike, self._bucket_bytes)
+        varying = varying_buffers(module)
+        if varying and trainer.state.fn == TrainerFn.FITTING:
+            rank_zero_info(
+                f"Statistics such as {varying[0]} differ from replica to replica while training; they are averaged "
+                "whenever replicas are synchronised, for a validation, for a save and at the end."
+            )
 
     def _refuse_beside(self, module: LightningModule, trainer: Trainer) -> None:
         """Refuse what cannot work while replicas differ."""

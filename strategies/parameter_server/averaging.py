@@ -5,16 +5,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-
-
-def varying_buffers(module: nn.Module) -> list[str]:
-    """Names of running statistics, which depend on the samples that a rank has seen."""
-    return [
-        f"{name}.running_mean" if name else "running_mean"
-        for name, part in module.named_modules()
-        if isinstance(part, _NormBase) and part.running_mean is not None
-    ]
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from trainwright.strategies.compression.codecs import Codec
 from trainwright.strategies.compression.names import choose_compression, codec_of
 from trainwright.strategies.groups import default_store
 from trainwright.strategies.layout import Layout
-from trainwright.strategies.parameter_server.averaging import average_buffers, varying_buffers
+from trainwright.strategies.parameter_server.averaging import average_buffers
 from trainwright.strategies.parameter_server.client import Client
 from trainwright.strategies.parameter_server.clocks import Consistency
 from trainwright.strategies.parameter_server.optimizer import ServedOptimizer
@@ -42,9 +42,9 @@ from trainwright.strategies.parameter_server.rejoining import (
 )
 from trainwright.strategies.parameter_server.server import Meeting, Rules, Server
 from trainwright.strategies.parameter_server.shard import Plan, refuse_closure
-from trainwright.strategies.parameter_server.sharder import digest_of
 from trainwright.strategies.parameter_server.wire import LOOPBACK, Device, Link
 from trainwright.strategies.precision import AgreedGradScaler
+from trainwright.strategies.same_model import varying_buffers
 from trainwright.strategies.word_of_end import EndNotice, HeardNotice
 
 # The name of the phase with which a micro-batch begins.
@@ -223,15 +223,13 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._refuse_impossible(trainer)
+        self._refuse_other_models()
         self._materialise()
         self._prepare_blocks(self._find_blocks())
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.lightning_module)
         self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
-        shapes = [(name, tuple(p.shape)) for name, p in self.lightning_module.named_parameters()]
-        # Else the next collective fails in its own words.
-        self._refuse_other_models(digest_of([n for n, _ in shapes], [shape for _, shape in shapes], ""), shapes)
         _take_from_first(self.lightning_module)
         if fitting:
             self.setup_optimizers(trainer)
@@ -314,7 +312,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self._go_on_from_servers(served)
             return
         plan = self._plan(served)
-        self._refuse_other_models(plan.digest, list(zip(plan.names, plan.shapes, strict=True)))
+        self._refuse_other_optimizers(plan)
         self._say_what_varies()
         self._store = default_store() if self._incarnation is None else run_store()
         meeting = Meeting(self._store, f"parameter_server/{self.broadcast(uuid.uuid4().hex)}")
@@ -377,19 +375,15 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self.barrier()  # nobody meets before the servers have it
         self._client.meet()
 
-    def _refuse_other_models(self, digest: int, parameters: list[tuple[str, tuple[int, ...]]]) -> None:
-        """Hold what every rank is to train against that of the first; a collective."""
-        found = self._of_all_ranks((digest, parameters))
-        other = [rank for rank, (digest, _) in enumerate(found) if digest != found[0][0]]
-        if not other:
-            return
-        first, theirs = found[0][1], found[other[0]][1]
-        difference = next((f"{a} there, {b} here" for a, b in zip(first, theirs, strict=False) if a != b), None)
-        raise ValueError(
-            f"Rank(s) {', '.join(map(str, other))} train another model or optimizer than rank 0, so servers cannot "
-            f"average them ({difference or f'{len(first)} and {len(theirs)} parameters, or other groups or options'}). "
-            "Build the same module and optimizer on every rank."
-        )
+    def _refuse_other_optimizers(self, plan: Plan) -> None:
+        """Hold how every rank is to train its parameters against the first; a collective."""
+        digests = self._of_all_ranks(plan.digest)
+        other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if other:
+            raise ValueError(
+                f"Rank(s) {', '.join(map(str, other))} optimize otherwise than rank 0, so servers cannot step what "
+                "they push: the optimizer, its groups or their options differ. Build the same one on every rank."
+            )
 
     def _say_what_varies(self) -> None:
         assert self.lightning_module is not None

@@ -1,0 +1,111 @@
+"""Ranks with another model than the first, and what differs from rank to rank all the same."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.parity.harness import make_trainer
+
+STRATEGIES: list[tuple[str, dict[str, Any]]] = [
+    ("ddp", {}),
+    ("zero1", {}),
+    ("zero3", {}),
+    ("hybrid", {"pipeline": 2}),
+    ("local_sgd", {}),
+    ("diloco", {"compression": "int8"}),
+    ("parameter_server", {}),
+    ("parameter_server", {"consistency": "async"}),
+]
+# What the second rank has of its own -> what is said of it.
+OTHERS = {
+    "width": "first.weight (8, 4) (float32, trained), where another has first.weight (6, 4)",
+    "depth": "last.weight (1, 8) (float32, trained), where another has more.1.weight (8, 8)",
+    "frozen": "last.bias (1,) (float32, trained), where another has last.bias (1,) (float32, not trained)",
+    "statistics": "6 tensors, where another has 9",
+}
+
+
+class Net(pl.LightningModule):
+    """Linear layers, with running statistics that the loss does not depend on."""
+
+    def __init__(self, width: int = 8, depth: int = 1, statistics: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.more = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+        self.last = nn.Linear(width, 1)
+        self.seen = nn.BatchNorm1d(4, affine=False) if statistics else nn.Identity()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.last(self.more(self.first(self.seen(batch)))).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def train(strategy: str, options: dict[str, Any], module: Net) -> None:
+    trainer = make_trainer(strategy, options, max_steps=1, limit_val_batches=0)
+    trainer.fit(module, DataLoader(torch.randn(8, 4), batch_size=4))
+
+
+def others() -> list[tuple[str, str]]:
+    """What is refused, and how; a kind of difference for each strategy, in turn."""
+    texts = []
+    for index, (strategy, options) in enumerate(STRATEGIES):
+        kind = list(OTHERS)[index % len(OTHERS)]
+        module = Net()
+        if dist.get_rank() == 1:
+            sizes: dict[str, Any] = {"width": {"width": 6}, "depth": {"depth": 2}, "statistics": {"statistics": True}}
+            module = Net(**sizes.get(kind, {}))
+            module.last.bias.requires_grad_(kind != "frozen")
+        with pytest.raises(ValueError, match="another model") as refused:
+            train(strategy, options, module)
+        texts.append((kind, str(refused.value)))
+        dist.barrier()
+    return texts
+
+
+def test_another_model_is_refused_on_every_rank(ranks: Any) -> None:
+    for texts in ranks(others, 2):
+        for kind, text in texts:
+            assert text.startswith("Rank(s) 1 have another model than rank 0"), text
+            assert OTHERS[kind] in text
+            assert "Build the same module on every rank" in text
+
+
+class Said(logging.Handler):
+    """Remembers what was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def told(strategy: str, options: dict[str, Any], statistics: bool) -> list[str]:
+    said, logger = Said(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(said)
+    try:
+        train(strategy, options, Net(statistics=statistics))
+    finally:
+        logger.removeHandler(said)
+    return [line for line in said.lines if line.startswith("Statistics such as seen.running_mean differ")]
+
+
+@pytest.mark.parametrize(("strategy", "words"), [
+    ("local_sgd", "whenever replicas are synchronised"), ("parameter_server", "where all ranks meet"),
+])  # fmt: skip
+def test_it_is_said_what_becomes_of_statistics(ranks: Any, strategy: str, words: str) -> None:
+    (line,), others = ranks(told, 2, strategy, {}, True)
+    assert words in line
+    assert others == []
+    assert ranks(told, 2, strategy, {}, False) == [[], []]
