@@ -61,6 +61,8 @@ class CommunicationReport(Callback):
         self.of_ranks: list[dict[str, Any]] = []
         """Of every rank at the end: ``steps`` (optimizer steps), ``within`` and ``besides`` (sums over the run: rows of
         axis, kind, calls, bytes, least bytes)."""
+        self.of_servers: dict[int, tuple[int, int]] = {}
+        """Messages and bytes of each rank that only serves, at the end; on rank 0."""
         self._steps = StepCounter()
         self._window = 0
         self._meter: Any = None
@@ -83,7 +85,7 @@ class CommunicationReport(Callback):
         self._window = window_steps(self.every_n_steps, trainer)
         self._done = self._total = 0  # optimizer steps of this window, and of this fit
         self._recent, self._within, self._besides = _Sums(), _Sums(), _Sums()
-        self.latest, self.of_ranks = {}, []
+        self.latest, self.of_ranks, self.of_servers = {}, [], {}
         self._meter = trainer.strategy.measure_communication()  # type: ignore[attr-defined]
         if self._meter.unknown:
             rank_zero_warn(f"Calls of {', '.join(self._meter.unknown)} are not counted: torch has them only recently.")
@@ -118,6 +120,8 @@ class CommunicationReport(Callback):
             return
         self._besides.add(self._meter.take())
         self._stop()
+        if trainer.is_global_zero:
+            self.of_servers = trainer.strategy.server_traffic()  # type: ignore[attr-defined]
         own = json.dumps({"steps": self._total, "within": _listed(self._within), "besides": _listed(self._besides)})
         together = bool(trainer.strategy.steps_are_collective)  # type: ignore[attr-defined]
         self.of_ranks = [json.loads(text) for text in (_of_all_ranks(own, trainer) if together else [own])]
@@ -126,7 +130,7 @@ class CommunicationReport(Callback):
         """Print the table on rank 0; nothing if nothing was sent."""
         if not trainer.is_global_zero or not any(rank["within"] or rank["besides"] for rank in self.of_ranks):
             return
-        for part in report_of(self.of_ranks):
+        for part in report_of(self.of_ranks, self.of_servers):
             self.console.print(part, soft_wrap=isinstance(part, str), highlight=False)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -152,11 +156,14 @@ class CommunicationReport(Callback):
         self._done, self._recent = 0, _Sums()
 
 
-def report_of(ranks: Sequence[Mapping[str, Any]]) -> list[Table | str]:
-    """What is printed at the end: a table, and a line about what was sent besides steps.
+def report_of(
+    ranks: Sequence[Mapping[str, Any]], servers: Mapping[int, tuple[int, int]] | None = None
+) -> list[Table | str]:
+    """What is printed at the end: a table, a line about what was sent besides steps, and one for each server's rank.
 
     Args:
         ranks: see :attr:`CommunicationReport.of_ranks`.
+        servers: see :attr:`CommunicationReport.of_servers`.
     """
     whom = "rank 0" if len(ranks) == 1 else f"each of {len(ranks)} ranks"
     table = Table(title=f"Sent by {whom} in a step", title_justify="left", box=None, pad_edge=False)
@@ -175,6 +182,8 @@ def report_of(ranks: Sequence[Mapping[str, Any]]) -> list[Table | str]:
     parts: list[Table | str] = [table] if keys else []
     if besides:
         parts.append(f"Besides steps (validation, checkpoints, logging): {size_of(besides)} a rank in all.")
+    for rank, (messages, sent) in (servers or {}).items():
+        parts.append(f"Rank {rank}, which only serves: {size_of(sent)} in all, in {messages:,} messages.")
     return parts
 
 

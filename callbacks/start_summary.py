@@ -68,6 +68,7 @@ def summary_rows(trainer: Trainer, pl_module: LightningModule, held: Tensor) -> 
         ("precision", str(trainer.precision)),
         ("parameters", _parameters(trainer, pl_module, held)),
         ("global batch", _global_batch(trainer)),
+        *_servers(trainer),
     ]
 
 
@@ -110,6 +111,19 @@ def _global_batch(trainer: Trainer) -> str:
         f"{_count(batch.size, 'sample')} a step = micro-batch {batch.micro_batch_size} "
         f"x accumulation {batch.accumulation} x {_count(batch.data_ranks, 'data rank')}"
     )
+
+
+def _servers(trainer: Trainer) -> list[tuple[str, str]]:
+    """Which ranks hold a parameter server, if any does."""
+    bytes_of = getattr(trainer.strategy, "server_bytes", dict)()
+    if not bytes_of:
+        return []
+    least, most = min(bytes_of.values()) / MIB, max(bytes_of.values()) / MIB
+    size = f"{most:,.2f} MiB" if least == most else f"{least:,.2f} to {most:,.2f} MiB"
+    what = "doing nothing else" if min(bytes_of) >= trainer.world_size else "beside the workers there"
+    ranks = ", ".join(map(str, sorted(bytes_of)))
+    one = len(bytes_of) == 1
+    return [("servers", f"on rank{'' if one else 's'} {ranks}, {what}; {'it' if one else 'each'} holds {size} of them")]
 
 
 def _data_ranks(trainer: Trainer) -> int:

@@ -119,6 +119,33 @@ class LayoutStrategy(RunStateStrategy):
         return int(getattr(self, "world_size", 1))
 
     @property
+    def serves(self) -> bool:
+        """Whether this rank only serves the others, which are all of ``world_size``, and is no data rank.
+
+        Then the Trainer calls :meth:`serve` in ``fit``, in place of training, and does nothing else here.
+        """
+        return False
+
+    def serve(self) -> None:
+        """On a rank that only serves, once it is set up: do so until the other ranks have ended their ``fit``.
+
+        Raises:
+            SystemExit, RuntimeError: as they have ended, if not well.
+        """
+        raise NotImplementedError
+
+    def server_bytes(self) -> dict[int, int]:
+        """Bytes of parameters that parameter servers hold while training goes on, by rank; empty: there are none."""
+        return {}
+
+    def server_traffic(self) -> dict[int, tuple[int, int]]:
+        """Messages and bytes sent so far by ranks that only serve, by rank, while training goes on; no collective.
+
+        What servers beside data ranks send is in what these measure, see :meth:`measure_communication`.
+        """
+        return {}
+
+    @property
     def data_group(self) -> dist.ProcessGroup | None:
         """The ranks that read different samples, this one among them; ``None``: all ranks."""
         return None

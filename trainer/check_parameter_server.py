@@ -6,7 +6,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.strategies.compression.options import OFF, compression_problems
-from trainwright.strategies.parameter_server.options import DEFAULTS, push_problems, rank_problems, server_problems
+from trainwright.strategies.parameter_server.options import (
+    DEFAULTS,
+    OWN,
+    push_problems,
+    rank_problems,
+    server_problems,
+)
 from trainwright.trainer.check_compression import compression_of
 from trainwright.trainer.check_leases import lease_problems
 from trainwright.trainer.check_recovery import replaceable_ranks
@@ -27,10 +33,10 @@ def parameter_server_problems(cfg: DictConfig, world_size: int | None) -> list[s
     if not str(cfg.strategy.get("_target_", "")).endswith("ParameterServerStrategy"):
         return []
     plain: Any = OmegaConf.to_container(cfg.strategy, resolve=True)
-    options = {key: value for key, value in plain.items() if key in DEFAULTS}
+    options = {**DEFAULTS, **{key: value for key, value in plain.items() if key in DEFAULTS}}
     problems = server_problems(options, _PREFIX)
     if not problems and world_size is not None:
-        problems += rank_problems(options.get("servers", 1), world_size, _PREFIX)
+        problems += rank_problems(options["servers"], world_size, _PREFIX, own=options["server_ranks"] == OWN)
     problems += [*_pushes(cfg), *_in_any_case(cfg)]
     if options.get("consistency") in ("ssp", "async"):
         problems += _when_alone(cfg, f"strategy.consistency={options['consistency']}")
@@ -39,6 +45,11 @@ def parameter_server_problems(cfg: DictConfig, world_size: int | None) -> list[s
     if options.get("leases", "none") != "none":
         problems += lease_problems(cfg)
     return problems
+
+
+def server_ranks(cfg: DictConfig) -> int:
+    """Ranks of a resolved configuration that only serve; 0 where servers are beside workers, or there are none."""
+    return int(cfg.strategy.servers) if cfg.strategy.get("server_ranks") == OWN else 0
 
 
 def _pushes(cfg: DictConfig) -> list[str]:

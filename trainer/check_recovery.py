@@ -6,6 +6,7 @@ from omegaconf import DictConfig
 
 from trainwright.callbacks.option_rules import is_positive
 from trainwright.strategies.layout import Layout
+from trainwright.strategies.parameter_server.options import OWN
 
 RESTART, REPLICAS, REJOIN, AUTO = "restart", "replicas", "rejoin", "auto"
 RECOVERIES = (RESTART, REPLICAS, REJOIN, AUTO)
@@ -25,9 +26,19 @@ def replaceable_ranks(cfg: DictConfig, verb: str) -> tuple[int, ...]:
 
 
 def _workers(cfg: DictConfig) -> tuple[int, ...]:
-    """Ranks that hold no server, where the strategy has parameter servers."""
+    """Ranks that hold nothing which is nowhere else, where the strategy has parameter servers.
+
+    The first rank gives those that come the state of the run, beside a server or not.
+    """
     servers = cfg.strategy.get("servers")
-    return () if servers is None else tuple(range(servers, int(cfg.devices)))
+    if servers is None:
+        return ()
+    devices = int(cfg.devices)
+    return tuple(range(1, devices - servers) if _on_own_ranks(cfg) else range(servers, devices))
+
+
+def _on_own_ranks(cfg: DictConfig) -> bool:
+    return bool(cfg.strategy.get("server_ranks") == OWN)
 
 
 def recovery_problems(cfg: DictConfig, verb: str, layout: Layout | None, has_launcher: bool) -> list[str]:
@@ -92,6 +103,12 @@ def _against_rejoining(cfg: DictConfig, verb: str, has_launcher: bool) -> Iterat
             "launch.recovery=rejoin: under this strategy no rank can be lost while the others go on; type "
             "launch.recovery=restart, launch.recovery=replicas for a layout with several replicas, or "
             "strategy=parameter_server"
+        )
+    elif cfg.devices != "auto" and not _workers(cfg) and _on_own_ranks(cfg):
+        yield (
+            f"launch.recovery=rejoin with strategy.servers={cfg.strategy.servers} strategy.server_ranks={OWN} on "
+            f"{cfg.devices} device(s): one worker is left, which would have to give the state of the run to those that "
+            "come; type more devices, or launch.recovery=restart"
         )
     elif cfg.devices != "auto" and not _workers(cfg):
         yield (

@@ -65,8 +65,11 @@ class ParameterServerConfig(_BlockConfig):
     consistency: str = "sync"
     # Steps that a worker may be ahead of the slowest, with consistency=ssp; null = it is read with ssp only.
     staleness: int | None = None
-    # Servers that the parameters are shared out to, each beside the worker of one of the first ranks.
+    # Servers that the parameters are shared out to.
     servers: int = 1
+    # Where servers are: beside = each in a rank that trains, too (the first ones); own = on ranks that do nothing else
+    # (the last ones), so that devices - servers ranks train.
+    server_ranks: str = "beside"
     # Correct late gradients for how far parameters have moved on (DC-ASGD), by this strength; 0 = off.
     delay_compensation: float = 0.0
     # Divide learning rates by how many steps a gradient is late; false = off.

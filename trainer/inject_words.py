@@ -122,13 +122,14 @@ def make_faults(sentences: Sequence[str]) -> "list[Fault]":
     return [sentence.make() for text in sentences for sentence in read(text)]
 
 
-def inject_problems(cfg: DictConfig, verb: str, world_size: int | None) -> list[str]:
+def inject_problems(cfg: DictConfig, verb: str, world_size: int | None, server_ranks: int = 0) -> list[str]:
     """What stands against injecting the faults of a configuration into its run.
 
     Args:
         cfg: the configuration; its sentences are under `inject`.
         verb: fit, validate, test or predict.
         world_size: ranks of the run; None when that is not known.
+        server_ranks: how many of them, the last ones, only serve.
     """
     problems: list[str] = []
     found: list[Sentence] = []
@@ -141,7 +142,20 @@ def inject_problems(cfg: DictConfig, verb: str, world_size: int | None) -> list[
         problems.append(f"inject with {verb}: faults strike at training steps only; leave inject out")
     for sentence in found:
         problems += _does_not_fit(sentence, cfg, world_size)
+        problems += _only_serve(sentence, world_size, server_ranks)
     return problems
+
+
+def _only_serve(sentence: Sentence, world_size: int | None, server_ranks: int) -> list[str]:
+    if world_size is None or not server_ranks:
+        return []
+    ranks = range(world_size - server_ranks, world_size)
+    struck = [rank for rank in ranks_named(sentence.kind, sentence.arguments) if rank in ranks]
+    return [
+        f"inject: {sentence}: rank {rank} only serves (strategy.server_ranks=own), and faults strike at steps of ranks "
+        f"that train; type one below {ranks[0]}"
+        for rank in struck
+    ]
 
 
 def _does_not_fit(sentence: Sentence, cfg: DictConfig, world_size: int | None) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,9 +23,11 @@ from trainwright.strategies.cuts_of import local_shapes
 from trainwright.strategies.engines import EngineOptions, plan_for
 from trainwright.strategies.hybrid_rules import cuts_module
 from trainwright.strategies.layout import Layout
+from trainwright.strategies.parameter_server.shard import Plan
 from trainwright.strategies.plan import ModelPlan
 from trainwright.strategies.plan_sources import describe_plan
 from trainwright.trainer.check_layout import build_on_meta, engine_options
+from trainwright.trainer.check_parameter_server import server_ranks
 
 MIB = 2**20
 # Lines of the table of bytes before it only counts the rest.
@@ -41,11 +43,15 @@ class StateRules:
         stage: of ZeRO; 0 splits nothing (`ddp`, `single`).
         offload: none, optimizer or parameters.
         halves: whether floating-point weights become bf16 (`precision=bf16-true`).
+        servers: parameter servers, which hold parameters and the optimizer's state; 0 = there are none.
+        server_ranks: ranks that only serve, one server each; 0 = servers are beside the first ranks.
     """
 
     stage: int = 0
     offload: str = "none"
     halves: bool = False
+    servers: int = 0
+    server_ranks: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,40 @@ def bytes_of_ranks(
         if key not in known:
             known[key] = scale.weigh(*key)
         held.append(known[key])
+    return held if not rules.servers else _with_servers(module, held, rules)
+
+
+def _with_servers(module: LightningModule, held: Sequence[RankBytes], rules: StateRules) -> list[RankBytes]:
+    """Workers of parameter servers have no state of an optimizer; who holds a server has that of its rows."""
+    states, parameters = OptimizerStates(module), dict(module.named_parameters())
+    held = [replace(each, optimizer=0) for each in held] + [RankBytes(0, 0, 0)] * rules.server_ranks
+    first = len(held) - rules.server_ranks if rules.server_ranks else 0
+    for number, served in enumerate(_served_bytes(states, parameters, rules)):
+        beside = held[first + number]
+        held[first + number] = replace(
+            beside, parameters=beside.parameters + served.parameters, optimizer=served.optimizer
+        )
     return held
+
+
+def _served_bytes(states: OptimizerStates, parameters: dict[str, nn.Parameter], rules: StateRules) -> list[RankBytes]:
+    if states.problem is not None or not states.optimizers:
+        return [RankBytes(0, 0, None if states.problem else 0)] * rules.servers
+    plan = Plan.of(states.optimizers[0], {id(p): name for name, p in parameters.items()}, rules.servers)
+    found = []
+    for slices in plan.held:
+        sent = optimizer = 0
+        is_known = True
+        for piece in slices:
+            parameter = parameters[plan.names[piece.parameter]]
+            halves = rules.halves and parameter.is_floating_point()
+            dtype = torch.bfloat16 if halves else parameter.dtype
+            # What is sent is float32; a parameter of another type is kept beside it.
+            sent += piece.numel * (plan.dtype.itemsize + (dtype.itemsize if dtype != plan.dtype else 0))
+            state = states.bytes_of(parameter, piece.shape, dtype) if parameter.requires_grad else 0
+            is_known, optimizer = is_known and state is not None, optimizer + (state or 0)
+        found.append(RankBytes(sent, 0, optimizer if is_known else None))
+    return found
 
 
 class _Scale:
@@ -146,21 +185,23 @@ class OptimizerStates:
 
     Attributes:
         problem: why the optimizers cannot be built here; None if they can.
+        optimizers: those of the module.
     """
 
     def __init__(self, module: LightningModule) -> None:
         self.problem: str | None = None
+        self.optimizers: Sequence[Optimizer] = ()
         self._groups: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
         self._known: dict[tuple[int, _Shape, torch.dtype], int | None] = {}
         try:
             made: Any = module.configure_optimizers()
-            optimizers: Sequence[Optimizer] = _configure_optimizers(made)[0] if made is not None else ()
+            self.optimizers = _configure_optimizers(made)[0] if made is not None else ()
         except Exception as error:  # whatever a user's code raises that wants a Trainer
             self.problem = (
                 f"configure_optimizers needs more than the module: {(str(error).splitlines() or [repr(error)])[0]}"
             )
             return
-        for optimizer in optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 self._groups |= {id(parameter): (optimizer, group) for parameter in group["params"]}
 
@@ -210,7 +251,8 @@ def report(cfg: DictConfig, layout: Layout) -> str:
         cfg: with `module`, `strategy` and `precision`.
         layout: closed.
     """
-    parts = [layout.picture()]
+    rules = rules_of(cfg)
+    parts = [layout.picture() + _servers(layout, rules)]
     try:
         module = build_on_meta(cfg)
     except Exception as error:  # whatever a user's constructor raises without memory
@@ -221,7 +263,6 @@ def report(cfg: DictConfig, layout: Layout) -> str:
     options = engine_options(cfg.strategy)
     plan = plan_for(module, layout, options)
     parts.append(f"plan of {type(module).__name__}\n{describe_plan(plan, module)}")
-    rules = rules_of(cfg)
     held = bytes_of_ranks(module, layout, options, rules)
     parts.append(_table(module, held, rules))
     return "\n\n".join(parts) + "\n"
@@ -230,7 +271,20 @@ def report(cfg: DictConfig, layout: Layout) -> str:
 def rules_of(cfg: DictConfig) -> StateRules:
     """How the state is split, from a configuration."""
     strategy = cfg.strategy
-    return StateRules(int(strategy.get("stage", 0)), str(strategy.get("offload", "none")), cfg.precision == "bf16-true")
+    return StateRules(
+        stage=int(strategy.get("stage", 0)),
+        offload=str(strategy.get("offload", "none")),
+        halves=cfg.precision == "bf16-true",
+        servers=int(strategy.get("servers", 0)),
+        server_ranks=server_ranks(cfg),
+    )
+
+
+def _servers(layout: Layout, rules: StateRules) -> str:
+    """A line for each parameter server, after those of the ranks that train."""
+    first = layout.world_size if rules.server_ranks else 0
+    what = "on a rank of its own, which does not train" if rules.server_ranks else "beside the worker of that rank"
+    return "".join(f"\nparameter server {number}: rank {first + number}, {what}" for number in range(rules.servers))
 
 
 def _table(module: LightningModule, held: Sequence[RankBytes], rules: StateRules) -> str:

@@ -62,6 +62,8 @@ class ResumeConnector(_CheckpointConnector):
     def _select_ckpt_path(
         self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool
     ) -> Any:
+        if getattr(self.trainer.strategy, "serves", False):
+            return None  # such a rank has none, and what its server holds comes from the others
         path = super()._select_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
         # Strategies that restore late ask before whether there is anything to restore; the answer must not be that of
         # the run before.

@@ -50,6 +50,7 @@ from trainwright.trainer.reading import hash_partition
 from trainwright.trainer.remembered_states import RememberedStates, state_source
 from trainwright.trainer.resume import ResumeConnector
 from trainwright.trainer.seeded_samples import seed_samples as draw_seeded
+from trainwright.trainer.serving import serve
 from trainwright.trainer.signals import FlagOnSignal
 from trainwright.trainer.stream import StreamLoader, uses_stream
 
@@ -237,6 +238,8 @@ class Trainer(LightningTrainer):
     def _run(self, model: LightningModule, ckpt_path: Any = None, weights_only: bool | None = None) -> Any:
         # Lightning does not pass it on to strategies that restore after they are set up.
         self._checkpoint_connector.weights_only = weights_only
+        if getattr(self.strategy, "serves", False):
+            return serve(self, model)
         return super()._run(model, ckpt_path, weights_only)
 
     def _teardown(self) -> None:

@@ -32,7 +32,7 @@ from trainwright.trainer.check_compression import compression_refusals
 from trainwright.trainer.check_guard import guard_refusals
 from trainwright.trainer.check_hangs import hang_problems
 from trainwright.trainer.check_local_updates import local_update_refusals, local_update_refusals_of_module
-from trainwright.trainer.check_parameter_server import parameter_server_problems
+from trainwright.trainer.check_parameter_server import parameter_server_problems, server_ranks
 from trainwright.trainer.check_placement import placement_refusals
 from trainwright.trainer.check_recovery import RECOVERIES, recovery_problems
 from trainwright.trainer.check_restarts import restart_problems
@@ -103,13 +103,23 @@ def layout_of(strategy: Any) -> Layout | None:
     target = str(strategy.get("_target_", ""))
     if target.endswith("SingleDeviceStrategy"):
         return Layout()
-    return Layout(replicate=-1) if target.endswith("DDPStrategy") else None
+    return Layout(replicate=-1) if target.endswith(("DDPStrategy", "ParameterServerStrategy")) else None
 
 
 def num_data_ranks(cfg: DictConfig, world_size: int) -> int:
-    """Ranks that read different samples, for a configuration that `validate` found possible."""
-    layout = layout_of(cfg.strategy)
-    return layout.resolve(world_size).data_ranks if layout is not None else world_size
+    """Ranks that read different samples, for a configuration that `validate` found possible.
+
+    Args:
+        cfg: the configuration.
+        world_size: of all ranks, those that only serve included.
+    """
+    layout, training = layout_of(cfg.strategy), training_ranks(cfg, world_size)
+    return layout.resolve(training).data_ranks if layout is not None else training
+
+
+def training_ranks(cfg: DictConfig, world_size: int) -> int:
+    """How many of so many ranks make up the layout: all that do not only serve."""
+    return max(world_size - server_ranks(cfg), 1)  # too many servers are refused elsewhere
 
 
 def world_size_of(cfg: DictConfig, surroundings: Surroundings) -> int:
@@ -254,7 +264,7 @@ def _layout(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     try:
         layout = layout_of(cfg.strategy)
         if layout is not None:
-            layout.resolve(world_size)
+            layout.resolve(training_ranks(cfg, world_size))
     except ValueError as error:
         return [str(error)]
     return []
@@ -314,7 +324,7 @@ def closed_layout(cfg: DictConfig, surroundings: Surroundings) -> Layout | None:
         return None
     try:
         layout = layout_of(cfg.strategy)
-        return None if layout is None else layout.resolve(world_size_of(cfg, surroundings))
+        return None if layout is None else layout.resolve(training_ranks(cfg, world_size_of(cfg, surroundings)))
     except ValueError:
         return None  # refused as a layout
 
@@ -449,7 +459,7 @@ def _resume(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
 
 def _inject(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     world_size = world_size_of(cfg, surroundings) if _has_world_size(cfg) else None
-    return inject_problems(cfg, surroundings.verb, world_size)
+    return inject_problems(cfg, surroundings.verb, world_size, server_ranks(cfg))
 
 
 def _restarts(cfg: DictConfig, surroundings: Surroundings) -> list[str]:

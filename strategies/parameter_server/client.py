@@ -10,10 +10,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.save import Content
 from trainwright.strategies.compression.codecs import Codec
 from trainwright.strategies.compression.compressor import encode_with_feedback
 from trainwright.strategies.parameter_server.early import EarlyPush, copy_slice
 from trainwright.strategies.parameter_server.packing import State, pack, unpack
+from trainwright.strategies.parameter_server.rejoining import Offer
 from trainwright.strategies.parameter_server.server import (
     BYTES,
     HAS_GRADIENT,
@@ -84,6 +86,8 @@ class Client:
         """That the run is to end, and after how many steps of this worker, as of the last step or meeting."""
         self.notice: Callable[[], EndNotice | None] = lambda: None
         """Asked at each push whether this worker was told that the run is to end; the first server tells all."""
+        self.wants_offer = True
+        """Whether the first server has asked for :meth:`offer`; as it said with its last reply."""
         self._plan, self._parameters, self._codec = plan, list(parameters), codec
         self._meeting, self._device, self._tables = meeting, device, frozenset(tables)
         self._links: list[Link] = []
@@ -246,6 +250,23 @@ class Client:
         notice = self.notice() if server == 0 else None
         return {} if notice is None else {"notice": notice.number, "notice_age": notice.age}
 
+    def offer(self, content: Content, step: int) -> None:
+        """Have the first server keep a copy of the state of the run for workers that come again.
+
+        Args:
+            content: complete, see ``complete`` of ``strategy.run_state``.
+            step: optimizer steps done.
+        """
+        offer, link = Offer.of(0, content, step), self._links[0]  # the server knows this worker's clock
+        sent = self._guarded(0, lambda: (link.send(self._request(0, Operation.OFFER), HEADER),))
+        self._guarded(0, lambda: offer.give(link))
+        self._receive([sent], only=0)
+
+    def traffic(self) -> list[tuple[int, int]]:
+        """Messages and bytes that each server has sent so far, to all."""
+        replies = self._ask(Operation.TRAFFIC)
+        return [(int(field(reply, "messages")), int(field(reply, "sent"))) for reply in replies]
+
     def vote(self, value: float) -> float:
         """The largest value of all workers, by way of the first server."""
         reply = self._exchange(0, self._request(0, Operation.VOTE, vote=value))
@@ -402,6 +423,8 @@ class Client:
                 self._guarded(server, each.wait)
             self._guarded(server, coming[position].wait)
             self._refuse_ended(server, replies[position])
+            if server == 0:
+                self.wants_offer = bool(field(replies[position], "wanted"))
             if following:
                 self._guarded(server, following[position].wait)
         return replies

@@ -15,10 +15,13 @@ CONSISTENCIES = ("sync", "ssp", "async")
 CODECS = ("fp16", "bf16", "int8", "topk", "onebit")
 # What becomes of the samples that a dead worker had leased; none: samples are dealt in equal shares.
 LEASES = ("none", "at_least_once", "at_most_once")
+# Where servers are: beside workers, or on ranks that do nothing else.
+BESIDE, OWN = "beside", "own"
 DEFAULTS: Mapping[str, Any] = {
     "consistency": "sync",
     "staleness": None,
     "servers": 1,
+    "server_ranks": BESIDE,
     "delay_compensation": 0.0,
     "scale_by_staleness": False,
     "compression": None,
@@ -89,10 +92,13 @@ def _consistency_problems(given: Mapping[str, Any], prefix: str) -> list[str]:
 
 
 def _server_count_problems(given: Mapping[str, Any], prefix: str) -> list[str]:
-    servers = given["servers"]
+    servers, ranks = given["servers"], given["server_ranks"]
+    problems = []
     if not isinstance(servers, int) or isinstance(servers, bool) or servers < 1:
-        return [f"{prefix}servers={servers}: must be a whole number of at least 1; type {prefix}servers=1"]
-    return []
+        problems.append(f"{prefix}servers={servers}: must be a whole number of at least 1; type {prefix}servers=1")
+    if ranks not in (BESIDE, OWN):
+        problems.append(f"{prefix}server_ranks={ranks}: unknown; allowed are {BESIDE}, {OWN}")
+    return problems
 
 
 def _asynchronous_options(given: Mapping[str, Any], prefix: str) -> list[str]:
@@ -137,9 +143,21 @@ def _overlap_problems(overlap: Any, prefix: str) -> list[str]:
     return [f"{prefix}overlap={overlap}: must be true or false; leave it out for true"]
 
 
-def rank_problems(servers: int, world_size: int, prefix: str = "") -> list[str]:
-    """What is wrong with a number of servers for so many ranks, each of which can hold one."""
-    if servers <= world_size:
+def rank_problems(servers: int, world_size: int, prefix: str = "", own: bool = False) -> list[str]:
+    """What is wrong with a number of servers for so many ranks, each of which can hold one.
+
+    Args:
+        servers: how many.
+        world_size: number of all ranks.
+        prefix: what stands before an option's name where it is typed.
+        own: whether servers have ranks of their own.
+    """
+    if own and servers >= world_size:
+        return [
+            f"{prefix}servers={servers} with {prefix}server_ranks={OWN} on {world_size} rank(s): no rank is left that "
+            f"trains; type devices={servers + 1} or more, or {prefix}server_ranks={BESIDE}"
+        ]
+    if own or servers <= world_size:
         return []
     return [
         f"{prefix}servers={servers} with {world_size} rank(s): a rank holds one server at most; type "

@@ -72,6 +72,15 @@ class Offer:
         staged.wait()
         return cls(clock, pack(content, staged.slots, step), staged.block)
 
+    @classmethod
+    def receive(cls, clock: int, link: Link) -> Offer:
+        """What :meth:`give` sends, from a worker that has made so many steps.
+
+        Raises:
+            LinkError: if the other end is gone.
+        """
+        return cls(clock, *_received(link))
+
     def give(self, link: Link) -> None:
         """Send it.
 
@@ -90,12 +99,16 @@ def take(link: Link) -> HeldState:
     Raises:
         LinkError: if the other end is gone.
     """
+    return handed_over(unpack(*_received(link)))
+
+
+def _received(link: Link) -> tuple[Tensor, Tensor]:
     lengths = torch.empty(_LENGTHS, dtype=torch.float64)
     link.receive(lengths, HEADER).wait()
-    parts = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
-    for part in parts:
+    head, block = (torch.empty(int(length), dtype=torch.uint8) for length in lengths)
+    for part in (head, block):
         link.receive(part, PAYLOAD).wait()
-    return handed_over(unpack(parts[0], parts[1]))
+    return head, block
 
 
 class Pace:

@@ -45,6 +45,8 @@ _LOOK = timedelta(seconds=30)
 BYTES = 2
 # What a request says of each slice.
 HAS_GRADIENT, IS_LATE = 1, 2
+# The worker that offers its state to those that come again, at the first server.
+_FIRST = 0
 # In the store, in place of a worker's number: nobody comes any more.
 _NOBODY = "-1"
 # And in place of one that comes for the state of the run.
@@ -66,6 +68,8 @@ class Operation(IntEnum):
     LEAVE = 8
     ROWS = 9
     PARTS = 10
+    OFFER = 11
+    TRAFFIC = 12
 
 
 class Status(IntEnum):
@@ -170,8 +174,9 @@ class Server:
         self._seen: dict[int, int] = {}  # version that a worker has pulled
         self._given: dict[int, Tensor] = {}  # parameters that it has pulled, for delay compensation
         self._meetings, self._met, self._returns = 0, torch.zeros(0), 0
-        self._absent = Absent(replaces)
         self._ending = Ending()
+        self._absent, self._replaces = Absent(replaces), replaces
+        self._links: list[Link] = []  # closed ones too, for what went over them
         self._ended: str | None = None
         self._threads: list[threading.Thread] = []
         self._coming: dict[Link, _Coming] = {}  # gradients of which parts are on their way
@@ -230,7 +235,7 @@ class Server:
             self._incarnations[worker] = number
         link = None
         try:
-            link = Link(self._meeting.client(), self._meeting.link(self._number, number), True, self._device)
+            link = self._link(number)
             while self._answer(link, worker, number):
                 pass
         except LinkError:
@@ -241,6 +246,11 @@ class Server:
             if link is not None:
                 self._coming.pop(link, None)
                 link.close()
+
+    def _link(self, number: int) -> Link:
+        link = Link(self._meeting.client(), self._meeting.link(self._number, number), True, self._device)
+        self._links.append(link)
+        return link
 
     def _answer(self, link: Link, worker: int, number: int) -> bool:
         """Serve one request; whether another may come."""
@@ -272,7 +282,8 @@ class Server:
         link.send(text, BYTES).wait()
 
     def _reply(self, link: Link, payload: Tensor | None = None, **fields: float) -> None:
-        sent = [link.send(header(FIXED, operation=Status.OK, **fields), HEADER)]
+        wanted = self._replaces and self.wants_offer
+        sent = [link.send(header(FIXED, operation=Status.OK, wanted=wanted, **fields), HEADER)]
         if payload is not None:
             sent.append(link.send(payload, PAYLOAD))
         for each in sent:
@@ -340,8 +351,10 @@ class Server:
             step: optimizer steps done.
         """
         with self._changed:
-            clock = self._clocks.clock(self._number)
-        offer = Offer.of(clock, content, step)
+            clock = self._clocks.clock(_FIRST)
+        self._keep(Offer.of(clock, content, step))
+
+    def _keep(self, offer: Offer) -> None:
         with self._changed:
             self._absent.offer = offer
             self._changed.notify_all()
@@ -349,7 +362,7 @@ class Server:
     def _give_state(self, worker: int, number: int) -> None:
         link = None
         try:
-            link = Link(self._meeting.client(), self._meeting.link(self._number, number), True, self._device)
+            link = self._link(number)
             with self._changed:
                 self._until(lambda: self._has_offer_for(worker))
                 offer = self._absent.offer
@@ -373,7 +386,7 @@ class Server:
         Raises:
             RuntimeError: if the first rank waits in a meeting that follows another one without a step between them.
         """
-        offer, waits = self._absent.offer, self._number not in self._clocks.training
+        offer, waits = self._absent.offer, _FIRST not in self._clocks.training
         if worker not in self._clocks.workers:
             return False
         if offer is None and waits:
@@ -564,6 +577,16 @@ class Server:
             self.shard.load(unpack(data, int(field(request, "text"))))
         self._reply(link)
 
+    def _offer(self, link: Link, worker: int, request: Tensor) -> None:
+        with self._changed:
+            clock = self._clocks.clock(worker)
+        self._keep(Offer.receive(clock, link))
+        self._reply(link)
+
+    def _traffic(self, link: Link, worker: int, request: Tensor) -> None:
+        links = list(self._links)
+        self._reply(link, messages=sum(x.messages for x in links), sent=sum(x.sent_bytes for x in links))
+
     def _vote(self, link: Link, worker: int, request: Tensor) -> None:
         with self._changed:
             before = self._ballots
@@ -584,6 +607,8 @@ class Server:
         Operation.VOTE: _vote,
         Operation.ROWS: _rows,
         Operation.PARTS: _parts,
+        Operation.OFFER: _offer,
+        Operation.TRAFFIC: _traffic,
     }
 
 

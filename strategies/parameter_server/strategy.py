@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
@@ -23,13 +26,14 @@ from trainwright.strategies.base import HeldBytes, LayoutStrategy
 from trainwright.strategies.checkpointing import OF_RUN
 from trainwright.strategies.compression.codecs import Codec
 from trainwright.strategies.compression.names import choose_compression, codec_of
-from trainwright.strategies.groups import default_store
+from trainwright.strategies.groups import default_store, leave_groups
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.parameter_server.averaging import average_buffers
 from trainwright.strategies.parameter_server.client import Client
 from trainwright.strategies.parameter_server.clocks import Consistency
 from trainwright.strategies.parameter_server.optimizer import ServedOptimizer
-from trainwright.strategies.parameter_server.options import rank_problems, server_problems
+from trainwright.strategies.parameter_server.options import OWN, rank_problems, server_problems
+from trainwright.strategies.parameter_server.own_ranks import ToldFit
 from trainwright.strategies.parameter_server.rejoining import (
     Pace,
     incarnation,
@@ -56,7 +60,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     Communication of a step: each worker sends its gradients once and receives the parameters once, whatever the number
     of workers; a server receives and sends that for every worker. The module is used as it is. Servers run in threads
-    of the first ranks, one each.
+    of the first ranks, one each, or on ranks of their own (``server_ranks``).
 
     Args:
         consistency: ``"sync"``: all workers make each step together, which is what DDP computes, clipping included;
@@ -66,6 +70,10 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         staleness: with ``"ssp"``, a number of steps from 1; else ``None``.
         servers: how many the parameters are shared out to, by bytes; tensors larger than a share are split by rows,
             unless the optimizer needs whole ones.
+        server_ranks: ``"beside"``: a server runs beside the worker of a rank; ``"own"``: the last ``servers`` ranks do
+            nothing but serve. Then the others are the world (``world_size``) that trains, validates and saves; on a
+            server's rank ``fit`` returns with nothing trained or logged and the module on the meta device, and
+            ``validate``, ``test`` and ``predict`` return ``None`` at once.
         delay_compensation: lambda of DC-ASGD (arXiv:1609.08326); a server keeps a copy of its parameters for each
             worker. 0: off.
         scale_by_staleness: divide learning rates by the steps that others made between pull and push
@@ -95,6 +103,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         *,
         staleness: int | None = None,
         servers: int = 1,
+        server_ranks: str = "beside",
         delay_compensation: float = 0.0,
         scale_by_staleness: bool = False,
         compression: str | Mapping[str, Any] | None = None,
@@ -108,6 +117,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
                 "consistency": consistency,
                 "staleness": staleness,
                 "servers": servers,
+                "server_ranks": server_ranks,
                 "delay_compensation": delay_compensation,
                 "scale_by_staleness": scale_by_staleness,
                 "compression": compression,
@@ -119,6 +129,8 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             raise ValueError("; ".join(problems))
         super().__init__(**kwargs)
         self.servers = servers
+        # Ranks that only serve, the last ones of the run; 0 where servers are beside workers.
+        self._server_ranks = servers if server_ranks == OWN else 0
         self._rules = Rules(consistency, staleness, delay_compensation, scale_by_staleness)
         self._compression = choose_compression(compression)
         self._interface = interface
@@ -131,13 +143,30 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._store: dist.Store | None = None
         self._returns = 0  # of lost workers, known when the process group of all ranks was made
         self._is_apart = False
+        self._fit: ToldFit | None = None  # where servers have ranks of their own
+        self._run_store: dist.Store | None = None  # there, of all ranks
         self._end_offers: Callable[[], None] = lambda: None
 
     # ---- what others may read -------------------------------------------------------------------------------------
 
     @property
+    def world_size(self) -> int:
+        """Number of ranks that train: all but those that only serve."""
+        return super().world_size - self._server_ranks
+
+    @property
+    def serves(self) -> bool:
+        """See :attr:`~trainwright.strategies.base.LayoutStrategy.serves`."""
+        return self._server_ranks > 0 and self.global_rank >= self.world_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Of Lightning's own samplers."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
     def layout(self) -> Layout:
-        """All ranks replicate."""
+        """All ranks that train replicate."""
         return Layout(replicate=self.world_size)
 
     @property
@@ -183,11 +212,25 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def held_bytes(self) -> HeldBytes:
         """Bytes that this rank holds now, its server's included."""
-        held = super().held_bytes()
+        # The module of a rank that only serves has no memory.
+        held = HeldBytes(0, 0, 0) if self.serves else super().held_bytes()
         if self._server is None:
             return held
         parameters, optimizer = self._server.shard.nbytes
         return HeldBytes(held.parameters + parameters, held.gradients, held.optimizer + optimizer)
+
+    def server_bytes(self) -> dict[int, int]:
+        """See :meth:`~trainwright.strategies.base.LayoutStrategy.server_bytes`."""
+        if self._served is None:
+            return {}
+        plan, first = self._plan(self._served), self.world_size if self._server_ranks else 0
+        return {first + server: plan.numel(server) * plan.dtype.itemsize for server in range(self.servers)}
+
+    def server_traffic(self) -> dict[int, tuple[int, int]]:
+        """See :meth:`~trainwright.strategies.base.LayoutStrategy.server_traffic`."""
+        if not self._server_ranks or self._client is None:
+            return {}
+        return {self.world_size + server: sent for server, sent in enumerate(self._client.traffic())}
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Name and gradient of this rank's own samples: the average is the servers' alone."""
@@ -202,11 +245,64 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     # ---- setup ----------------------------------------------------------------------------------------------------
 
+    def connect(self, model: LightningModule) -> None:
+        """Take the module of the run that begins.
+
+        Raises:
+            ValueError: if all ranks would only serve.
+        """
+        problems = rank_problems(self.servers, super().world_size, own=True) if self._server_ranks else []
+        if problems:
+            raise ValueError("; ".join(problems))
+        super().connect(model)
+
     def setup_environment(self) -> None:
         """Let the ranks meet; one that was started anew is alone until the others meet again."""
         if self.joins and not dist.is_initialized():
             meet_alone()
         super().setup_environment()
+        if not self._server_ranks or self.joins:
+            return
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._fit = ToldFit(self._store_of_run(), self.global_rank)
+            if self.serves:
+                self._fit.wait_until_prepared()
+
+    def setup_distributed(self) -> None:
+        """Make the process group: of the ranks that train, without those that only serve."""
+        if self._server_ranks and not self.joins:
+            self.set_world_ranks()
+            self._part()
+        super().setup_distributed()
+
+    def _part(self) -> None:
+        assert self.cluster_environment is not None
+        backend = self._get_process_group_backend()
+        everyone = self.world_size + self._server_ranks
+        if dist.is_initialized() and dist.get_world_size() == everyone:  # made by others, of all ranks
+            self._run_store = default_store()
+            workers = dist.PrefixStore("parameter_server/workers", self._run_store)
+            leave_groups()
+            if not self.serves:
+                dist.init_process_group(
+                    backend, store=workers, rank=self.global_rank, world_size=self.world_size, timeout=self._timeout
+                )
+        if self.serves:
+            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+            if not dist.is_initialized():
+                meet_alone()
+            return
+        device = None if self.root_device.type == "cpu" else self.root_device
+        _init_dist_connection(
+            self.cluster_environment, backend, world_size=self.world_size, timeout=self._timeout, device_id=device
+        )
+
+    def _store_of_run(self) -> dist.Store:
+        if self._run_store is None:
+            self._run_store = run_store()
+        return self._run_store
 
     def _must_restore_late(self) -> bool:
         return self.joins or super()._must_restore_late()
@@ -223,6 +319,13 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._refuse_impossible(trainer)
+        if self.serves:
+            # By the same code as on the other ranks, but without memory and without any of them.
+            self.precision_plugin.convert_module(self.lightning_module)
+            self.setup_optimizers(trainer)
+            return
+        if self._fit is not None and self.is_global_zero:
+            self._fit.prepare()
         self._refuse_other_models()
         self._materialise()
         self._prepare_blocks(self._find_blocks())
@@ -239,7 +342,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def _refuse_impossible(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        problems = rank_problems(self.servers, self.world_size)
+        problems = [] if self._server_ranks else rank_problems(self.servers, self.world_size)
         if not module.automatic_optimization:
             problems.append(
                 f"{type(module).__name__} optimizes manually (automatic_optimization=False), but servers have to know "
@@ -314,20 +417,46 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         plan = self._plan(served)
         self._refuse_other_optimizers(plan)
         self._say_what_varies()
-        self._store = default_store() if self._incarnation is None else run_store()
-        meeting = Meeting(self._store, f"parameter_server/{self.broadcast(uuid.uuid4().hex)}")
-        if self.global_rank < self.servers:
-            replaces = self._incarnation is not None
-            server = Server(
-                self.global_rank, plan, self._rules, meeting, self.world_size, self._device, self._codec, replaces
-            )
-            server.start()
-            self._server = server
+        meeting = self._meeting()
+        self._store = meeting.store
+        if self._fit is not None:
+            self._fit.wait_for_servers(self.servers)
+        elif self.global_rank < self.servers:
+            self._start_server(self.global_rank, plan, meeting)
         self._connect(served, plan, meeting)
         self._upload()
         if self._incarnation is not None and self.is_global_zero:
             tell_place(self._store, meeting.prefix)
             self._make_offers()
+
+    def _meeting(self) -> Meeting:
+        if self._fit is not None:
+            return Meeting(self._store_of_run(), self._fit.prefix)
+        store = default_store() if self._incarnation is None else run_store()
+        return Meeting(store, f"parameter_server/{self.broadcast(uuid.uuid4().hex)}")
+
+    def _start_server(self, number: int, plan: Plan, meeting: Meeting) -> None:
+        replaces = self._incarnation is not None
+        server = Server(number, plan, self._rules, meeting, self.world_size, self._device, self._codec, replaces)
+        server.start()
+        self._server = server
+
+    def serve(self) -> None:
+        """See :meth:`~trainwright.strategies.base.LayoutStrategy.serve`; the module's memory is given up first."""
+        served, fit, module = self._served, self._fit, self.lightning_module
+        assert fit is not None
+        assert module is not None
+        if served is not None:
+            plan = self._plan(served)
+            self.optimizers, self.lr_scheduler_configs = [], []
+            module.to("meta")
+            self._start_server(self._server_number, plan, self._meeting())
+        fit.be_ready(self._server_number)
+        fit.wait_for_end()
+
+    @property
+    def _server_number(self) -> int:
+        return self.global_rank - self.world_size
 
     def _plan(self, served: ServedOptimizer) -> Plan:
         assert self.lightning_module is not None
@@ -446,12 +575,13 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
         def hear(phase: str) -> None:
             nonlocal last
-            if phase != _STEP_BEGINS or trainer.global_step == last or self._server is None:
+            keeper = self._client if self._server is None else self._server
+            if phase != _STEP_BEGINS or trainer.global_step == last or keeper is None:
                 return
             last = trainer.global_step
-            if pace.is_due(self._server.wants_offer):
+            if pace.is_due(keeper.wants_offer):
                 begin = pace.now
-                self._server.offer(self._own_state(trainer), trainer.global_step)
+                keeper.offer(self._own_state(trainer), trainer.global_step)
                 pace.copied(begin)
 
         self._end_offers = trainer.phases.listen(hear) if hasattr(trainer, "phases") else self._end_offers
@@ -498,8 +628,15 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self._server.close()
         self._client = self._server = None
 
-    def _stop_at_once(self) -> None:
+    def _stop_at_once(self, problem: str = "", code: int | None = None) -> None:
         self._end_offers()
+        fit, self._fit = self._fit, None
+        if fit is not None and self.serves:
+            with suppress(RuntimeError):  # the store is gone
+                fit.be_ready(self._server_number, problem)
+        elif fit is not None and self.is_global_zero:
+            with suppress(RuntimeError):
+                fit.end(problem, code)
         client, server = self._client, self._server
         self._client = self._server = None
         if client is not None:
@@ -509,12 +646,18 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Hang up, so that the others hear of it."""
-        self._stop_at_once()
+        code = exception.code if isinstance(exception, SystemExit) else None
+        problem = (str(exception).strip().splitlines() or [""])[0]
+        self._stop_at_once(f"{type(exception).__name__}: {problem}", code if isinstance(code, int) else None)
         super().on_exception(exception)
 
     def teardown(self) -> None:
         """Leave nothing behind."""
         self._stop_at_once()
+        if self.serves:
+            assert self.accelerator is not None
+            self.accelerator.teardown()  # the module is on the meta device, and nothing else was begun
+            return
         super().teardown()
 
     # ---- steps ----------------------------------------------------------------------------------------------------

@@ -65,6 +65,8 @@ class Link:
         options._devices = [device.gloo]
         options._threads = 1
         self._peer = 1 if serves else 0
+        self.messages = self.sent_bytes = 0
+        """Sent so far."""
         try:
             store_of_link = dist.PrefixStore(name, store)
             self._group: Any = gloo(store_of_link, 1 - self._peer, 2, options)
@@ -77,6 +79,7 @@ class Link:
         Raises:
             LinkError: if the other end is gone.
         """
+        self.messages, self.sent_bytes = self.messages + 1, self.sent_bytes + tensor.nbytes
         count_sent(AXIS, "push" if self._peer == 0 else "pull", tensor.nbytes)
         return self._begin("send", tensor, tag)
 
@@ -150,6 +153,9 @@ FIELDS = {
     "notice": 16,  # that the run is to end, see ending.py; 0: none
     "notice_age": 17,
     "steps_left": 18,
+    "messages": 19,  # that a server has sent so far
+    "sent": 20,  # bytes of these
+    "wanted": 21,  # whether the first worker should offer its state to those that come again
 }
 FIXED = max(FIELDS.values()) + 1
 

@@ -60,13 +60,22 @@ def processes(run_dir: Path, rank: int) -> int:
     return len(list((run_dir / "pids").glob(f"{rank}.*")))
 
 
+OWN = ("strategy.server_ranks=own", "devices=3")
+
+
 @pytest.mark.parametrize(
-    ("consistency", "step"),
-    [("sync", 3), ("ssp", 10), ("async", 23)],
-    ids=["in step, in the first epoch", "nearly in step, in the second", "on its own, at the last step"],
+    ("consistency", "step", "more"),
+    [("sync", 3, OWN), ("ssp", 10, ("strategy.staleness=2",)), ("async", 23, ())],
+    ids=[
+        "in step, in the first epoch, under a server of its own",
+        "nearly in step, in the second",
+        "on its own, at the last step",
+    ],
 )
-def test_a_worker_that_is_killed_is_replaced_while_the_others_go_on(conf: Path, consistency: str, step: int) -> None:
-    words = [f"strategy.consistency={consistency}", *(["strategy.staleness=2"] if consistency == "ssp" else [])]
+def test_a_worker_that_is_killed_is_replaced_while_the_others_go_on(
+    conf: Path, consistency: str, step: int, more: tuple[str, ...]
+) -> None:
+    words = [f"strategy.consistency={consistency}", *more]
     run_dir = train(conf, *words, "launch.recovery=rejoin", f"+inject=[kill(rank=1, at_step={step})]")
     assert "rank 1 was ended by SIGKILL" in told(run_dir)
     assert "the others go on; rank 1 is started anew and joins them" in told(run_dir)
@@ -82,10 +91,18 @@ def test_a_worker_that_is_killed_is_replaced_while_the_others_go_on(conf: Path, 
     assert all(bool(tensor.isfinite().all()) for tensor in weights)
 
 
-def test_a_lost_server_is_a_restart_from_the_newest_checkpoint(conf: Path) -> None:
+@pytest.mark.parametrize(
+    ("rank", "how"),
+    [
+        (0, ("+inject=[kill(rank=0, at_step=11)]",)),
+        (2, (*OWN, "+callbacks.killer={_target_: tests.faults.tiny.KillServer, at_step: 11}")),
+    ],
+    ids=["beside", "own"],
+)
+def test_a_lost_server_is_a_restart_from_the_newest_checkpoint(conf: Path, rank: int, how: tuple[str, ...]) -> None:
     words = ("strategy.consistency=async", "checkpoint.last.every_n_steps=4", "module.seconds=0.0")
-    run_dir = train(conf, *words, "launch.recovery=rejoin", "+inject=[kill(rank=0, at_step=11)]")
-    assert "rank 0 was ended by SIGKILL" in told(run_dir)
+    run_dir = train(conf, *words, "launch.recovery=rejoin", *how)
+    assert f"rank {rank} was ended by SIGKILL" in told(run_dir)
     assert "going on from" in told(run_dir)
     assert "step=8" in told(run_dir)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step={STEPS}"]

@@ -46,13 +46,13 @@ class Tiny(pl.LightningModule):
         self.head = nn.Linear(8, 1)
 
     def setup(self, stage: str) -> None:
+        if getattr(self.trainer.strategy, "serves", False):
+            _note_process(self.trainer)
         if os.environ["LOCAL_RANK"] == "1" and self.hparams.broken and Path(self.hparams.broken).exists():
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_start(self) -> None:
-        folder = Path(self.trainer.default_root_dir) / "pids"
-        folder.mkdir(exist_ok=True)
-        (folder / f"{self.global_rank}.{os.getpid()}").touch()
+        _note_process(self.trainer)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if self.global_step == self.hparams.fail_at and self.global_rank == 1:
@@ -65,6 +65,29 @@ class Tiny(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+def _note_process(trainer: pl.Trainer) -> None:
+    folder = Path(trainer.default_root_dir) / "pids"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{trainer.global_rank}.{os.getpid()}").touch()
+
+
+class KillServer(pl.Callback):
+    """Kills the rank that only serves, once in a run.
+
+    Args:
+        at_step: of rank 0.
+    """
+
+    def __init__(self, at_step: int) -> None:
+        self.at_step = at_step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.is_global_zero and trainer.global_step == self.at_step:
+            servers = list((Path(trainer.default_root_dir) / "pids").glob(f"{trainer.world_size}.*"))
+            if len(servers) == 1:  # the first attempt
+                os.kill(int(servers[0].suffix[1:]), signal.SIGKILL)
 
 
 class TinyData(pl.LightningDataModule):

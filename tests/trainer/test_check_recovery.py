@@ -64,6 +64,7 @@ def rejoining(strategy: dict[str, Any], verb: str = "fit", **launch: Any) -> tup
     [
         ({"servers": 1}, "fit", {}, (1, 2)),
         ({"servers": 2}, "fit", {"recovery": "auto"}, (2,)),
+        ({"servers": 1, "server_ranks": "own"}, "fit", {}, (1,)),
         ({"servers": 1}, "fit", {"recovery": "restart"}, ()),
         ({"servers": 1}, "validate", {"recovery": "auto"}, ()),
         ({"servers": 1}, "fit", {"recovery": "auto", "max_restarts": 0}, ()),
@@ -81,6 +82,7 @@ def test_workers_without_a_server_can_be_lost(
     [
         ({"stage": 3}, {}, "strategy=parameter_server"),
         ({"servers": 3}, {}, "every rank holds a server"),
+        ({"servers": 2, "server_ranks": "own"}, {}, "one worker is left"),
         ({"servers": 1}, {"max_restarts": 0}, "launch=resilient"),
         ({"servers": 1}, {"spares": 1}, "starts the lost rank anew"),
     ],

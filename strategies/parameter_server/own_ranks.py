@@ -1,0 +1,102 @@
+"""Servers on ranks of their own: how they hear when a fit of the others begins, and when and how it has ended.
+
+The last ranks of a run only serve. The others have a process group without them and are the whole world to whatever
+trains, validates and saves: rank 0 is a worker. Both find each other in the store of the run, fit by fit:
+
+1. The first worker says that data is prepared; then servers build module and optimizer by the user's own code.
+2. A server says that it is there; then workers link themselves to it.
+3. The first worker says how the fit has ended; a server ends likewise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+# How long one look at the store takes at most, so that signals are heard.
+_LOOK = timedelta(seconds=5)
+_PREPARED, _READY, _END = "prepared", "ready/{}", "end"
+
+
+class ToldFit:
+    """What the first worker and the servers tell each other about one fit.
+
+    Args:
+        store: of the run, the same for all its ranks.
+        rank: of this process among all ranks; each has to make one of these for every fit.
+    """
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a store may live on when ranks are started anew
+        of_attempt = dist.PrefixStore(f"parameter_server/own/{attempt}", store)
+        self.prefix = f"parameter_server/own/{attempt}/{of_attempt.add(f'fits/{rank}', 1)}"
+        """Of keys in the store of the run that this fit alone uses."""
+        self._store = dist.PrefixStore(self.prefix, store)
+
+    # ---- the first worker -------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Say that servers may build module and optimizer."""
+        self._store.set(_PREPARED, "")
+
+    def end(self, problem: str = "", code: int | None = None) -> None:
+        """Say that the fit has ended.
+
+        Args:
+            problem: what ended it, if it has not come to its end.
+            code: exit code with which the workers end, if they do.
+        """
+        self._store.set(_END, json.dumps({"problem": problem, "code": code}))
+        self.prepare()  # a server that still waits for that has to hear of the end
+
+    def wait_for_servers(self, servers: int) -> None:
+        """Wait until each of so many servers has said that it is there.
+
+        Raises:
+            RuntimeError: if one has said why it cannot be.
+        """
+        for server in range(servers):
+            problem = self._wait(_READY.format(server))
+            if problem:
+                raise RuntimeError(f"Parameter server {server}, on a rank of its own, could not begin: {problem}")
+
+    # ---- servers ----------------------------------------------------------------------------------------------------
+
+    def wait_until_prepared(self) -> None:
+        """Wait for the first worker.
+
+        Raises:
+            SystemExit, RuntimeError: as :meth:`wait_for_end`, if the fit has ended before it began.
+        """
+        self._wait(_PREPARED)
+        if self._store.check([_END]):
+            self.wait_for_end()
+
+    def be_ready(self, server: int, problem: str = "") -> None:
+        """Say that a server is there, or why it cannot be."""
+        self._store.set(_READY.format(server), problem)
+
+    def wait_for_end(self) -> None:
+        """Wait for the end of the fit.
+
+        Raises:
+            SystemExit: if the workers end with an exit code, as those that are told to end do.
+            RuntimeError: if an error has ended them.
+        """
+        told = json.loads(self._wait(_END))
+        if told["code"] is not None:
+            raise SystemExit(told["code"])
+        if told["problem"]:
+            raise RuntimeError(f"The workers of this parameter server have ended: {told['problem']}")
+
+    def _wait(self, key: str) -> str:
+        while True:
+            try:
+                self._store.wait([key], _LOOK)
+            except dist.DistStoreError:
+                continue
+            value: str = self._store.get(key).decode()
+            return value

@@ -1,0 +1,173 @@
+"""Servers on ranks of their own: the others compute what they would compute without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.parity.harness import QUIET, Case, make_trainer
+from tests.parity.harness import differences as all_differences
+from tests.strategies.parameter_server.test_strategy import fit, train
+from trainwright.strategies.engines import EngineOptions
+from trainwright.strategies.layout import Layout
+from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
+from trainwright.trainer.layout_report import StateRules, bytes_of_ranks
+
+OWN = {"server_ranks": "own"}
+
+
+def test_in_step_is_ddp_on_the_ranks_that_train(ranks):
+    case = Case(module="decoder-adamw", clipping="norm", accumulation=2)
+    ours = ranks(train, 4, case, "parameter_server", {"servers": 2, **OWN})
+    theirs = ranks(train, 2, case, "ddp", {})
+    assert [all_differences(each, theirs[0]) for each in ours[:2]] == [[], []]
+    assert [each.losses for each in ours[2:]] == [[], []]
+
+
+SAMPLES = 37
+
+
+class Reader(pl.LightningModule):
+    """Remembers which samples it has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 1)
+        self.trained: list[int] = []
+        self.validated: list[int] = []
+
+    def _loss(self, batch: list[Tensor]) -> Tensor:
+        return self.last(torch.tanh(self.first(batch[1]))).pow(2).mean()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.trained += batch[0].tolist()
+        return self._loss(batch)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.validated += batch[0].tolist()
+        self.log("val_loss", self._loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        # As many users do: it has to be known on ranks that read nothing, too.
+        steps = int(self.trainer.estimated_stepping_batches)
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Probe(ParameterServerStrategy):
+    """Looks at what this rank holds when training ends."""
+
+    def serve(self) -> None:
+        super().serve()
+        self.held, self.spread = self.held_bytes(), self.server.largest_spread
+
+    def on_train_end(self) -> None:
+        self.held, self.traffic = self.held_bytes(), self.server_traffic()
+        super().on_train_end()
+
+
+def read(options: dict[str, Any]) -> Any:
+    """Train two epochs of samples that know their number; what this rank has read and holds."""
+    import torch.distributed as dist
+
+    from trainwright.trainer.trainer import Trainer
+
+    pl.seed_everything(3, verbose=False)
+    ranks, module = dist.get_world_size(), Reader()
+    inputs = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(torch.arange(SAMPLES), inputs), 4, shuffle=True)
+    strategy = Probe(**options, **OWN)
+    trainer = Trainer(strategy=strategy, devices=ranks, max_epochs=2, check_val_every_n_epoch=2, **QUIET)
+    trainer.fit(module, loader, DataLoader(loader.dataset, 4))
+    tested = trainer.validate(module, DataLoader(loader.dataset, 4), verbose=False)
+    return {
+        "world": (trainer.world_size, strategy.num_data_ranks, strategy.serves),
+        "trained": module.trained,
+        "validated": module.validated,
+        "held": strategy.held,
+        "spread": getattr(strategy, "spread", None),
+        "traffic": getattr(strategy, "traffic", None),
+        "parameters": [p.detach() for p in module.parameters()] if not strategy.serves else None,
+        "memory": {p.device.type for p in module.parameters()},
+        "tested": tested,
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"consistency": "ssp", "staleness": 1, "servers": 2}, {"consistency": "async", "leases": "at_least_once"}],
+    ids=["ssp", "leases"],
+)
+def test_each_sample_is_read_once_by_the_others(ranks, options):
+    servers = options.get("servers", 1)
+    found = ranks(read, 2 + servers, options)
+    workers, own = found[:2], found[2:]
+    assert [each["world"] for each in found] == [(2, 2, False)] * 2 + [(2, 2, True)] * servers
+    assert sorted(sum((each["trained"] for each in workers), [])) == sorted([*range(SAMPLES)] * 2)  # two epochs
+    # The validation of fit, and one after it.
+    assert sorted(sum((each["validated"] for each in workers), [])) == sorted([*range(SAMPLES)] * 2)
+    for each in own:
+        assert (each["trained"], each["validated"], each["tested"]) == ([], [], None)
+        assert each["memory"] == {"meta"}
+    assert all(torch.equal(a, b) for a, b in zip(*(each["parameters"] for each in workers), strict=True))
+    if servers == 2:
+        assert max(each["spread"] for each in own) <= 1
+    # Bytes are those that the plan tells, and a server sends each worker the parameters once a step.
+    rules = StateRules(servers=servers, server_ranks=servers)
+    module = Reader()
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), 0.01)
+    planned = bytes_of_ranks(module, Layout(replicate=2), EngineOptions(), rules)
+    held = [(each["held"].parameters, each["held"].optimizer) for each in found]
+    assert held == [(each.parameters, each.optimizer) for each in planned]
+    steps = sum(-(-len(each["trained"]) // 4) for each in workers)
+    for rank, (_, sent) in workers[0]["traffic"].items():
+        assert sent >= steps * planned[rank].parameters
+        assert sent < 1.7 * steps * planned[rank].parameters + steps * 400
+
+
+def state(path: str | None, options: dict[str, Any], steps: int, save: str | None) -> Any:
+    """A run that may go on from another one's state, and save its own."""
+    strategy = options.pop("strategy", "parameter_server")
+    module, trainer = fit(strategy, options, steps, ckpt=path)
+    if getattr(trainer.strategy, "serves", False):
+        return None
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+def test_run_states_come_from_and_go_to_other_strategies(ranks):
+    own, beside, ddp = {"servers": 1, **OWN}, {"servers": 2}, {"strategy": "ddp"}
+    whole = ranks(state, 2, None, ddp, 8, None)[0]
+    ranks(state, 3, None, own, 4, "of_own")
+    ranks(state, 2, None, ddp, 4, "of_ddp")
+    ends = [
+        ranks(state, 2, "of_own", ddp, 8, None)[0],
+        ranks(state, 2, "of_own", beside, 8, None)[0],
+        ranks(state, 3, "of_ddp", own, 8, None)[0],
+        ranks(state, 3, "of_own", own, 8, None)[0],
+    ]
+    for parameters in ends:
+        torch.testing.assert_close(parameters, whole, rtol=1e-5, atol=1e-6)
+
+
+def refused(options: dict[str, Any]) -> str:
+    """What a fit says that is refused, on this rank."""
+    trainer = make_trainer("parameter_server", options, max_steps=1)
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        trainer.fit(Reader(), DataLoader(TensorDataset(torch.arange(8), torch.zeros(8, 4)), 2))
+    return str(error.value)
+
+
+def test_a_rank_that_trains_is_needed(ranks):
+    for text in ranks(refused, 2, {"servers": 2, **OWN}):
+        assert "servers=2 with server_ranks=own on 2 rank(s)" in text
+        assert "devices=3" in text
+    with pytest.raises(ValueError, match="server_ranks=apart: unknown; allowed are beside, own"):
+        ParameterServerStrategy(server_ranks="apart")
