@@ -97,6 +97,11 @@ class Client:
         self.residuals = None if codec is None else [torch.zeros_like(flat) for flat in self._gradients]
         """What was not sent yet of earlier gradients, one vector per server; ``None`` without a codec."""
 
+    @property
+    def plan(self) -> Plan:
+        """What servers hold."""
+        return self._plan
+
     # ---- beginning and end ------------------------------------------------------------------------------------------
 
     def connect(self) -> int:

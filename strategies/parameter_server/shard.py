@@ -136,6 +136,11 @@ class Plan:
         return torch.float64 if torch.float64 in self.dtypes else torch.float32
 
     @property
+    def served(self) -> int:
+        """The same where servers hold the same rows, however they are optimized, see :func:`digest_of`."""
+        return digest_of(self.names, self.shapes, repr(self.held))
+
+    @property
     def digest(self) -> int:
         """The same where the same is served, see :func:`digest_of`."""
         rest = f"{self.recipe.cls.__qualname__} {self.groups} {self.dtypes} {len(self.held)} {self.hyper.size}"

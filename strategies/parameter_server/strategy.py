@@ -16,14 +16,15 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.held import HeldSource, HeldState
+from trainwright.checkpoint.run_state import RunState
 from trainwright.checkpoint.save import Content
 from trainwright.strategies.base import HeldBytes, LayoutStrategy
-from trainwright.strategies.checkpointing import OF_RUN
+from trainwright.strategies.checkpointing import COMPRESSION, OF_RUN, KeptBack, of_rank, rank_of
 from trainwright.strategies.compression.codecs import Codec
 from trainwright.strategies.compression.names import choose_compression, codec_of
 from trainwright.strategies.groups import default_store, leave_groups
@@ -51,6 +52,8 @@ from trainwright.strategies.precision import AgreedGradScaler
 from trainwright.strategies.same_model import varying_buffers
 from trainwright.strategies.word_of_end import EndNotice, HeardNotice
 
+# What a run state says of what pushes had left out.
+_PUSHES = "pushes"
 # The name of the phase with which a micro-batch begins.
 _STEP_BEGINS = "data"
 
@@ -80,7 +83,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             (arXiv:1511.05950).
         compression: how gradients are written on their way to a server: a name, a mapping of name and options, or
             ``None`` (off); see :func:`~trainwright.strategies.compression.names.codec_of`. What a message lacks goes
-            with the next one; it is dropped when a run is saved and resumed.
+            with the next one; a run that is resumed with other workers or servers drops it.
         interface: network interface that servers listen at; ``None``: the loopback address alone, for one machine.
         leases: with ``"async"``, let workers lease the samples of an epoch, so that a fast one reads more:
             ``"at_least_once"`` or ``"at_most_once"`` says what becomes of those that a dead one held, see
@@ -146,6 +149,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._fit: ToldFit | None = None  # where servers have ranks of their own
         self._run_store: dist.Store | None = None  # there, of all ranks
         self._end_offers: Callable[[], None] = lambda: None
+        self._left_out: tuple[dict[str, Tensor], int] | None = None  # of earlier pushes, and of which plan, as loaded
 
     # ---- what others may read -------------------------------------------------------------------------------------
 
@@ -424,6 +428,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         elif self.global_rank < self.servers:
             self._start_server(self.global_rank, plan, meeting)
         self._connect(served, plan, meeting)
+        self._take_up_residuals()
         self._upload()
         if self._incarnation is not None and self.is_global_zero:
             tell_place(self._store, meeting.prefix)
@@ -723,14 +728,57 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return super().lightning_module_state_dict()
 
     def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
-        """See :class:`~trainwright.strategies.checkpointing.RunStateStrategy`; it says what a resume will lack."""
+        """See :class:`~trainwright.strategies.checkpointing.RunStateStrategy`; it says what others will lack."""
         content = super().run_state(checkpoint, complete=complete)
-        if self._compression is not None and not self._is_apart:
-            text = (
-                f"what workers had not pushed yet, as compression={self._compression.name} had left it out, is dropped"
-            )
-            content.tree[OF_RUN]["left_behind"] = {"of": "pushes", "text": text}
+        if self._compression is not None and not self._is_apart and OF_RUN in content.tree:
+            content.tree[OF_RUN]["left_behind"] = {"of": _PUSHES, "text": _unpushed(self._compression.name)}
         return content
+
+    def _knows_left_behind(self, of: str) -> bool:
+        return of == _PUSHES
+
+    def _kept_back(self, complete: bool) -> KeptBack | None:
+        residuals = None if self._client is None or self._is_apart else self._client.residuals
+        if residuals is None:
+            return None
+        assert self._compression is not None
+        assert self._client is not None
+        of_rank = {f"{_PUSHES}/{server}": residual for server, residual in enumerate(residuals)}
+        about = {"name": self._compression.name, "steps": 0, "kinds": [], _PUSHES: self._client.plan.served}
+        return KeptBack({}, of_rank, about)
+
+    def _keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
+        saved = of_run.get(COMPRESSION)
+        if saved is None or self.joins:
+            return
+        if self._compression is None or _PUSHES not in saved or Layout(**of_run["layout"]) != self.layout:
+            self._say_what_is_dropped(saved)
+            return
+        rank = rank_of(state) if isinstance(state, HeldSource) else self._rank
+        self._left_out = of_rank(state, rank, f"{_PUSHES}/"), saved[_PUSHES]
+        if self._client is not None:  # training goes back
+            self._take_up_residuals()
+
+    def _take_up_residuals(self) -> None:
+        """Go on with what this worker's pushes had left out, if the same servers have the same."""
+        if self._left_out is None:
+            return
+        (residuals, served), self._left_out = self._left_out, None
+        client = self._client
+        assert client is not None
+        assert client.residuals is not None
+        if served != client.plan.served:
+            assert self._compression is not None
+            self._say_what_is_dropped({"name": self._compression.name, _PUSHES: served})
+            return
+        for server, residual in enumerate(client.residuals):
+            residual.copy_(residuals[str(server)])
+
+    def _say_what_is_dropped(self, saved: Mapping[str, Any]) -> None:
+        if _PUSHES in saved:
+            rank_zero_warn(f"Going on with other workers, servers or compression: {_unpushed(saved['name'])}.")
+        elif saved["kinds"]:
+            rank_zero_info(f"What compression={saved['name']} had kept back of averaged gradients is dropped.")
 
     def _weights_changed(self) -> None:
         if self._served is not None:
@@ -739,6 +787,10 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
 def _of_groups(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _unpushed(name: str) -> str:
+    return f"what workers had not pushed yet, as compression={name} had left it out, is dropped"
 
 
 def _take_from_first(module: nn.Module) -> None:
