@@ -35,7 +35,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -369,7 +369,9 @@ class _Rank:
         self.connection, theirs = _context.Pipe()
         # Not a daemon, because multiprocessing forbids those the worker processes of a DataLoader.
         self.process = _context.Process(target=_serve, args=(theirs, _Descriptor(descriptor)), daemon=False)
-        self.process.start()
+        # A new process begins in the folder of the one that starts it: a test's, which is removed when the test ends.
+        with chdir("/"):
+            self.process.start()
         theirs.close()
 
     def begin(self, case: Case) -> None:
