@@ -115,7 +115,7 @@ def _global_batch(trainer: Trainer) -> str:
 
 def _servers(trainer: Trainer) -> list[tuple[str, str]]:
     """Which ranks hold a parameter server, if any does."""
-    bytes_of = getattr(trainer.strategy, "server_bytes", dict)()
+    bytes_of: dict[int, int] = getattr(trainer.strategy, "server_bytes", dict)()
     if not bytes_of:
         return []
     least, most = min(bytes_of.values()) / MIB, max(bytes_of.values()) / MIB

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainwright.strategies.layout import Layout
+
+# Seconds between two looks for a key that somebody else will set.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
 
 
 class LayoutGroups:
@@ -69,6 +74,31 @@ def default_store() -> dist.Store:
     """The store of the process group of all ranks."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+def wait_for_key(store: dist.Store, key: str, pause: Callable[[float], object] = time.sleep) -> str | None:
+    """The value of a key of a store, once it is there, however long that takes.
+
+    ``store.wait`` writes a warning to the standard error whenever its time is over, and is not to be interrupted.
+
+    Args:
+        store: where to look.
+        key: that somebody will set.
+        pause: called with the seconds to sleep between two looks; if it answers with something true, waiting ends.
+
+    Returns:
+        The value; ``None`` if ``pause`` has ended it.
+
+    Raises:
+        RuntimeError: if the store is gone.
+    """
+    seconds = _FIRST_PAUSE
+    while not store.check([key]):
+        if pause(seconds):
+            return None
+        seconds = min(seconds * 1.5, _LONGEST_PAUSE)
+    value: str = store.get(key).decode()
+    return value
 
 
 def leave_groups() -> None:

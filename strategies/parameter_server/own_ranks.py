@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import json
 import os
-from datetime import timedelta
 
 import torch.distributed as dist
 
-# How long one look at the store takes at most, so that signals are heard.
-_LOOK = timedelta(seconds=5)
+from trainwright.strategies.groups import wait_for_key
+
 _PREPARED, _READY, _END = "prepared", "ready/{}", "end"
 
 
@@ -93,10 +92,6 @@ class ToldFit:
             raise RuntimeError(f"The workers of this parameter server have ended: {told['problem']}")
 
     def _wait(self, key: str) -> str:
-        while True:
-            try:
-                self._store.wait([key], _LOOK)
-            except dist.DistStoreError:
-                continue
-            value: str = self._store.get(key).decode()
-            return value
+        value = wait_for_key(self._store, key)
+        assert value is not None
+        return value

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from trainwright.checkpoint.save import Content
 from trainwright.strategies.compression.codecs import Codec
+from trainwright.strategies.groups import wait_for_key
 from trainwright.strategies.parameter_server.clocks import Clocks, Consistency, bound_of
 from trainwright.strategies.parameter_server.ending import Ending
 from trainwright.strategies.parameter_server.packing import pack, unpack
@@ -39,17 +38,13 @@ from trainwright.strategies.word_of_end import EndNotice
 
 # Seconds that closing waits for a worker's thread; one that waits for a message of a living worker ends with that.
 _PATIENCE = 5.0
-# How long a thread sleeps at most until it looks whether it is to end, when nobody comes.
-_LOOK = timedelta(seconds=30)
 # A payload of a size that the header says.
 BYTES = 2
 # What a request says of each slice.
 HAS_GRADIENT, IS_LATE = 1, 2
 # The worker that offers its state to those that come again, at the first server.
 _FIRST = 0
-# In the store, in place of a worker's number: nobody comes any more.
-_NOBODY = "-1"
-# And in place of one that comes for the state of the run.
+# In the store, in place of a worker's number: it comes for the state of the run.
 _STATE = "state "
 _Service = Callable[["Server", Link, int, Tensor], None]
 
@@ -163,7 +158,7 @@ class Server:
         self._number, self._plan, self._rules, self._codec = number, plan, rules, codec
         self._meeting, self._device = meeting, device
         self._clocks = Clocks(bound_of(rules.consistency, rules.staleness))
-        self._changed = threading.Condition()
+        self._changed, self._closing = threading.Condition(), threading.Event()
         self._awaited = set(range(workers))
         self._incarnations: dict[int, int] = {}
         self._gone: set[int] = set()  # numbers of links whose workers have said goodbye
@@ -192,8 +187,7 @@ class Server:
         with self._changed:
             self._ended = self._ended or why
             self._changed.notify_all()
-        with suppress(RuntimeError):  # the store is gone, and the thread that listens to it with it
-            self._meeting.come(self._number, _NOBODY)
+        self._closing.set()
         for thread in self._threads:
             thread.join(_PATIENCE)
 
@@ -208,15 +202,10 @@ class Server:
         while True:
             key = f"{self._meeting.prefix}/{self._number}/come/{number}"
             try:
-                store.wait([key], _LOOK)
-            except dist.DistStoreError:
-                if self._ended is not None:
-                    return
-                continue
+                worker = wait_for_key(store, key, self._closing.wait)
             except RuntimeError:
                 return  # the store is gone: nobody can come any more
-            worker = store.get(key).decode()
-            if worker == _NOBODY:
+            if worker is None:
                 return
             self._greet(worker, number)
             number += 1
