@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -78,14 +80,25 @@ class ToldFit:
         """Say that a server is there, or why it cannot be."""
         self._store.set(_READY.format(server), problem)
 
-    def wait_for_end(self) -> None:
+    def wait_for_end(self, is_deserted: Callable[[], bool] = lambda: False) -> None:
         """Wait for the end of the fit.
+
+        Args:
+            is_deserted: whether nobody is left who could tell of it.
 
         Raises:
             SystemExit: if the workers end with an exit code, as those that are told to end do.
-            RuntimeError: if an error has ended them.
+            RuntimeError: if an error has ended them, or they are gone without a word.
         """
-        told = json.loads(self._wait(_END))
+
+        def pause(seconds: float) -> bool:
+            time.sleep(seconds)
+            return is_deserted()
+
+        value = wait_for_key(self._store, _END, pause)
+        if value is None:
+            raise RuntimeError("All workers of this parameter server are gone without a word.")
+        told = json.loads(value)
         if told["code"] is not None:
             raise SystemExit(told["code"])
         if told["problem"]:

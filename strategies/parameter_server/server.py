@@ -191,6 +191,13 @@ class Server:
         for thread in self._threads:
             thread.join(_PATIENCE)
 
+    @property
+    def is_deserted(self) -> bool:
+        """Whether all workers are gone, at least one of them without a goodbye, and none is started anew."""
+        with self._changed:
+            nobody = self._incarnations and not self._awaited and not self._clocks.workers
+            return bool(nobody) and not self._replaces and not self._gone.issuperset(self._incarnations.values())
+
     def _run(self, target: Callable[[], None], what: str) -> None:
         # A daemon: a worker that hangs must not keep this process from ending.
         thread = threading.Thread(target=target, name=f"parameter server {self._number}: {what}", daemon=True)

@@ -457,7 +457,8 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             module.to("meta")
             self._start_server(self._server_number, plan, self._meeting())
         fit.be_ready(self._server_number)
-        fit.wait_for_end()
+        server = self._server
+        fit.wait_for_end(lambda: server is not None and server.is_deserted)
 
     @property
     def _server_number(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.parity.harness import QUIET, Case, make_trainer
+from tests.parity.harness import QUIET, Case
 from tests.parity.harness import differences as all_differences
 from tests.strategies.parameter_server.test_strategy import fit, train
 from trainwright.strategies.engines import EngineOptions
@@ -157,16 +157,46 @@ def test_run_states_come_from_and_go_to_other_strategies(ranks):
         torch.testing.assert_close(parameters, whole, rtol=1e-5, atol=1e-6)
 
 
-def refused(options: dict[str, Any]) -> str:
-    """What a fit says that is refused, on this rank."""
-    trainer = make_trainer("parameter_server", options, max_steps=1)
+class Failing(Reader):
+    """Fails at its second step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            raise ValueError("no such sample")
+        return super().training_step(batch, batch_idx)
+
+
+class Mute(ParameterServerStrategy):
+    """Does not say how a fit has ended, as a process that is killed."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._fit = self._fit if self.serves else None
+        super().on_exception(exception)
+
+
+def refused(module: type[Reader], strategy: type[ParameterServerStrategy], options: dict[str, Any]) -> str:
+    """What a fit says that fails, on this rank."""
+    import torch.distributed as dist
+
+    from trainwright.trainer.trainer import Trainer
+
+    trainer = Trainer(strategy=strategy(**options), devices=dist.get_world_size(), max_epochs=1, **QUIET)
     with pytest.raises((ValueError, RuntimeError)) as error:
-        trainer.fit(Reader(), DataLoader(TensorDataset(torch.arange(8), torch.zeros(8, 4)), 2))
+        trainer.fit(module(), DataLoader(TensorDataset(torch.arange(8), torch.zeros(8, 4)), 2))
     return str(error.value)
 
 
+def test_a_server_ends_as_its_workers_end(ranks):
+    told = ranks(refused, 3, Failing, ParameterServerStrategy, OWN)
+    assert told == ["no such sample"] * 2 + [
+        "The workers of this parameter server have ended: ValueError: no such sample"
+    ]
+    gone = ranks(refused, 3, Failing, Mute, OWN)
+    assert gone == ["no such sample"] * 2 + ["All workers of this parameter server are gone without a word."]
+
+
 def test_a_rank_that_trains_is_needed(ranks):
-    for text in ranks(refused, 2, {"servers": 2, **OWN}):
+    for text in ranks(refused, 2, Reader, ParameterServerStrategy, {"servers": 2, **OWN}):
         assert "servers=2 with server_ranks=own on 2 rank(s)" in text
         assert "devices=3" in text
     with pytest.raises(ValueError, match="server_ranks=apart: unknown; allowed are beside, own"):
