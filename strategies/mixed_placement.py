@@ -22,7 +22,7 @@ from trainwright.strategies.groups import default_store
 from trainwright.strategies.parameter_server.options import rank_problems
 from trainwright.strategies.parameter_server.placement import served_names
 from trainwright.strategies.parameter_server.server import Meeting
-from trainwright.strategies.parameter_server.shard import refuse_closure
+from trainwright.strategies.parameter_server.shard import refuse_unserved
 from trainwright.strategies.parameter_server.tables import ServedTables, find_tables, scale_gradients
 from trainwright.strategies.parameter_server.wire import LOOPBACK, Device
 from trainwright.strategies.precision import AgreedGradScaler, before_update
@@ -131,7 +131,7 @@ class MixedPlacement(ZeroStrategy):
                 f"placement: configure_optimizers made {len(self.optimizers)} optimizers; servers step the tables of "
                 "one, with as many parameter groups as you like. Put the parameters into groups of one."
             )
-        refuse_closure(self.optimizers[0])
+        refuse_unserved(self.optimizers[0])
         held = {id(p) for group in self.optimizers[0].param_groups for p in group["params"]}
         missing = [name for name, table in self._tables.items() if id(table) not in held]
         if missing:

@@ -15,6 +15,7 @@ import secrets
 import selectors
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -79,6 +80,7 @@ class LeaseService:
         self._book = LeaseBook(0, 1, guarantee)
         self._plan: Message = {}
         self._before = 0  # samples done in earlier epochs
+        self._ending: tuple[int, float] | None = None  # a notice that the run is to end, and when it was given
         self._living: dict[int, _Peer] = {}
         self._gone: set[int] = set()
         self._listener = socket.create_server((host, 0), backlog=workers + 8)
@@ -154,6 +156,8 @@ class LeaseService:
 
     def _answer(self, peer: _Peer, message: Message) -> None:
         peer.waits = None
+        if self._ending is not None:
+            message = {**message, "end": [self._ending[0], time.monotonic() - self._ending[1]]}
         peer.to_send += json.dumps(message).encode() + b"\n"
         self._flush(peer)
 
@@ -191,6 +195,9 @@ class LeaseService:
             return
         if name == "dead":
             self._tell_dead(int(message["worker"]))
+        elif name == "end":
+            self._ending = self._ending or (int(message["number"]), time.monotonic() - float(message["age"]))
+            self._let_go_on()
         elif name == "bye":
             self._remove(peer.worker, dead=False)
             peer.worker = None
@@ -200,7 +207,7 @@ class LeaseService:
             if name in ("lease", "wait", "state"):
                 self._answer(peer, {"error": f"epoch {message.get('epoch')} is over, epoch {self._epoch} has begun"})
         elif name == "lease":
-            lease = self._book.lease(peer.worker)
+            lease = self._book.lease(peer.worker) if self._ending is None else None
             self._answer(peer, {"lease": None if lease is None else list(lease), "done": self._done})
         elif name == "done":
             self._book.finish(peer.worker, map(int, message["numbers"]))
@@ -262,12 +269,17 @@ class LeaseService:
     def _let_go_on(self) -> None:
         """Answer those that wait, if what they wait for is there."""
         for peer in [peer for peer in self._living.values() if peer.waits == "wait"]:
-            if self._book.has_more:
+            if self._book.has_more and self._ending is None:
                 self._answer_or_lose(peer, {"more": True, "done": self._done, "spent": False})
-            elif self._book.is_settled:
-                self._answer_or_lose(peer, {"more": False, "done": self._done, "spent": self._is_spent})
+            elif self._book.is_settled or (self._ending is not None and self._all_ask("wait")):
+                answer = {"more": False, "done": self._done, "spent": self._is_spent}
+                if not self._book.is_settled:
+                    answer["ended"] = True
+                for each in [each for each in self._living.values() if each.waits == "wait"]:
+                    self._answer_or_lose(each, answer)
+                break
         asking = [peer for peer in self._living.values() if peer.waits == "state"]
-        if asking and len(asking) == len(self._living) >= self._workers - len(self._gone):
+        if self._all_ask("state"):
             state = {
                 "used": self._book.used(),
                 "lost": self._book.lost_samples,
@@ -277,6 +289,11 @@ class LeaseService:
             }
             for peer in asking:
                 self._answer_or_lose(peer, state)
+
+    def _all_ask(self, name: str) -> bool:
+        """Whether all workers that live, and some do, wait for the answer to this."""
+        asking = sum(peer.waits == name for peer in self._living.values())
+        return bool(asking) and asking == len(self._living) >= self._workers - len(self._gone)
 
     def _answer_or_lose(self, peer: _Peer, message: Message) -> None:
         try:
@@ -299,6 +316,9 @@ class LeaseDesk:
     def __init__(self, address: Address, worker: int) -> None:
         self.worker = worker
         self.done_samples = 0  # of the run, by all workers, as far as it is known here
+        self.heard: tuple[int, float] | None = None
+        """Number and age in seconds of a notice that a worker was given: the run is to end, nothing is leased any more;
+        as of the last answer."""
         try:
             self._socket = socket.create_connection(address[:2], timeout=_PEER_SECONDS)
         except OSError as error:
@@ -340,7 +360,8 @@ class LeaseDesk:
         To be called by a worker that holds none.
 
         Returns:
-            ``more``: which of the two; ``spent``: whether the run has trained on as many samples as it may.
+            ``more``: which of the two; ``spent``: whether the run has trained on as many samples as it may;
+            ``ended``, if it is there: within the epoch, as it was told to, all workers wait here at the same time.
         """
         return self._ask("wait", epoch=epoch)
 
@@ -351,6 +372,10 @@ class LeaseDesk:
             ``used`` (positions that must not be read again), ``lost`` and ``done`` (samples), ``complete``.
         """
         return self._ask("state", epoch=epoch)
+
+    def tell_end(self, number: int, age: float) -> None:
+        """Tell that the run is to end, see :attr:`heard`; the first notice counts."""
+        self._tell("end", number=number, age=age)
 
     def tell_dead(self, worker: int) -> None:
         """Tell that a worker died, for those who know before its connection is lost."""
@@ -381,6 +406,8 @@ class LeaseDesk:
         if "error" in answer:
             raise LeaseError(f"{answer['error']}.")
         self.done_samples = answer["done"]
+        number, age = answer.get("end", (0, 0.0))
+        self.heard = (number, age) if number else None
         return answer
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 from trainwright.strategies.groups import default_store
+from trainwright.strategies.word_of_end import HeardNotice
 from trainwright.trainer.data_order import Drawn, EpochOrder, RankBatchSampler, Resumed
 from trainwright.trainer.lease_book import GUARANTEES, Lease
 from trainwright.trainer.lease_service import Address, LeaseDesk, LeaseService, listening_host
@@ -168,6 +169,8 @@ class LeasedBatchSampler(RankBatchSampler):
         self._tags: dict[int, _Tag] = {}
         self._rest: tuple[Any, Sequence[int]] | None = None
         self._last_state: dict[str, Any] | None = None
+        # Whether all workers have met within the epoch, since one was told to end.
+        self.has_ended = False
 
     def __len__(self) -> int:
         raise TypeError("how many batches a worker leases is not known beforehand")
@@ -247,13 +250,26 @@ class LeasedBatchSampler(RankBatchSampler):
             del self._tags[index]
 
     def wait_for_more(self) -> bool:
-        """Whether there is something to read again; else all workers have come to the end of the epoch.
+        """Whether there is something to read again; else all workers have come to the end of the epoch, or to where
+        they end within it (:attr:`has_ended`).
 
-        To be called once the loader has run out and all that it gave has been trained on.
+        To be called once the loader has run out and all that it gave has been trained on, or where the run is to end.
         """
+        self._forget_read_ahead(self.current_epoch)
         answer = self.leases.desk.wait_for_more(self.current_epoch)
-        self.leases.spent = answer["spent"]
+        self.leases.spent, self.has_ended = answer["spent"], answer.get("ended", False)
         return bool(answer["more"])
+
+    @property
+    def heard_of_end(self) -> HeardNotice | None:
+        """A notice that some worker was given: nothing is leased any more. No step is left once all have met."""
+        heard = None if self.leases.is_closed else self.leases.desk.heard
+        return None if heard is None else HeardNotice(*heard, steps_left=0 if self.has_ended else 1)
+
+    def tell_of_end(self, number: int, age: float) -> None:
+        """Let all workers hear that this one was told to end."""
+        if not self.leases.is_closed:
+            self.leases.desk.tell_end(number, age)
 
     @property
     def global_batches(self) -> int:

@@ -378,16 +378,22 @@ class LeanEpochLoop(_TrainingEpochLoop):
         return self._num_ready_batches_reached() if self._leased is not None else bool(super()._is_training_done)
 
     def _settle_leases(self) -> None:
-        """After a micro-batch: tell what has been trained on, and read on if others leave something over."""
+        """After a micro-batch: tell what has been trained on, and read on if others leave something over.
+
+        Where the run is to end, wait for all others, who come here too, and be at the same step as they.
+        """
         leased, progress = self._leased, self.batch_progress
-        if leased is None or self._should_accumulate():
+        if leased is None or leased.has_ended or self._should_accumulate():
             return
         leased.trained(progress.current.ready)
-        while progress.is_last_batch and leased.wait_for_more():
+        self.trainer._signal_connector.tell_lessor(leased)
+        while (progress.is_last_batch or leased.heard_of_end) and leased.wait_for_more():
             fetcher = self.trainer.fit_loop._data_fetcher
             iter(fetcher)
             progress.is_last_batch = fetcher.done
-        if progress.is_last_batch:
+        if leased.heard_of_end:
+            progress.is_last_batch = not leased.has_ended
+        if progress.is_last_batch or leased.has_ended:
             # What happens at the end of an epoch by the number of the step happens on all ranks alike.
             self.set_steps(leased.global_batches)
 
@@ -401,6 +407,11 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if not data_fetcher.done:
             return True
         self.set_steps(leased.global_batches)
+        if leased.has_ended:
+            self.update_lr_schedulers("step", update_plateau_schedulers=False)
+            signals = self.trainer._signal_connector
+            assert signals.passed(fits=True), "whoever leases has heard of the end"
+            signals.end()
         self._batches_that_stepped = max(self._batches_that_stepped, 1)  # loggers count the steps from 0 on
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         self.batch_progress.is_last_batch = self.dropped = True

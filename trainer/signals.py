@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from trainwright.callbacks.notice import FILE, URL, Notice, NoticePoll, Told
 from trainwright.callbacks.preemption import Preemption
-from trainwright.strategies.word_of_end import EndNotice
+from trainwright.strategies.word_of_end import EndNotice, HeardNotice
 from trainwright.trainer.launch.interrupt import raise_interrupted
 from trainwright.trainer.launch.watch import Allowance, ShutdownWatch
 from trainwright.trainer.phases import AGREEMENT
+
+if TYPE_CHECKING:
+    from trainwright.trainer.leased_batches import LeasedBatchSampler
 
 # Micro-batches between two agreements at most: of very short ones, and where there is nothing to go by.
 MOST_BATCHES = 512
@@ -220,11 +223,13 @@ class FlagOnSignal(_SignalConnector):
 
     def _hear(self) -> None:
         strategy: Any = self.trainer.strategy
-        tell = getattr(strategy, "tell_of_end", None)  # Lightning's own strategies have none
-        if tell is None:
-            return
-        tell(self._own_notice)
-        heard = strategy.heard_of_end
+        leased = self.trainer.fit_loop.leased  # type: ignore[attr-defined]
+        heard: HeardNotice | None
+        if leased is not None:
+            heard = leased.heard_of_end
+        else:
+            strategy.tell_of_end(self._own_notice)
+            heard = strategy.heard_of_end
         if heard is None:
             return
         if self._heard is None:
@@ -232,6 +237,12 @@ class FlagOnSignal(_SignalConnector):
             self._keep_deadline()
         if heard.steps_left == 0:
             self.agreed = self._heard
+
+    def tell_lessor(self, leased: LeasedBatchSampler) -> None:
+        """Where samples are leased, after each step: let all hear what this rank was told."""
+        mine = self._own_notice()
+        if mine is not None and leased.heard_of_end is None and self.trainer.world_size > 1:
+            leased.tell_of_end(mine.number, mine.age)
 
     def _own_notice(self) -> EndNotice | None:
         told = self._notice.told

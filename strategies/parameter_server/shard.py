@@ -273,8 +273,8 @@ def _joined(parts: list[tuple[Slice, State]]) -> State:
     }
 
 
-def refuse_closure(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that computes the loss within its step.
+def refuse_unserved(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that computes the loss within its step, or that takes sparse gradients alone.
 
     Raises:
         ValueError: with what to use instead.
@@ -284,6 +284,11 @@ def refuse_closure(optimizer: Optimizer) -> None:
         raise ValueError(
             f"{type(optimizer).__name__} computes the loss several times within a step (its step needs a closure), "
             "which a server cannot. Use another optimizer, such as AdamW or SGD, or strategy=ddp."
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            "SparseAdam takes sparse gradients alone, but a server puts the dense gradient together from the rows that "
+            "workers push. Use Adagrad, which leaves rows without a gradient as they are, or strategy=ddp."
         )
 
 

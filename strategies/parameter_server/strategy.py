@@ -46,7 +46,7 @@ from trainwright.strategies.parameter_server.rejoining import (
     told_place,
 )
 from trainwright.strategies.parameter_server.server import Meeting, Rules, Server
-from trainwright.strategies.parameter_server.shard import Plan, refuse_closure
+from trainwright.strategies.parameter_server.shard import Plan, refuse_unserved
 from trainwright.strategies.parameter_server.wire import LOOPBACK, Device, Link
 from trainwright.strategies.precision import AgreedGradScaler
 from trainwright.strategies.same_model import varying_buffers
@@ -383,7 +383,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         if any(isinstance(optimizer, _MockOptimizer) for optimizer in self.optimizers):
             return  # the module has none: nothing is trained
         for optimizer in self.optimizers:
-            refuse_closure(optimizer)
+            refuse_unserved(optimizer)
         if len(self.optimizers) > 1:
             raise ValueError(
                 f"configure_optimizers made {len(self.optimizers)} optimizers; servers step one, with as many "
@@ -570,8 +570,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     @property
     def heard_of_end(self) -> HeardNotice | None:
         """See :attr:`~trainwright.strategies.base.LayoutStrategy.heard_of_end`."""
-        # Of leased samples workers have made unequal numbers of steps: they end where the epoch does.
-        return None if self._client is None or self.leases_samples is not None else self._client.heard
+        return None if self._client is None else self._client.heard
 
     def _make_offers(self) -> None:
         """Keep a copy of this rank's state for workers that come again, from where steps begin."""

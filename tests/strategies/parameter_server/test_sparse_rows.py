@@ -117,3 +117,11 @@ def test_tables_push_the_rows_of_a_batch_and_step_as_under_ddp(ranks: Callable[.
         # Of 1,024 rows of a table, a batch of 16 touches 16 at most.
         assert ours["pushed"] < dense / 10
         assert 0 < ours["early"] < ours["pushed"]
+
+
+def test_an_optimizer_that_takes_sparse_gradients_alone_is_refused():
+    from trainwright.strategies.parameter_server.shard import refuse_unserved
+
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    with pytest.raises(ValueError, match="SparseAdam takes sparse gradients alone.*Use Adagrad"):
+        refuse_unserved(torch.optim.SparseAdam(list(table.parameters())))
