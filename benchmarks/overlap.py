@@ -70,7 +70,6 @@ class Layers(pl.LightningModule):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
         self.seconds = seconds
-        self.ends: list[float] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """Mean square."""
@@ -79,13 +78,22 @@ class Layers(pl.LightningModule):
             x = _Pause.apply(layer(x), self.seconds)
         return x.square().mean()
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Look at the clock."""
-        self.ends.append(time.perf_counter())
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Plain gradient descent."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Clock(pl.Callback):
+    """When steps began, in seconds."""
+
+    looks_at_parameters = False
+
+    def __init__(self) -> None:
+        self.begins: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Look at the clock."""
+        self.begins.append(time.perf_counter())
 
 
 def train(side: str, layers: int, width: int, seconds: float, steps: int) -> float:
@@ -93,7 +101,7 @@ def train(side: str, layers: int, width: int, seconds: float, steps: int) -> flo
     silence_lightning()
     name, options = SIDES[side]
     torch.manual_seed(0)
-    module = Layers(layers, width, seconds)
+    module, clock = Layers(layers, width, seconds), Clock()
     trainer = Trainer(
         **PLAIN_TRAINER,
         accelerator="cpu",
@@ -101,10 +109,11 @@ def train(side: str, layers: int, width: int, seconds: float, steps: int) -> flo
         strategy=make_strategy(name, **options),
         max_steps=_WARM_UP_STEPS + steps + 1,
         max_epochs=-1,
+        callbacks=[clock],
     )
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(64, width)), batch_size=4))
-    ends = module.ends[_WARM_UP_STEPS:]
-    return median(after - before for before, after in zip(ends, ends[1:], strict=False))
+    begins = clock.begins[_WARM_UP_STEPS:]
+    return median(after - before for before, after in zip(begins, begins[1:], strict=False))
 
 
 def rows_of(taken: dict[str, list[float]]) -> list[dict[str, Any]]:

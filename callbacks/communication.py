@@ -52,6 +52,9 @@ class CommunicationReport(Callback):
         ValueError: if ``every_n_steps`` is less than 1.
     """
 
+    # A strategy may have the weights of a step on their way while this one is called.
+    looks_at_parameters = False
+
     def __init__(self, every_n_steps: int | None = None, console: Console | None = None) -> None:
         require_window(every_n_steps, self)
         self.every_n_steps = every_n_steps

@@ -63,6 +63,9 @@ class ProgressBar(LightningProgressBar):
         ValueError: if a time is not positive.
     """
 
+    # A strategy may have the weights of a step on their way while this one is called.
+    looks_at_parameters = False
+
     def __init__(
         self, refresh_seconds: float = 0.25, line_seconds: float = 10.0, console: Console | None = None
     ) -> None:

@@ -81,6 +81,9 @@ class RunStateCheckpoint(Checkpoint):
         ValueError: naming everything that is impossible about the arguments.
     """
 
+    # A strategy may have the weights of a step on their way while this one is called.
+    looks_at_parameters = False
+
     def __init__(
         self,
         dirpath: str | None = None,

@@ -103,6 +103,9 @@ class Stragglers(Callback):
         ValueError: if ``every_n_steps`` is less than 1, or ``threshold`` is not between 0 and 1.
     """
 
+    # A strategy may have the weights of a step on their way while this one is called.
+    looks_at_parameters = False
+
     needs_collective_steps = True
     """Whether it needs all ranks at the same optimizer step."""
 

@@ -34,6 +34,9 @@ class Throughput(Callback):
         ValueError: if ``every_n_steps`` or ``units_per_sample`` is less than 1.
     """
 
+    # A strategy may have the weights of a step on their way while this one is called.
+    looks_at_parameters = False
+
     def __init__(
         self, every_n_steps: int | None = None, unit: str | None = None, units_per_sample: int | None = None
     ) -> None:

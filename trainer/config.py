@@ -82,7 +82,8 @@ class ParameterServerConfig(_BlockConfig):
     # With consistency=async, let workers lease samples, so that a fast one reads more: at_least_once or at_most_once
     # (those of a dead worker are read again, or lost); none = off, equal shares.
     leases: str = "none"
-    # Push gradients while the backward pass makes others; false = after it.
+    # Push gradients while the backward pass makes others, and pull parameters while the first layers compute; false =
+    # after and before it.
     overlap: bool = True
 
 

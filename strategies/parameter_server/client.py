@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainwright.checkpoint.save import Content
 from trainwright.strategies.compression.codecs import Codec
 from trainwright.strategies.compression.compressor import encode_with_feedback
 from trainwright.strategies.parameter_server.early import EarlyPush, copy_slice
+from trainwright.strategies.parameter_server.late import LatePull, put_slices
 from trainwright.strategies.parameter_server.packing import State, pack, unpack
 from trainwright.strategies.parameter_server.rejoining import Offer
 from trainwright.strategies.parameter_server.server import (
@@ -61,6 +62,9 @@ class Client:
             gradient (error feedback), apart for each server.
         tables: indices of parameters of which a batch touches few rows: embeddings. Their rows alone are sent, unless
             there is a codec. So are those of sparse gradients.
+        module: whose parameters they are. With it, and where the plan has parts, a step leaves parameters on their way
+            until they are needed; who looks at them but in :meth:`watched` calls :meth:`settle` first. ``None``: a step
+            waits for all.
 
     Where the plan has parts and there is no codec, gradients are pushed while backward makes others, see :meth:`begin`.
     """
@@ -74,6 +78,7 @@ class Client:
         device: Device,
         codec: Codec | None = None,
         tables: Collection[int] = (),
+        module: nn.Module | None = None,
     ) -> None:
         self.worker = worker
         self.prefix = meeting.prefix
@@ -93,7 +98,11 @@ class Client:
         self._links: list[Link] = []
         self._gradients = [torch.zeros(plan.numel(server), dtype=plan.dtype) for server in range(len(plan.held))]
         self._pulled = [torch.empty_like(flat) for flat in self._gradients]
+        self.pushes_early = True
+        """Whether gradients may be pushed early; read once, by :meth:`connect`."""
         self._early: EarlyPush | None = None
+        self._late: LatePull | None = None
+        self._module = module
         self.residuals = None if codec is None else [torch.zeros_like(flat) for flat in self._gradients]
         """What was not sent yet of earlier gradients, one vector per server; ``None`` without a codec."""
 
@@ -117,9 +126,13 @@ class Client:
             except LinkError as lost:
                 raise self._lost(server, str(lost)) from None
         replies = self._ask(Operation.HELLO, digest=self._plan.digest, worker=self.worker)
-        if any(self._plan.parts) and self._codec is None:
+        if any(self._plan.parts) and self._codec is None and self.pushes_early:
             self._early = EarlyPush(
                 self._plan, self._parameters, self._gradients, self._announce, self._send_early, self._wait
+            )
+        if any(self._plan.parts) and self._module is not None:
+            self._late = LatePull(
+                self._plan, self._parameters, self._pulled, self._module, self._receive_part, self._wait
             )
         return int(max(field(reply, "clock") for reply in replies))
 
@@ -133,6 +146,9 @@ class Client:
     def drop(self) -> None:
         """Hang up."""
         self._end_early()
+        late, self._late = self._late, None
+        if late is not None:
+            late.close()
         for link in self._links:
             link.close()
         self._links = []
@@ -159,12 +175,31 @@ class Client:
             clip_value: what elements of the averaged gradient are clamped to, where workers step together; 0: not.
             pulls: ``False``, where workers step together: leave the parameters with the servers.
         """
-        present = self._push(hyper, clip_value=clip_value, quiet=not pulls)
-        replies = self._receive(present, self._pulled if pulls else None)
+        late = pulls and self._pulls_late()
+        present = self._push(hyper, clip_value=clip_value, quiet=not pulls, pulls_parts=late)
+        replies = self._receive(present, self._pulled if pulls and not late else None, late=late)
         self.staleness = int(max(field(reply, "staleness") for reply in replies))
         self._hear(replies[0])
-        if pulls:
+        if pulls and not late:
             self._take()
+
+    def _pulls_late(self) -> bool:
+        return self._late is not None and self._late.may_wait
+
+    def settle(self) -> None:
+        """Take all parameters that are on their way."""
+        if self._late is not None:
+            self._late.settle()
+
+    def watched(self) -> AbstractContextManager[Any]:
+        """A context in which each parameter that is on its way is waited for where it is needed, and all at its end."""
+        return nullcontext() if self._late is None or self._late.has_all else self._watch(self._late)
+
+    @contextmanager
+    def _watch(self, late: LatePull) -> Iterator[None]:
+        with late.watch():
+            yield
+        late.settle()
 
     def push(self, hyper: Tensor) -> Tensor:
         """Push the gradients and hear norms of their average; :meth:`commit` has to follow.
@@ -178,9 +213,10 @@ class Client:
 
     def commit(self, coefficient: float, clip_value: float = 0.0, pulls: bool = True) -> None:
         """Let the step be made with the averaged gradient times ``coefficient``; as :meth:`step`."""
+        late = pulls and self._pulls_late()
         fields: dict[str, float] = {"coefficient": coefficient, "clip_value": clip_value, "quiet": not pulls}
-        self._hear(self._ask(Operation.COMMIT, payload=pulls, **fields)[0])
-        if pulls:
+        self._hear(self._ask(Operation.COMMIT, payload=pulls and not late, late=late, **fields, pulls_parts=late)[0])
+        if pulls and not late:
             self._take()
 
     def pull(self, into: Sequence[Tensor] | None = None) -> None:
@@ -280,6 +316,9 @@ class Client:
     def _announce(self, server: int) -> Sending:
         return self._send(server, self._request(server, Operation.PARTS), HEADER)
 
+    def _receive_part(self, server: int, part: Tensor, tag: int) -> Sending:
+        return self._guarded(server, lambda: self._links[server].receive(part, tag))
+
     def _send_early(self, server: int, part: Tensor, tag: int) -> Sending:
         self.sent_bytes += part.nbytes
         return self._send(server, part, tag)
@@ -354,15 +393,10 @@ class Client:
         assert self.residuals is not None
         return encode_with_feedback(self._codec, flat[None], self.residuals[server][None])[0]
 
-    @torch.no_grad()
     def _take(self, into: Sequence[Tensor] | None = None) -> None:
         """Put what was pulled into the parameters."""
         for held, flat in zip(self._plan.held, self._pulled, strict=True):
-            parts = flat.split([piece.numel for piece in held])
-            for piece, part in zip(held, parts, strict=True):
-                parameter = (into or self._parameters)[piece.parameter]
-                target = parameter[piece.start : piece.stop] if parameter.dim() else parameter
-                target.copy_(part.view(piece.shape))
+            put_slices(held, flat, into or self._parameters)
 
     # ---- states -----------------------------------------------------------------------------------------------------
 
@@ -396,23 +430,28 @@ class Client:
     # ---- talking ----------------------------------------------------------------------------------------------------
 
     def _request(self, server: int, operation: Operation, **fields: float) -> Tensor:
+        self.settle()  # what follows must not get in the way of what is coming
         return header(request_size(self._plan, server), operation=operation, **fields)
 
-    def _ask(self, operation: Operation, payload: bool = False, **fields: float) -> list[Tensor]:
+    def _ask(self, operation: Operation, payload: bool = False, late: bool = False, **fields: float) -> list[Tensor]:
         sent = []
         for server, link in enumerate(self._links):
             request = self._request(server, operation, **fields)
             sent.append(self._guarded(server, lambda: (link.send(request, HEADER),)))  # noqa: B023
-        return self._receive(sent, self._pulled if payload else None)
+        return self._receive(sent, self._pulled if payload else None, late=late)
 
     def _exchange(self, server: int, request: Tensor) -> Tensor:
         sent = self._guarded(server, lambda: (self._links[server].send(request, HEADER),))
         return self._receive([sent], only=server)[0]
 
     def _receive(
-        self, sent: Sequence[Sequence[Sending]], bodies: Sequence[Tensor] | None = None, only: int | None = None
+        self,
+        sent: Sequence[Sequence[Sending]],
+        bodies: Sequence[Tensor] | None = None,
+        only: int | None = None,
+        late: bool = False,
     ) -> list[Tensor]:
-        """Replies of the servers, all on their way at once, and what follows each of them."""
+        """Replies of the servers, all on their way at once, and what follows each of them; ``late``: parts, later."""
         servers = range(len(self._links)) if only is None else (only,)
         replies = [torch.zeros(FIXED, dtype=torch.float64) for _ in servers]
         coming = [
@@ -423,6 +462,8 @@ class Client:
             self._guarded(server, lambda: self._links[server].receive(body, PAYLOAD))  # noqa: B023
             for server, body in enumerate(bodies or ())
         ]
+        if late and self._late is not None:
+            self._late.begin()
         for position, server in enumerate(servers):
             for each in sent[position]:
                 self._guarded(server, each.wait)

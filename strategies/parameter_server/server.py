@@ -277,10 +277,13 @@ class Server:
         link.send(header(FIXED, operation=Status.ENDED, bytes=text.numel()), HEADER).wait()
         link.send(text, BYTES).wait()
 
-    def _reply(self, link: Link, payload: Tensor | None = None, **fields: float) -> None:
+    def _reply(self, link: Link, payload: Tensor | None = None, in_parts: bool = False, **fields: float) -> None:
         wanted = self._replaces and self.wants_offer
         sent = [link.send(header(FIXED, operation=Status.OK, wanted=wanted, **fields), HEADER)]
-        if payload is not None:
+        if payload is not None and in_parts:
+            parts = enumerate(self._plan.pulled_parts(self._number))
+            sent += [link.send(payload[part.start : part.stop], PART + number) for number, part in parts]
+        elif payload is not None:
             sent.append(link.send(payload, PAYLOAD))
         for each in sent:
             each.wait()
@@ -422,7 +425,7 @@ class Server:
         if self._rules.consistency == "sync":
             self._push_together(link, worker, request, gradient, hyper, present)
         else:
-            self._push_alone(link, worker, gradient, hyper, present)
+            self._push_alone(link, worker, request, gradient, hyper, present)
 
     def _receive_gradient(self, link: Link, sparse_bytes: int) -> Tensor:
         if sparse_bytes:
@@ -486,7 +489,10 @@ class Server:
             self._until(lambda: mine.made or (mine.hold and mine.mean is not None))
             ending = self._ending_for(worker)
         # Nothing is stepped until this worker has pushed again, so what is sent stays as it is.
-        self._reply(link, mine.norms if mine.hold else self._parameters_for(request), **ending)
+        if mine.hold:
+            self._reply(link, mine.norms, **ending)
+        else:
+            self._reply(link, self._parameters_for(request), bool(field(request, "pulls_parts")), **ending)
 
     def _commit(self, link: Link, worker: int, request: Tensor) -> None:
         with self._changed:
@@ -495,7 +501,7 @@ class Server:
             self._advance()
             self._until(lambda: mine.made)
             ending = self._ending_for(worker)
-        self._reply(link, self._parameters_for(request), **ending)
+        self._reply(link, self._parameters_for(request), bool(field(request, "pulls_parts")), **ending)
 
     def _ending_for(self, worker: int) -> dict[str, float]:
         """What an answer to a step or a meeting says of a notice to end, see :mod:`ending`."""
@@ -514,7 +520,9 @@ class Server:
             rows = look_up(wanted, self.shard.split(self.shard.flat))
         self._reply(link, rows)
 
-    def _push_alone(self, link: Link, worker: int, gradient: Tensor, hyper: Tensor, present: list[bool]) -> None:
+    def _push_alone(
+        self, link: Link, worker: int, request: Tensor, gradient: Tensor, hyper: Tensor, present: list[bool]
+    ) -> None:
         with self._changed:
             self._until(lambda: not self._awaited)
             staleness = self._version - self._seen[worker]
@@ -529,7 +537,7 @@ class Server:
             self._until(lambda: self._clocks.may_go(worker))
             self.largest_spread = max(self.largest_spread, self._clocks.clock(worker) - self._clocks.slowest)
             parameters, ending = self._handed_out(worker), self._ending_for(worker)
-        self._reply(link, parameters, staleness=staleness, **ending)
+        self._reply(link, parameters, bool(field(request, "pulls_parts")), staleness=staleness, **ending)
 
     def _handed_out(self, worker: int) -> Tensor:
         """A copy of the parameters, which others may step while it is sent."""

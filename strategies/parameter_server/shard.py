@@ -130,6 +130,10 @@ class Plan:
         """Parts of a server; none: all it holds is one message."""
         return self.parts[server] if self.parts else ()
 
+    def pulled_parts(self, server: int) -> tuple[Part, ...]:
+        """What is pulled apart from a server; at least one part, of all it holds."""
+        return self.parts_of(server) or (Part(0, len(self.held[server]), 0, self.numel(server)),)
+
     @property
     def dtype(self) -> torch.dtype:
         """Of what is sent: float32, or float64 where a parameter is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +32,7 @@ from trainwright.strategies.layout import Layout
 from trainwright.strategies.parameter_server.averaging import average_buffers
 from trainwright.strategies.parameter_server.client import Client
 from trainwright.strategies.parameter_server.clocks import Consistency
+from trainwright.strategies.parameter_server.onlookers import has_onlookers
 from trainwright.strategies.parameter_server.optimizer import ServedOptimizer
 from trainwright.strategies.parameter_server.options import OWN, rank_problems, server_problems
 from trainwright.strategies.parameter_server.own_ranks import ToldFit
@@ -89,8 +90,8 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             ``"at_least_once"`` or ``"at_most_once"`` says what becomes of those that a dead one held, see
             :mod:`trainwright.trainer.lease_book`; ``"none"`` (off): equal shares.
         overlap: push gradients while backward makes others, in parts of 1 MiB at least, unless something has to be done
-            with all of them first (compression, unscaling, clipping by each worker); ``False``: push them after it.
-            Results are the same.
+            with all of them first (compression, unscaling, clipping by each worker), and pull parameters while the
+            first layers compute, unless somebody may look at them before; ``False``: off. Results are the same.
         **kwargs: see :class:`~trainwright.strategies.base.LayoutStrategy`; ``process_group_backend``, ``timeout``,
             ``parallel_devices``, ``cluster_environment`` as in Lightning's ``DDPStrategy``.
 
@@ -468,14 +469,19 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         assert self.lightning_module is not None
         names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
         plan = Plan.of(served.inner, names, self.servers)
-        return plan.in_parts(self._tables(_of_groups(served))) if self._pushes_early else plan
+        return plan.in_parts(self._tables(_of_groups(served))) if self._overlap else plan
 
     @property
     def _pushes_early(self) -> bool:
         assert self.lightning_module is not None
         # A worker that steps alone clips by the norm of all its gradients.
-        clips_alone = not self._in_step and self.lightning_module.trainer.gradient_clip_val is not None
-        return self._overlap and self._compression is None and not clips_alone
+        return self._in_step or self.lightning_module.trainer.gradient_clip_val is None
+
+    @property
+    def _pulls_late(self) -> bool:
+        assert self.lightning_module is not None
+        # What is compiled reads parameters where nobody sees it.
+        return self._overlap and not self._compile and not has_onlookers(self.lightning_module.trainer)
 
     @cached_property
     def _device(self) -> Device:
@@ -496,7 +502,9 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def _connect(self, served: ServedOptimizer, plan: Plan, meeting: Meeting) -> None:
         parameters = _of_groups(served)
         tables = self._tables(parameters)
-        self._client = Client(self.global_rank, plan, parameters, meeting, self._device, self._codec, tables)
+        module = self.lightning_module if self._pulls_late else None
+        self._client = Client(self.global_rank, plan, parameters, meeting, self._device, self._codec, tables, module)
+        self._client.pushes_early = self._pushes_early
         self._client.connect()
         served.serve(self._client, plan)
 
@@ -533,6 +541,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         """Wait for all workers, take the servers' parameters, and average buffers."""
         if self._client is None:
             return
+        self._client.settle()
         if not self.steps_are_collective:
             self._meet_anew(self._client.meet())
         assert self.lightning_module is not None
@@ -671,9 +680,20 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         """As Lightning's; where ranks step by themselves, what needs the others is refused meanwhile."""
         self._alone = not self.steps_are_collective
         try:
-            return super().training_step(*args, **kwargs)
+            with nullcontext() if self._client is None else self._client.watched():
+                return super().training_step(*args, **kwargs)
         finally:
             self._alone = False
+
+    def _settle(self) -> None:
+        """Take the parameters that are on their way."""
+        if self._client is not None:
+            self._client.settle()
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`~trainwright.strategies.base.LayoutStrategy.whole_parameters`."""
+        self._settle()
+        yield from super().whole_parameters()
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's.
@@ -723,12 +743,14 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights of all; while training, the ranks meet for it."""
+        self._settle()
         if not self._is_apart:
             self.meet()
         return super().lightning_module_state_dict()
 
     def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
         """See :class:`~trainwright.strategies.checkpointing.RunStateStrategy`; it says what others will lack."""
+        self._settle()
         content = super().run_state(checkpoint, complete=complete)
         if self._compression is not None and not self._is_apart and OF_RUN in content.tree:
             content.tree[OF_RUN]["left_behind"] = {"of": _PUSHES, "text": _unpushed(self._compression.name)}

@@ -149,6 +149,7 @@ FIELDS = {
     "worker": 10,
     "quiet": 11,  # answer a step without parameters
     "parts": 13,  # whether the gradient has come in parts
+    "pulls_parts": 14,  # whether parameters are to be sent in parts
     "returns": 12,  # how often lost workers have come again, at a meeting
     "notice": 16,  # that the run is to end, see ending.py; 0: none
     "notice_age": 17,

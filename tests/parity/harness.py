@@ -110,6 +110,8 @@ def _clip(module: pl.LightningModule, case: Case) -> None:
 class Recorder(pl.Callback):
     """Fills a :class:`Record`, by what a callback may read."""
 
+    looks_at_parameters = False  # where Trainers ask: between a step and the next forward
+
     def __init__(self) -> None:
         self.record = Record()
         self._parts: list[Tensor] = []

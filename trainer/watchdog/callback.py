@@ -179,6 +179,9 @@ class Watchdog(Callback):
 class _CoarseMarks(Callback):
     """What a Trainer that tells no phases can be watched by: its hooks."""
 
+    # A strategy may have the weights of a step on their way while this one is called.
+    looks_at_parameters = False
+
     def __init__(self, box: Box) -> None:
         self._box = box
         self._first: int | None = None

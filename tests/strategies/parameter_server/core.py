@@ -58,7 +58,7 @@ class Peer:
         codec: of pushes.
         store: where they meet; ``None``: that of the default process group.
         serves: whether a rank with the number of a server holds it.
-        least_numel: numbers of a part that is pushed early; ``None``: none is.
+        least_numel: numbers of a part that is pushed early and pulled late; ``None``: there are none.
         **rules: see :class:`Rules`.
     """
 
@@ -87,7 +87,8 @@ class Peer:
             self.server = Server(rank, self.plan, Rules(**rules), meeting, workers, device, codec)
             self.server.start()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.client = Client(rank, self.plan, parameters, meeting, device, codec)
+        module = None if least_numel is None else self.model
+        self.client = Client(rank, self.plan, parameters, meeting, device, codec, module=module)
         self.clock = self.client.connect()
 
     @staticmethod
@@ -107,7 +108,8 @@ class Peer:
     ) -> float:
         """One step of this worker; its loss. ``then`` is called after backward."""
         self.model.zero_grad()
-        loss = loss_of(self.model, self.client.worker, number)
+        with self.client.watched():
+            loss = loss_of(self.model, self.client.worker, number)
         self.client.begin()
         loss.backward()
         then(self.model)

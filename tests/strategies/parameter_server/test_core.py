@@ -46,7 +46,7 @@ def push_early(least_numel: int | None, rules: dict[str, Any]) -> Any:
     rank = dist.get_rank()
     peer = Peer(rank, 2, servers=2, least_numel=least_numel, **rules)
     peer.begin()
-    pushed = []
+    pushed, late = [], []
 
     def look(model: Any) -> None:
         pushed.append(peer.client.sent_bytes)
@@ -60,21 +60,29 @@ def push_early(least_numel: int | None, rules: dict[str, Any]) -> Any:
         if step == 2:  # nothing becomes of this one
             peer.client.begin()
             (peer.model[2](torch.ones(1, 7)).sum() * (rank + 1)).backward()
-        before = peer.client.sent_bytes
+        before, alias = peer.client.sent_bytes, peer.model[2].weight.data if step == 5 else None
         peer.step(step, 0.3 if step > 3 else None, change if step in (1, 2) else look)
         pushed[-1] -= before
+        weight, version = peer.model[2].weight, peer.model[2].weight._version
+        with peer.client.watched():
+            seen = weight.detach().clone()  # by no forward of the module that has it
+        late.append(weight._version > version)
+        assert torch.equal(seen, weight)
+        assert alias is None or torch.equal(alias, weight)
     peer.client.meet()
     peer.end()
     hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in peer.model.parameters())
-    return flat(peer.model), pushed, hooks
+    hooks += sum(len(part._forward_pre_hooks) for part in peer.model)
+    return flat(peer.model), pushed, late, hooks
 
 
-def test_gradients_pushed_while_backward_makes_others_are_those_of_the_step(ranks):
+def test_parts_pushed_early_and_pulled_late_make_the_same_steps(ranks):
     plain, early = (ranks(push_early, 2, numel, {"consistency": "sync"}) for numel in (None, 4))
-    for (expected, before, _), (parameters, after, hooks) in zip(plain, early, strict=True):
+    for (expected, *before, _), (parameters, *after, hooks) in zip(plain, early, strict=True):
         assert torch.equal(parameters, expected)
-        assert not any(before)
-        assert all(after)
+        assert not any(map(any, before))
+        assert all(after[0])
+        assert after[1] == [True] * 5 + [False]  # whose memory another tensor shares is not waited for later
         assert hooks == 0
 
 
