@@ -277,7 +277,7 @@ class Server:
         link.send(header(FIXED, operation=Status.ENDED, bytes=text.numel()), HEADER).wait()
         link.send(text, BYTES).wait()
 
-    def _reply(self, link: Link, payload: Tensor | None = None, in_parts: bool = False, **fields: float) -> None:
+    def _reply(self, link: Link, payload: Tensor | None = None, in_parts: bool = False, /, **fields: float) -> None:
         wanted = self._replaces and self.wants_offer
         sent = [link.send(header(FIXED, operation=Status.OK, wanted=wanted, **fields), HEADER)]
         if payload is not None and in_parts:
