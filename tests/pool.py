@@ -26,7 +26,6 @@ import multiprocessing.forkserver
 import os
 import pickle
 import random
-import shutil
 import signal
 import socket
 import sys
@@ -42,7 +41,10 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from trainwright.trainer.launch.rendezvous import LocalStore
 
 SEED = 1234
 # After the first rank of a case failed, the others have this long to fail or finish before they are ended (seconds).
@@ -93,7 +95,8 @@ class Case:
         module, name: where the function is; a rank imports it.
         args, kwargs: what it is called with.
         rank, world_size: this rank's place.
-        store: path of the file through which the ranks of this case meet.
+        store: where the ranks of this case meet, port of the pool's store and a name: a file in its place is looked at
+            every ten milliseconds by whoever waits, so that each process group would take as long.
         port: a port that was free when the case began, for a case that makes its own process group.
         folder: working folder of the case.
         environment: the parent's environment, so that what a test set is seen by its ranks.
@@ -107,7 +110,7 @@ class Case:
     kwargs: dict[str, Any]
     rank: int
     world_size: int
-    store: str
+    store: tuple[int, str]
     port: int
     folder: str
     environment: dict[str, str]
@@ -224,13 +227,12 @@ def _clean_process(case: Case) -> Iterator[None]:
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
     if case.init_group:
+        (port, name), timeout = case.store, timedelta(seconds=case.timeout)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
         dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(case.store, case.world_size),
-            rank=case.rank,
-            world_size=case.world_size,
-            timeout=timedelta(seconds=case.timeout),
+            "gloo", store=dist.PrefixStore(name, store), rank=case.rank, world_size=case.world_size, timeout=timeout
         )
+        del store
         # A case without collectives may end, and close its connections, before another rank has made all of its own.
         dist.barrier()
     try:
@@ -426,6 +428,8 @@ class RankPool:
 
     def __init__(self) -> None:
         self._ranks: list[_Rank] = []
+        self._store: LocalStore | None = None
+        self._cases = 0
         atexit.register(self.close)
 
     @staticmethod
@@ -490,7 +494,7 @@ class RankPool:
         self.warm()
         while len(self._ranks) < world_size:
             self._ranks.append(_Rank())
-        meeting = tempfile.mkdtemp(prefix="ranks-")
+        store = self._meet() if init_group else (0, "")
         port = 0 if init_group else free_port()
         clean = False
         try:
@@ -503,7 +507,7 @@ class RankPool:
                         kwargs=kwargs,
                         rank=rank,
                         world_size=world_size,
-                        store=str(Path(meeting) / "store"),
+                        store=store,
                         port=port,
                         folder=os.getcwd(),
                         environment=dict(os.environ),
@@ -519,7 +523,15 @@ class RankPool:
             if not clean:
                 # Whatever went wrong, an interrupt included, may have left ranks in the middle of a collective.
                 self.close(kill=True)
-            shutil.rmtree(meeting, ignore_errors=True)
+
+    def _meet(self) -> tuple[int, str]:
+        """Port of the store, and a name that no other case has there."""
+        from trainwright.trainer.launch.rendezvous import LocalStore
+
+        if self._store is None:
+            self._store = LocalStore()
+        self._cases += 1
+        return self._store.port, f"case_{self._cases}"
 
     def _replace_burdened(self) -> None:
         """Exchange ranks in which earlier cases go on; a fork costs less than they do."""
@@ -583,6 +595,9 @@ class RankPool:
         ranks, self._ranks = self._ranks, []
         for rank in ranks:
             rank.end(kill)
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
 
 def free_port() -> int:

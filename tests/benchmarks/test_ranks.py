@@ -23,19 +23,16 @@ def fail_on_the_second(_: int) -> None:
     dist.barrier()
 
 
-def in_a_process_of_its_own(code: str) -> subprocess.CompletedProcess[str]:
-    """The server that ranks are forked from belongs to the process that started it; the tests have another."""
-    script = f"from benchmarks.ranks import run_ranks\nfrom tests.benchmarks import test_ranks as t\n{code}"
-    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-def test_every_rank_answers():
-    ended = in_a_process_of_its_own("print(run_ranks(t.rank_sum, 2, 10))")
+def test_every_rank_answers_and_the_error_of_one_is_raised():
+    """In a process of its own: the server that ranks are forked from belongs to the process that started it."""
+    script = (
+        "from benchmarks.ranks import run_ranks\n"
+        "from tests.benchmarks import test_ranks as t\n"
+        "print(run_ranks(t.rank_sum, 2, 10), flush=True)\n"
+        "run_ranks(t.fail_on_the_second, 2, 0)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.stdout.strip() == "[21.0, 21.0]", ended.stderr
-
-
-def test_the_error_of_a_rank_is_raised_and_the_others_end():
-    ended = in_a_process_of_its_own("run_ranks(t.fail_on_the_second, 2, 0)")
     assert ended.returncode == 1
     assert "Rank 1 of 2 failed" in ended.stderr
     assert "this rank has had enough" in ended.stderr

@@ -24,14 +24,6 @@ trainer: {log_every_n_steps: 5}
 """
 
 
-def write_recipe(folder: Path) -> Path:
-    """Write the recipe into a folder; returns the configuration directory."""
-    recipes = folder / "conf" / "recipe"
-    recipes.mkdir(parents=True)
-    (recipes / "survivor.yaml").write_text(RECIPE, encoding="utf-8")
-    return folder / "conf"
-
-
 class Survived:
     """What a run has left, as ``trainwright fit`` makes it; its ranks are forked from the server of the suite.
 

@@ -128,7 +128,7 @@ def test_a_call_of_another_size_which_ends_a_rank() -> None:
 
 def test_a_rank_that_saves_is_no_hang() -> None:
     """The other waits for it, longer than anything it waited for before."""
-    with watched_ranks(hanging.saving_slowly, 2, 5.0) as ranks:
+    with watched_ranks(hanging.saving_slowly, 2, 3.0) as ranks:
         ranks.come_to_the_end()
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.recipes import write_recipe
 from trainwright.checkpoint.run_state import RunState
 from trainwright.trainer.compose import compose
 from trainwright.trainer.run import run
@@ -38,10 +39,7 @@ def _server(ranks: object) -> None:
 
 @pytest.fixture
 def conf(tmp_path: Path) -> Path:
-    recipes = tmp_path / "conf" / "recipe"
-    recipes.mkdir(parents=True)
-    (recipes / "tiny.yaml").write_text(RECIPE, encoding="utf-8")
-    return tmp_path / "conf"
+    return write_recipe(tmp_path, "tiny", RECIPE)
 
 
 def train(conf: Path, *words: str) -> Path:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.survivors import Survived, write_recipe
+from tests.faults.recipes import write_recipe
+from tests.faults.survivors import RECIPE, Survived
 from trainwright.trainer.launch.failure import RankError
 
 LAYOUTS = {
@@ -31,7 +32,7 @@ def _server(ranks: object) -> None:
 
 @pytest.fixture(scope="module")
 def conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_recipe(tmp_path_factory.mktemp("survivor"))
+    return write_recipe(tmp_path_factory.mktemp("survivor"), "survivor", RECIPE)
 
 
 @pytest.fixture(scope="module")

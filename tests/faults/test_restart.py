@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.recipes import write_recipe
 from trainwright.trainer.compose import compose
 from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.records import read_steps
@@ -55,10 +56,7 @@ def _server(ranks: object) -> None:
 
 @pytest.fixture
 def conf(tmp_path: Path) -> Path:
-    recipes = tmp_path / "conf" / "recipe"
-    recipes.mkdir(parents=True)
-    (recipes / "tiny.yaml").write_text(RECIPE, encoding="utf-8")
-    return tmp_path / "conf"
+    return write_recipe(tmp_path, "tiny", RECIPE)
 
 
 def _train(conf: Path, name: str, *words: str) -> Path:
