@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity.harness import Case, make_trainer
+from tests.strategies.local_updates.test_together import Spoil
+from trainwright import LossGuard
 from trainwright.strategies.parameter_server import parts
 
 
@@ -150,7 +152,8 @@ def test_run_states_go_from_strategy_to_strategy(ranks):
 
 
 def pushed() -> Any:
-    """A run whose pushes leave something out, whole, and resumed with the same servers and with others."""
+    """A run whose pushes leave something out: whole, resumed with the same servers, gone back for a fault; and what is
+    said when it is resumed with others."""
     from trainwright.callbacks.run_state import RunStateCheckpoint
 
     options: dict[str, Any] = {"servers": 2, "compression": {"name": "topk", "ratio": 0.1}}
@@ -158,19 +161,22 @@ def pushed() -> Any:
     fit("parameter_server", options, 4, callbacks=[saver], enable_checkpointing=True)
     whole = outcome(*fit("parameter_server", options, 6))[0]
     same = outcome(*fit("parameter_server", options, 6, ckpt=saver.last_model_path))[0]
+    guard = LossGuard("rollback", snapshot_every_n_steps=2, threshold=None)
+    back = outcome(*fit("parameter_server", options, 6, callbacks=[Spoil(), guard]))[0]
+    assert guard.counts["rollbacks"] == 1
     said = []
     for strategy, others in (("parameter_server", {**options, "servers": 1}), ("ddp", {})):
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             fit(strategy, others, 4, ckpt=saver.last_model_path)
         said.append([str(each.message) for each in warned if "had not pushed yet" in str(each.message)])
-    return whole, same, said
+    return whole, same, back, said
 
 
 def test_what_pushes_left_out_goes_with_the_same_servers(ranks):
-    (whole, same, said), (others, others_same, _) = ranks(pushed, 2)
-    assert torch.equal(whole, same)
-    assert torch.equal(others, others_same)
+    (whole, same, back, said), others = ranks(pushed, 2)
+    for parameters in (same, back, *others[:3]):
+        assert torch.equal(whole, parameters)
     assert [len(texts) for texts in said] == [1, 1]
     assert all("as compression=topk had left it out, is dropped" in text for (text,) in said)
 
