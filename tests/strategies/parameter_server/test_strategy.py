@@ -260,6 +260,7 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks):
         ({"servers": 0}, ["servers=0", "servers=1"]),
         ({"compression": "powersgd"}, ["powersgd", "int8"]),
         ({"delay_compensation": 0.1}, ["delay_compensation=0.1", "never late"]),
+        ({"overlap": "always"}, ["overlap=always", "true or false"]),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options, words):
