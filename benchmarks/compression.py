@@ -5,8 +5,9 @@ same samples from the same weights, for several seeds; told are the bytes that a
 formula and by the kernel's counters, and the loss on held-out text beside that of DDP. ``fewer`` is of a step after the
 warm-up, ``fewer_in_all`` of the whole run, in whose warm-up gradients are sent as they are.
 
-With ``--link`` the same is timed on a loopback device of that rate, in a network namespace of its own that is gone with
-the process (``unshare``, ``ip`` and ``tc`` of Linux): sides in turns, seconds of a step beside those of DDP.
+With ``--link`` no losses are told; instead steps are timed on a loopback device of that rate, in a network namespace
+of its own that is gone with the process (``unshare``, ``ip`` and ``tc`` of Linux): sides in turns, seconds of a step
+beside those of DDP.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from itertools import pairwise
 from statistics import mean, median, stdev
 from typing import Any
 
@@ -48,6 +50,8 @@ SIDES: dict[str, dict[str, Any]] = {
 # Side -> how many times fewer bytes it is to send at least, and how much more loss it may end with at most.
 GOALS = {"topk 1 %": (20.0, 1.02), "powersgd rank 4": (20.0, 1.02), "onebit": (5.0, None)}
 _LR = 0.004
+# Of a timed run: what is set up in the first steps, and a warm-up of one step, is not what a step costs.
+_UNTIMED_STEPS = 3
 _KERNEL_TOLERANCE = 0.02
 
 
@@ -99,7 +103,7 @@ def train(
     )
     trainer.fit(module, TextCorpus(seq_len=seq_len, batch_size=batch // ranks))
     numel = sum(parameter.numel() for parameter in module.parameters())
-    seconds = [after - before for before, after in zip(times.ends[2:], times.ends[3:], strict=False)]
+    seconds = [after - before for before, after in pairwise(times.ends[_UNTIMED_STEPS - 1 :])]
     return {
         "bytes": strategy.compressed_bytes or ring_bytes(numel, ranks),
         "kernel": observe.written,
@@ -206,42 +210,48 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compression", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
+    add("--ranks", type=int, nargs="+", default=None, help="numbers of ranks (default: 2 4, with --link 2)")
     add("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="default: all; none is always among them")
-    add("--steps", type=int, default=500, help="optimizer steps (default: %(default)s)")
-    add("--batch", type=int, default=32, help="windows of a step, over all ranks (default: %(default)s)")
-    add("--seq-len", type=int, default=128, help="bytes of a window (default: %(default)s)")
+    add("--steps", type=int, default=300, help="optimizer steps (default: %(default)s)")
+    add("--batch", type=int, default=8, help="windows of a step, over all ranks (default: %(default)s)")
+    add("--seq-len", type=int, default=64, help="bytes of a window (default: %(default)s)")
     add("--warmup-steps", type=int, default=None, help="dense ones at the beginning (default: as shipped)")
     add("--seeds", type=int, default=3, help="how many (default: %(default)s)")
-    add("--link", default=None, help="rate of a slow link to time steps on, like 100mbit (default: off)")
-    add("--repeats", type=int, default=3, help="rounds of the timing (default: %(default)s)")
-    add("--timed-steps", type=int, default=8, help="steps of a timed run (default: %(default)s)")
+    add("--link", default=None, help="time steps on a slow link of this rate, like 20mbit (default: off)")
+    add("--repeats", type=int, default=2, help="rounds of the timing (default: %(default)s)")
+    add("--timed-steps", type=int, default=6, help="steps of a timed run, 4 or more (default: %(default)s)")
     add("--timed-here", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     sides = list(dict.fromkeys([DENSE, *given.sides]))
     sizes = (given.batch, given.seq_len)
-    warm = max(warmup_of(asked_for(side, given.warmup_steps)) for side in sides)
-    if given.steps <= warm:
-        parser.error(f"--steps {given.steps} end in the warm-up; type --steps {warm + 1} or more, or --warmup-steps 1")
-    if given.timed_here:
-        rows = [row for ranks in given.ranks for row in timed(sides, ranks, sizes, given.timed_steps, given.repeats)]
-        print(json.dumps(rows))
-        return
-    rows = [
-        row
-        for ranks in given.ranks
-        for row in measure(sides, ranks, sizes, given.steps, given.seeds, given.warmup_steps)
-    ]
-    tables, times = [table_of("Bytes of a step and loss on held-out text", rows)], []
-    if given.link is not None:
-        counts = [str(count) for count in given.ranks]
+    if given.timed_steps < _UNTIMED_STEPS + 1:
+        parser.error(f"--timed-steps {given.timed_steps}: the first {_UNTIMED_STEPS} are not timed; type more")
+    if given.timed_here or given.link is not None:
+        counts = given.ranks or [2]
+        if given.timed_here:
+            rows = [row for ranks in counts for row in timed(sides, ranks, sizes, given.timed_steps, given.repeats)]
+            print(json.dumps(rows))
+            return
         more = ["--repeats", str(given.repeats), "--timed-steps", str(given.timed_steps)]
         more += ["--batch", str(given.batch), "--seq-len", str(given.seq_len)]
         times = on_a_slow_link(
-            given.link, "benchmarks.compression", ["--timed-here", "--ranks", *counts, "--sides", *sides, *more]
+            given.link,
+            "benchmarks.compression",
+            ["--timed-here", "--ranks", *map(str, counts), "--sides", *sides, *more],
         )
-        tables.append(table_of(f"Seconds of a step, loopback of {given.link}", times))
-    finish("compression", tables, goals_of(rows), {"rows": rows, "link": given.link, "times": times})
+        table = table_of(f"Seconds of a step, loopback of {given.link}", times)
+        finish("compression", [table], [], {"rows": [], "link": given.link, "times": times})
+        return
+    warm = max(warmup_of(asked_for(side, given.warmup_steps)) for side in sides)
+    if given.steps <= warm:
+        parser.error(f"--steps {given.steps} end in the warm-up; type --steps {warm + 1} or more, or --warmup-steps 1")
+    rows = [
+        row
+        for ranks in given.ranks or [2, 4]
+        for row in measure(sides, ranks, sizes, given.steps, given.seeds, given.warmup_steps)
+    ]
+    tables = [table_of("Bytes of a step and loss on held-out text", rows)]
+    finish("compression", tables, goals_of(rows), {"rows": rows, "link": None, "times": []})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,17 +16,23 @@ from trainwright.checkpoint.held import HeldSource
 from trainwright.checkpoint.run_state import RunState, StoredTensor
 from trainwright.strategies.advised import AdvisedCommunication
 from trainwright.strategies.checkpointing import COMPRESSION, OF_REPLICA, KeptBack, is_handed_over, of_rank, rank_of
+from trainwright.strategies.compression.adam import (
+    EXCHANGES,
+    GRADIENTS,
+    LEAST_WARMUP,
+    CompressedAdam,
+    adam_problems,
+)
 from trainwright.strategies.compression.buckets import CHUNK_RESIDUAL, RESIDUAL, ReplicaPart
-from trainwright.strategies.compression.onebit import OneBitAdam, onebit_problems
 from trainwright.strategies.compression.options import (
     CompressionChoice,
     choose_compression,
     nothing_to_compress,
-    scaled_onebit_problem,
+    scaled_steps_problem,
 )
 from trainwright.strategies.compression.replicas import ReplicaAverage
 from trainwright.strategies.layout import Layout
-from trainwright.strategies.precision import before_update
+from trainwright.strategies.precision import before_update, takes_before_update
 from trainwright.strategies.run_state import read_into, spread_like
 
 
@@ -50,7 +56,7 @@ class CompressedReplicas(AdvisedCommunication):
         super().__init__(**kwargs)
         self._compression = choice
         self._replicas: ReplicaAverage | None = None
-        self._onebit: OneBitAdam | None = None
+        self._adam: CompressedAdam | None = None
         self._parts: list[ReplicaPart] = []
         self._is_between = False  # micro-batches of an optimizer step, more of which follow
 
@@ -86,7 +92,7 @@ class CompressedReplicas(AdvisedCommunication):
         Raises:
             ValueError: if the module or its optimizers speak against it.
         """
-        self._replicas, self._onebit, self._parts = None, None, []
+        self._replicas, self._adam, self._parts = None, None, []
         before_update(self.precision_plugin, None)
         choice = self._compression
         if choice is None or not self.optimizers:
@@ -97,11 +103,40 @@ class CompressedReplicas(AdvisedCommunication):
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = None if scaler is None else scaler.get_scale
         self._replicas = ReplicaAverage(choice, self.root_device, scale)
-        if choice.name == "onebit":
-            self._onebit = OneBitAdam(self._replicas, choice.warmup_steps)
-            before_update(self.precision_plugin, self._onebit.before_step)
+        against = list(self._against_steps(choice))
+        if choice.sends != "gradients" and not against:
+            self._average_in_adam(choice)
+        elif choice.sends == "auto":
+            rank_zero_info(
+                f"compression={choice.name} compresses gradients, not steps of Adam (compression.sends=auto): "
+                f"{against[0]}."
+            )
         self._parts = list(self._replica_parts())
         self._know_parts()
+
+    def _average_in_adam(self, choice: CompressionChoice) -> None:
+        assert self._replicas is not None
+        self._replicas.warmup_steps = 0  # of which the optimizer's steps have one of their own
+        self._adam = CompressedAdam(self._replicas, EXCHANGES[choice.name], choice.warmup_steps)
+        before_update(self.precision_plugin, self._adam.before_step)
+        if choice.warmup_steps < LEAST_WARMUP:
+            rank_zero_warn(
+                f"compression={choice.name} with compression.warmup_steps={choice.warmup_steps}: Adam's variance stays "
+                f"what it is after so few steps, and where that is too little by chance, steps become huge (gpt "
+                f"diverged with 1). Type compression.warmup_steps=100, better 15 to 25 % of the run; {LEAST_WARMUP} or "
+                "more are not warned about."
+            )
+
+    def _against_steps(self, choice: CompressionChoice) -> Iterator[str]:
+        """Why replicas cannot be averaged within Adam's steps; may be extended by a strategy."""
+        yield from adam_problems(self.optimizers, choice.asked, choice.instead)
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            yield scaled_steps_problem(choice)
+        if choice.warmup_steps == 0:
+            yield "without a warm-up Adam has no variance (compression.warmup_steps=0)"
+        if not takes_before_update(self.precision_plugin):
+            plugin = type(self.precision_plugin).__name__
+            yield f"the precision plugin {plugin} does not tell when gradients are clipped"
 
     def _compression_problems(self, choice: CompressionChoice) -> Iterator[str]:
         assert self.lightning_module is not None
@@ -113,10 +148,8 @@ class CompressedReplicas(AdvisedCommunication):
                 "belongs to one average per optimizer step, which only automatic optimization knows of; type "
                 "compression=bf16 (or fp16, int8), or compression=none"
             )
-        if choice.name == "onebit":
-            yield from onebit_problems(self.optimizers)
-            if getattr(self.precision_plugin, "scaler", None) is not None:
-                yield scaled_onebit_problem()
+        if choice.needs_adam:
+            yield from self._against_steps(choice)
 
     def _know_parts(self) -> None:
         assert self._replicas is not None
@@ -127,9 +160,9 @@ class CompressedReplicas(AdvisedCommunication):
         if self._replicas is None or self._is_between:
             return
         self._know_parts()
-        if self._onebit is None:
+        if self._adam is None:
             self._replicas.average()
-        elif not self._onebit.is_warm:
+        elif not self._adam.is_warm:
             self._replicas.average(exactly=True)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None = None, *args: Any, **kwargs: Any) -> Tensor:
@@ -166,12 +199,12 @@ class CompressedReplicas(AdvisedCommunication):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step, by 1-bit Adam if that is asked for."""
-        if self._onebit is None:
+        """Step; replicas may be averaged within it."""
+        if self._adam is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._onebit.abandon()
+        self._adam.abandon()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._onebit.after_step()
+        self._adam.after_step()
         return output
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
@@ -189,8 +222,14 @@ class CompressedReplicas(AdvisedCommunication):
                 key = _key(replica, kind, part.name)
                 tensors[key] = self.placement.boxes(part.name, spread_like(part.parameter, value))
         of_rank = {f"{OF_REPLICA}{key}": value for key, value in average.of_buckets().items()}
-        steps = average.steps if self._onebit is None else self._onebit.steps
-        return KeptBack(tensors, of_rank, {"name": average.choice.name, "steps": steps, "kinds": sorted(kinds)})
+        steps = average.steps if self._adam is None else self._adam.steps
+        of_run = {"name": average.choice.name, "steps": steps, "kinds": sorted(kinds), "units": self._units}
+        return KeptBack(tensors, of_rank, of_run)
+
+    @property
+    def _units(self) -> str:
+        """Of what is kept back: what else it may not be mixed with."""
+        return GRADIENTS if self._adam is None else self._adam.exchange.units
 
     def _keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
         average, saved = self._replicas, of_run.get(COMPRESSION)
@@ -199,15 +238,17 @@ class CompressedReplicas(AdvisedCommunication):
             return
         self._know_parts()
         name = average.choice.name
-        if saved["name"] != name and "onebit" in (saved["name"], name):
+        # States of before had gradients, or momentum with onebit.
+        units = saved.get("units", "momentum" if saved["name"] == "onebit" else GRADIENTS)
+        if units != self._units:
             rank_zero_info(
-                f"What compression={saved['name']} had kept back is dropped: momentum and gradients are of different "
-                f"scale, and compression={name} goes on without it."
+                f"What compression={saved['name']} had kept back ({units}) is dropped: compression={name} keeps back "
+                f"{self._units}, which are of another scale, and goes on without it."
             )
             return
         average.steps = int(saved["steps"])
-        if self._onebit is not None:
-            self._onebit.steps = average.steps
+        if self._adam is not None:
+            self._adam.steps = average.steps
         said = self._put_back(state, Layout(**of_run["layout"]), saved["kinds"])
         average.agree()
         if saved["kinds"]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.strategies.base import HeldBytes
+from trainwright.strategies.compression.options import CompressionChoice
 from trainwright.strategies.deferred import is_deferred
 from trainwright.strategies.gradients import clip_gradient_value, gradient_norm, local_tensor
 from trainwright.strategies.groups import default_store
@@ -101,9 +102,10 @@ class MixedPlacement(ZeroStrategy):
                 "interface, like interface='eth0'. Messages are neither encrypted nor signed: choose one of a network "
                 "that is yours"
             )
-        if self.compression is not None and self.compression.name == "onebit":
+        if self.compression is not None and self.compression.needs_adam:
             problems.append(
-                "placement with compression=onebit, which takes part in the optimizer's step; type compression=int8"
+                f"placement with {self.compression.asked}, which takes part in the optimizer's step; type "
+                "compression=int8"
             )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
@@ -113,6 +115,11 @@ class MixedPlacement(ZeroStrategy):
                 )
         if problems:
             raise ValueError("; ".join(problems))
+
+    def _against_steps(self, choice: CompressionChoice) -> Iterator[str]:
+        yield from super()._against_steps(choice)
+        if self._tables:
+            yield "servers make the optimizer's step for tables"
 
     def _is_elsewhere(self, parameter: nn.Parameter) -> bool:
         return any(parameter is table for table in self._tables.values())

@@ -171,6 +171,11 @@ def adapt_precision(plugin: Precision | None) -> Precision | None:
     return plugin
 
 
+def takes_before_update(plugin: Precision) -> bool:
+    """Whether :func:`before_update` can be asked of it."""
+    return isinstance(plugin, _GradientRules)
+
+
 def before_update(plugin: Precision, function: Callable[[Optimizer], None] | None) -> None:
     """Have ``function`` called right before an optimizer changes anything; ``None``: nothing is called.
 

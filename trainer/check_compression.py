@@ -8,13 +8,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.strategies.compression.options import (
+    ONLY_OF_AVERAGES,
     CompressionChoice,
     choose_compression,
     compression_problems,
     compressor_names,
     nothing_to_compress,
     option_defaults,
-    scaled_onebit_problem,
+    scaled_steps_problem,
 )
 from trainwright.strategies.layout import Layout
 from trainwright.trainer.targets import class_of
@@ -40,15 +41,16 @@ def compression_refusals(cfg: DictConfig, layout: Layout | None) -> list[str]:
 def compression_of(cfg: DictConfig) -> dict[str, Any]:
     """The argument `compression` of a strategy, from the group of that name.
 
-    A strategy that does not average gradients has no warm-up with dense ones: it gets none unless one was typed, which
-    it refuses.
+    A strategy that does not average gradients has no warm-up with dense ones, nor steps of Adam to send: it gets none
+    of these options unless one was typed, which it refuses.
     """
     plain: Any = OmegaConf.to_container(cfg.compression)
     given = dict(plain)
     if not _averages_gradients(cfg) and given["name"] in compressor_names():
         defaults = option_defaults(given["name"])
-        if given.get("warmup_steps") == defaults.get("warmup_steps"):
-            given.pop("warmup_steps", None)
+        for option in ONLY_OF_AVERAGES:
+            if given.get(option) == defaults.get(option):
+                given.pop(option, None)
     return given
 
 
@@ -69,13 +71,14 @@ def _beside(cfg: DictConfig, choice: CompressionChoice, layout: Layout | None) -
         return  # others send something else, and say themselves what they take
     if layout is not None and layout.replicate == 1:
         yield nothing_to_compress(choice.name)
-    if choice.name != "onebit":
+    if not choice.needs_adam:
         return
     if cfg.precision == "16-mixed":
-        yield scaled_onebit_problem()
+        yield scaled_steps_problem(choice)
     optimizer = class_of(cfg.optimizer)
     if optimizer and optimizer not in _ADAM:
         yield (
-            f"compression=onebit with the optimizer {optimizer}: the scheme is that of Adam's momentum and variance; "
-            "type optimizer=adamw, or compression=topk or compression=powersgd, which serve any optimizer"
+            f"{choice.asked} with the optimizer {optimizer}: the scheme is that of Adam's momentum and variance; "
+            f"type optimizer=adamw, or {choice.instead.removeprefix('type ')} or compression=powersgd, which serve any "
+            "optimizer"
         )

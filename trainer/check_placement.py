@@ -46,10 +46,12 @@ def _problems(cfg: DictConfig) -> Iterator[str]:
             f"launch.recovery={cfg.launch.recovery} with strategy.placement: the tables of a lost rank's server are "
             "nowhere else; type launch.recovery=restart"
         )
-    if cfg.compression.get("name") == "onebit":
+    name, sends = cfg.compression.get("name"), cfg.compression.get("sends")
+    if name == "onebit" or sends == "steps":
+        asked = f"compression={name}" + (" compression.sends=steps" if sends else "")
         yield (
-            "compression=onebit with strategy.placement: it takes part in the optimizer's step, which servers make for "
-            "tables; type compression=int8"
+            f"{asked} with strategy.placement: it takes part in the optimizer's step, which servers make for tables; "
+            "type compression=int8"
         )
     for group in ("callbacks", "monitor"):
         for name, callback in cfg[group].items():

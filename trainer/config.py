@@ -268,6 +268,8 @@ class TopKCompressionConfig(CompressionConfig):
     ratio: float = 0.01
     # How they are written: fp32, fp16, bf16 or int8.
     values: str = "fp32"
+    # What is compressed: gradients, or steps of Adam after the warm-up; auto = steps where there are any.
+    sends: str = "auto"
     # Optimizer steps at the beginning in which gradients are averaged as they are; 0 = off.
     warmup_steps: int = 100
 
@@ -279,6 +281,8 @@ class RandomKCompressionConfig(TopKCompressionConfig):
     name: str = "randomk"
     # Seed of the places.
     seed: int = 0
+    # What is compressed, as of topk: gradients, steps of Adam, or auto.
+    sends: str = "gradients"
 
 
 @dataclass
@@ -288,10 +292,14 @@ class PowerSGDCompressionConfig(CompressionConfig):
     name: str = "powersgd"
     # Columns of the factors.
     rank: int = 4
+    # Steps of subspace iteration for each average, each of which sends both factors.
+    iterations: int = 2
     # Tensors that would not become shorter by this factor are sent as they are.
     least_gain: float = 2.0
     # How factors are written: fp32, fp16 or bf16.
-    values: str = "fp32"
+    values: str = "bf16"
+    # What is compressed: gradients, or steps of Adam after the warm-up; auto = steps where there are any.
+    sends: str = "auto"
     # Optimizer steps at the beginning in which gradients are averaged as they are; 0 = off.
     warmup_steps: int = 100
 

@@ -10,6 +10,7 @@ import torch
 from trainwright.strategies.compression.codecs import Cast, Codec, Int8, Sign, TopK
 from trainwright.strategies.compression.compressor import Gathered, GradientCompressor, TwoPhase
 from trainwright.strategies.compression.options import (
+    ONLY_OF_AVERAGES,
     CompressionChoice,
     choose_compression,
     compressor_names,
@@ -34,13 +35,16 @@ def make_compressor(name: str, **options: Any) -> GradientCompressor:
     int8       ``block=256``                              a byte a number and a scale per block
     topk       ``ratio=0.01``, ``values="fp32"``          the largest numbers and their places, with feedback
     randomk    ``ratio=0.01``, ``values``, ``seed=0``     numbers at random places, the same on all ranks
-    powersgd   ``rank=4``, ``least_gain=2``, ``values``   two thin factors of each matrix, with feedback
+    powersgd   ``rank=4``, ``iterations=2``,              two thin factors of each matrix, with feedback
+               ``least_gain=2``, ``values="bf16"``
     onebit     ``block=2048``                             a sign a number and a scale per block, with feedback
     =========  =========================================  ======================================================
 
     ``values`` writes what is picked (or the factors) as ``fp32``, ``fp16``, ``bf16`` or, not for factors, ``int8``.
     ``warmup_steps=100`` of the last four is for whoever averages gradients of optimizer steps: the first so many are
-    averaged as they are (arXiv:1712.01887, section 3.3; arXiv:2102.02888). The compressor itself has no warm-up.
+    averaged as they are (arXiv:1712.01887, section 3.3; arXiv:2102.02888). ``sends`` of ``topk``, ``randomk`` and
+    ``powersgd`` is for them, too: ``gradients``, or ``steps`` of Adam, which ``auto`` takes where there are any
+    (:mod:`~trainwright.strategies.compression.adam`). The compressor itself knows neither.
 
     Args:
         name: one of :func:`compressor_names`.
@@ -50,7 +54,8 @@ def make_compressor(name: str, **options: Any) -> GradientCompressor:
         ValueError: if there is no such compressor or option, or a value is out of its range.
     """
     given = _all_options(name, options)
-    given.pop("warmup_steps", None)
+    for option in ONLY_OF_AVERAGES:
+        given.pop(option, None)
     return _COMPRESSORS[name](given)
 
 
@@ -101,6 +106,7 @@ _COMPRESSORS: dict[str, Callable[[dict[str, Any]], GradientCompressor]] = {
     "powersgd": lambda given: PowerSGD(
         given["rank"],
         given["least_gain"],
+        given["iterations"],
         None if given["values"] == "fp32" else TwoPhase(_values(given["values"])),
     ),
     "onebit": lambda given: TwoPhase(_CODECS["onebit"](given), feedback=True),

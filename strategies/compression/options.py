@@ -16,13 +16,24 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "fp16": {},
     "bf16": {},
     "int8": {"block": 256},
-    "topk": {"ratio": 0.01, "values": "fp32", "warmup_steps": 100},
-    "randomk": {"ratio": 0.01, "values": "fp32", "seed": 0, "warmup_steps": 100},
-    "powersgd": {"rank": 4, "least_gain": 2.0, "values": "fp32", "warmup_steps": 100},
+    "topk": {"ratio": 0.01, "values": "fp32", "sends": "auto", "warmup_steps": 100},
+    "randomk": {"ratio": 0.01, "values": "fp32", "seed": 0, "sends": "gradients", "warmup_steps": 100},
+    "powersgd": {
+        "rank": 4,
+        "iterations": 2,
+        "least_gain": 2.0,
+        "values": "bf16",
+        "sends": "auto",
+        "warmup_steps": 100,
+    },
     "onebit": {"block": 2048, "warmup_steps": 100},
 }
 # How values that are picked, or factors, may be written.
 _VALUES = {"topk": (*_FLOATS, "int8"), "randomk": (*_FLOATS, "int8"), "powersgd": _FLOATS}
+# What is compressed: gradients before the optimizer sees them, or within Adam's steps; auto: steps where there are any.
+_SENDS = ("auto", "gradients", "steps")
+# Options of averages of gradients alone: a message by itself, or an outer gradient, has none of it.
+ONLY_OF_AVERAGES = ("sends", "warmup_steps")
 # Those that add to a message what earlier ones lacked.
 _WITH_RESIDUAL = ("topk", "randomk", "powersgd", "onebit")
 
@@ -48,6 +59,28 @@ class CompressionChoice:
     def warmup_steps(self) -> int:
         """Optimizer steps at the beginning in which gradients are averaged as they are; 0: none."""
         return int(self.option("warmup_steps")) if "warmup_steps" in _OPTIONS[self.name] else 0
+
+    @property
+    def sends(self) -> str:
+        """What is compressed: ``"gradients"``, ``"steps"`` of Adam, or ``"auto"``: steps where they can be."""
+        if self.name == "onebit":
+            return "steps"
+        return str(self.option("sends")) if "sends" in _OPTIONS[self.name] else "gradients"
+
+    @property
+    def needs_adam(self) -> bool:
+        """Whether nothing else will do than Adam's steps."""
+        return self.sends == "steps"
+
+    @property
+    def asked(self) -> str:
+        """How that is typed."""
+        return f"compression={self.name}" + ("" if self.name == "onebit" else f" compression.sends={self.sends}")
+
+    @property
+    def instead(self) -> str:
+        """What to type where Adam's steps cannot be had, as it begins."""
+        return "type compression=topk" if self.name == "onebit" else "type compression.sends=auto"
 
     def option(self, key: str) -> Any:
         """An option as it was given, or its default."""
@@ -82,9 +115,15 @@ def compression_problems(compression: Any) -> list[str]:
         return [f"compression={dict(compression)}: has no name; name one of {OFF}, {', '.join(_OPTIONS)}"]
     if name == OFF:
         return [f"compression={OFF} has no options, got {', '.join(map(str, given))}"] if given else []
-    return _name_problems(name) or [
+    problems = _name_problems(name) or [
         problem for key, value in given.items() for problem in _option_problems(name, str(key), value)
     ]
+    if not problems and given.get("sends") == "steps" and given.get("warmup_steps") == 0:
+        return [
+            f"compression.sends=steps with compression.warmup_steps=0 for {name}: Adam has no variance before a "
+            "warm-up; type compression.warmup_steps=100, or compression.sends=gradients"
+        ]
+    return problems
 
 
 def choose_compression(compression: str | Mapping[str, Any] | None) -> CompressionChoice | None:
@@ -116,11 +155,11 @@ def nothing_to_compress(name: str) -> str:
     )
 
 
-def scaled_onebit_problem() -> str:
-    """What to say of 1-bit Adam under a loss scale."""
+def scaled_steps_problem(choice: CompressionChoice) -> str:
+    """What to say of averages within Adam's steps under a loss scale."""
     return (
-        "compression=onebit with precision=16-mixed: momentum is averaged in the optimizer's step, too late to "
-        "drop one that overflowed; type precision=bf16-mixed, or compression=topk"
+        f"{choice.asked} with precision=16-mixed: replicas are averaged in the optimizer's step, too late to drop one "
+        f"that overflowed; type precision=bf16-mixed, or {choice.instead.removeprefix('type ')}"
     )
 
 
@@ -161,6 +200,10 @@ def _ratio_rule(_: str, value: Any) -> str | None:
     return None if _is_number(value) and 0 < value <= 1 else "above 0 and at most 1, like 0.01 (1 sends all)"
 
 
+def _sends_rule(name: str, value: Any) -> str | None:
+    return None if value in _SENDS else f"one of {', '.join(_SENDS)}"
+
+
 def _warmup_rule(name: str, value: Any) -> str | None:
     if name == "onebit":
         return None if _is_whole(value, 1) else "a whole number of at least 1 (optimizer steps)"
@@ -177,6 +220,10 @@ _RULES: dict[str, Any] = {
     "ratio": _ratio_rule,
     "values": _values_rule,
     "seed": lambda _, value: None if _is_whole(value, 0) else "a whole number of at least 0",
+    "sends": _sends_rule,
+    "iterations": lambda _, value: (
+        None if _is_whole(value, 1) else "a whole number of at least 1 (rounds of two sends)"
+    ),
     "rank": lambda _, value: None if _is_whole(value, 1) else "a whole number of at least 1 (columns)",
     "least_gain": lambda _, value: (
         None if _is_number(value) and value >= 1 else "a number of at least 1 (how much shorter a tensor must become)"

@@ -41,7 +41,7 @@ class _Matrix:
 
 
 class PowerSGD(GradientCompressor):
-    """Algorithm 2 of the paper: one step of subspace iteration per optimizer step, begun where the last one ended.
+    """Algorithm 2 of the paper: steps of subspace iteration per optimizer step, begun where the last one ended.
 
     Each gradient ``M``, ``(rows, columns)``, goes as ``M Q`` and ``M^T P``, each averaged by an all-reduce. Tensors of
     one dim, and those that this would hardly shorten, go as they are. What the product lacks is added to the next
@@ -50,18 +50,24 @@ class PowerSGD(GradientCompressor):
     Args:
         rank: columns of the thin matrices.
         least_gain: tensors that would not become shorter by this factor go as they are.
-        inner: what averages the thin matrices and the other tensors, such as a cast; without feedback of its own.
-            ``None``: an all-reduce of float32.
+        iterations: steps of subspace iteration, each of which sends ``M Q`` and ``M^T P``.
+        inner: what averages the thin matrices, such as a cast; without feedback of its own. ``None``: an all-reduce of
+            float32, as of the other tensors.
 
     Raises:
-        ValueError: if ``rank`` is less than 1, or ``least_gain`` less.
+        ValueError: if ``rank``, ``least_gain`` or ``iterations`` is less than 1.
     """
 
-    def __init__(self, rank: int = 4, least_gain: float = 2.0, inner: TwoPhase | None = None) -> None:
-        if rank < 1 or least_gain < 1:
-            raise ValueError(f"rank={rank}, least_gain={least_gain} (allowed: 1 or more of both)")
+    def __init__(
+        self, rank: int = 4, least_gain: float = 2.0, iterations: int = 1, inner: TwoPhase | None = None
+    ) -> None:
+        if min(rank, least_gain, iterations) < 1:
+            raise ValueError(
+                f"rank={rank}, least_gain={least_gain}, iterations={iterations} (allowed: 1 or more of each)"
+            )
         self.rank = rank
         self.least_gain = least_gain
+        self.iterations = iterations
         self.inner = inner
 
     def new_state(self, shapes: Shapes, ranks: int, device: torch.device) -> State:
@@ -76,9 +82,14 @@ class PowerSGD(GradientCompressor):
         """See :class:`GradientCompressor`."""
         matrices, rest = self._parts(shapes)
         first = sum(each.rows * each.rank for each in matrices)
-        second = sum(each.columns * each.rank for each in matrices) + sum(piece.stop - piece.start for piece in rest)
-        of_all = ring_bytes if self.inner is None else lambda numel, ranks: self.inner.sent_bytes([(numel,)], ranks)
-        return sum(of_all(numel, ranks) for numel in (first, second) if numel)
+        second = sum(each.columns * each.rank for each in matrices)
+        others = sum(piece.stop - piece.start for piece in rest)
+        messages = [first, second] * self.iterations
+        if self.inner is None:
+            messages[-1] += others  # in one message
+            return sum(ring_bytes(numel, ranks) for numel in messages if numel)
+        factors = sum(self.inner.sent_bytes([(numel,)], ranks) for numel in messages if numel)
+        return factors + (ring_bytes(others, ranks) if others else 0)
 
     @torch.no_grad()
     def average(self, flat: Tensor, shapes: Shapes, group: dist.ProcessGroup | None, state: State) -> None:
@@ -87,11 +98,19 @@ class PowerSGD(GradientCompressor):
         residual = state["residual"]
         residual += flat
         bases = list(_split(state["basis"], [(each.columns, each.rank) for each in matrices]))
-        products = [each.of(residual) @ basis for each, basis in zip(matrices, bases, strict=True)]
-        products = [torch.linalg.qr(each)[0] for each in self._averaged(products, group)]
+        for _ in range(self.iterations - 1):
+            products = self._products(matrices, residual, bases, group)
+            second = [each.of(residual).T @ product for each, product in zip(matrices, products, strict=True)]
+            bases = self._averaged(second, group)
+        products = self._products(matrices, residual, bases, group)
         second = [each.of(residual).T @ product for each, product in zip(matrices, products, strict=True)]
-        second = self._averaged([*second, *(residual[piece] for piece in rest)], group)
-        for each, product, basis, new in zip(matrices, products, bases, second, strict=False):
+        others = [residual[piece] for piece in rest]
+        if self.inner is None:
+            second = self._averaged([*second, *others], group)  # in one message
+        else:
+            second = [*self._averaged(second, group), *self._averaged(others, group, exactly=True)]
+        kept = _split(state["basis"], [(each.columns, each.rank) for each in matrices])
+        for each, product, basis, new in zip(matrices, products, kept, second, strict=False):
             each.of(flat).copy_(product @ new.T)
             basis.copy_(new)
         for piece, mean in zip(rest, second[len(matrices) :], strict=True):
@@ -101,12 +120,21 @@ class PowerSGD(GradientCompressor):
         residual.nan_to_num_(0.0, 0.0, 0.0)
         state["basis"].nan_to_num_(0.0, 0.0, 0.0)
 
-    def _averaged(self, tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    def _products(
+        self, matrices: Sequence[_Matrix], of: Tensor, bases: Sequence[Tensor], group: dist.ProcessGroup | None
+    ) -> list[Tensor]:
+        """The means of ``M Q`` over the ranks, with orthonormal columns."""
+        products = [each.of(of) @ basis for each, basis in zip(matrices, bases, strict=True)]
+        return [torch.linalg.qr(each)[0] for each in self._averaged(products, group)]
+
+    def _averaged(
+        self, tensors: Sequence[Tensor], group: dist.ProcessGroup | None, exactly: bool = False
+    ) -> list[Tensor]:
         """Their means over the ranks, together."""
         if not tensors:
             return []
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        if self.inner is not None:
+        if self.inner is not None and not exactly:
             self.inner.average(flat, [tuple(flat.shape)], group, {})
         else:
             dist.all_reduce(flat, group=group)

@@ -29,8 +29,8 @@ class ReplicaAverage:
         self._compressor = make_compressor(choice.name, **choice.options)
         self._device = device
         self._scale = scale
-        # 1-bit Adam has a warm-up of its own, around the optimizer's steps.
-        self._warmup_steps = choice.warmup_steps if choice.name != "onebit" else 0
+        # Averages that are exact at the beginning.
+        self.warmup_steps = choice.warmup_steps if choice.name != "onebit" else 0
         self._names: tuple[str, ...] = ()
         self.buckets: list[CompressedBucket] = []
         # Averages of optimizer steps that were made, those of the warm-up among them.
@@ -63,7 +63,7 @@ class ReplicaAverage:
             exactly: send everything, and leave what is kept back alone.
         """
         has_overflowed = self._has_overflowed()
-        exactly = exactly or has_overflowed or self.steps < self._warmup_steps
+        exactly = exactly or has_overflowed or self.steps < self.warmup_steps
         self.steps += not has_overflowed
         scale = 1.0 if self._scale is None else self._scale()
         for bucket in self.buckets:

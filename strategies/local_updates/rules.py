@@ -93,6 +93,11 @@ def _outer_problems(options: Mapping[str, Any], prefix: str) -> list[str]:
         )
     compression = options.get("compression")
     problems += [f"{prefix}{problem}" for problem in compression_problems(compression)]
+    if isinstance(compression, Mapping) and "sends" in compression:
+        problems.append(
+            f"{prefix}compression.sends is for averages of gradients, and nothing reads it of an outer gradient; leave "
+            "it out"
+        )
     if isinstance(compression, Mapping) and "warmup_steps" in compression:
         problems.append(
             f"{prefix}compression.warmup_steps is for a compressed optimizer and nothing reads it of an outer "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainwright.strategies.compression.options import choose_compression, compression_problems
+from trainwright.strategies.compression.options import ONLY_OF_AVERAGES, choose_compression, compression_problems
 
 INCARNATION = "TRAINWRIGHT_INCARNATION"
 """Variable of a rank: how often it was started before, where lost ranks are started anew while the others go on."""
@@ -60,17 +60,17 @@ def push_problems(compression: Any) -> list[str]:
     if choice is None:
         return found
     if choice.name in CODECS:
-        return [_no_warm_up(choice.options["warmup_steps"])] if "warmup_steps" in choice.options else []
+        return [_no_warm_up(key, choice.options[key]) for key in ONLY_OF_AVERAGES if key in choice.options]
     return [
         f"compression={choice.name} with parameter servers: it only averages over a group of ranks; what a worker "
         f"pushes to a server can be written as {', '.join(CODECS)}, or none; type compression=int8"
     ]
 
 
-def _no_warm_up(steps: int) -> str:
+def _no_warm_up(key: str, value: Any) -> str:
     return (
-        f"compression.warmup_steps={steps} with parameter servers: pushes are compressed from the first one on; leave "
-        "it out"
+        f"compression.{key}={value} with parameter servers: pushes are gradients, compressed from the first one on; "
+        "leave it out"
     )
 
 
