@@ -119,10 +119,10 @@ class CompressedReplicas(AdvisedCommunication):
         self._replicas.warmup_steps = 0  # of which the optimizer's steps have one of their own
         self._adam = CompressedAdam(self._replicas, EXCHANGES[choice.name], choice.warmup_steps)
         before_update(self.precision_plugin, self._adam.before_step)
-        if choice.warmup_steps < LEAST_WARMUP:
+        if choice.warmup_steps < LEAST_WARMUP and self._adam.exchange.keeps_variance:
             rank_zero_warn(
                 f"compression={choice.name} with compression.warmup_steps={choice.warmup_steps}: Adam's variance stays "
-                f"what it is after so few steps, and where that is too little by chance, steps become huge (gpt "
+                "what it is after so few steps, and where that is too little by chance, steps become huge (gpt "
                 f"diverged with 1). Type compression.warmup_steps=100, better 15 to 25 % of the run; {LEAST_WARMUP} or "
                 "more are not warned about."
             )

@@ -31,7 +31,7 @@ class Exchange:
 
     Args:
         momentum: ``"sent"``: each replica's ``beta1 m + (1 - beta1) g``, whose mean is ``m``;
-            ``"after"``: gradients, whose mean goes into ``m`` as Adam has it;
+            ``"after"``: gradients, whose mean Adam takes for its gradient, so that ``v`` goes on learning;
             ``"none"``: gradients, whose mean is ``m`` itself, of at most :data:`FARTHEST` learning rates' way.
         in_rates: gradients are multiplied by the learning rate before, and divided by it afterwards: what is kept back
             under a larger rate counts by as much more when it is sent.
@@ -41,6 +41,11 @@ class Exchange:
     momentum: str
     in_rates: bool = False
     in_steps: bool = False
+
+    @property
+    def keeps_variance(self) -> bool:
+        """Whether Adam's variance stays what it was at the end of the warm-up."""
+        return self.momentum != "after"
 
     @property
     def units(self) -> str:
@@ -55,7 +60,8 @@ _MOMENTUM = Exchange("sent")
 # A number that waits for its turn comes with all that it has missed at once. That wait does what momentum does
 # (arXiv:1605.09774), so there is none besides; and whose turn it is, is a matter of how far the weight would move.
 _STEPS = Exchange("none", in_rates=True, in_steps=True)
-# What is sent of a matrix at each step is rough, and momentum evens it out.
+# What is sent of a matrix at each step is rough, and momentum evens it out; it is no burst that a variance would
+# have to be kept from.
 _FACTORS = Exchange("after", in_rates=True)
 
 # Compressor -> what replicas exchange.
@@ -70,14 +76,15 @@ class CompressedAdam:
 
     1. hands in what ``exchange`` says, of which the compressor finds about the mean; what it leaves out is kept back,
     2. ``m`` becomes what ``exchange`` makes of the mean, equal on all replicas,
-    3. ``v`` stays what it was at the end of the warm-up, bias correction included,
+    3. ``v`` stays what it was at the end of the warm-up, bias correction included (unless momentum comes ``"after"``),
     4. the optimizer's own update with this ``m`` and ``v``: ``lr``, ``eps``, weight decay and the bias correction of
        ``m`` are its own.
 
     A variance that went on learning would take what comes late and at once for large gradients, and would make their
-    steps small. Numbers whose ``v`` is zero, which had no gradient in the whole warm-up, have no momentum either: any
-    step along them would be a huge one. Weight decay that is part of the gradient (``Adam(weight_decay=...)``) goes
-    into ``g_i``. While the learning rate of a parameter is zero, nothing of it is sent where the exchange is in rates.
+    steps small. Where it stays, numbers whose ``v`` is zero, which had no gradient in the whole warm-up, have no
+    momentum either: any step along them would be a huge one. Weight decay that is part of the gradient
+    (``Adam(weight_decay=...)``) goes into ``g_i``. While the learning rate of a parameter is zero, nothing of it is
+    sent where the exchange is in rates.
 
     How the optimizer is brought to do so: before its step, ``grad`` becomes ``sqrt(v)``, which leaves ``exp_avg_sq``
     as it is, and ``exp_avg`` what becomes ``m`` by it; after the step both are set to ``m`` and ``v``.
@@ -131,7 +138,7 @@ class CompressedAdam:
         if gradient is None or id(part.parameter) not in groups:
             return None
         state = optimizer.state.get(part.parameter, {})
-        if "exp_avg" not in state:
+        if "exp_avg" not in state and self.exchange.keeps_variance:
             raise RuntimeError(
                 f"compression={self.average.choice.name}: {part.name} got its first gradient after the "
                 f"{self.warmup_steps} steps in which Adam's variance is learned. Raise compression.warmup_steps, or "
@@ -150,9 +157,14 @@ class _Numbers:
     def __init__(
         self, part: ReplicaPart, state: dict[str, Any], group: dict[str, Any], gradient: Tensor, exchange: Exchange
     ) -> None:
-        self._exp_avg, self._exp_avg_sq = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
+        self.given: Tensor | None
         self._gradient = gradient
         self._exchange = exchange
+        self._rate = float(group["lr"]) if exchange.in_rates else 1.0
+        if not exchange.keeps_variance:  # Adam does all the rest, weight decay included
+            self.given = gradient * self._rate if self._rate else None
+            return
+        self._exp_avg, self._exp_avg_sq = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
         self._beta1, beta2 = (float(beta) for beta in group["betas"])
         is_decoupled = group.get("decoupled_weight_decay", False)
         self._decay = None if is_decoupled or group["weight_decay"] == 0 else part.local * group["weight_decay"]
@@ -161,7 +173,6 @@ class _Numbers:
         growth = (1 - beta2 ** (step + 1)) / (1 - beta2**step)
         self._variance = self._exp_avg_sq * growth.to(self._exp_avg_sq)
         self._bias1 = (1 - self._beta1 ** (step + 1)).to(self._exp_avg)
-        self._rate = float(group["lr"]) if exchange.in_rates else 1.0
         self._size: Tensor | None = None
         if exchange.in_steps:
             bias2 = (1 - beta2 ** (step + 1)).to(self._exp_avg_sq)
@@ -174,15 +185,18 @@ class _Numbers:
             return torch.lerp(self._exp_avg, gradient, 1 - self._beta1)
         if self._rate == 0:
             return None
-        if self._size is None:
-            return gradient * self._rate
+        assert self._size is not None
         # One gradient moves a weight as far at most as where Adam's variance took note of it. What has no variance is
         # not trained, so nothing of it may be among what is sent.
         sizes = (gradient / self._size).clamp_(-self._most, self._most)
         return sizes.mul_(self._variance > 0).mul_(self._rate)
 
     def prepare(self) -> Callable[[], None]:
-        """Let the optimizer's own update use the averaged momentum; returns what is to be done after it."""
+        """Let the optimizer's own update use what was averaged; returns what is to be done after it."""
+        if not self._exchange.keeps_variance:
+            # At a rate of zero nothing came in; each replica's own gradient must not get into what it remembers.
+            self._gradient.copy_(torch.zeros_like(self._gradient) if self.given is None else self.given / self._rate)
+            return _nothing
         self._momentum = self._new_momentum().mul_(self._variance > 0)
         root = self._variance.sqrt()
         self._exp_avg.copy_((self._momentum - (1 - self._beta1) * root) / self._beta1)
@@ -193,20 +207,19 @@ class _Numbers:
     def _new_momentum(self) -> Tensor:
         if self.given is None:  # a step of rate 0 moves nothing, whatever its momentum is
             return self._exp_avg.clone()
-        mean = self.given
-        if self._exchange.momentum == "sent":
-            return mean
-        mean = mean / self._rate if self._size is None else mean * self._size / self._rate
-        if self._exchange.momentum == "after":
-            return torch.lerp(self._exp_avg, mean, 1 - self._beta1)
-        assert self._size is not None
-        farthest = FARTHEST * self._size
-        return torch.clamp(mean, -farthest, farthest) * self._bias1  # Adam will divide by it
+        if self._size is None:
+            return self.given
+        steps = (self.given / self._rate).clamp_(-FARTHEST, FARTHEST)
+        return steps * self._size * self._bias1  # Adam will divide by it
 
     def _finish(self) -> None:
         self._exp_avg.copy_(self._momentum)
         self._exp_avg_sq.copy_(self._variance)
         self._gradient.copy_(self._momentum)  # whoever looks at it sees what the step was made with
+
+
+def _nothing() -> None:
+    """Nothing is to be done."""
 
 
 def adam_problems(optimizers: list[Optimizer], asked: str, instead: str) -> Iterator[str]:
