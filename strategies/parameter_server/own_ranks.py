@@ -93,7 +93,8 @@ class ToldFit:
 
         def pause(seconds: float) -> bool:
             time.sleep(seconds)
-            return is_deserted()
+            # The last to go may just have told.
+            return is_deserted() and not self._store.check([_END])
 
         value = wait_for_key(self._store, _END, pause)
         if value is None:
