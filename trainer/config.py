@@ -63,7 +63,7 @@ class ParameterServerConfig(_BlockConfig):
     # Who waits for whom: sync (all make each step together, what ddp computes), ssp (a worker may be some steps ahead
     # of the slowest) or async (nobody waits but where an epoch ends, at a validation and a save).
     consistency: str = "sync"
-    # Steps that a worker may be ahead of the slowest, with consistency=ssp; null = it is read with ssp only.
+    # Steps that a worker may be ahead of the slowest, with consistency=ssp (null = 3); read with ssp only.
     staleness: int | None = None
     # Servers that the parameters are shared out to.
     servers: int = 1

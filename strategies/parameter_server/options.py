@@ -11,6 +11,8 @@ INCARNATION = "TRAINWRIGHT_INCARNATION"
 """Variable of a rank: how often it was started before, where lost ranks are started anew while the others go on."""
 
 CONSISTENCIES = ("sync", "ssp", "async")
+STALENESS = 3
+"""Steps that a worker may be ahead of the slowest with ``"ssp"``, where nothing else is said."""
 # Compressors that can write one message alone.
 CODECS = ("fp16", "bf16", "int8", "topk", "onebit")
 # What becomes of the samples that a dead worker had leased; none: samples are dealt in equal shares.
@@ -39,6 +41,7 @@ def server_problems(options: Mapping[str, Any], prefix: str = "") -> list[str]:
         prefix: what stands before an option's name where it is typed.
     """
     given = {**DEFAULTS, **{key: value for key, value in options.items() if key in DEFAULTS}}
+    given["staleness"] = chosen_staleness(given["consistency"], given["staleness"])
     problems = [
         *_consistency_problems(given, prefix),
         *_server_count_problems(given, prefix),
@@ -47,6 +50,11 @@ def server_problems(options: Mapping[str, Any], prefix: str = "") -> list[str]:
         *_overlap_problems(given["overlap"], prefix),
     ]
     return problems + push_problems(given["compression"])
+
+
+def chosen_staleness(consistency: Any, staleness: Any) -> Any:
+    """The bound that is meant: :data:`STALENESS` with ``"ssp"`` where none is given."""
+    return STALENESS if consistency == "ssp" and staleness is None else staleness
 
 
 def push_problems(compression: Any) -> list[str]:
@@ -84,7 +92,7 @@ def _consistency_problems(given: Mapping[str, Any], prefix: str) -> list[str]:
             hint = f"; {prefix}consistency=sync is a staleness of 0" if staleness == 0 else ""
             return [
                 f"{prefix}staleness={staleness} with {key}: must be a whole number of steps from 1, by which a worker "
-                f"may be ahead of the slowest; type {prefix}staleness=3{hint}"
+                f"may be ahead of the slowest; type {prefix}staleness={STALENESS}{hint}"
             ]
     elif staleness is not None:
         return [f"{prefix}staleness={staleness} with {key}: it is read with {prefix}consistency=ssp only; leave it out"]

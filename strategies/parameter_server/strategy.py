@@ -34,7 +34,7 @@ from trainwright.strategies.parameter_server.client import Client
 from trainwright.strategies.parameter_server.clocks import Consistency
 from trainwright.strategies.parameter_server.onlookers import has_onlookers
 from trainwright.strategies.parameter_server.optimizer import ServedOptimizer
-from trainwright.strategies.parameter_server.options import OWN, rank_problems, server_problems
+from trainwright.strategies.parameter_server.options import OWN, chosen_staleness, rank_problems, server_problems
 from trainwright.strategies.parameter_server.own_ranks import ToldFit
 from trainwright.strategies.parameter_server.rejoining import (
     Pace,
@@ -71,7 +71,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             ``"ssp"``: each steps by itself, ``staleness`` steps ahead of the slowest at most (stale synchronous
             parallel, Ho et al., NIPS 2013); ``"async"``: each steps by itself and never waits but at the end of an
             epoch, a validation and a save.
-        staleness: with ``"ssp"``, a number of steps from 1; else ``None``.
+        staleness: with ``"ssp"``, a number of steps from 1, or ``None`` for 3; else ``None``.
         servers: how many the parameters are shared out to, by bytes; tensors larger than a share are split by rows,
             unless the optimizer needs whole ones.
         server_ranks: ``"beside"``: a server runs beside the worker of a rank; ``"own"``: the last ``servers`` ranks do
@@ -135,7 +135,8 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self.servers = servers
         # Ranks that only serve, the last ones of the run; 0 where servers are beside workers.
         self._server_ranks = servers if server_ranks == OWN else 0
-        self._rules = Rules(consistency, staleness, delay_compensation, scale_by_staleness)
+        bound = chosen_staleness(consistency, staleness)
+        self._rules = Rules(consistency, bound, delay_compensation, scale_by_staleness)
         self._compression = choose_compression(compression)
         self._interface = interface
         self._leases, self._overlap = leases, overlap

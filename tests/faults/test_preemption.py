@@ -99,7 +99,7 @@ def test_one_rank_is_told_and_all_end_and_go_on(
 
 
 ALONE: list[dict[str, Any]] = [
-    {"consistency": "ssp", "staleness": 2},
+    {"consistency": "ssp"},
     {"consistency": "async"},
     {"consistency": "async", "leases": "at_least_once"},
 ]

@@ -253,7 +253,7 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"consistency": "ssp"}, ["staleness=None", "whole number", "staleness=3"]),
+        ({"consistency": "ssp", "staleness": -1}, ["staleness=-1", "whole number", "staleness=3"]),
         ({"consistency": "ssp", "staleness": 0}, ["staleness=0", "consistency=sync"]),
         ({"staleness": 2}, ["staleness=2", "ssp only"]),
         ({"consistency": "eventual"}, ["eventual", "sync, ssp, async"]),
