@@ -28,6 +28,19 @@ class AgreedGradScaler(torch.amp.GradScaler):
     always_agrees = False
     # How ranks agree, from this rank's flag to that of all; None: by an all-reduce.
     agree: Callable[[Tensor], Tensor] | None = None
+    # The scale never falls below this; 0: no limit.
+    least_scale = 0.0
+    # The scale never changes; a step with an overflow is dropped all the same.
+    fixed = False
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """As torch's, within the limits that were asked for."""
+        if self.fixed and new_scale is None:
+            new_scale = float(self._init_scale)
+        super().update(new_scale)
+        scale = self._scale
+        if self.least_scale and scale is not None:
+            scale.clamp_(min=self.least_scale)
 
     def forget_unscaled(self) -> None:
         """No step follows on the gradients that were unscaled; torch would refuse to unscale those of the next one."""
@@ -156,6 +169,22 @@ class AutocastPrecision(_GradientRules, MixedPrecision):
         if self.hooks is not None and self.scaler is not None:
             tensor = self.scaler.scale(tensor)
         return super().pre_backward(tensor, module)
+
+
+def set_loss_scale(plugin: Precision, initial: float, growth_interval: int, least: float, fixed: bool) -> None:
+    """Have the loss scaled as asked for; see :class:`~trainwright.trainer.loss_scale.LossScale`.
+
+    Raises:
+        ValueError: if the plugin scales no loss, or is the user's own.
+    """
+    if not isinstance(plugin, AutocastPrecision) or plugin.scaler is None:
+        raise ValueError(
+            f"loss_scale is given, but {type(plugin).__name__} scales no loss: only precision='16-mixed' does. "
+            "Use that precision, or leave loss_scale out."
+        )
+    scaler = AgreedGradScaler(device=plugin.device, init_scale=initial, growth_interval=growth_interval)
+    scaler.least_scale, scaler.fixed = least, fixed
+    plugin.scaler = scaler
 
 
 def adapt_precision(plugin: Precision | None) -> Precision | None:

@@ -390,6 +390,20 @@ class PreemptionConfig:
 
 
 @dataclass
+class LossScaleConfig:
+    """`trainer.loss_scale`: how the loss is scaled with precision=16-mixed."""
+
+    # Scale of the first steps.
+    initial: float = 65536.0
+    # Optimizer steps in a row without overflow after which the scale doubles.
+    growth_interval: int = 2000
+    # The scale never falls below this; 0 = no limit.
+    least: float = 0.0
+    # Never change the scale; false = it halves after an overflow and grows again.
+    fixed: bool = False
+
+
+@dataclass
 class TrainerConfig:
     """`trainer=default|debug|overfit`: everything else that the Trainer takes."""
 
@@ -397,6 +411,8 @@ class TrainerConfig:
     gradient_clip_val: float | None = None
     # How to clip: norm or value; null = norm.
     gradient_clip_algorithm: str | None = None
+    # With precision=16-mixed: initial, growth_interval, least and fixed of the loss scale.
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     # Stop with an error when the norm of the gradients is infinite or NaN; false = off.
     error_if_nonfinite: bool = False
     # Validate after this many training batches (whole number) or this share of an epoch (0.0 to 1.0).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from trainwright.callbacks.communication_advice import CommunicationAdvice
 from trainwright.checkpoint.groups import WorldGroup
-from trainwright.strategies.precision import AutocastPrecision
+from trainwright.strategies.precision import AutocastPrecision, set_loss_scale
 from trainwright.strategies.registry import make_strategy, strategy_names, strategy_target
 from trainwright.trainer.balance import Balance, make_balance
 from trainwright.trainer.balance_options import BalanceArgument
@@ -43,6 +44,8 @@ from trainwright.trainer.fit_loop import ResumableFitLoop
 from trainwright.trainer.leased_batches import LeasedBatchSampler, SampleLeases, why_not_leased
 from trainwright.trainer.loader_workers import spare_workers
 from trainwright.trainer.loop import LeanEpochLoop
+from trainwright.trainer.loss_scale import PRECISION as LOSS_SCALING_PRECISION
+from trainwright.trainer.loss_scale import LossScale, loss_scale_problems
 from trainwright.trainer.loss_weighting import LossWeighting, TokenCount, make_token_weights
 from trainwright.trainer.partition import PARTITIONS, DataKey, Partition, RangePartition, resolve_data_key
 from trainwright.trainer.phases import SAVING, Phases
@@ -88,6 +91,9 @@ class Trainer(LightningTrainer):
             them to the generators of the process.
         allow_changed_data: ``False`` refuses to resume with another global batch, data set, order or partition than
             the run that saved; ``True`` goes on and warns of what that means.
+        loss_scale: with ``precision="16-mixed"``, how the loss is scaled: ``initial`` (65536), ``growth_interval``
+            (2000), ``least`` (0), ``fixed`` (False), see :class:`~trainwright.trainer.loss_scale.LossScale`. ``None``
+            is torch's dynamic scaling.
         error_if_nonfinite: stop with an error when ``gradient_clip_val`` meets a norm that is NaN or infinite; off by
             default, as in Lightning.
         **kwargs: everything that ``lightning.pytorch.Trainer`` takes, with the same meaning.
@@ -112,6 +118,7 @@ class Trainer(LightningTrainer):
         data_key: str | DataKey | None = None,
         seed_samples: bool = False,
         allow_changed_data: bool = False,
+        loss_scale: Mapping[str, Any] | None = None,
         error_if_nonfinite: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -132,6 +139,7 @@ class Trainer(LightningTrainer):
         leased = getattr(self.strategy, "leases_samples", None)
         self.leases = None if leased is None else SampleLeases(self)
         self.token_weights = make_token_weights(self.strategy, loss_weighting, token_count)
+        _set_loss_scale(self, loss_scale or {})
         _set_error_if_nonfinite(self, error_if_nonfinite)
         _add_advice(self)
         self._use_own_loops(inference_mode=kwargs.get("inference_mode", True))
@@ -528,6 +536,16 @@ def _add_advice(trainer: Trainer) -> None:
     asked = getattr(trainer.strategy, "communication", "none") != "none"
     if asked and not any(isinstance(callback, CommunicationAdvice) for callback in callbacks):
         callbacks.insert(0, CommunicationAdvice())
+
+
+def _set_loss_scale(trainer: Trainer, given: Mapping[str, Any]) -> None:
+    # Which precision that is, its plugin says.
+    problems = loss_scale_problems(given, LOSS_SCALING_PRECISION, "loss_scale.")
+    if problems:
+        raise ValueError("; ".join(problems))
+    asked = LossScale(**given)
+    if not asked.is_default:
+        set_loss_scale(trainer.precision_plugin, asked.initial, asked.growth_interval, asked.least, asked.fixed)
 
 
 def _set_error_if_nonfinite(trainer: Trainer, error_if_nonfinite: bool) -> None:

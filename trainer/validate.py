@@ -40,6 +40,7 @@ from trainwright.trainer.check_resume import resume_problems
 from trainwright.trainer.config import ACCELERATORS, PARTITIONS, PRECISIONS
 from trainwright.trainer.inject_words import inject_problems
 from trainwright.trainer.launch.ending import preemption_refusals
+from trainwright.trainer.loss_scale import loss_scale_problems
 from trainwright.trainer.machine import num_gpus, port_is_taken
 from trainwright.trainer.problems import did_you_mean
 from trainwright.trainer.run_directory import holds_run
@@ -505,6 +506,11 @@ def _data_options(cfg: DictConfig, _: Surroundings) -> list[str]:
     return []
 
 
+def _loss_scale(cfg: DictConfig, _: Surroundings) -> list[str]:
+    given: Any = OmegaConf.to_container(cfg.trainer.loss_scale)
+    return loss_scale_problems(given, cfg.precision)
+
+
 def _module_given(cfg: DictConfig, _: Surroundings) -> list[str]:
     if "_target_" in cfg.module:
         return []
@@ -578,5 +584,6 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _parameter_server,
     _placement,
     _data_options,
+    _loss_scale,
     _inject,
 )

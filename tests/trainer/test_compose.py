@@ -44,6 +44,7 @@ SCHEMAS = [
     schema.PowerSGDCompressionConfig,
     schema.OneBitCompressionConfig,
     schema.LaunchConfig,
+    schema.LossScaleConfig,
     schema.TrainerConfig,
 ]
 

@@ -1,0 +1,66 @@
+"""How the loss is scaled under precision=16-mixed, so that small gradients do not vanish in float16.
+
+Dynamic scaling: a step whose gradients overflow is dropped and the scale halves; after so many steps in a row without
+one it doubles (Micikevicius et al., arXiv:1710.03740, section 3.2; torch.amp.GradScaler does it).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+PRECISION = "16-mixed"
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What `trainer.loss_scale` takes; the defaults are torch's.
+
+    Attributes:
+        initial: scale of the first steps, more than 0.
+        growth_interval: optimizer steps in a row without overflow after which it doubles.
+        least: it never falls below this; 0 is no limit.
+        fixed: it stays at `initial`; a step with an overflow is dropped all the same.
+    """
+
+    initial: float = 65536.0
+    growth_interval: int = 2000
+    least: float = 0.0
+    fixed: bool = False
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing was asked for."""
+        return self == LossScale()
+
+
+def loss_scale_problems(given: Mapping[str, Any], precision: str, prefix: str = "trainer.loss_scale.") -> list[str]:
+    """What is wrong with options of a loss scale, each with what to type instead.
+
+    Args:
+        given: options by name.
+        precision: of the run.
+        prefix: what stands before an option's name where it is typed.
+    """
+    asked = {**asdict(LossScale()), **given}
+    unknown = sorted(asked.keys() - {item.name for item in fields(LossScale)})
+    if unknown:
+        names = ", ".join(item.name for item in fields(LossScale))
+        return [f"{prefix}{unknown[0]}: there is no such option; options: {names}"]
+    problems = []
+    for name, example in (("initial", 65536), ("least", 1)):
+        value, bound = asked[name], "more than 0" if name == "initial" else "at least 0"
+        if not math.isfinite(value) or value < 0 or (name == "initial" and value == 0):
+            problems.append(f"{prefix}{name}={value}: must be {bound}; type {prefix}{name}={example}")
+    if asked["growth_interval"] < 1:
+        problems.append(
+            f"{prefix}growth_interval={asked['growth_interval']}: must be at least 1; type {prefix}growth_interval=2000"
+        )
+    if asked["fixed"] and asked["least"]:
+        problems.append(f"{prefix}least={asked['least']} with {prefix}fixed=true: a scale that stays needs no limit")
+    other = [f"{prefix}{name}={value}" for name, value in asked.items() if value != getattr(LossScale, name)]
+    if not problems and other and precision != PRECISION:
+        problems.append(
+            f"{' '.join(other)}: precision={precision} scales no loss; type precision={PRECISION}, or leave it out"
+        )
+    return problems
