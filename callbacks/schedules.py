@@ -1,0 +1,273 @@
+"""Learning rates as functions of the optimizer steps that were made; no optimizer is known here.
+
+Each is what DeepSpeed's scheduler of that name sets (deepspeed.readthedocs.io, "Learning Rate Schedulers"), step by
+step: there a rate is set once before training and then after each optimizer step, so that the second step still has the
+first rate of the schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Rate = float | list[float]
+Shape = Literal["log", "linear"]
+SHAPES = ("log", "linear")
+
+
+class Schedule(Protocol):
+    """What a learning rate is to be."""
+
+    def rate(self, steps: int, base: float, group: int) -> float:
+        """Learning rate of the next optimizer step.
+
+        Args:
+            steps: optimizer steps that were made, 0 before the first.
+            base: what the optimizer was made with.
+            group: index of the parameter group.
+        """
+
+    def betas(self, steps: int, group: int) -> tuple[float, float] | None:
+        """Betas of the next optimizer step; `None` leaves them as they are."""
+
+    def lengths(self) -> list[int]:
+        """Numbers of parameter groups that lists of rates were given for."""
+
+
+@dataclass(frozen=True)
+class _WithoutBetas:
+    def betas(self, steps: int, group: int) -> tuple[float, float] | None:
+        """Betas stay as they are."""
+        return None
+
+
+@dataclass(frozen=True)
+class Warmup(_WithoutBetas):
+    """From `lowest` to `highest` in `warmup_steps` steps, then constant.
+
+    Args:
+        warmup_steps: optimizer steps; at least 2 are taken.
+        lowest: rate of the first step; a list has one for each parameter group.
+        highest: rate after the warm-up; `None`: what the optimizer was made with.
+        shape: `log` (steep first) or `linear`.
+
+    Raises:
+        ValueError: if `shape` is another one, or `warmup_steps` negative.
+    """
+
+    warmup_steps: int = 1000
+    lowest: Rate = 0.0
+    highest: Rate | None = None
+    shape: Shape = "log"
+
+    def __post_init__(self) -> None:
+        _check(self.warmup_steps, self.shape)
+
+    def rate(self, steps: int, base: float, group: int) -> float:
+        """See :class:`Schedule`."""
+        low = _of(self.lowest, group)
+        high = base if self.highest is None else _of(self.highest, group)
+        return low + (high - low) * self._part(steps)
+
+    def lengths(self) -> list[int]:
+        """See :class:`Schedule`."""
+        return _lengths(self.lowest, self.highest)
+
+    def _part(self, steps: int) -> float:
+        """Part of the way from lowest to highest."""
+        return _warm(steps, self.warmup_steps, self.shape)
+
+
+@dataclass(frozen=True)
+class WarmupDecay(Warmup):
+    """As :class:`Warmup`, then down to `lowest` in a straight line, reached after `total_steps` steps.
+
+    Args:
+        total_steps: optimizer steps of the whole.
+    """
+
+    total_steps: int = 10000
+
+    def _part(self, steps: int) -> float:
+        warmup, index = max(2, self.warmup_steps), steps - 1
+        if index < warmup:
+            return _warm(steps, self.warmup_steps, self.shape)
+        return max(0.0, (self.total_steps - index) / max(1.0, self.total_steps - warmup))
+
+
+@dataclass(frozen=True)
+class WarmupCosine(_WithoutBetas):
+    """From a part of the optimizer's own rate to all of it, then down along a cosine.
+
+    Args:
+        warmup_steps: optimizer steps; at least 2 are taken.
+        total_steps: optimizer steps of the whole.
+        first_part: part of the rate at which the warm-up begins; the very first step has rate 0.
+        last_part: part of the rate at the end.
+        shape: of the warm-up, `log` or `linear`.
+
+    Raises:
+        ValueError: if `shape` is another one, or `warmup_steps` negative.
+    """
+
+    warmup_steps: int = 1000
+    total_steps: int = 10000
+    first_part: float = 0.0
+    last_part: float = 0.0001
+    shape: Shape = "log"
+
+    def __post_init__(self) -> None:
+        _check(self.warmup_steps, self.shape)
+
+    def rate(self, steps: int, base: float, group: int) -> float:
+        """See :class:`Schedule`."""
+        if steps == 0:
+            return 0.0
+        warmup, index = max(2, self.warmup_steps), steps - 1
+        if index < warmup:
+            return base * (self.first_part + (1 - self.first_part) * _warm(steps, self.warmup_steps, self.shape))
+        way = min(1.0, (index - warmup + 1) / max(1, self.total_steps - warmup))
+        height = (1 + math.cos(math.pi * way)) / 2
+        return base * max(0.0, self.last_part + (1 - self.last_part) * height)
+
+    def lengths(self) -> list[int]:
+        """See :class:`Schedule`."""
+        return []
+
+
+@dataclass(frozen=True)
+class OneCycle:
+    """Up from `lowest` to `highest` and down again, while momentum does the opposite; then decay (arXiv:1803.09820).
+
+    Args:
+        lowest: rate at both ends of the cycle; a list has one for each parameter group.
+        highest: rate in the middle.
+        up_steps: optimizer steps of the first half.
+        down_steps: of the second half; `None`: as many.
+        up_stairs: constant pieces of the first half; 0: a straight line.
+        down_stairs: of the second half; `None`: as many.
+        decay_every: after the cycle, optimizer steps of one decay; 0: none.
+        decay: how much a decay adds to the divisor of the rate.
+        lowest_momentum: beta 1 where the rate is highest.
+        highest_momentum: beta 1 where it is lowest; beta 2 is 0.99 throughout.
+        momentum_decay: how much a decay adds to the factor of momentum.
+        cycle_momentum: `False` leaves the betas of the optimizer alone.
+
+    Raises:
+        ValueError: if the cycle has no length.
+    """
+
+    lowest: Rate
+    highest: Rate
+    up_steps: float = 2000
+    down_steps: float | None = None
+    up_stairs: int = 0
+    down_stairs: int | None = None
+    decay_every: float = 0
+    decay: float = 0.0
+    lowest_momentum: Rate = 0.8
+    highest_momentum: Rate = 0.9
+    momentum_decay: float = 0.0
+    cycle_momentum: bool = True
+
+    def __post_init__(self) -> None:
+        if self.up_steps <= 0 or (self.down_steps is not None and self.down_steps < 0):
+            raise ValueError(
+                f"up_steps={self.up_steps}, down_steps={self.down_steps} (allowed: more than 0, and at least 0). Give "
+                "for example up_steps=2000."
+            )
+
+    def rate(self, steps: int, base: float, group: int) -> float:
+        """See :class:`Schedule`."""
+        low, high = _of(self.lowest, group), _of(self.highest, group)
+        if steps == 0:
+            return low
+        if steps - 1 < self._length:
+            return low + (high - low) * self._height(steps)
+        return low / (1 + self.decay * self._decays(steps)) if self._decays(steps) else low
+
+    def betas(self, steps: int, group: int) -> tuple[float, float] | None:
+        """See :class:`Schedule`."""
+        if not self.cycle_momentum:
+            return None
+        low, high = _of(self.lowest_momentum, group), _of(self.highest_momentum, group)
+        if steps == 0:
+            return low, 0.99
+        if steps - 1 < self._length:
+            return high - (high - low) * self._height(steps), 0.99
+        return high * (1 + self.momentum_decay * self._decays(steps)), 0.99
+
+    def lengths(self) -> list[int]:
+        """See :class:`Schedule`."""
+        return _lengths(self.lowest, self.highest, self.lowest_momentum, self.highest_momentum)
+
+    @property
+    def _down(self) -> float:
+        return self.up_steps if self.down_steps is None else self.down_steps
+
+    @property
+    def _length(self) -> float:
+        return self.up_steps + self._down
+
+    def _decays(self, steps: int) -> float:
+        return (steps - self._length) / self.decay_every if self.decay_every else 0.0
+
+    def _height(self, steps: int) -> float:
+        """0 at both ends of the cycle, 1 in the middle."""
+        place = steps % self._length
+        rising = place <= self.up_steps
+        height = place / self.up_steps if rising else (self._length - place) / self._down
+        stairs = self.up_stairs if rising or self.down_stairs is None else self.down_stairs
+        return math.floor(height * stairs + 1e-9) / stairs if stairs else height
+
+
+@dataclass(frozen=True)
+class RangeTest(_WithoutBetas):
+    """From `lowest` up without end, to find the rate at which training diverges (arXiv:1506.01186, section 3.3).
+
+    Args:
+        lowest: rate of the first step; a list has one for each parameter group.
+        every: optimizer steps in which the rate grows by `growth` times `lowest`.
+        growth: see `every`.
+        staircase: grow once every `every` steps; `False`: at each step.
+    """
+
+    lowest: Rate = 1e-3
+    every: int = 2000
+    growth: float = 1.0
+    staircase: bool = False
+
+    def rate(self, steps: int, base: float, group: int) -> float:
+        """See :class:`Schedule`."""
+        intervals = steps / self.every
+        return _of(self.lowest, group) * (1 + self.growth * (math.floor(intervals) if self.staircase else intervals))
+
+    def lengths(self) -> list[int]:
+        """See :class:`Schedule`."""
+        return _lengths(self.lowest)
+
+
+def _warm(steps: int, warmup_steps: int, shape: Shape) -> float:
+    """Part of a warm-up that is done after `steps` optimizer steps."""
+    warmup, index = max(2, warmup_steps), steps - 1
+    if index >= warmup:
+        return 1.0
+    if index < 0:
+        return 0.0
+    return math.log(steps) / math.log(warmup) if shape == "log" else index / warmup
+
+
+def _of(rate: Rate, group: int) -> float:
+    return float(rate[group]) if isinstance(rate, list) else float(rate)
+
+
+def _lengths(*rates: Rate | None) -> list[int]:
+    return [len(rate) for rate in rates if isinstance(rate, list)]
+
+
+def _check(warmup_steps: int, shape: str) -> None:
+    if shape not in SHAPES:
+        raise ValueError(f"shape={shape!r} (allowed: log, linear). Give shape='log'.")
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps={warmup_steps} (allowed: at least 0). Give for example warmup_steps=100.")
