@@ -2,6 +2,7 @@
 
     trainwright <verb> [Hydra overrides] [options]
     trainwright checkpoint <verb> PATH [options]
+    trainwright import-deepspeed ds_config.json [Hydra overrides] [options]
 
 Importing is most of what starting costs, so this module imports next to nothing: it installs the signal handlers,
 starts the fork server, which imports torch and Lightning on another core, and only then imports the rest of the
@@ -34,11 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     previous = signal.signal(signal.SIGTERM, raise_interrupted)
     try:
-        if _is_about_checkpoints(words):
+        if _first(words) == "checkpoint":  # has verbs and options of its own, and needs no configuration
             from trainwright.trainer.checkpoint_command import run_checkpoint_command
 
             return run_checkpoint_command(words)
         _make_cwd_importable()
+        if _first(words) == "import-deepspeed":  # has options of its own, and needs no ranks
+            from trainwright.trainer.deepspeed_config.command import run_import_command
+
+            return run_import_command(words)
         if _wants_several_processes(words) and detect_launcher() is None:
             # What the ranks of `verify` print must not mix with its report.
             with ranks_speak_to_stderr() if "verify" in words else contextlib.nullcontext():
@@ -64,9 +69,9 @@ def _say(interrupted: Interrupted) -> int:
     return interrupted.exit_code
 
 
-def _is_about_checkpoints(words: Sequence[str]) -> bool:
-    """`checkpoint` has verbs and options of its own, and needs neither a configuration nor ranks."""
-    return [word for word in words if word not in ("-h", "--help")][:1] == ["checkpoint"]
+def _first(words: Sequence[str]) -> str | None:
+    """The first word that asks for no help."""
+    return next((word for word in words if word not in ("-h", "--help")), None)
 
 
 def _wants_several_processes(words: Sequence[str]) -> bool:

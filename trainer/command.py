@@ -13,6 +13,7 @@ from typing import NoReturn
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.trainer.compose import compose_checked
+from trainwright.trainer.deepspeed_config.tell import tell_import
 from trainwright.trainer.launch.external import agree
 from trainwright.trainer.launch.failure import RankError, is_told, log_file, log_traceback
 from trainwright.trainer.launch.launcher import Launcher, detect_launcher
@@ -21,8 +22,8 @@ from trainwright.trainer.run import RunResult, launch, plan, prepare
 from trainwright.trainer.validate import VERBS, Surroundings, closed_layout
 
 OK, FAILED, REFUSED = 0, 1, 2
-VERIFY, LAYOUT, CHECKPOINT = "verify", "layout", "checkpoint"
-_ALL_VERBS = (*VERBS, VERIFY, LAYOUT, CHECKPOINT)
+VERIFY, LAYOUT, CHECKPOINT, IMPORT_DEEPSPEED = "verify", "layout", "checkpoint", "import-deepspeed"
+_ALL_VERBS = (*VERBS, VERIFY, LAYOUT, CHECKPOINT, IMPORT_DEEPSPEED)
 
 
 def run_command(words: Sequence[str]) -> int:
@@ -118,6 +119,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     def say(text: str) -> None:
         print(f"verify: {text}", file=sys.stderr, flush=True)
 
+    tell_import(composition.import_report, sys.stderr)
+
     with ranks_speak_to_stderr():
         report = verify(composition.cfg, options, on_progress=say)
     print(json.dumps(report.to_dict(), allow_nan=False) if arguments.json else report.to_text().rstrip(), flush=True)
@@ -148,6 +151,7 @@ def _layout(arguments: argparse.Namespace) -> int:
 
     from trainwright.trainer.layout_report import report
 
+    tell_import(composition.import_report, sys.stderr)
     print(report(resolved, layout), end="", flush=True)
     return OK
 
@@ -160,7 +164,9 @@ def _composed(verb: str, overrides: Sequence[str], config_dir: str | None, launc
         problems += plan(composition.cfg, verb, launcher)[1]
     if problems or composition.cfg is None:
         raise ConfigError(problems)
-    return prepare(composition.cfg, verb, launcher)
+    prepared = prepare(composition.cfg, verb, launcher)
+    tell_import(composition.import_report, sys.stdout, Path(prepared.run_dir))
+    return prepared
 
 
 def _sweep(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
@@ -191,6 +197,7 @@ def _print_config(arguments: argparse.Namespace) -> int:
     cfg, problems = plan(composition.cfg, verb)
     if problems:
         raise ConfigError(problems)
+    tell_import(composition.import_report, sys.stderr)
     print(OmegaConf.to_yaml(cfg, resolve=True), end="")
     return OK
 
@@ -237,6 +244,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         problems.append(
             "checkpoint takes options of its own, behind its verb: type trainwright checkpoint <verb> PATH [options]"
         )
+    elif arguments.verb == IMPORT_DEEPSPEED:  # as the first word it does not come here
+        problems.append("import-deepspeed comes first: type trainwright import-deepspeed ds_config.json [options]")
     elif arguments.verb is None and plain:
         problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")
     if arguments.json and arguments.verb != VERIFY and not arguments.help:

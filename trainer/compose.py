@@ -5,6 +5,7 @@ given, what is allowed and what to type, and refuses what Hydra would let throug
 typed keys deleted with `~`, and a user's file that would be shadowed by one of ours.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -25,8 +26,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainwright.trainer.config import RunConfig, register_schema
+from trainwright.trainer.deepspeed_config.expand import Expansion, asks_for_file, expand
+from trainwright.trainer.deepspeed_config.report import Report
 from trainwright.trainer.inject_words import take_inject
 from trainwright.trainer.problems import ConfigError, did_you_mean, nearest
+
+_log = logging.getLogger(__name__)
 
 _CONF = "pkg://trainwright.conf"
 _PLAIN_KEYS = tuple(item.name for item in fields(RunConfig))
@@ -64,6 +69,7 @@ class Composition:
     Attributes:
         cfg: the configuration; None when it could not be composed at all.
         problems: what is wrong, one text each; empty when all is well.
+        import_report: what became of each key of the DeepSpeed JSON of `strategy=deepspeed_json`; None without one.
         guessed: whether `cfg` holds what was probably meant in place of what was typed, so that further checks of
             `cfg` still make sense.
     """
@@ -71,6 +77,7 @@ class Composition:
     cfg: DictConfig | None = None
     problems: list[str] = field(default_factory=list)
     guessed: bool = True
+    import_report: Report | None = None
 
 
 def compose(
@@ -93,6 +100,8 @@ def compose(
     result = compose_checked(given, config_dir)
     if result.problems or result.cfg is None:
         raise ConfigError(result.problems)
+    if result.import_report is not None:
+        _log.warning("%s", result.import_report.summary())
     return result.cfg
 
 
@@ -102,11 +111,26 @@ def compose_checked(overrides: Sequence[str], config_dir: str | Path | None = No
     if problems:
         return Composition(problems=problems)
     faults = take_inject(overrides)
-    result = _Composer(config_loader(config_dir)).compose(quote_paths(faults.rest))
+    loader, typed, expansion = config_loader(config_dir), quote_paths(faults.rest), None
+    if asks_for_file(typed):
+        expansion = expand(typed, lambda without: _Composer(loader).compose(without).cfg)
+        typed = expansion.overrides
+    result = _Composer(loader).compose(typed)
+    if expansion is not None:
+        _add_expansion(result, expansion)
     result.problems += faults.problems
     if result.cfg is not None:
         faults.put_into(result.cfg)
     return result
+
+
+def _add_expansion(result: Composition, expansion: Expansion) -> None:
+    result.problems[:0] = expansion.problems
+    result.import_report = expansion.report
+    if expansion.problems:
+        result.guessed = False  # what the rest is worth is known once the file is
+    if result.cfg is not None and expansion.report is not None:
+        result.cfg.deepspeed_json = expansion.report.file
 
 
 def quote_paths(overrides: Sequence[str]) -> list[str]:

@@ -206,6 +206,15 @@ class DiLoCoConfig(_LocalUpdatesConfig):
 
 
 @dataclass
+class DeepSpeedJSONConfig:
+    """`strategy=deepspeed_json`: put in place of it is what a DeepSpeed JSON stands for, see docs/deepspeed.md."""
+
+    _target_: str = "trainwright.trainer.deepspeed_config.expand.not_expanded"
+    # Path of the JSON.
+    path: str | None = MISSING
+
+
+@dataclass
 class AccumulationConfig:
     """`accumulation=auto|fixed`: micro-batches per optimizer step."""
 
@@ -533,6 +542,8 @@ class RunConfig:
     callbacks: dict[str, Any] = field(default_factory=dict)
     # Faults to inject on purpose, as sentences like kill(rank=1, at_step=7), see docs/fault_injection.md; [] = none.
     inject: list[str] = field(default_factory=list)
+    # DeepSpeed JSON that the configuration was made from, for the record: strategy=deepspeed_json sets it; null = none.
+    deepspeed_json: str | None = None
     # Folders that ckpt_path=last and resume=auto look through, decided by the command; [] = neither was asked for.
     resume_folders: list[str] = field(default_factory=list)
     # Set by the groups of the same name.
@@ -567,6 +578,7 @@ def register_schema() -> None:
     store.store(group="strategy", name="_hybrid", node=HybridConfig)
     store.store(group="strategy", name="_local_sgd", node=LocalSGDConfig)
     store.store(group="strategy", name="_diloco", node=DiLoCoConfig)
+    store.store(group="strategy", name="_deepspeed_json", node=DeepSpeedJSONConfig)
     store.store(group="accumulation", name="_auto", node=AccumulationConfig)
     store.store(group="accumulation", name="_fixed", node=FixedAccumulationConfig)
     store.store(group="balance", name="_balance", node=BalanceConfig)

@@ -25,6 +25,7 @@ _VERBS = {
     "predict": "write a module's predictions to predictions.pt in the run directory",
     "verify": "check that a layout trains as one process does: a few steps of both, compared",
     "layout": "show which rank would do and hold what, in bytes; no process is started",
+    "import-deepspeed": "show what a DeepSpeed JSON is in native configuration: `trainwright import-deepspeed --help`",
     "checkpoint": "verify, inspect, list, export or import a checkpoint: `trainwright checkpoint --help`",
 }
 _TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
@@ -35,7 +36,7 @@ _GROUP_ORDER = ("recipe", "size", "strategy", "precision", "accumulation", "opti
 
 def overview() -> str:
     """The text of `trainwright --help`."""
-    verbs = "\n".join(f"  {verb:<11}{text}" for verb, text in _VERBS.items())
+    verbs = "\n".join(f"  {verb:<18}{text}" for verb, text in _VERBS.items())
     return f"""trainwright: train one LightningModule on any layout of devices, chosen by configuration alone.
 
 usage: trainwright <verb> [key=value ...] [options]

@@ -13,6 +13,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from trainwright.trainer.compose import compose_checked, config_loader, quote_paths
+from trainwright.trainer.deepspeed_config.report import Report
+from trainwright.trainer.deepspeed_config.tell import tell_import
 from trainwright.trainer.inject_words import is_inject
 from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.forkserver import start_forkserver
@@ -103,19 +105,21 @@ def run_sweep(verb: str, overrides: Sequence[str], config_dir: str | Path | None
     configurations = _compose_all(jobs, verb, config_dir)
     start_forkserver()
     failed: list[Job] = []
-    for job, cfg in zip(jobs, configurations, strict=True):
+    for job, (cfg, report) in zip(jobs, configurations, strict=True):
         print(f"job {job.number + 1} of {len(jobs)}: {job.title}", flush=True)
-        if not _run_job(cfg, verb):
+        if not _run_job(cfg, verb, report):
             failed.append(job)
-    above = Path(configurations[0].run_dir).parent
+    above = Path(configurations[0][0].run_dir).parent
     print(f"\n{len(jobs) - len(failed)} of {len(jobs)} jobs ended well; their directories are in {above}")
     for job in failed:
         print(f"failed: job {job.number + 1} ({job.title}), {above / job.directory_name}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _compose_all(jobs: Sequence[Job], verb: str, config_dir: str | Path | None) -> list[DictConfig]:
-    configurations: list[DictConfig] = []
+def _compose_all(
+    jobs: Sequence[Job], verb: str, config_dir: str | Path | None
+) -> list[tuple[DictConfig, Report | None]]:
+    configurations: list[tuple[DictConfig, Report | None]] = []
     problems: dict[str, list[str]] = {}
     base: Path | None = None
     for job in jobs:
@@ -125,7 +129,7 @@ def _compose_all(jobs: Sequence[Job], verb: str, config_dir: str | Path | None) 
             base = base or (Path(result.cfg.run_dir) if result.cfg.run_dir else MULTIRUN / timestamp())
             result.cfg.run_dir = str(base / job.directory_name)
             found += plan(result.cfg, verb)[1]
-            configurations.append(result.cfg)
+            configurations.append((result.cfg, result.import_report))
         for problem in found:
             problems.setdefault(problem, []).append(job.title)
     if problems:
@@ -139,9 +143,11 @@ def _compose_all(jobs: Sequence[Job], verb: str, config_dir: str | Path | None) 
     return configurations
 
 
-def _run_job(cfg: DictConfig, verb: str) -> bool:
+def _run_job(cfg: DictConfig, verb: str, report: Report | None) -> bool:
     try:
-        launch(prepare(cfg, verb), verb, own_processes=True)
+        prepared = prepare(cfg, verb)
+        tell_import(report, sys.stdout, Path(prepared.run_dir))
+        launch(prepared, verb, own_processes=True)
     except (RankError, ConfigError) as error:
         print(f"trainwright: {error}\n", file=sys.stderr, flush=True)
         return False

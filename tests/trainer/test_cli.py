@@ -53,7 +53,7 @@ def test_refused(words: list[str], parts: list[str], conf: Path, capfd: pytest.C
 
 def test_help_and_version(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert "validate   measure" in capsys.readouterr().out
+    assert "validate          measure" in capsys.readouterr().out
     assert main(["fit", "--help", "--config-dir", str(conf)]) == 0
     assert "A recipe of my own." in capsys.readouterr().out
     assert main(["--version"]) == 0

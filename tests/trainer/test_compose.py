@@ -43,6 +43,7 @@ SCHEMAS = [
     schema.RandomKCompressionConfig,
     schema.PowerSGDCompressionConfig,
     schema.OneBitCompressionConfig,
+    schema.DeepSpeedJSONConfig,
     schema.LaunchConfig,
     schema.LossScaleConfig,
     schema.TrainerConfig,

@@ -1,0 +1,1 @@
+"""Tables of DeepSpeed's keys by theme."""
