@@ -1,0 +1,132 @@
+"""The page of `trainwright report`: one file, no script, nothing fetched.
+
+What runs write is text of others: every value is escaped by the templates, and the page's own policy forbids it to run
+or to load anything (only its own style sheet, named by its hash, is applied).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from trainwright.trainer.report import sections
+from trainwright.trainer.report.charts import COLOURS, CurveChart, amount, curve_chart, short
+from trainwright.trainer.report.records import RunRecord, read_run
+
+PAGE_FILE = "report.html"
+# Pictures of metrics that are no loss and no rate, before the rest is only counted.
+_MOST_OTHERS = 24
+_RATES = ("_per_second", "step_seconds", "mfu", "goodput")
+
+
+@dataclass(frozen=True)
+class Content:
+    """All that the template is filled with.
+
+    Args:
+        title: of the page.
+        runs: side by side.
+        losses: pictures of all runs together.
+        rates: the same.
+        others: the same.
+        others_left_out: names of metrics that no picture shows.
+    """
+
+    title: str
+    runs: Sequence[RunRecord]
+    losses: list[CurveChart] = field(default_factory=list)
+    rates: list[CurveChart] = field(default_factory=list)
+    others: list[CurveChart] = field(default_factory=list)
+    others_left_out: list[str] = field(default_factory=list)
+
+
+def build_page(run_dirs: Sequence[Path]) -> str:
+    """The HTML of one or several run directories."""
+    runs = [read_run(path, label) for path, label in zip(run_dirs, labels_of(run_dirs), strict=True)]
+    return render(content_of(runs))
+
+
+def write_page(run_dirs: Sequence[Path], out: Path) -> None:
+    """Build a page and put it in place, whole or not at all.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(build_page(run_dirs), encoding="utf-8")
+        os.replace(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def labels_of(run_dirs: Sequence[Path]) -> list[str]:
+    """Short names of run directories: the last parts of their paths that tell them apart; equal ones get a number."""
+    parts = [path.absolute().parts for path in run_dirs]
+    length = 1
+    while length < max(map(len, parts)) and len({part[-length:] for part in parts}) < len({*parts}):
+        length += 1
+    names = ["/".join(part[-length:]) for part in parts]
+    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
+
+
+def content_of(runs: Sequence[RunRecord]) -> Content:
+    """Sort what was logged into pictures."""
+    content = Content(f"{', '.join(run.label for run in runs)} - Trainwright report", runs)
+    rated = [sections.rates(run) for run in runs]
+    names = list(dict.fromkeys(name for run in runs for name in sorted(run.metrics)))
+    for name in sorted(names, key=lambda name: (name != "loss", name != "val_loss")):
+        if name == "epoch":
+            continue
+        chart = curve_chart(
+            name, {run.label: (number % COLOURS, run.metrics.get(name, [])) for number, run in enumerate(runs)}
+        )
+        if chart is None:
+            continue
+        if "loss" in name.lower():
+            content.losses.append(chart)
+        elif name.endswith(_RATES):
+            content.rates.append(chart)
+        elif len(content.others) < _MOST_OTHERS:
+            content.others.append(chart)
+        else:
+            content.others_left_out.append(name)
+    drawn = {chart.title for chart in content.rates}
+    for name in dict.fromkeys(name for each in rated for name in each):
+        chart = curve_chart(
+            name, {run.label: (n % COLOURS, rated[n].get(name, [])) for n, run in enumerate(runs)}
+        )  # fmt: skip
+        if chart is not None and name not in drawn:
+            content.rates.append(chart)
+    return content
+
+
+def render(content: Content) -> str:
+    """Fill the template."""
+    style = files("trainwright.trainer.report").joinpath("templates", "report.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    template = _environment().get_template("report.html.j2")
+    return template.render(content=content, style=Markup(style), style_hash=digest, show=sections)  # noqa: S704
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("trainwright.trainer.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["short"] = short
+    environment.filters["bytes"] = lambda value: amount(value, "bytes")
+    return environment

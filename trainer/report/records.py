@@ -1,0 +1,313 @@
+"""What the files of a run directory say, as plain values; what is missing is named, nothing is made up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from trainwright.strategies.layout import Layout
+from trainwright.trainer.report.files import MetricsFile, MonitorFiles, number_of, read_json
+
+_MOST_KEYS = 2000
+_MOST_CHECKPOINTS = 500
+_RESTART_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?) (.*)")
+_AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a run.
+
+    Args:
+        time: seconds since 1970.
+        what: fault, recovered, restarted, rollback, checkpoint, validation, preempted, profile, or another word.
+        text: for a person.
+        step: optimizer steps done; None if unknown.
+        rank: that noted it; None: the launching process.
+        seconds: that it took; None if unknown.
+    """
+
+    time: float
+    what: str
+    text: str
+    step: int | None = None
+    rank: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint.
+
+    Args:
+        name: of its folder.
+        step: optimizer steps done; None if its manifest does not say.
+        created: when, in UTC as ISO 8601; "" if its manifest does not say.
+        bytes: of all its files; None if its manifest does not say.
+        about: what else its manifest says.
+    """
+
+    name: str
+    step: int | None
+    created: str
+    bytes: int | None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """All that is known of a run.
+
+    Args:
+        path: the run directory.
+        label: a short name, unlike that of other runs on the same page.
+        config: config.yaml; {} if it cannot be read.
+        settings: its leaves in order, `strategy.shard` -> `2`.
+        command: the words after `trainwright`; None if they were not kept.
+        metrics: column -> (step, value).
+        monitor: rank -> records.
+        events: in the order of time.
+        checkpoints: in the order of steps.
+        plan: plan.json; None if there is none.
+        layout: None if it cannot be told.
+        notes: what is missing, and what could not be read, a sentence each.
+    """
+
+    path: Path
+    label: str
+    config: Mapping[str, Any]
+    settings: Mapping[str, str]
+    command: tuple[str, ...] | None
+    metrics: Mapping[str, list[tuple[int, float]]]
+    monitor: Mapping[int, list[dict[str, Any]]]
+    events: tuple[Event, ...]
+    checkpoints: tuple[Saved, ...]
+    plan: Mapping[str, Any] | None
+    layout: Layout | None
+    notes: tuple[str, ...]
+
+    def records(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Each record of a kind with its rank, rank by rank."""
+        for rank, records in sorted(self.monitor.items()):
+            for record in records:
+                if record["kind"] == kind:
+                    yield rank, record
+
+    @property
+    def last_step(self) -> int | None:
+        """The greatest step that anything was logged of; None before."""
+        steps = [values[-1][0] for values in self.metrics.values() if values]
+        noted = [int(step) for _, record in self.records("step") if (step := number_of(record.get("step"))) is not None]
+        return max([*steps, *noted], default=None)
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds what a page can be made of."""
+    return any((path / name).exists() for name in ("config.yaml", "metrics.csv", "monitor"))
+
+
+def read_run(path: Path, label: str) -> RunRecord:
+    """Read a run directory; files that are missing or damaged are named in `notes`."""
+    notes: list[str] = []
+    config = read_config(path, notes)
+    metrics = MetricsFile(path / "metrics.csv")
+    metrics.update()
+    notes += _notes_of_metrics(metrics)
+    monitor = MonitorFiles(path / "monitor")
+    monitor.update()
+    notes += _notes_of_monitor(monitor)
+    checkpoints = read_checkpoints(path)
+    plan = read_json(path / "plan.json")
+    if not isinstance(plan, dict):
+        plan = None
+    return RunRecord(
+        path=path,
+        label=label,
+        config=config,
+        settings=dict(islice(_leaves(config), _MOST_KEYS)),
+        command=read_command(path),
+        metrics=metrics.columns,
+        monitor=monitor.by_rank,
+        events=tuple(read_events(path, monitor.by_rank, checkpoints)),
+        checkpoints=tuple(checkpoints),
+        plan=plan,
+        layout=layout_of(config, checkpoints),
+        notes=tuple(notes),
+    )
+
+
+def read_config(path: Path, notes: list[str] | None = None) -> dict[str, Any]:
+    """config.yaml as plain values: nothing in it is resolved, so nothing of this machine gets into a page."""
+    notes = [] if notes is None else notes
+    file = path / "config.yaml"
+    try:
+        if file.stat().st_size > 2**20:
+            notes.append("config.yaml is longer than 1 MiB and was not read.")
+            return {}
+        loaded = yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
+    except FileNotFoundError:
+        notes.append("There is no config.yaml, so configuration and layout are not known.")
+        return {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        notes.append("config.yaml cannot be read, so configuration and layout are not known.")
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def read_command(path: Path) -> tuple[str, ...] | None:
+    """The words after `trainwright` that started the run; None if they were not kept."""
+    document = read_json(path / "command.json", 2**20)
+    words = document.get("words") if isinstance(document, dict) else None
+    return tuple(str(word) for word in words) if isinstance(words, list) and words else None
+
+
+def read_checkpoints(path: Path) -> list[Saved]:
+    """The checkpoints in the run's own folder, by step; those that are still being written are left out."""
+    found = []
+    for manifest in islice(sorted((path / "checkpoints").glob("*/manifest.json")), _MOST_CHECKPOINTS):
+        document = read_json(manifest)
+        about = document.get("about") if isinstance(document, dict) else None
+        about = about if isinstance(about, dict) else {}
+        step, size = number_of(about.get("step")), number_of(about.get("bytes"))
+        found.append(
+            Saved(
+                name=manifest.parent.name,
+                step=None if step is None else int(step),
+                created=str(about.get("created", "")),
+                bytes=None if size is None else int(size),
+                about=about,
+            )
+        )
+    return sorted(found, key=lambda saved: (saved.step is None, saved.step or 0, saved.name))
+
+
+def read_events(
+    path: Path, monitor: Mapping[int, list[dict[str, Any]]], checkpoints: list[Saved]
+) -> list[Event]:
+    """What happened, in the order of time: of the monitors, of logs/restarts.log, and checkpoints that are there.
+
+    What several ranks noted of the same thing (a checkpoint, a validation) is told once, by the first of them.
+    """
+    events: dict[tuple[str, object], Event] = {}
+    for rank, records in sorted(monitor.items()):
+        for record in records:
+            time = number_of(record.get("time"))
+            if record["kind"] != "event" or time is None:
+                continue
+            step = number_of(record.get("step"))
+            what, text = str(record.get("what", "event")), str(record.get("text", ""))
+            event = Event(
+                time, what, text, None if step is None else int(step), rank, number_of(record.get("seconds"))
+            )
+            events.setdefault((f"{what} {text}", event.step if step is not None else time), event)
+    found = [*events.values(), *_restarts(path / "logs" / "restarts.log")]
+    noted = {event.step for event in found if event.what == "checkpoint"}
+    for saved in checkpoints:
+        time = _time_of(saved.created)
+        if time is not None and saved.step not in noted:
+            found.append(Event(time, "checkpoint", f"{saved.name} was saved", saved.step))
+    return sorted(found, key=lambda event: event.time)
+
+
+def layout_of(config: Mapping[str, Any], checkpoints: list[Saved]) -> Layout | None:
+    """The layout that the newest checkpoint tells, or the configuration; None if neither does."""
+    sizes = [saved.about["layout"] for saved in checkpoints if isinstance(saved.about.get("layout"), dict)]
+    if sizes:
+        return _layout({axis: sizes[-1].get(axis, 1) for axis in _AXES})
+    strategy = config.get("strategy")
+    devices, nodes = config.get("devices"), config.get("nodes", 1)
+    if not isinstance(strategy, dict) or not isinstance(devices, int) or not isinstance(nodes, int):
+        return None
+    known = {axis: strategy[axis] for axis in _AXES if axis in strategy}
+    world = devices * nodes
+    if not known:  # ranks of the strategies without axes hold copies: single, ddp
+        is_copy = str(strategy.get("_target_", "")).startswith(("trainwright.strategies.ddp.", "trainwright.strategies.single."))
+        return Layout(replicate=world) if is_copy else None
+    layout = _layout(known)
+    try:
+        return None if layout is None else layout.resolve(world)
+    except ValueError:
+        return None
+
+
+def _layout(sizes: Mapping[str, Any]) -> Layout | None:
+    try:
+        return Layout(**sizes)
+    except (TypeError, ValueError):
+        return None
+
+
+def _leaves(value: object, path: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, below in value.items():
+            yield from _leaves(below, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, _setting(value)
+
+
+def _setting(value: object) -> str:
+    text = {None: "null", True: "true", False: "false"}.get(value) if value is None or value is True or value is False else None
+    if text is None:
+        text = str(value)
+    return text if len(text) <= 500 else f"{text[:500]}... ({len(text)} characters)"
+
+
+def _restarts(path: Path) -> Iterator[Event]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")[-(2**22) :]
+    except OSError:
+        return
+    for line in text.splitlines():
+        match = _RESTART_LINE.fullmatch(line)
+        if match is not None:
+            step = re.search(r"\bstep[ =](\d+)", match[2])
+            yield Event(
+                datetime.fromisoformat(match[1]).timestamp(),
+                _what_of(match[2]),
+                match[2],
+                None if step is None else int(step[1]),
+            )
+
+
+def _what_of(line: str) -> str:
+    """The word for a line of restarts.log: what says that the run goes on is a recovery, the rest faults."""
+    return "recovered" if re.search(r"goes on|going on|restart|takes the place|recovered", line) else "fault"
+
+
+def _time_of(iso: str) -> float | None:
+    try:
+        return datetime.fromisoformat(iso).timestamp()
+    except ValueError:
+        return None
+
+
+def _notes_of_metrics(metrics: MetricsFile) -> Iterator[str]:
+    if not metrics.tail.path.is_file():
+        yield "There is no metrics.csv, so no curves can be drawn."
+    if metrics.skipped:
+        yield f"{metrics.skipped} rows of metrics.csv are damaged and were left out."
+    if metrics.tail.left_out:
+        yield f"metrics.csv is long: {metrics.tail.left_out} bytes behind its header were not read."
+    for name, count in metrics.not_finite.items():
+        yield f"{count} values of {name} are not finite (NaN or infinite); curves leave them out."
+
+
+def _notes_of_monitor(monitor: MonitorFiles) -> Iterator[str]:
+    if not monitor.by_rank:
+        yield (
+            "There is no monitor/rank_<n>.jsonl, so time by part, memory by rank, MFU and the pipeline's timeline were "
+            "not measured."
+        )
+    if monitor.skipped:
+        yield f"{monitor.skipped} lines of monitor/ are damaged and were left out."
+    if monitor.left_out:
+        yield f"The files of monitor/ are long: {monitor.left_out} bytes were not read."
+    if monitor.ranks_left_out:
+        yield f"The monitors of {monitor.ranks_left_out} ranks were not read."
