@@ -41,7 +41,9 @@ LIGHT = {
     "trainwright.trainer.batch": {"torch", "lightning"},
     "trainwright.trainer.config": {"torch", "lightning"},
     "trainwright.trainer.compose": {"torch", "lightning"},
-    "trainwright.trainer.cli": {"torch", "lightning"},
+    "trainwright.trainer.cli": {"torch", "lightning", "jinja2", "rich"},
+    "trainwright.trainer.report.page": {"torch", "lightning", "omegaconf"},
+    "trainwright.trainer.report.watch": {"torch", "lightning", "omegaconf"},
 }
 
 
@@ -110,6 +112,22 @@ def test_packages_and_folders_agree():
     for package, folder in FOLDER_OF.items():
         assert package.removeprefix("trainwright").replace(".", "/").strip("/") in ("", folder)
         assert (ROOT / folder / "__init__.py").is_file()
+
+
+def test_files_that_are_no_code_are_installed_too():
+    installed = {
+        file
+        for package, patterns in PROJECT["tool"]["setuptools"]["package-data"].items()
+        for pattern in patterns
+        for file in (ROOT / FOLDER_OF[package]).glob(pattern)
+    }
+    there = {
+        file
+        for folder in FOLDER_OF.values()
+        for file in (ROOT / folder).glob("**/*")
+        if file.is_file() and file.suffix not in (".py", ".pyc")
+    }
+    assert there == installed
 
 
 @pytest.mark.parametrize("module", sorted(modules()))

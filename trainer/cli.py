@@ -3,6 +3,8 @@
     trainwright <verb> [Hydra overrides] [options]
     trainwright checkpoint <verb> PATH [options]
     trainwright import-deepspeed ds_config.json [Hydra overrides] [options]
+    trainwright report RUN_DIR [RUN_DIR ...] [options]
+    trainwright watch RUN_DIR [options]
 
 Importing is most of what starting costs, so this module imports next to nothing: it installs the signal handlers,
 starts the fork server, which imports torch and Lightning on another core, and only then imports the rest of the
@@ -39,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from trainwright.trainer.checkpoint_command import run_checkpoint_command
 
             return run_checkpoint_command(words)
+        if _first(words) in ("report", "watch"):  # the same
+            from trainwright.trainer.report.command import run_report_command
+
+            return run_report_command(words)
         _make_cwd_importable()
         if _first(words) == "import-deepspeed":  # has options of its own, and needs no ranks
             from trainwright.trainer.deepspeed_config.command import run_import_command

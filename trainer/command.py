@@ -19,11 +19,13 @@ from trainwright.trainer.launch.failure import RankError, is_told, log_file, log
 from trainwright.trainer.launch.launcher import Launcher, detect_launcher
 from trainwright.trainer.problems import ConfigError, did_you_mean
 from trainwright.trainer.run import RunResult, launch, plan, prepare
+from trainwright.trainer.run_directory import command_words, write_command
 from trainwright.trainer.validate import VERBS, Surroundings, closed_layout
 
 OK, FAILED, REFUSED = 0, 1, 2
 VERIFY, LAYOUT, CHECKPOINT, IMPORT_DEEPSPEED = "verify", "layout", "checkpoint", "import-deepspeed"
-_ALL_VERBS = (*VERBS, VERIFY, LAYOUT, CHECKPOINT, IMPORT_DEEPSPEED)
+REPORT, WATCH = "report", "watch"
+_ALL_VERBS = (*VERBS, VERIFY, LAYOUT, CHECKPOINT, IMPORT_DEEPSPEED, REPORT, WATCH)
 
 
 def run_command(words: Sequence[str]) -> int:
@@ -165,6 +167,7 @@ def _composed(verb: str, overrides: Sequence[str], config_dir: str | None, launc
     if problems or composition.cfg is None:
         raise ConfigError(problems)
     prepared = prepare(composition.cfg, verb, launcher)
+    write_command(Path(prepared.run_dir), command_words(verb, overrides, config_dir))
     tell_import(composition.import_report, sys.stdout, Path(prepared.run_dir))
     return prepared
 
@@ -240,7 +243,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     arguments.overrides = plain
     if arguments.verb is not None and arguments.verb not in _ALL_VERBS:
         problems.append(f"{arguments.verb}: there is no such verb; {did_you_mean(arguments.verb, _ALL_VERBS, 'verbs')}")
-    elif arguments.verb == CHECKPOINT:  # as the first word it does not come here
+    elif arguments.verb in (REPORT, WATCH):  # as the first word it does not come here
+        problems.append(f"{arguments.verb} comes first: type trainwright {arguments.verb} RUN_DIR [options]")
+    elif arguments.verb == CHECKPOINT:  # the same
         problems.append(
             "checkpoint takes options of its own, behind its verb: type trainwright checkpoint <verb> PATH [options]"
         )

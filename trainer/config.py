@@ -517,6 +517,8 @@ class RunConfig:
     micro_batch_size: int | None = None
     # Directory of the run; null = runs/<name>/<date>_<time>.
     run_dir: str | None = None
+    # Write report.html into the run directory when fit ends; false = off.
+    report: bool = True
     # Checkpoint to go on from: a path, or last (the newest good one of run_dir, or of this recipe); null = start
     # afresh.
     ckpt_path: str | None = None

@@ -26,6 +26,8 @@ _VERBS = {
     "verify": "check that a layout trains as one process does: a few steps of both, compared",
     "layout": "show which rank would do and hold what, in bytes; no process is started",
     "import-deepspeed": "show what a DeepSpeed JSON is in native configuration: `trainwright import-deepspeed --help`",
+    "report": "show a run, or several side by side, as one HTML page: `trainwright report --help`",
+    "watch": "show a run in the terminal while it goes on: `trainwright watch --help`",
     "checkpoint": "verify, inspect, list, export or import a checkpoint: `trainwright checkpoint --help`",
 }
 _TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
@@ -50,6 +52,7 @@ examples:
   trainwright fit recipe=gpt ckpt_path=last
   trainwright fit recipe=gpt run_dir=runs/mine resume=auto
   trainwright checkpoint list runs/gpt
+  trainwright report runs/gpt/2026-01-31_14-05-09
 
 `trainwright fit --help` lists every recipe, group and key. Options: --version, --help.
 """

@@ -18,6 +18,7 @@ from trainwright.trainer.launch.launcher import Launcher, detect_launcher
 from trainwright.trainer.launch.sizes import resized, size_problems
 from trainwright.trainer.launch.watch import ShutdownWatch
 from trainwright.trainer.problems import ConfigError
+from trainwright.trainer.report.ending import write_report
 from trainwright.trainer.run_directory import default_run_dir, read_config, write_config
 from trainwright.trainer.validate import Surroundings, resolve_devices, validate
 
@@ -135,12 +136,20 @@ def launch(cfg: DictConfig, verb: str, launcher: Launcher | None = None, *, own_
         own_processes: start a process even for a single rank (a sweep does: one job leaves nothing to the next). A run
             that is to be restarted after failures has one in any case.
     """
-    if launcher is None and (cfg.devices > 1 or own_processes or cfg.launch.max_restarts != 0):
-        from trainwright.trainer.launch.local import launch_local
+    writes_page = verb == "fit" and cfg.report and (launcher is None or launcher.rank == 0)
+    try:
+        if launcher is None and (cfg.devices > 1 or own_processes or cfg.launch.max_restarts != 0):
+            from trainwright.trainer.launch.local import launch_local
 
-        metrics = launch_local(cfg, verb)
-    else:
-        metrics = _run_here(cfg, verb)
+            metrics = launch_local(cfg, verb)
+        else:
+            metrics = _run_here(cfg, verb)
+    except Exception:
+        if writes_page:
+            write_report(Path(cfg.run_dir))
+        raise
+    if writes_page:
+        write_report(Path(cfg.run_dir))
     return RunResult(Path(cfg.run_dir), metrics)
 
 

@@ -2,15 +2,19 @@
 
 runs/<name>/<date>_<time>/
     config.yaml        the resolved configuration
+    command.json       the words that the command was given
     metrics.csv        everything logged, one row per logged step
     events.out.*       the same for TensorBoard
     checkpoints/       written by the checkpoint group; one folder per checkpoint
     logs/rank_<n>.log  what rank n had to say (rank 0 also speaks to the terminal)
     logs/restarts.log  what failed, and how the run went on
+    report.html        all of it as a page
     predictions.pt     written by `predict`
 """
 
+import json
 import os
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -20,6 +24,7 @@ from trainwright.trainer.candidates import newest_good
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
+COMMAND_FILE = "command.json"
 CHECKPOINTS = "checkpoints"
 
 
@@ -41,15 +46,15 @@ def holds_run(run_dir: Path) -> bool:
 def write_config(cfg: DictConfig) -> Path:
     """Make the run directory and write the resolved configuration there, whole or not at all.
 
-    A run that goes on in its own directory keeps what was there: the old config.yaml and metrics.csv are renamed to
-    config.1.yaml, metrics.1.csv and so on, since the loggers would overwrite them.
+    A run that goes on in its own directory keeps what was there: the old config.yaml, command.json and metrics.csv are
+    renamed to config.1.yaml, metrics.1.csv and so on, since the loggers would overwrite them.
 
     Returns:
         The path of the written file.
     """
     run_dir = Path(cfg.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    for name in (CONFIG_FILE, "metrics.csv"):
+    for name in (CONFIG_FILE, COMMAND_FILE, "metrics.csv"):
         _keep(run_dir / name)
     return write_config_file(cfg, run_dir)
 
@@ -61,6 +66,17 @@ def write_config_file(cfg: DictConfig, folder: Path) -> Path:
     partial.write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
     os.replace(partial, path)
     return path
+
+
+def command_words(verb: str, overrides: Sequence[str], config_dir: str | Path | None = None) -> list[str]:
+    """What is typed after `trainwright` for one run."""
+    return [verb, *overrides, *([] if config_dir is None else ["--config-dir", str(config_dir)])]
+
+
+def write_command(run_dir: Path, words: Sequence[str]) -> None:
+    """Keep what was typed after `trainwright` in the run directory, for people and for `trainwright report`."""
+    text = json.dumps({"words": list(words)}, indent=1, ensure_ascii=False)
+    (run_dir / COMMAND_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_config(folder: Path | str) -> DictConfig:

@@ -20,7 +20,7 @@ from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.forkserver import start_forkserver
 from trainwright.trainer.problems import ConfigError
 from trainwright.trainer.run import launch, plan, prepare
-from trainwright.trainer.run_directory import timestamp
+from trainwright.trainer.run_directory import command_words, timestamp, write_command
 
 MULTIRUN = Path("multirun")
 
@@ -107,7 +107,7 @@ def run_sweep(verb: str, overrides: Sequence[str], config_dir: str | Path | None
     failed: list[Job] = []
     for job, (cfg, report) in zip(jobs, configurations, strict=True):
         print(f"job {job.number + 1} of {len(jobs)}: {job.title}", flush=True)
-        if not _run_job(cfg, verb, report):
+        if not _run_job(cfg, verb, report, command_words(verb, job.overrides, config_dir)):
             failed.append(job)
     above = Path(configurations[0][0].run_dir).parent
     print(f"\n{len(jobs) - len(failed)} of {len(jobs)} jobs ended well; their directories are in {above}")
@@ -143,9 +143,10 @@ def _compose_all(
     return configurations
 
 
-def _run_job(cfg: DictConfig, verb: str, report: Report | None) -> bool:
+def _run_job(cfg: DictConfig, verb: str, report: Report | None, words: Sequence[str]) -> bool:
     try:
         prepared = prepare(cfg, verb)
+        write_command(Path(prepared.run_dir), words)
         tell_import(report, sys.stdout, Path(prepared.run_dir))
         launch(prepared, verb, own_processes=True)
     except (RankError, ConfigError) as error:

@@ -71,7 +71,8 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.tail = Tail(path)
         self.columns: dict[str, list[tuple[int, float]]] = {}
-        """Column -> (step, value), in the order of the file; cells that are empty or no number are left out."""
+        """Column -> (step, value), by step; cells that are empty or no number are left out. Where a step comes again,
+        since the run went back, its value and those of later steps make room."""
         self.not_finite: dict[str, int] = {}
         """Column -> values that are NaN or infinite, which `columns` leaves out."""
         self.skipped = 0
@@ -100,7 +101,7 @@ class MetricsFile:
                 continue
             value = number_of(cell)
             if value is not None:
-                self.columns.setdefault(name, []).append((int(step), value))
+                _put(self.columns.setdefault(name, []), int(step), value)
             elif cell.strip().lower() in ("nan", "inf", "-inf"):
                 self.not_finite[name] = self.not_finite.get(name, 0) + 1
 
@@ -170,6 +171,12 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def _put(values: list[tuple[int, float]], step: int, value: float) -> None:
+    while values and values[-1][0] >= step:
+        values.pop()
+    values.append((step, value))
 
 
 def _csv_rows(lines: list[str]) -> Iterator[list[str]]:

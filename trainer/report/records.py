@@ -188,9 +188,7 @@ def read_checkpoints(path: Path) -> list[Saved]:
     return sorted(found, key=lambda saved: (saved.step is None, saved.step or 0, saved.name))
 
 
-def read_events(
-    path: Path, monitor: Mapping[int, list[dict[str, Any]]], checkpoints: list[Saved]
-) -> list[Event]:
+def read_events(path: Path, monitor: Mapping[int, list[dict[str, Any]]], checkpoints: list[Saved]) -> list[Event]:
     """What happened, in the order of time: of the monitors, of logs/restarts.log, and checkpoints that are there.
 
     What several ranks noted of the same thing (a checkpoint, a validation) is told once, by the first of them.
@@ -203,9 +201,7 @@ def read_events(
                 continue
             step = number_of(record.get("step"))
             what, text = str(record.get("what", "event")), str(record.get("text", ""))
-            event = Event(
-                time, what, text, None if step is None else int(step), rank, number_of(record.get("seconds"))
-            )
+            event = Event(time, what, text, None if step is None else int(step), rank, number_of(record.get("seconds")))
             events.setdefault((f"{what} {text}", event.step if step is not None else time), event)
     found = [*events.values(), *_restarts(path / "logs" / "restarts.log")]
     noted = {event.step for event in found if event.what == "checkpoint"}
@@ -228,7 +224,9 @@ def layout_of(config: Mapping[str, Any], checkpoints: list[Saved]) -> Layout | N
     known = {axis: strategy[axis] for axis in _AXES if axis in strategy}
     world = devices * nodes
     if not known:  # ranks of the strategies without axes hold copies: single, ddp
-        is_copy = str(strategy.get("_target_", "")).startswith(("trainwright.strategies.ddp.", "trainwright.strategies.single."))
+        is_copy = str(strategy.get("_target_", "")).startswith(
+            ("trainwright.strategies.ddp.", "trainwright.strategies.single.")
+        )
         return Layout(replicate=world) if is_copy else None
     layout = _layout(known)
     try:
@@ -253,9 +251,7 @@ def _leaves(value: object, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _setting(value: object) -> str:
-    text = {None: "null", True: "true", False: "false"}.get(value) if value is None or value is True or value is False else None
-    if text is None:
-        text = str(value)
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= 500 else f"{text[:500]}... ({len(text)} characters)"
 
 
@@ -278,7 +274,9 @@ def _restarts(path: Path) -> Iterator[Event]:
 
 def _what_of(line: str) -> str:
     """The word for a line of restarts.log: what says that the run goes on is a recovery, the rest faults."""
-    return "recovered" if re.search(r"goes on|going on|restart|takes the place|recovered", line) else "fault"
+    if re.match(r"restart \d", line):
+        return "restarted"
+    return "recovered" if re.search(r"goes? on|going on|takes the place|recovered|joined", line) else "fault"
 
 
 def _time_of(iso: str) -> float | None:

@@ -130,8 +130,10 @@ def facts(run: RunRecord) -> list[Fact]:
         found.append(Fact("goodput", f"{100 * share:.3g} %"))
     if run.layout is not None:
         found.append(Fact("ranks", str(run.layout.world_size)))
-    faults = sum(event.what == "fault" for event in run.events)
-    back = sum(event.what in ("recovered", "restarted", "rollback") for event in run.events)
+    # Of a fault that the launching process tells of, ranks that outlived it tell too.
+    told = [event.rank for event in run.events if event.what == "fault"]
+    faults = told.count(None) or len(told)
+    back = sum(event.what in ("recovered", "rollback") for event in run.events)
     if faults or back:
         found.append(Fact("faults, recoveries", f"{faults}, {back}"))
     found.append(Fact("checkpoints kept", str(len(run.checkpoints))))
@@ -249,7 +251,9 @@ def memory_by_rank(run: RunRecord) -> BarTable | None:
     ranks = [list(rows)[i] for i in thinned(list(rows), _MOST_RANKS)]
     kinds = [kind for kind in (*KINDS, _REST) if any(kind in rows[rank] for rank in ranks)]
     beside = [
-        name for name in ("peak", "allocated", "reserved", "host", "host_peak") if any(name in row for row in rows.values())
+        name
+        for name in ("peak", "allocated", "reserved", "host", "host_peak")
+        if any(name in row for row in rows.values())
     ]
     shown = kinds or ["peak" if "peak" in beside else "host"]
     scale = max([*(sum(rows[rank].get(kind, 0.0) for kind in shown) for rank in ranks), predicted or 0.0])
@@ -368,7 +372,9 @@ def _sampled(run: RunRecord) -> tuple[int | None, dict[int, list[_Entry]]] | Non
     by_step: dict[int | None, dict[int, list[_Entry]]] = {}
     for rank, record in run.records("bubble"):
         raw = record.get("timeline")
-        entries = [entry for item in islice(raw, _MOST_ENTRIES) if (entry := _entry(item))] if isinstance(raw, list) else []
+        entries = (
+            [entry for item in islice(raw, _MOST_ENTRIES) if (entry := _entry(item))] if isinstance(raw, list) else []
+        )
         if entries:
             step = number_of(record.get("step"))
             by_step.setdefault(None if step is None else int(step), {})[rank] = entries
@@ -463,7 +469,11 @@ def _event_row(event: Event, began: float) -> tuple[str, str, str, str, str, str
         duration(event.time - began),
         "" if event.step is None else str(event.step),
         event.what,
-        "launcher" if event.rank is None and event.what != "checkpoint" else "" if event.rank is None else str(event.rank),
+        "launcher"
+        if event.rank is None and event.what != "checkpoint"
+        else ""
+        if event.rank is None
+        else str(event.rank),
         event.text,
         "" if not event.seconds else amount(event.seconds, "seconds"),
     )

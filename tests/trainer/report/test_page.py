@@ -1,0 +1,287 @@
+"""The page says what the files say, and lets nothing in them act."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import json
+import re
+from contextlib import nullcontext
+
+import pytest
+
+from tests.trainer.report.browser import browser, why_not
+from tests.trainer.report.parsed import Parsed
+from tests.trainer.report.runs import small_run, whole_run, write_records
+from trainwright.trainer.report.charts import amount, curve_chart, downsampled, ticks
+from trainwright.trainer.report.command import run_report_command
+from trainwright.trainer.report.ending import write_report
+from trainwright.trainer.report.page import build_page, labels_of
+
+
+def test_curves_hold_the_numbers_of_the_file(tmp_path):
+    run = small_run(tmp_path / "run")
+    page = Parsed(build_page([run]))
+    rows = list(csv.DictReader((run / "metrics.csv").open()))
+    for name in ("loss", "samples_per_second"):
+        shown = table_of(page, name)
+        assert [(int(step), float(value)) for step, value in shown] == [
+            (int(row["step"]), float(row[name])) for row in rows
+        ]
+    assert "last loss 3.1" in page.text
+    assert "last step logged 19 (to do: 20)" in page.text
+
+
+def table_of(page, name):
+    """Rows of the table that belongs to the picture of a metric."""
+    names = [attributes.get("aria-label") for tag, attributes in page.tags if tag == "div"]
+    labelled = [label for label in names if label and label.endswith("as a table")]
+    tables = [rows[1:] for rows in page.tables if rows and rows[0][0] == "step" and len(rows[0]) == 2]
+    return tables[labelled.index(f"{name} as a table")]
+
+
+def test_everything_that_was_measured_is_shown(tmp_path):
+    page = Parsed(build_page([whole_run(tmp_path / "run")]))
+
+    by_rank = page.table("rank", "time")
+    # Of two windows the first warms up; the second is 4 s for 2 steps.
+    assert by_rank[3] == ["rank 3", "", "2 s", "125 ms", "500 ms", "1 s", "250 ms", "125 ms"]
+    assert [row[0] for row in page.table("window that ended with")] == ["step 10", "step 20"]
+    memory = page.table("rank", "memory")
+    assert memory[2] == ["rank 2", "", "6.00 MiB", "3.00 MiB", "1.00 MiB", "2.00 MiB", "1.00 GiB", "5.72 MiB"]
+    assert "Predicted for the rank that needs most: 5.72 MiB (the dashed line)" in page.text
+
+    stages = page.table("stage", "timeline")
+    assert stages[0] == ["stage 0, rank 0", "", "3 s", "1 s", "25 %"]
+    assert stages[3] == ["stage 1, rank 3", "", "2 s", "2 s", "50 %"]
+    assert ["stage 1, rank 2", "backward", "0", "2 s", "3 s"] in page.table("stage", "what")
+    assert "MFU 32.1 %" in page.text
+    assert "faults, recoveries 1, 1" in page.text
+
+    events = [(row[1], row[2], row[3]) for row in page.table("time", "step", "kind")]
+    assert sorted(events) == sorted(
+        [
+            ("", "restarted", "launcher"),
+            ("10", "checkpoint", ""),
+            ("10", "recovered", "launcher"),
+            ("12", "fault", "launcher"),
+            ("15", "validation", "0"),
+        ]
+    )
+    assert page.table("name", "step") == [["step=10", "10", "2027-01-15 08:01:00", "4.00 KiB", "run state"]]
+    grid = next(rows for rows in page.tables if rows[0][0] == "stage 0")
+    assert [[cell.replace("shard", " shard") for cell in row] for row in grid] == [
+        ["stage 0", "rank 0 shard 0", "rank 1 shard 1"],
+        ["stage 1", "rank 2 shard 0", "rank 3 shard 1"],
+    ]
+    assert "trainwright fit recipe=gpt strategy=hybrid strategy.shard=-1 seed=7" in page.text
+    settings = {row[0]: row[1:] for row in page.table("key", "value")}
+    assert settings["seed"] == ["7", "yes"]
+    assert settings["strategy.pipeline"] == ["2", "yes"]  # the group was chosen
+    assert settings["optimizer.lr"] == ["0.004", ""]
+
+
+def test_what_is_missing_is_said(tmp_path):
+    page = Parsed(build_page([small_run(tmp_path / "run")]))
+    for text in (
+        "There is no monitor/rank_<n>.jsonl",
+        "Time by part was not measured",
+        "Memory was not measured",
+        "No timeline was sampled",
+        "There is no prediction to compare with",
+        "Nothing was noted: no fault, no restart, no checkpoint",
+        "There is none in checkpoints/",
+        "The command was not kept",
+        "MFU (the share of the device's peak that the model's own operations make) was not measured",
+    ):
+        assert text in page.text, text
+    assert "pipeline 2 x shard 2" in page.text  # of the configuration alone
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.csv"])
+def test_either_file_is_enough(tmp_path, name):
+    run = small_run(tmp_path / "run")
+    (run / name).unlink()
+    assert f"There is no {name}" in Parsed(build_page([run])).text
+
+
+def test_damaged_files_are_read_as_far_as_they_go(tmp_path):
+    run = whole_run(tmp_path / "run")
+    with (run / "metrics.csv").open("a") as file:
+        file.write("nan,1,20\nbroken\n0.5,3,21\n0.25,")
+    with (run / "monitor" / "rank_0.jsonl").open("a") as file:
+        file.write('[1]\n{"kind": "step", "seconds": 3}\n{"kind": "memory", "host": "much"}\n{"kind": "bubble", "timel')
+    (run / "plan.json").write_text("{")
+    (run / "checkpoints" / "step=10" / "manifest.json").write_text('{"about": 3}')
+    page = Parsed(build_page([run]))
+    assert "last loss 0.5" in page.text
+    assert "1 rows of metrics.csv are damaged" in page.text
+    assert "1 values of loss are not finite" in page.text
+    assert "1 lines of monitor/ are damaged" in page.text
+
+
+EVIL = "</style></title><script>alert(1)</script><img src=x onerror=alert(2)>'\"{{ 7*7 }}"
+
+
+def test_texts_of_a_run_stay_texts(tmp_path):
+    run = small_run(
+        tmp_path / "run", f"name: {json.dumps(EVIL)}\n? {json.dumps(EVIL)}\n: ${{oc.env:HOME}}\ndevices: 2\n"
+    )
+    lines = (run / "metrics.csv").read_text().replace("samples_per_second", '"' + EVIL.replace('"', '""') + '"', 1)
+    (run / "metrics.csv").write_text(lines)
+    event = {"time": 1.0, "step": 1, "kind": "event", "what": EVIL, "text": EVIL, "seconds": 1}
+    timeline = [[0, 1, EVIL, EVIL, EVIL]]
+    write_records(run, 0, [event, {"time": 1.0, "step": 1, "kind": "bubble", "timeline": timeline}])
+    (run / "command.json").write_text(json.dumps({"words": ["fit", EVIL]}))
+    renamed = run.rename(tmp_path / "<b onclick=x>")
+    page = Parsed(build_page([renamed]))
+    tags = {tag for tag, _ in page.tags}
+    assert not tags & {"script", "img", "b", "iframe", "object", "link", "form"}
+    attributes = {name for _, found in page.tags for name in found}
+    assert not {name for name in attributes if name.startswith("on") or name in ("style", "src", "xlink:href")}
+    assert {found["href"][0] for tag, found in page.tags if tag == "a"} == {"#"}
+    assert EVIL in page.text
+    assert "${oc.env:HOME}" in page.text  # nothing is resolved on the machine that makes the page
+
+
+def test_only_the_own_style_is_allowed(tmp_path):
+    html = build_page([small_run(tmp_path / "run")])
+    page = Parsed(html)
+    [policy] = [a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    digest = base64.b64encode(hashlib.sha256(page.style.encode()).digest()).decode()
+    assert policy.startswith(f"default-src 'none'; style-src 'sha256-{digest}'")
+    assert not re.search(r"https?://|url\((?!#)", html)
+
+
+def test_a_reader_finds_the_way(tmp_path):
+    page = Parsed(build_page([whole_run(tmp_path / "a"), small_run(tmp_path / "b")]))
+    tags = [tag for tag, _ in page.tags]
+    assert all(tags.count(tag) == 1 for tag in ("h1", "main", "header", "footer", "nav"))
+    assert {int(tag[1]) for tag in tags if re.fullmatch(r"h\d", tag)} == {1, 2, 3}
+    ids = [found["id"] for _, found in page.tags if "id" in found]
+    assert len(ids) == len(set(ids))
+    links = {found["href"][1:] for tag, found in page.tags if tag == "a"}
+    assert links <= set(ids)
+    assert {found["aria-labelledby"] for tag, found in page.tags if tag == "section"} <= set(ids)
+    for tag, found in page.tags:
+        if found.get("role") in ("img", "region"):
+            assert found.get("aria-label"), (tag, found)
+        if tag == "svg" and found.get("role") != "img" and "x" not in found and "viewbox" not in found:
+            assert found.get("aria-hidden") == "true"
+    assert next(found for tag, found in page.tags if tag == "html")["lang"] == "en"
+
+
+def test_runs_are_side_by_side(tmp_path):
+    page = Parsed(build_page([small_run(tmp_path / "a" / "run"), small_run(tmp_path / "b" / "run")]))
+    [first, *_] = page.table("step", "a/run", "b/run")
+    assert first == ["0", "5", "5"]
+    assert labels_of([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
+    assert labels_of([tmp_path / "a", tmp_path / "a"]) == ["a (1)", "a (2)"]
+
+
+def test_a_long_run_makes_a_page_of_bounded_size(tmp_path):
+    run = small_run(tmp_path / "run")
+    peak = 60_000
+    rows = (f"{1000 if step == peak else step % 7},{step},{step}" for step in range(100_000))
+    (run / "metrics.csv").write_text("loss,samples_per_second,step\n" + "\n".join(rows) + "\n")
+    records = [
+        {"time": 1.0 + i, "step": i, "kind": "event", "what": "checkpoint", "text": "", "seconds": 1}
+        for i in range(5000)
+    ]
+    write_records(run, 0, records)
+    html = build_page([run])
+    assert len(html) < 400_000
+    assert "greatest 1000," in html
+
+
+def test_no_peak_is_lost():
+    values = [(float(x), 5.0 if x == 777 else -5.0 if x == 3111 else float(x % 3)) for x in range(5000)]
+    kept = downsampled(values, 100)
+    assert len(kept) <= 200
+    assert kept == sorted(kept)
+    assert {(777.0, 5.0), (3111.0, -5.0)} <= set(kept) <= set(values)
+
+
+def test_pictures_of_few_and_equal_values():
+    assert curve_chart("loss", {"run": (0, [])}) is None
+    chart = curve_chart("loss", {"run": (0, [(3, 2.0)])})
+    assert chart.curves[0].path == "M500.0 500.0h0"
+    assert ticks(0.0, 10.0, 5) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+    assert amount(3 * 2**30, "bytes") == "3.00 GiB"
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_browser_has_nothing_to_complain_of(tmp_path):
+    out = tmp_path / "page.html"
+    out.write_text(build_page([whole_run(tmp_path / "a"), small_run(tmp_path / "b")]))
+    with browser(tmp_path / "profile") as tab:
+        backgrounds = []
+        for scheme in ("light", "dark"):
+            tab.colours(scheme)
+            tab.size(390)
+            tab.open(out)
+            tab.run("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+            assert tab.run("return document.documentElement.scrollWidth") == 390
+            backgrounds.append(tab.run("return getComputedStyle(document.body).backgroundColor"))
+            drawn = (
+                "return Array.from(document.querySelectorAll('path.curve')).map(p => p.getBoundingClientRect().width)"
+            )
+            assert [width > 100 for width in tab.run(drawn)] == [True, True, True, True, False]  # one value is a dot
+        assert backgrounds == ["rgb(251, 251, 249)", "rgb(20, 22, 26)"]
+        assert tab.console() == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command, and the end of a run
+
+
+def test_the_command_writes_the_page(tmp_path, capsys):
+    run = small_run(tmp_path / "run")
+    assert run_report_command(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"report: {run / 'report.html'}\n"
+    assert run_report_command(["report", str(run), str(run), "--out", str(tmp_path / "both.html")]) == 0
+    assert "run (2)" in (tmp_path / "both.html").read_text()
+    assert not list(tmp_path.glob("**/*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "required: RUN_DIR"),
+        (["{tmp}/nothing"], "there is no such run directory"),
+        (["{tmp}"], "this holds runs and is none itself; type for example {tmp}/run"),
+        (["{tmp}/run", "--out", "{tmp}"], "this is a folder; type the name of a file"),
+        (["{tmp}/run", "--out", "{tmp}/no/page.html"], "No such file or directory; type another --out FILE"),
+        (["{tmp}/run"] * 9, "at most 8 side by side"),
+        (["{tmp}/run", "--open"], "unrecognized arguments: --open; `trainwright report --help`"),
+    ],
+)
+def test_refusals(tmp_path, capsys, words, said):
+    small_run(tmp_path / "run")
+    assert run_report_command(["report", *(word.format(tmp=tmp_path) for word in words)]) == 2
+    assert said.format(tmp=tmp_path) in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_fails_no_run(tmp_path, capsys):
+    write_report(tmp_path / "nothing")
+    assert capsys.readouterr().err.startswith("trainwright: no report was written: ")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_fit_ends_with_a_page(tmp_path, monkeypatch, capsys, fails):
+    from trainwright.trainer import run
+    from trainwright.trainer.compose import compose
+
+    def here(cfg, verb):
+        small_run(tmp_path / "run")
+        if fails:
+            raise RuntimeError("why")
+        return {}
+
+    monkeypatch.setattr(run, "_run_here", here)
+    cfg = compose("digits", [f"run_dir={tmp_path / 'run'}"])
+    with pytest.raises(RuntimeError, match="why") if fails else nullcontext():
+        run.launch(cfg, "fit")
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert capsys.readouterr().out.startswith("Report:        ")
