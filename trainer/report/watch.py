@@ -95,8 +95,8 @@ class Watched:
             names = ", ".join(sorted(self._metrics.not_finite))
             rows.append(("not finite", f"NaN or infinite values of {names}"))
         table = Table.grid(padding=(0, 2))
-        for name, value in rows:
-            table.add_row(Text(name, style="bold"), Text(value))
+        for name, said in rows:
+            table.add_row(Text(name, style="bold"), Text(said))
         return table
 
     def _curve(self) -> Text | None:
