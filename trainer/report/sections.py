@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
+from statistics import median
 from typing import Any
 
 from trainwright.strategies.layout import Layout
@@ -29,6 +30,7 @@ from trainwright.trainer.report.records import Event, RunRecord
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+_OF_PROCESS = ("peak", "allocated", "reserved", "host", "host_peak")
 _REST = "other allocated"
 _MOST_BARS = 24
 _MOST_RANKS = 64
@@ -243,51 +245,47 @@ def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def memory_by_rank(run: RunRecord) -> BarTable | None:
-    """What each rank held at most of each kind, in bytes, against what was predicted."""
-    rows = {rank: held for rank in sorted(run.monitor) if (held := _most_held(run.monitor[rank]))}
-    predicted = predicted_memory(run.plan)
-    if not rows:
+    """What each rank held at most of each kind, in bytes, and first what was predicted of the rank that needs most."""
+    measured = {rank: held for rank in sorted(run.monitor) if (held := _most_held(run.monitor[rank]))}
+    if not measured:
         return None
-    ranks = [list(rows)[i] for i in thinned(list(rows), _MOST_RANKS)]
-    kinds = [kind for kind in (*KINDS, _REST) if any(kind in rows[rank] for rank in ranks)]
-    beside = [
-        name
-        for name in ("peak", "allocated", "reserved", "host", "host_peak")
-        if any(name in row for row in rows.values())
-    ]
+    ranks = [list(measured)[i] for i in thinned(list(measured), _MOST_RANKS)]
+    predicted = predicted_memory(run.plan)
+    rows = [(f"rank {rank}", measured[rank]) for rank in ranks]
+    rows = [*([("predicted", predicted)] if predicted else []), *rows]
+    kinds = [kind for kind in (*KINDS, _REST) if any(kind in row for _, row in rows)]
+    beside = [name for name in _OF_PROCESS if any(name in row for _, row in rows)]
     shown = kinds or ["peak" if "peak" in beside else "host"]
-    scale = max([*(sum(rows[rank].get(kind, 0.0) for kind in shown) for rank in ranks), predicted or 0.0])
+    mark = sum(predicted.values()) if predicted else None
+    scale = max(sum(row.get(kind, 0.0) for kind in shown) for _, row in rows)
     bars = []
-    for rank in ranks:
-        row = rows[rank]
+    for label, row in rows:
         together = sum(row.get(kind, 0.0) for kind in shown)
-        cells = [together if name == "together" else row.get(name) for name in ("together", *kinds, *beside)]
-        texts = ["not measured" if cell is None else amount(cell, "bytes") for cell in cells]
-        if predicted is not None:
-            texts.append(amount(predicted, "bytes"))
+        cells = [together, *(row.get(name) for name in (*kinds, *beside))]
         parts = [(kind, number, row.get(kind, 0.0)) for number, kind in enumerate(shown)]
-        bar = stacked(f"rank {rank}", parts, scale, "bytes", texts)
-        mark = None if predicted is None or not scale else round(100 * predicted / scale, 3)
-        bars.append(Bar(bar.label, bar.parts, bar.cells, mark))
-    head = ["rank", "memory", "together", *kinds, *(name.replace("_", " ") for name in beside)]
-    if predicted is not None:
-        head.append("predicted at most")
+        bar = stacked(label, parts, scale, "bytes", ["" if cell is None else amount(cell, "bytes") for cell in cells])
+        bars.append(replace(bar, mark=None if mark is None or not scale else round(100 * mark / scale, 3)))
+    head = ("rank", "memory", "together", *kinds, *(name.replace("_", " ") for name in beside))
     legend = tuple((kind, number) for number, kind in enumerate(shown))
-    return BarTable("Bytes that each rank held, the most of each kind over the run", tuple(head), legend, tuple(bars))
+    return BarTable("Bytes that each rank held, the most of each kind over the run", head, legend, tuple(bars))
 
 
-def predicted_memory(plan: Mapping[str, Any] | None) -> float | None:
-    """Bytes that the rank that needs most was predicted to need; None if the plan does not say."""
-    for path in (("memory",), ("predicted", "memory"), ("best", "memory"), ("chosen", "memory")):
-        found: Any = plan
-        for key in path:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        if isinstance(found, Mapping):
-            total = number_of(found.get("total"))
-            kinds = [value for kind in KINDS if (value := number_of(found.get(kind))) is not None]
-            if total is not None or kinds:
-                return total if total is not None else sum(kinds)
-    return None
+def predicted_memory(plan: Mapping[str, Any] | None) -> dict[str, float]:
+    """Bytes by kind that plan.json predicts for the rank that needs most; {} if it does not."""
+    chosen = (plan or {}).get("chosen")
+    found = chosen.get("bytes") if isinstance(chosen, Mapping) else None
+    if not isinstance(found, Mapping):
+        return {}
+    return {kind: value for kind in KINDS if (value := number_of(found.get(kind))) is not None}
+
+
+def predicted_seconds(run: RunRecord) -> tuple[float, float | None] | None:
+    """Seconds of a step that plan.json predicts, and the middle of those that were measured; None without the first."""
+    chosen = (run.plan or {}).get("chosen")
+    seconds = chosen.get("seconds") if isinstance(chosen, Mapping) else None
+    predicted = number_of(seconds.get("step")) if isinstance(seconds, Mapping) else None
+    measured = [value for _, value in run.metrics.get("step_seconds", [])]
+    return None if predicted is None else (predicted, median(measured) if measured else None)
 
 
 def _most_held(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -295,7 +293,7 @@ def _most_held(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     for record in records:
         if record["kind"] != "memory":
             continue
-        for name in (*KINDS, "allocated", "reserved", "peak", "host", "host_peak"):
+        for name in (*KINDS, *_OF_PROCESS):
             value = number_of(record.get(name))
             if value is not None:
                 held[name] = max(held.get(name, 0.0), value)

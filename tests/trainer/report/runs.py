@@ -57,7 +57,8 @@ def whole_run(path: Path) -> Path:
     }  # fmt: skip
     (saved / "manifest.json").write_text(json.dumps({"about": about}))
     predicted = {"parameters": 3e6, "gradients": 1e6, "optimizer": 2e6, "activations": 0, "buffers": 0}
-    (path / "plan.json").write_text(json.dumps({"predicted": {"memory": predicted}}))
+    document = {"chosen": {"bytes": {**predicted, "total": 6e6, "moment": "step"}, "seconds": {"step": 0.5}}}
+    (path / "plan.json").write_text(json.dumps(document))
     return path
 
 

@@ -49,8 +49,10 @@ def test_everything_that_was_measured_is_shown(tmp_path):
     assert by_rank[3] == ["rank 3", "", "2 s", "125 ms", "500 ms", "1 s", "250 ms", "125 ms"]
     assert [row[0] for row in page.table("window that ended with")] == ["step 10", "step 20"]
     memory = page.table("rank", "memory")
-    assert memory[2] == ["rank 2", "", "6.00 MiB", "3.00 MiB", "1.00 MiB", "2.00 MiB", "1.00 GiB", "5.72 MiB"]
-    assert "Predicted for the rank that needs most: 5.72 MiB (the dashed line)" in page.text
+    assert memory[0] == ["predicted", "", "5.72 MiB", "2.86 MiB", "976.56 KiB", "1.91 MiB", "0 B", "0 B", ""]
+    assert memory[3] == ["rank 2", "", "6.00 MiB", "3.00 MiB", "1.00 MiB", "2.00 MiB", "", "", "1.00 GiB"]
+    assert "predicted for the rank that needs most, 5.72 MiB" in page.text
+    assert "Predicted were 500 ms a step." in page.text
 
     stages = page.table("stage", "timeline")
     assert stages[0] == ["stage 0, rank 0", "", "3 s", "1 s", "25 %"]
