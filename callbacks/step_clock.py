@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from trainwright.strategies.waiting import Waits
+from trainwright.trainer.phases import Phases
 
 # What the phases that the Trainer tells of are counted as; others (validation) are no part of a step.
 _KIND_OF = {"data": "data", "forward": "compute", "backward": "compute", "optimizer": "compute", "hooks": "hooks"}
 KINDS = ("compute", "data", "hooks")
 
 
-class StepClock:
-    """Sums up for what the time is spent, as phases begin, until it is stopped.
+class PhaseClock:
+    """Sums up the time by the kind of the phase it was spent in, as phases begin, until it is stopped.
 
     Args:
-        trainer: whose phases it hears of; its strategy measures how long this rank waits
-            (:class:`~trainwright.strategies.waiting.Waits`), which also tells the time.
+        trainer: whose strategy measures how long this rank waits (:class:`~trainwright.strategies.waiting.Waits`),
+            which also tells the time. A strategy of Lightning's own does not, and waits are then those that end in
+            ``Work.wait``.
+        phases: of that Trainer, which it hears.
+        kind_of: phase -> what it counts as; those that are not among them count as ``""``.
+        begins_as: the kind that counts until a phase begins.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._waits = trainer.strategy.measure_waits()
+    def __init__(self, trainer: Any, phases: Phases, kind_of: Mapping[str, str], begins_as: str) -> None:
+        measure = getattr(trainer.strategy, "measure_waits", None)
+        self._waits: Waits = Waits(trainer.strategy.root_device) if measure is None else measure()
         self._spans = self._waits.new_spans()
-        self._kind = self._waits.kind = "hooks"
+        self._kind_of = kind_of
+        self._kind = self._waits.kind = begins_as
         self._since = self._spans.mark()
-        self._end: Callable[[], None] = trainer.phases.listen(self.begin)
+        self._end: Callable[[], None] = phases.listen(self.begin)
 
     def stop(self) -> None:
         """Measure no more."""
@@ -36,10 +45,10 @@ class StepClock:
 
     def begin(self, phase: str) -> None:
         """A phase begins, and so the one before ends."""
-        self._turn(_KIND_OF.get(phase, ""))
+        self._turn(self._kind_of.get(phase, ""))
 
-    def take(self, wait_for_device: bool = False) -> list[float]:
-        """Seconds of compute, data, hooks and waits since the last call.
+    def spent_and_waited(self, wait_for_device: bool = False) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds by kind since the last call, waits included; and, of these, seconds that this rank waited for others.
 
         Args:
             wait_for_device: until the device has done all of it; else the next call tells of what it has not done yet.
@@ -47,12 +56,31 @@ class StepClock:
         self._turn(self._kind)
         if wait_for_device:
             self._spans.settle()
-        spent, waited = self._spans.take(), self._waits.spans.take()
-        own = [max(spent.get(kind, 0.0) - waited.get(kind, 0.0), 0.0) for kind in KINDS]
-        return [*own, sum(waited.get(kind, 0.0) for kind in KINDS)]
+        return self._spans.take(), self._waits.spans.take()
 
     def _turn(self, kind: str) -> None:
         now = self._spans.mark()
         self._spans.add(self._kind, self._since, now)
         self._kind, self._since = kind, now
         self._waits.kind = kind
+
+
+class StepClock(PhaseClock):
+    """Sums up what is computed, waited for and done in hooks.
+
+    Args:
+        trainer: with phases, see :class:`PhaseClock`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer, trainer.phases, _KIND_OF, begins_as="hooks")
+
+    def take(self, wait_for_device: bool = False) -> list[float]:
+        """Seconds of compute, data, hooks and waits since the last call.
+
+        Args:
+            wait_for_device: see :meth:`spent_and_waited`.
+        """
+        spent, waited = self.spent_and_waited(wait_for_device)
+        own = [max(spent.get(kind, 0.0) - waited.get(kind, 0.0), 0.0) for kind in KINDS]
+        return [*own, sum(waited.get(kind, 0.0) for kind in KINDS)]

@@ -37,6 +37,12 @@ class StepCounter:
         return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+def steps_done(trainer: Trainer) -> int:
+    """How many optimizer steps the run has made, one just made included; several optimizers count once."""
+    several = len(trainer.optimizers) > 1
+    return trainer.fit_loop.epoch_loop._batches_that_stepped if several else trainer.global_step
+
+
 def is_dropped(trainer: Trainer) -> bool:
     """Whether the present micro-batch should have ended an optimizer step that was not made, see ``DropStep``."""
     return bool(getattr(trainer.fit_loop.epoch_loop, "dropped", False))

@@ -1,4 +1,4 @@
-"""Samples and units (tokens, pixels, ...) per second, and the time of a step."""
+"""Samples, units (tokens, pixels, ...) and operations per second, and the time of a step."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from trainwright.callbacks.monitor.flops import CountedOperations
+from trainwright.callbacks.monitor.records import tell
 from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
 
 
 class Throughput(Callback):
-    """Log ``samples_per_second`` and ``step_seconds`` of all ranks together, averaged over windows of optimizer steps.
+    """Log ``samples_per_second`` and ``step_seconds`` of all ranks together, averaged over windows of optimizer steps;
+    where ranks step by themselves (``steps_are_collective`` of the strategy), of rank 0 alone.
 
     Where it is known what a sample consists of, ``<unit>_per_second`` too: from the arguments, or from the module's
     attributes ``sample_unit`` (such as ``"tokens"``) and ``units_per_sample``. Samples of a batch are the first
     dimension of its first tensor, wherever that is nested.
+
+    The floating-point operations of forward and backward are counted while the first micro-batch runs
+    (:class:`~trainwright.callbacks.monitor.flops.CountedOperations`), and logged as ``flops_per_second``: of one
+    device, the mean of all, by the samples that it has trained on. Where it is known how many the device could do,
+    ``mfu`` is the part of that. Every rank tells a record ``rate`` of what is logged, with its own operations.
 
     The clock begins after the first step, whose compilation and warm-up would hide the rest, and stands still during
     validation; time for saving a checkpoint or reading data counts. The device is waited for at the end of a window
@@ -29,23 +37,36 @@ class Throughput(Callback):
         unit: what a sample consists of, plural, such as ``tokens``; ``None``: the module's ``sample_unit``.
         units_per_sample: how many of them a sample has; ``None``: the module's ``units_per_sample``. Off if the module
             has none.
+        count_flops: whether to count operations; ``False`` is off.
+        peak_flops: most operations per second of one device; ``None``: not known, and there is no ``mfu``.
 
     Raises:
-        ValueError: if ``every_n_steps`` or ``units_per_sample`` is less than 1.
+        ValueError: if ``every_n_steps`` or ``units_per_sample`` is less than 1, or ``peak_flops`` is not above 0.
     """
 
     # A strategy may have the weights of a step on their way while this one is called.
     looks_at_parameters = False
 
     def __init__(
-        self, every_n_steps: int | None = None, unit: str | None = None, units_per_sample: int | None = None
+        self,
+        every_n_steps: int | None = None,
+        unit: str | None = None,
+        units_per_sample: int | None = None,
+        count_flops: bool = True,
+        peak_flops: float | None = None,
     ) -> None:
         require_window(every_n_steps, self)
         if units_per_sample is not None and units_per_sample < 1:
             raise ValueError(f"Throughput(units_per_sample={units_per_sample}) (allowed: 1 or more, or None)")
+        if peak_flops is not None and not peak_flops > 0:
+            raise ValueError(f"Throughput(peak_flops={peak_flops}) (allowed: operations per second above 0, or None)")
         self.every_n_steps = every_n_steps
         self.unit = unit
         self.units_per_sample = units_per_sample
+        self.count_flops = count_flops
+        self.peak_flops = peak_flops
+        self.flops_per_sample: float | None = None
+        """Operations of forward and backward on this rank for one of its samples; ``None``: not counted."""
         self.latest: dict[str, float] = {}
         """What was logged last, in units per second and seconds; empty before the first window has ended."""
         self._counted: tuple[str, int] | None = None  # unit and units per sample of this run
@@ -55,6 +76,10 @@ class Throughput(Callback):
         self._before = 0.0  # seconds of the window's earlier pieces
         self._samples = 0  # of this rank, in this window
         self._steps_done = 0  # in this window
+        self._counting: CountedOperations | None = None
+        self._counted_operations: float | None = None
+        self._is_counted = True
+        self._peak: float | None = None
 
     @property
     def rate(self) -> tuple[float, str] | None:
@@ -71,6 +96,23 @@ class Throughput(Callback):
         self._counted = None if units is None else (unit, units)
         self._begin = None
         self._restart()
+        self._peak = self.peak_flops
+        self._is_counted = not (self.count_flops and self._window)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Count the operations of the first micro-batch."""
+        if not self._is_counted:
+            self._is_counted = True
+            self._counting = CountedOperations()
+            self._counting.__enter__()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """What an optimizer computes is no part of the model."""
+        self._end_counting()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Count no more."""
+        self._end_counting()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -78,6 +120,9 @@ class Throughput(Callback):
         """Count the samples; at the end of a window, write."""
         if not self._window:
             return
+        if self._counting is not None or self._counted_operations is not None:
+            self._end_counting()
+            self._settle_operations(num_samples(batch))
         if self._begin is not None:
             self._samples += num_samples(batch)
         step = self._steps.ended(trainer)
@@ -106,19 +151,42 @@ class Throughput(Callback):
         if self._begin is not None:
             self._begin = time.perf_counter()
 
+    def _end_counting(self) -> None:
+        if self._counting is not None:
+            self._counting.__exit__(None, None, None)
+            self._counted_operations, self._counting = self._counting.total, None
+
+    def _settle_operations(self, samples: int) -> None:
+        operations, self._counted_operations = self._counted_operations, None
+        self.flops_per_sample = operations / samples if operations and samples else None
+
     def _write(self, trainer: Trainer, step: int) -> None:
         assert self._begin is not None
-        samples = torch.tensor(float(self._samples), device=trainer.strategy.root_device, dtype=torch.float32)
-        total = float(trainer.strategy.reduce(samples, reduce_op="sum"))  # waits for the device
+        flops = self._samples * (self.flops_per_sample or 0.0)
+        sums = torch.tensor([float(self._samples), flops], device=trainer.strategy.root_device, dtype=torch.float32)
+        together = bool(getattr(trainer.strategy, "steps_are_collective", True))
+        if together:
+            sums = trainer.strategy.reduce(sums, reduce_op="sum")
+        total, all_flops = sums.tolist()  # waits for the device
         now = time.perf_counter()
         seconds = self._before + now - self._begin
         self.latest = {"samples_per_second": total / seconds, "step_seconds": seconds / self._steps_done}
         if self._counted is not None:
             unit, units = self._counted
             self.latest[f"{unit}_per_second"] = total * units / seconds
+        own = dict(self.latest)
+        devices = trainer.world_size if together else 1
+        self.latest |= self._rates(all_flops / devices, seconds)
+        tell(trainer, "rate", own | self._rates(flops, seconds), step + 1)
         log_metrics(trainer, self.latest, step)
         self._begin = now
         self._restart()
+
+    def _rates(self, flops: float, seconds: float) -> dict[str, float]:
+        if not flops:
+            return {}
+        rate = flops / seconds
+        return {"flops_per_second": rate} | ({} if self._peak is None else {"mfu": rate / self._peak})
 
     def _restart(self) -> None:
         self._before, self._samples, self._steps_done = 0.0, 0, 0

@@ -6,16 +6,34 @@ from lightning.pytorch import Callback
 
 from trainwright import compose
 from trainwright.callbacks.global_loss import GlobalLoss
+from trainwright.callbacks.monitor.events import Events
+from trainwright.callbacks.monitor.goodput import Goodput
+from trainwright.callbacks.monitor.memory import Memory
+from trainwright.callbacks.monitor.records import MonitorFile
+from trainwright.callbacks.monitor.scale import LossScale
+from trainwright.callbacks.monitor.step_time import StepTime
 from trainwright.callbacks.progress_bar import ProgressBar
 from trainwright.callbacks.start_summary import StartSummary
 from trainwright.callbacks.throughput import Throughput
 
 
 @pytest.mark.parametrize("recipe", ["gpt", "digits", "linear_regression"])
-def test_default_is_four_callbacks_for_every_recipe(recipe: str) -> None:
-    made = [instantiate(node) for node in compose(recipe=recipe).monitor.values()]
+def test_default_is_what_is_cheap_for_every_recipe(recipe: str) -> None:
+    made = [instantiate(node) for node in compose(recipe=recipe, overrides=["run_dir=null"]).monitor.values()]
     assert all(isinstance(callback, Callback) for callback in made)
-    assert {type(callback) for callback in made} == {StartSummary, GlobalLoss, Throughput, ProgressBar}
+    assert {type(callback) for callback in made} == {
+        StartSummary,
+        GlobalLoss,
+        Throughput,
+        ProgressBar,
+        StepTime,
+        Memory,
+        LossScale,
+        Events,
+        Goodput,
+        MonitorFile,
+    }
+    assert isinstance(made[-1], MonitorFile)
 
 
 @pytest.mark.parametrize("recipe", ["gpt", "digits", "linear_regression"])

@@ -1,0 +1,148 @@
+"""What is found out about a run: told by whoever measures, kept by whoever wants to, both of them callbacks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from trainwright.callbacks.steps import steps_done
+
+FOLDER = "monitor"
+"""Of a run directory."""
+
+
+@runtime_checkable
+class HearsRecords(Protocol):
+    """A callback that wants to know what others find out on this rank."""
+
+    def on_record(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
+        """Something was found out.
+
+        Args:
+            trainer: of the run.
+            record: ``time`` (unix seconds), ``step`` (optimizer steps done), ``kind`` and the values of that kind.
+        """
+
+
+def tell(trainer: Any, kind: str, values: Mapping[str, Any], step: int | None = None) -> None:
+    """Tell every callback that wants to know what was found out on this rank; nothing is sent.
+
+    Args:
+        trainer: of the run.
+        kind: what it is about, see docs/monitoring.md.
+        values: plain values (numbers, texts, lists and mappings of them).
+        step: optimizer steps done; ``None``: as the Trainer counts them now.
+    """
+    done = steps_done(trainer) if step is None else step
+    record = {"time": time.time(), "step": int(done), "kind": kind, **values}
+    for callback in trainer.callbacks:
+        if isinstance(callback, HearsRecords):
+            callback.on_record(trainer, record)
+
+
+def records_path(run_dir: str | Path, rank: int) -> Path:
+    """Where a rank keeps its records."""
+    return Path(run_dir) / FOLDER / f"rank_{rank}.jsonl"
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a file of records, in order; none if there is no file.
+
+    A line that a process was about to write when it ended is left out.
+    """
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    yield record
+
+
+class MonitorFile(Callback):
+    """Keep what is found out on each rank in ``<run_dir>/monitor/rank_<n>.jsonl``, one JSON object a line.
+
+    Lines are collected and written in one piece when the micro-batch in which they came has ended. What was written is
+    in the hands of the kernel: it stays if the process is killed. A run that goes on in its directory adds to the file.
+    It should be the last of the callbacks that find something out, else their lines are written a micro-batch later.
+
+    Args:
+        run_dir: of the run; ``None``: nothing is kept.
+    """
+
+    # A strategy may have the weights of a step on their way while this one is called.
+    looks_at_parameters = False
+
+    def __init__(self, run_dir: str | None = None) -> None:
+        self.run_dir = run_dir
+        self._lines: list[str] = []
+        self._file: int | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Open the file, where there is to be one."""
+        if stage == "fit" and self.run_dir is not None and self._file is None:
+            self._file = _opened(records_path(self.run_dir, trainer.global_rank))
+
+    def on_record(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
+        """Keep a record."""
+        if self._file is not None:
+            self._lines.append(json.dumps(_finite(record), separators=(",", ":")) + "\n")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write what has come together."""
+        if self._lines:
+            self.flush()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write what there is: the process may be about to end."""
+        self.flush()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the rest."""
+        self.flush()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the rest and close the file."""
+        self.flush()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def flush(self) -> None:
+        """Write what has come together."""
+        text, self._lines = "".join(self._lines).encode(), []
+        while text and self._file is not None:
+            text = text[os.write(self._file, text) :]
+
+
+def _opened(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    # A machine that lost its power may have left part of a line.
+    size = whole = os.fstat(file).st_size
+    while whole and os.pread(file, 1, whole - 1) != b"\n":
+        whole -= 1
+    if whole != size:
+        os.truncate(file, whole)
+    return file
+
+
+def _finite(value: Any) -> Any:
+    """The same without NaN and infinity, which JSON does not know: texts in their place."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value

@@ -1,0 +1,54 @@
+"""The loss scale of float16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from trainwright.callbacks.monitor.records import tell
+from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
+
+
+class LossScale(Callback):
+    """Log by what the loss is multiplied under ``precision="16-mixed"``, as ``loss_scale``; nothing elsewhere.
+
+    Told too as a record ``scale`` (``scale``) of every rank, at the end of each window.
+
+    Args:
+        every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (there, 0 is off).
+
+    Raises:
+        ValueError: if ``every_n_steps`` is less than 1.
+    """
+
+    looks_at_parameters = False
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        require_window(every_n_steps, self)
+        self.every_n_steps = every_n_steps
+        self._steps = StepCounter()
+        self._window = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count steps."""
+        self._steps.start(trainer)
+        self._window = window_steps(self.every_n_steps, trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """At the end of a window, look."""
+        step = self._steps.ended(trainer)
+        if step is None or not self._window or (step + 1) % self._window:
+            return
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is None or not scaler.is_enabled():
+            return
+        scale = float(scaler.get_scale())
+        tell(trainer, "scale", {"scale": scale}, step + 1)
+        log_metrics(trainer, {"loss_scale": scale}, step)
+
+    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count steps from there."""
+        self._steps.start(trainer)

@@ -1,0 +1,320 @@
+"""What is found out about a run adds up, is kept whatever happens, and says what happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch import Trainer as LightningTrainer
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.callbacks.faulty import Child, fit
+from tests.callbacks.modules import QUIET, Regression, Written, loader
+from trainwright import Trainer
+from trainwright.callbacks import inject
+from trainwright.callbacks.loss_guard import LossGuard
+from trainwright.callbacks.monitor.events import Events
+from trainwright.callbacks.monitor.flops import CountedOperations
+from trainwright.callbacks.monitor.goodput import Goodput, Stretch
+from trainwright.callbacks.monitor.memory import Memory
+from trainwright.callbacks.monitor.records import MonitorFile, read_records, records_path
+from trainwright.callbacks.monitor.step_time import PARTS, StepTime, parts_of
+from trainwright.callbacks.throughput import Throughput
+from trainwright.strategies import waiting
+
+QUIET = {name: value for name, value in QUIET.items() if name != "logger"}
+
+
+class Kept(Callback):
+    """Keeps the records that it hears."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def on_record(self, trainer: Any, record: Any) -> None:
+        self.records.append(dict(record))
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [record for record in self.records if record["kind"] == kind]
+
+
+# ---- time by part ----------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Backward(torch.autograd.Function):
+    """Takes time in backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, clock: Clock) -> torch.Tensor:
+        ctx.clock = clock
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.clock.now += 2.0
+        return gradients[0], None
+
+
+class Timed(Regression):
+    """Takes known times: 1 in forward, 2 in backward, 4 in the optimizer, 8 in a hook."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.clock.now += 1.0
+        return Backward.apply(super().training_step(batch, batch_idx), self.clock)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self.clock.now += 4.0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.clock.now += 8.0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.clock.now += 1000.0
+
+
+class Slow:
+    """Takes 16 for each of its batches."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.batches = clock, loader(32, batch_size=4)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        for batch in self.batches:
+            self.clock.now += 16.0
+            yield batch
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(waiting, "time", types.SimpleNamespace(perf_counter=made.perf_counter))
+    return made
+
+
+def test_parts_are_where_the_time_was_spent_and_add_up(clock: Clock) -> None:
+    written, kept = Written(), Kept()
+    Trainer(
+        max_steps=7,
+        devices=1,
+        logger=written,
+        callbacks=[StepTime(3), kept],
+        val_check_interval=2,
+        **QUIET,
+    ).fit(Timed(clock), Slow(clock), loader(4))
+    first, *windows = kept.of("step")
+    assert (first["steps"], first["step"]) == (1, 1)
+    # The end of a window lies before the module's own hook, which the next one has; the last one has both.
+    for window, steps in zip(windows, (2, 3, 1), strict=True):
+        assert window["steps"] == steps
+        spent = {"data": 16, "forward": 1, "backward": 2, "optimizer": 4, "other": 16 if steps == 1 else 8}
+        assert {part: window["seconds"][part] / steps for part in spent} == spent
+        assert window["total"] == sum(window["seconds"].values()) == steps * sum(spent.values())
+    assert written.column("time/step").keys() == {2, 5, 6}
+    assert written.column("time/backward")[5] == 2.0
+
+
+def test_lightnings_own_trainer_shows_parts_by_its_hooks(clock: Clock) -> None:
+    kept = Kept()
+    LightningTrainer(max_steps=3, devices=1, logger=False, callbacks=[StepTime(1), kept], **QUIET).fit(
+        Timed(clock), loader()
+    )
+    window = kept.of("step")[1]
+    assert window["total"] == sum(window["seconds"].values()) == 15.0
+    assert (window["seconds"]["forward"], window["seconds"]["backward"]) == (1.0, 2.0)
+
+
+def test_waits_are_communication_and_counted_once() -> None:
+    spent = {"data": 1.0, "forward": 2.0, "backward": 3.0, "optimizer": 4.0, "checkpoint": 5.0, "other": 6.0, "": 9.0}
+    found = parts_of(spent, {"backward": 2.5, "other": 7.0, "": 1.0, "checkpoint": 1.0})
+    assert found["backward"] == 0.5
+    assert found["communication"] == 8.5
+    assert found["checkpoint"] == 5.0
+    assert sum(found.values()) == 21.0
+    assert tuple(found) == PARTS
+
+
+def of_ranks(strategy: str) -> list[dict[str, Any]]:
+    kept = Kept()
+    fit(strategy, {}, StepTime(2), Memory(2), kept, steps=4)
+    return kept.records
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_every_rank_tells_for_itself(ranks: Callable[..., list[Any]], strategy: str) -> None:
+    for records in ranks(of_ranks, 2, strategy):
+        steps = [record for record in records if record["kind"] == "step"]
+        assert [record["steps"] for record in steps] == [1, 1, 2]
+        assert all(record["seconds"]["communication"] > 0 for record in steps)
+        [_, memory] = [record for record in records if record["kind"] == "memory"]
+        assert memory["parameters"] > 0
+        assert memory["host"] > 2**20
+
+
+# ---- operations ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_operations_are_those_of_the_model(again: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(3, 4, requires_grad=True)
+    with CountedOperations() as counted:
+        out: Any = checkpoint(model, x, use_reentrant=False) if again else model(x)
+        assert counted.total == 2 * 3 * (4 * 8 + 8 * 8)
+        out.sum().backward()
+    assert counted.total == 3 * 2 * 3 * (4 * 8 + 8 * 8)
+
+
+def test_attention_is_counted_on_cpu_too() -> None:
+    query = torch.randn(2, 3, 5, 7, requires_grad=True)
+    with CountedOperations() as counted:
+        out = nn.functional.scaled_dot_product_attention(query, query, query)
+        assert counted.total == 2 * 2 * (2 * 3 * 5 * 5 * 7)
+        out.sum().backward()
+    assert counted.total == (2 + 5) * 2 * (2 * 3 * 5 * 5 * 7)
+
+
+def test_operations_per_second_and_part_of_the_peak() -> None:
+    watched, kept = Throughput(2, peak_flops=1e9), Kept()
+    Trainer(max_steps=4, devices=1, logger=False, callbacks=[watched, kept], accumulate_grad_batches=2, **QUIET).fit(
+        Regression(), loader(48, batch_size=4)
+    )
+    # Two blocks of 4 x 4 and a head of 4 x 1; nobody asks for the gradient of the input of the first.
+    assert watched.flops_per_sample == 2 * (3 * (4 * 4 + 4 * 4 + 4) - 4 * 4)
+    latest = watched.latest
+    assert latest["flops_per_second"] == pytest.approx(latest["samples_per_second"] * watched.flops_per_sample)
+    assert latest["mfu"] == pytest.approx(latest["flops_per_second"] / 1e9)
+    assert kept.of("rate")[-1]["mfu"] == latest["mfu"]
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+class Dies(Callback):
+    """Is killed before the sixth step."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_leaves_whole_lines_up_to_its_last_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = records_path(tmp_path, 0)
+    path.parent.mkdir()
+    path.write_text('{"kind": "memory", "step": 0, "time": 1}\n{"kind": "mem')
+
+    def train() -> None:
+        callbacks = [Dies(), Memory(2), MonitorFile(str(tmp_path))]
+        Trainer(max_steps=9, devices=1, logger=False, callbacks=callbacks, **QUIET).fit(Regression(), loader(48))
+
+    child = Child(train)
+    assert child.wait() == -signal.SIGKILL, child.error.read_text() if child.error.exists() else ""
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 2, 4]
+
+
+def test_nothing_is_written_without_a_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    callbacks = [StepTime(1), Memory(1), Events(), Goodput(), MonitorFile()]
+    Trainer(max_steps=2, devices=1, logger=False, callbacks=callbacks, **QUIET).fit(Regression(), loader())
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_json_does_not_know_is_text(tmp_path: Path) -> None:
+    class Odd(Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            for callback in trainer.callbacks:
+                if isinstance(callback, MonitorFile):
+                    callback.on_record(trainer, {"kind": "x", "values": [float("nan"), {"a": float("inf")}]})
+
+    Trainer(max_steps=1, devices=1, logger=False, callbacks=[Odd(), MonitorFile(str(tmp_path))], **QUIET).fit(
+        Regression(), loader()
+    )
+    assert list(read_records(records_path(tmp_path, 0))) == [{"kind": "x", "values": ["nan", {"a": "inf"}]}]
+
+
+# ---- events and goodput ----------------------------------------------------------------------------------------------
+
+
+def test_going_back_is_told_and_lost_steps_do_not_count(tmp_path: Path) -> None:
+    kept, goodput, run_dir = Kept(), Goodput(str(tmp_path)), str(tmp_path)
+    guard = LossGuard("rollback", snapshot_every_n_steps=2)
+    fault = inject.nan(rank=0, at_step=4)
+    watching = [StepTime(1), goodput, Events(run_dir), kept, MonitorFile(run_dir)]
+    fit("single", {}, guard, fault, *watching, steps=8)
+    told = [(event["what"], event["text"]) for event in kept.of("event")]
+    [back] = [text for what, text in told if what == "rollback"]
+    after = next(i for i, record in enumerate(kept.records) if record.get("what") == "rollback")
+    next_step = next(record["step"] for record in kept.records[after:] if record["kind"] == "step")
+    assert back == f"back to step {next_step - 1} in memory"
+    ends = [record["step"] for record in kept.of("step")]
+    lasting = {record["step"]: record["total"] - record["seconds"]["checkpoint"] for record in kept.of("step")}
+    assert len(ends) >= len(lasting)
+    assert goodput.latest["counted"] == pytest.approx(sum(lasting.values()))
+    assert 0 < goodput.latest["share"] < 1
+
+    # A run that goes on in the directory from an earlier step.
+    again, later = Kept(), Goodput(run_dir)
+    fit("single", {}, StepTime(1), later, Events(run_dir), again, MonitorFile(run_dir), steps=1)
+    assert [event["what"] for event in again.of("event")] == ["restarted"]
+    [only] = again.of("step")
+    assert later.latest["began"] == goodput.latest["began"]
+    assert later.latest["counted"] == pytest.approx(only["total"])
+
+
+def test_stretches_are_cut_where_training_goes_on() -> None:
+    stretch = Stretch(10, 20, 5.0)
+    assert stretch.until(20) is stretch
+    assert stretch.until(14) == Stretch(10, 14, 2.0)
+    assert stretch.until(10) is None
+
+
+def test_an_error_is_told(tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        fit("single", {}, Events(), Fails(), MonitorFile(str(tmp_path)))
+    [event] = read_records(records_path(tmp_path, 0))
+    assert (event["what"], event["text"]) == ("fault", "ValueError: on purpose")
+
+
+def test_validation_and_checkpoints_are_told(tmp_path: Path) -> None:
+    class Saves(Callback):
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "state.ckpt")
+
+    kept = Kept()
+    Trainer(
+        max_steps=4, devices=1, logger=False, callbacks=[Events(), kept, Saves()], val_check_interval=2, **QUIET
+    ).fit(Regression(), loader(16), loader(4))
+    assert [event["what"] for event in kept.of("event")] == ["checkpoint", "validation"] * 2
+    assert all(event["seconds"] > 0 for event in kept.of("event"))
