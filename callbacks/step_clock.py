@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainwright.strategies.waiting import Waits
-from trainwright.trainer.phases import Phases
+from trainwright.callbacks.phases import Phases
 
 # What the phases that the Trainer tells of are counted as; others (validation) are no part of a step.
 _KIND_OF = {"data": "data", "forward": "compute", "backward": "compute", "optimizer": "compute", "hooks": "hooks"}
@@ -18,8 +19,8 @@ class PhaseClock:
 
     Args:
         trainer: whose strategy measures how long this rank waits (:class:`~trainwright.strategies.waiting.Waits`),
-            which also tells the time. A strategy of Lightning's own does not, and waits are then those that end in
-            ``Work.wait``.
+            which also tells the time. A strategy of Lightning's own does not: then the clock of the host tells the
+            time, and no waits are known.
         phases: of that Trainer, which it hears.
         kind_of: phase -> what it counts as; those that are not among them count as ``""``.
         begins_as: the kind that counts until a phase begins.
@@ -27,7 +28,7 @@ class PhaseClock:
 
     def __init__(self, trainer: Any, phases: Phases, kind_of: Mapping[str, str], begins_as: str) -> None:
         measure = getattr(trainer.strategy, "measure_waits", None)
-        self._waits: Waits = Waits(trainer.strategy.root_device) if measure is None else measure()
+        self._waits: Any = _HostClock() if measure is None else measure()
         self._spans = self._waits.new_spans()
         self._kind_of = kind_of
         self._kind = self._waits.kind = begins_as
@@ -56,13 +57,50 @@ class PhaseClock:
         self._turn(self._kind)
         if wait_for_device:
             self._spans.settle()
-        return self._spans.take(), self._waits.spans.take()
+        spent: dict[str, float] = self._spans.take()
+        waited: dict[str, float] = self._waits.spans.take()
+        return spent, waited
 
     def _turn(self, kind: str) -> None:
         now = self._spans.mark()
         self._spans.add(self._kind, self._since, now)
         self._kind, self._since = kind, now
         self._waits.kind = kind
+
+
+class _HostClock:
+    """What a :class:`PhaseClock` asks of its strategy's waits, where the strategy measures none; its own spans too."""
+
+    kind = ""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @property
+    def spans(self) -> _HostClock:
+        return _HostClock()  # in which nothing was waited for
+
+    def new_spans(self) -> _HostClock:
+        return self
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def add(self, kind: str, begin: float, end: float) -> None:
+        self._seconds[kind] += end - begin
+
+    def take(self) -> dict[str, float]:
+        taken, self._seconds = self._seconds, defaultdict(float)
+        return taken
+
+    def settle(self) -> None:
+        pass
+
+    def refresh(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
 
 
 class StepClock(PhaseClock):

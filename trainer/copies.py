@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from trainwright.callbacks.phases import DATA
 from trainwright.checkpoint.interval import AutoInterval
 from trainwright.checkpoint.snapshots import Snapshots
-from trainwright.trainer.phases import DATA
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer

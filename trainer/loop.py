@@ -39,11 +39,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainwright.callbacks.phases import BACKWARD, DATA, FORWARD, HOOKS, IDLE, OPTIMIZER, VALIDATION, Phases
 from trainwright.callbacks.verdict import DropStep
 from trainwright.strategies.hooks import HookTable
 from trainwright.strategies.optimization import ZeroGradFirst
 from trainwright.trainer.loss_weighting import TokenWeights, refuse_impossible
-from trainwright.trainer.phases import BACKWARD, DATA, FORWARD, HOOKS, IDLE, OPTIMIZER, VALIDATION, Phases
 from trainwright.trainer.reading import Dealer, dealer_of
 from trainwright.trainer.remembered_logs import Entry, RememberedLogs, collected, without_weight
 from trainwright.trainer.results import LeanResults, RepeatedLog

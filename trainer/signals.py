@@ -18,11 +18,11 @@ from lightning.pytorch.trainer.connectors.signal_connector import _HANDLER, _Sig
 from lightning.pytorch.trainer.states import TrainerFn
 
 from trainwright.callbacks.notice import FILE, URL, Notice, NoticePoll, Told
+from trainwright.callbacks.phases import AGREEMENT
 from trainwright.callbacks.preemption import Preemption
 from trainwright.strategies.word_of_end import EndNotice, HeardNotice
 from trainwright.trainer.launch.interrupt import raise_interrupted
 from trainwright.trainer.launch.watch import Allowance, ShutdownWatch
-from trainwright.trainer.phases import AGREEMENT
 
 if TYPE_CHECKING:
     from trainwright.trainer.leased_batches import LeasedBatchSampler

@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader
 
 from trainwright.callbacks.communication_advice import CommunicationAdvice
+from trainwright.callbacks.phases import SAVING, Phases
 from trainwright.checkpoint.groups import WorldGroup
 from trainwright.strategies.precision import AutocastPrecision, set_loss_scale
 from trainwright.strategies.registry import make_strategy, strategy_names, strategy_target
@@ -48,7 +49,6 @@ from trainwright.trainer.loss_scale import PRECISION as LOSS_SCALING_PRECISION
 from trainwright.trainer.loss_scale import LossScale, loss_scale_problems
 from trainwright.trainer.loss_weighting import LossWeighting, TokenCount, make_token_weights
 from trainwright.trainer.partition import PARTITIONS, DataKey, Partition, RangePartition, resolve_data_key
-from trainwright.trainer.phases import SAVING, Phases
 from trainwright.trainer.reading import hash_partition
 from trainwright.trainer.remembered_states import RememberedStates, state_source
 from trainwright.trainer.resume import ResumeConnector

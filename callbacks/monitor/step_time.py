@@ -8,9 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from trainwright.callbacks.monitor.hook_phases import phases_of
 from trainwright.callbacks.monitor.records import tell
-from trainwright.callbacks.step_clock import PhaseClock
-from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
-from trainwright.trainer.phases import (
+from trainwright.callbacks.phases import (
     AGREEMENT,
     BACKWARD,
     DATA,
@@ -21,6 +19,8 @@ from trainwright.trainer.phases import (
     SAVING,
     Phases,
 )
+from trainwright.callbacks.step_clock import PhaseClock
+from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
 """Of a step, in the order in which they are told."""
@@ -51,8 +51,9 @@ class StepTime(Callback):
     The device is waited for at the end of a window only. The first step of a run (which compiles, and warms caches) is
     told as a record of its own and not logged. On CUDA all times are those of the stream that computes.
 
-    With a Trainer of Lightning's own, parts are as its hooks show them: what its loop does between two of them is in
-    ``data``, ``checkpoint`` in ``other`` or ``data``. A pipeline runs forward and backward in one: both are in
+    With a Trainer of Lightning's own, parts are as its hooks show them by the clock of the host: what its loop does
+    between two of them is in ``data``, and so are checkpoints. With a strategy of Lightning's own, what is waited for
+    others is in the part in which it is. A pipeline runs forward and backward in one: both are in
     ``forward``.
 
     Args:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.callbacks.faulty import Child, fit
 from tests.callbacks.modules import QUIET, Regression, Written, loader
 from trainwright import Trainer
-from trainwright.callbacks import inject
+from trainwright.callbacks import inject, step_clock
 from trainwright.callbacks.loss_guard import LossGuard
 from trainwright.callbacks.monitor.events import Events
 from trainwright.callbacks.monitor.flops import CountedOperations
@@ -114,7 +114,8 @@ class Slow:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(waiting, "time", types.SimpleNamespace(perf_counter=made.perf_counter))
+    for module in (waiting, step_clock):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=made.perf_counter))
     return made
 
 

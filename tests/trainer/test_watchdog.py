@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright import Trainer, Watchdog
-from trainwright.trainer import phases
+from trainwright.callbacks import phases
 from trainwright.trainer.check_hangs import hang_problems
 from trainwright.trainer.config import LaunchConfig
 from trainwright.trainer.watchdog import answers, monitor, waits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainwright.trainer import phases
+from trainwright.callbacks import phases
 from trainwright.trainer.watchdog import verdict, waits
 from trainwright.trainer.watchdog.answers import Answer
 from trainwright.trainer.watchdog.boxes import Progress

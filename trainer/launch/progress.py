@@ -8,8 +8,8 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 
+from trainwright.callbacks.phases import DATA
 from trainwright.trainer.launch.records import Beginning, StepRecord, write_beginning
-from trainwright.trainer.phases import DATA
 from trainwright.trainer.trainer import Trainer
 
 

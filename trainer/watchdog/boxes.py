@@ -15,9 +15,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.trainer import phases
+from trainwright.callbacks import phases
 
-# Phases beyond those of trainwright.trainer.phases: reading the first batch of an epoch starts worker processes.
+# Phases beyond those of trainwright.callbacks.phases: reading the first batch of an epoch starts worker processes.
 SETUP, FIRST_DATA, EVALUATION, EVALUATION_END, ENDING, OTHER = (
     "setup",
     "first data",

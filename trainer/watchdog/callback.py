@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from trainwright.trainer import phases
+from trainwright.callbacks import phases
 from trainwright.trainer.watchdog.answers import Answerer
 from trainwright.trainer.watchdog.boxes import ENDING, EVALUATION, EVALUATION_END, FIRST_DATA, WARM_UP_STEPS, Box
 from trainwright.trainer.watchdog.calls import keep_traces_in, remember_calls

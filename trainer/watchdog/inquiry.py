@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainwright.trainer import phases
+from trainwright.callbacks import phases
 from trainwright.trainer.watchdog import waits
 from trainwright.trainer.watchdog.answers import SIGNAL, ask, read_answer, stacks_file
 from trainwright.trainer.watchdog.boxes import FIRST_DATA

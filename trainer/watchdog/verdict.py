@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainwright.trainer import phases
+from trainwright.callbacks import phases
 from trainwright.trainer.watchdog import waits
 from trainwright.trainer.watchdog.boxes import FIRST_DATA
 from trainwright.trainer.watchdog.calls import Call, Group
