@@ -31,6 +31,7 @@ from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.held import trained_boxes
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.loading import teach_lightning
+from trainwright.strategies.pipeline.timeline import StageTimeline
 from trainwright.strategies.precision import adapt_precision
 from trainwright.strategies.same_model import refuse_other_models
 from trainwright.strategies.state import whole_tensor
@@ -274,6 +275,13 @@ class LayoutStrategy(RunStateStrategy):
         Called once the strategy is set up. Free while nobody does.
         """
         return CommunicationMeter(self.layout)
+
+    def pipeline_timeline(self) -> StageTimeline | None:
+        """What takes the times at which this rank's stages of a pipeline work; ``None``: there is no pipeline.
+
+        Called once the strategy is set up. Free until it is started.
+        """
+        return None
 
     def trained_boxes(self) -> dict[str, TensorParts]:
         """What this rank holds of parameters and optimizer states, as boxes of the whole by key; views, no collective.

@@ -27,6 +27,7 @@ from trainwright.strategies.pipeline.schedules import (
     stages_per_rank_of,
     validate_pipeline,
 )
+from trainwright.strategies.pipeline.stage import OwnForwardStage
 from trainwright.strategies.plan import ModelPlan
 from trainwright.strategies.plan_sources import make_plan
 from trainwright.strategies.tensor_engine import TensorParallel, validate_tensor
@@ -344,6 +345,11 @@ class Engines:
     def has_pipeline(self) -> bool:
         """Whether the module is cut into stages."""
         return self._pipeline_cut is not None
+
+    @property
+    def pipeline_stages(self) -> list[OwnForwardStage]:
+        """The stages of this rank; none without a pipeline."""
+        return [] if self._pipeline is None else self._pipeline.stages
 
     def attach(self, run: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """Connect the pipeline, after everything else has put its hooks on the module.

@@ -44,6 +44,7 @@ from trainwright.strategies.layout import Layout
 from trainwright.strategies.layout_placement import LayoutPlacement
 from trainwright.strategies.mixed_placement import MixedPlacement
 from trainwright.strategies.optimization import optimize_after_zero_grad
+from trainwright.strategies.pipeline.timeline import StageTimeline
 from trainwright.strategies.precision import AgreedGradScaler
 from trainwright.strategies.run_state import (
     CURRENT_WEIGHTS,
@@ -230,6 +231,11 @@ class HybridStrategy(MixedPlacement):
     def backward_in_step(self) -> bool:
         """A pipeline interleaves forward and backward."""
         return self._engines is not None and self._engines.has_pipeline
+
+    def pipeline_timeline(self) -> StageTimeline | None:
+        """What takes the times at which this rank's stages of a pipeline work; ``None``: there is no pipeline."""
+        stages = [] if self._engines is None else self._engines.pipeline_stages
+        return StageTimeline(stages, self.root_device) if stages else None
 
     # ---- setup ----------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from lightning.pytorch import Callback
 
 from trainwright import compose
 from trainwright.callbacks.global_loss import GlobalLoss
+from trainwright.callbacks.monitor.bubble import Bubble
 from trainwright.callbacks.monitor.events import Events
 from trainwright.callbacks.monitor.goodput import Goodput
 from trainwright.callbacks.monitor.memory import Memory
@@ -29,6 +30,7 @@ def test_default_is_what_is_cheap_for_every_recipe(recipe: str) -> None:
         StepTime,
         Memory,
         LossScale,
+        Bubble,
         Events,
         Goodput,
         MonitorFile,

@@ -22,6 +22,7 @@ from tests.callbacks.modules import QUIET, Regression, Written, loader
 from trainwright import Trainer
 from trainwright.callbacks import inject, step_clock
 from trainwright.callbacks.loss_guard import LossGuard
+from trainwright.callbacks.monitor.bubble import Bubble
 from trainwright.callbacks.monitor.events import Events
 from trainwright.callbacks.monitor.flops import CountedOperations
 from trainwright.callbacks.monitor.goodput import Goodput, Stretch
@@ -176,6 +177,35 @@ def test_every_rank_tells_for_itself(ranks: Callable[..., list[Any]], strategy: 
         [_, memory] = [record for record in records if record["kind"] == "memory"]
         assert memory["parameters"] > 0
         assert memory["host"] > 2**20
+
+
+# ---- the pipeline ----------------------------------------------------------------------------------------------------
+
+
+def of_stages(schedule: str) -> list[dict[str, Any]]:
+    kept, bubble = Kept(), Bubble(2)
+    trainer = fit("pipeline", {"schedule": schedule, "micro_batches": 4}, bubble, kept, steps=5)
+    stages = trainer.strategy._engines.pipeline_stages if trainer.strategy._engines else []
+    assert not any("forward_one_chunk" in stage.__dict__ for stage in stages)  # nothing is left
+    return kept.of("bubble")
+
+
+def test_the_timeline_has_each_micro_batch_once_and_in_order(ranks: Callable[..., list[Any]]) -> None:
+    for rank, records in enumerate(ranks(of_stages, 2, "1f1b")):
+        assert [record["step"] for record in records] == [2, 4]
+        for record in records:
+            entries = record["timeline"]
+            found = sorted((what, part, stage) for _, _, what, part, stage in entries)
+            expected = [(what, part, rank) for what in ("backward", "forward") for part in range(4)]
+            assert found == [*expected, ("optimizer", -1, -1)]
+            ends = [end for _, end, *_ in entries]
+            assert all(0 <= begin <= end for begin, end, *_ in entries)
+            assert all(begin >= end for (begin, *_), end in zip(entries[1:], ends[:-1], strict=True))
+            assert record["busy"] == pytest.approx(sum(end - begin for begin, end, *_ in entries))
+            assert record["busy"] + record["idle"] >= ends[-1] * (1 - 1e-9)
+        order = [what for _, _, what, *_ in records[0]["timeline"]]
+        ahead = 2 - rank  # 1f1b: the first stage is one micro-batch ahead of the last
+        assert order[: ahead + 1] == ["forward"] * ahead + ["backward"]
 
 
 # ---- operations ------------------------------------------------------------------------------------------------------
