@@ -53,8 +53,6 @@ def translate_watching(t: Translation) -> None:
     """Decide logging, loggers and what is watched."""
     _steps_per_print(t)
     for path, key, value in (
-        ("wall_clock_breakdown", "trainer.profiler", "simple"),
-        ("flops_profiler.enabled", "trainer.profiler", "pytorch"),
         ("comms_logger.enabled", "monitor", "communication"),
         ("checkpoint.writer.decoupled", "checkpoint", "async"),
         ("nebula.enabled", "checkpoint", "async"),
@@ -63,9 +61,9 @@ def translate_watching(t: Translation) -> None:
         if t.value(path):
             t.set(key, value, by=path)
             t.say(path)
-    if t.value("wall_clock_breakdown") and t.value("flops_profiler.enabled"):
-        t.withdraw("wall_clock_breakdown")
-        t.say("wall_clock_breakdown", APPROXIMATED, "trainer.profiler=pytorch, for flops_profiler, times more.")
+    for path in ("wall_clock_breakdown", "memory_breakdown"):
+        if t.value(path):
+            t.say(path, MAPPED, t.given.keys[path].note)
     _tensorboard(t)
     for section in _LOGGERS:
         _logger(t, section)

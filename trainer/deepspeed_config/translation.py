@@ -125,10 +125,6 @@ class Translation:
         """Whether a native key follows from the file so far."""
         return any(setting.key == key for setting in self._settings)
 
-    def withdraw(self, by: str) -> None:
-        """Take back all native keys that were set by a key of the file."""
-        self._settings = [setting for setting in self._settings if setting.by != by]
-
     def remove(self, key: str) -> None:
         """Have a key of the recipe taken out."""
         if self.typed.over(key) is None:

@@ -26,17 +26,17 @@ LOGGING = (
     Key(
         "wall_clock_breakdown",
         BOOL,
-        APPROXIMATED,
-        "trainer.profiler=simple",
-        "Times every hook of the loop (forward, backward, step); printed at the end.",
+        MAPPED,
+        "monitor.step_time",
+        "Seconds of a step by part are logged as time/<part>; on in monitor=default.",
         harmless=(False,),
     ),
     Key(
         "memory_breakdown",
         BOOL,
-        UNSUPPORTED,
-        "",
-        "trainwright layout shows what each rank will hold, and the summary at the start what it holds.",
+        MAPPED,
+        "monitor.memory",
+        "Bytes are logged as memory/<name>; on in monitor=default.",
         harmless=(False,),
     ),
     Key(
@@ -156,14 +156,20 @@ MONITORS = (
     ),
 )
 
-_PROFILER = "trainer.profiler=pytorch records operations; layout reports count bytes, not FLOPs."
 PROFILERS = (
     *within(
         "flops_profiler",
-        Key("enabled", BOOL, APPROXIMATED, "trainer.profiler=pytorch", "Operations and their times, not FLOPs."),
+        Key(
+            "enabled",
+            BOOL,
+            APPROXIMATED,
+            "monitor.throughput",
+            "flops_per_second is logged, for the whole module; on in monitor=default. With "
+            "monitor.throughput.peak_flops mfu is logged too.",
+        ),
         *alike(
             UNSUPPORTED,
-            "torch's profiler records its own steps and prints all operations.",
+            "Operations are counted once for the whole module; trainer.profiler=pytorch records each.",
             recompute_fwd_factor=NUMBER,
             profile_step=WHOLE,
             module_depth=WHOLE,
