@@ -253,6 +253,11 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
+def exact(value: float) -> str:
+    """A number with six digits, or all of a whole one: 2.37598, 918,528."""
+    return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.6g}"
+
+
 def amount(value: float, unit: str) -> str:
     """A size with its unit: bytes as MiB and so on, seconds as ms or s."""
     if unit == "bytes":

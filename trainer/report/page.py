@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from trainwright.trainer.report import sections
-from trainwright.trainer.report.charts import COLOURS, CurveChart, amount, curve_chart
+from trainwright.trainer.report.charts import COLOURS, CurveChart, amount, curve_chart, exact
 from trainwright.trainer.report.records import RunRecord, read_run
 
 PAGE_FILE = "report.html"
@@ -127,6 +127,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["exact"] = exact
     environment.filters["bytes"] = lambda value: amount(value, "bytes")
     environment.filters["seconds"] = lambda value: amount(value, "seconds")
     return environment

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -20,6 +19,7 @@ from trainwright.trainer.report.charts import (
     Tick,
     amount,
     duration,
+    exact,
     marks,
     short,
     stacked,
@@ -120,7 +120,7 @@ def facts(run: RunRecord) -> list[Fact]:
         found.append(Fact("last step logged", f"{run.last_step}" + ("" if most is None else f" (to do: {most:.0f})")))
     for name in ("loss", "val_loss"):
         if run.metrics.get(name):
-            found.append(Fact(f"last {name}", f"{run.metrics[name][-1][1]:.6g}"))
+            found.append(Fact(f"last {name}", exact(run.metrics[name][-1][1])))
     for name, values in run.metrics.items():
         if name.endswith("_per_second") and values:
             found.append(Fact(name.replace("_", " "), short(values[-1][1])))
@@ -184,7 +184,7 @@ def time_by_step(run: RunRecord) -> BarTable | None:
         return None
     steps = sorted(windows)
     rows = [(f"step {steps[i]}", _mean(windows[steps[i]])) for i in thinned(steps, _MOST_BARS)]
-    return _time_table("Seconds of an optimizer step by window, mean over ranks", "window that ended with", rows)
+    return _time_table("Seconds of an optimizer step by window, mean over ranks", "window until", rows)
 
 
 def time_by_rank(run: RunRecord) -> BarTable | None:
@@ -369,10 +369,9 @@ def _sampled(run: RunRecord) -> tuple[int | None, dict[int, list[_Entry]]] | Non
     """The newest step for which most ranks have a timeline."""
     by_step: dict[int | None, dict[int, list[_Entry]]] = {}
     for rank, record in run.records("bubble"):
-        raw = record.get("timeline")
-        entries = (
-            [entry for item in islice(raw, _MOST_ENTRIES) if (entry := _entry(item))] if isinstance(raw, list) else []
-        )
+        raw, began = record.get("timeline"), number_of(record.get("began")) or 0.0
+        items = raw[:_MOST_ENTRIES] if isinstance(raw, list) else []
+        entries = [entry for item in items if (entry := _entry(item, began))]
         if entries:
             step = number_of(record.get("step"))
             by_step.setdefault(None if step is None else int(step), {})[rank] = entries
@@ -383,13 +382,13 @@ def _sampled(run: RunRecord) -> tuple[int | None, dict[int, list[_Entry]]] | Non
     return step, {rank: by_step[step][rank] for rank in ranks}
 
 
-def _entry(item: object) -> _Entry | None:
+def _entry(item: object, began: float) -> _Entry | None:
     if not isinstance(item, (list, tuple)) or len(item) < 5:
         return None
     start, end = number_of(item[0]), number_of(item[1])
     if start is None or end is None or end < start:
         return None
-    return start, end, str(item[2])[:40], str(item[3])[:20], str(item[4])[:20]
+    return began + start, began + end, str(item[2])[:40], str(item[3])[:20], str(item[4])[:20]
 
 
 def _stage_bar(

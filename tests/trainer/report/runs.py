@@ -67,14 +67,15 @@ def records_of(rank: int) -> list[dict[str, Any]]:
     seconds = {"data": 0.25, "forward": 1.0, "backward": 2.0, "communication": 0.5, "optimizer": 0.25, "other": 0.0}
     timeline = [[0.0, 1.0, "forward", 0, 0], [1.0, 2.0, "forward", 1, 0], [3.0, 4.0, "backward", 0, 0]]
     if stage:
-        timeline = [[1.0, 2.0, "forward", 0, 1], [2.0, 3.0, "backward", 0, 1]]
+        timeline = [[0.5, 1.5, "forward", 0, 1], [1.5, 2.5, "backward", 0, 1]]  # began half a second later
     return [
         {"time": BEGAN, "step": 10, "kind": "step", "seconds": seconds, "total": 4.0, "steps": 4},
         {"time": BEGAN + 9, "step": 20, "kind": "step", "seconds": seconds, "total": 4.0, "steps": 2},
         {"time": BEGAN, "step": 10, "kind": "memory", "host": 2**30, "parameters": 2**20 * (rank + 1),
          "gradients": 2**20, "optimizer": 2**21},
         {"time": BEGAN, "step": 10, "kind": "rate", "samples_per_second": 12.5, "mfu": 0.321},
-        {"time": BEGAN, "step": 10, "kind": "bubble", "idle": 1.0, "busy": 3.0, "timeline": timeline},
+        {"time": BEGAN, "step": 10, "kind": "bubble", "idle": 1.0, "busy": 3.0,
+         "began": BEGAN + stage / 2, "timeline": timeline},
         {"time": BEGAN + 5, "step": 15, "kind": "event", "what": "validation", "text": "", "seconds": 1.5},
     ]  # fmt: skip
 

@@ -47,7 +47,7 @@ def test_everything_that_was_measured_is_shown(tmp_path):
     by_rank = page.table("rank", "time")
     # Of two windows the first warms up; the second is 4 s for 2 steps.
     assert by_rank[3] == ["rank 3", "", "2 s", "125 ms", "500 ms", "1 s", "250 ms", "125 ms"]
-    assert [row[0] for row in page.table("window that ended with")] == ["step 10", "step 20"]
+    assert [row[0] for row in page.table("window until")] == ["step 10", "step 20"]
     memory = page.table("rank", "memory")
     assert memory[0] == ["predicted", "", "5.72 MiB", "2.86 MiB", "976.56 KiB", "1.91 MiB", "0 B", "0 B", ""]
     assert memory[3] == ["rank 2", "", "6.00 MiB", "3.00 MiB", "1.00 MiB", "2.00 MiB", "", "", "1.00 GiB"]
@@ -194,7 +194,7 @@ def test_a_long_run_makes_a_page_of_bounded_size(tmp_path):
     write_records(run, 0, records)
     html = build_page([run])
     assert len(html) < 400_000
-    assert "greatest 1000," in html
+    assert "greatest 1,000," in html
 
 
 def test_no_peak_is_lost():
