@@ -227,7 +227,7 @@ def marks(events: Sequence[tuple[float, str, str]]) -> tuple[tuple[Mark, ...], t
     """Marks and the labels of their axis, of (seconds since the beginning, kind, text)."""
     end = max((time for time, _, _ in events), default=0.0) or 1.0
     found = tuple(Mark(round(100 * max(time, 0.0) / end, 3), kind, text) for time, kind, text in events)
-    return found, tuple(_x_tick(100 * second / end, duration(second)) for second in ticks(0.0, end, 4))
+    return found, tuple(_x_tick(100 * second / end, duration(second)) for second in ticks(0.0, end, 6))
 
 
 def ticks(low: float, high: float, wanted: int) -> list[float]:

@@ -20,6 +20,7 @@ from trainwright.trainer.report.sections import KINDS, PARTS
 
 _MOST_RANKS = 16
 _MOST_EVENTS = 6
+_MOST_PARTS = 2
 _BARS = "▁▂▃▄▅▆▇█"
 # A rank that was heard of this many times longer ago than others are in the middle is behind.
 _BEHIND = 3.0
@@ -109,14 +110,15 @@ class Watched:
             return Text("no monitor/rank_<n>.jsonl: memory and time by rank were not measured", style="dim")
         steps = {rank: self._newest_of(rank, "step") for rank in ranks}
         memory = {rank: self._newest_of(rank, "memory") for rank in ranks}
-        parts = [part for part in PARTS if any(number_of(_seconds(steps[rank]).get(part)) for rank in ranks)]
         behind = behind_others({rank: record for rank, record in steps.items() if record}, now)
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in ("rank", "step", "held", "process", "whole step", *parts, ""):
-            table.add_column(name, justify="left" if not name else "right")
+        for name in ("rank", "step", "held", "process", "whole step", "spent on", ""):
+            table.add_column(
+                name, justify="left" if name in ("spent on", "") else "right", no_wrap=name == "whole step"
+            )
         for rank in ranks[:_MOST_RANKS]:
-            table.add_row(*(Text(cell) for cell in _rank_cells(rank, steps[rank], memory[rank], parts)),
-                          Text(behind.get(rank, ""), style="red"))  # fmt: skip
+            cells = (Text(cell) for cell in _rank_cells(rank, steps[rank], memory[rank]))
+            table.add_row(*cells, Text(behind.get(rank, ""), style="red"))
         left_out = len(ranks) - _MOST_RANKS
         late = [f"rank {rank}: {text}" for rank, text in behind.items() if rank in ranks[_MOST_RANKS:]]
         rest = [Text(f"... and {left_out} more ranks", style="dim")] if left_out > 0 else []
@@ -218,9 +220,7 @@ def behind_others(steps: Mapping[int, Mapping[str, Any]], now: float) -> dict[in
     return found
 
 
-def _rank_cells(
-    rank: int, step: Mapping[str, Any] | None, memory: Mapping[str, Any] | None, parts: Sequence[str]
-) -> list[str]:
+def _rank_cells(rank: int, step: Mapping[str, Any] | None, memory: Mapping[str, Any] | None) -> list[str]:
     count = number_of((step or {}).get("steps")) or 1.0
     seconds = {part: value / count for part in PARTS if (value := number_of(_seconds(step).get(part))) is not None}
     done = number_of((step or {}).get("step"))
@@ -232,8 +232,16 @@ def _rank_cells(
         amount(sum(held), "bytes") if held else "",
         "" if process is None else amount(process, "bytes"),
         amount(sum(seconds.values()), "seconds") if seconds else "",
-        *(amount(seconds[part], "seconds") if part in seconds else "" for part in parts),
+        _spent(seconds),
     ]
+
+
+def _spent(seconds: Mapping[str, float]) -> str:
+    """The parts that took most, in percent of all."""
+    total = sum(seconds.values())
+    largest = sorted(seconds, key=lambda part: -seconds[part])[:_MOST_PARTS]
+    shares = [(part, round(100 * seconds[part] / total)) for part in largest] if total > 0 else []
+    return ", ".join(f"{part} {share} %" for part, share in shares if share)
 
 
 def _seconds(record: Mapping[str, Any] | None) -> Mapping[str, Any]:

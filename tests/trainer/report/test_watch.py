@@ -51,6 +51,7 @@ def test_ranks_are_compared(tmp_path):
     write_records(run, 1, [{"time": BEGAN + 12, "step": 30, "kind": "step", "seconds": {"forward": 4}, "steps": 2}])
     rows = [line.split() for line in picture(Watched(run)).splitlines() if line[:4].strip().isdigit()]
     assert rows[1][:6] == ["1", "30", "5.00", "MiB", "1.00", "GiB"]
+    assert rows[0][6:] == ["2", "s", "backward", "50", "%,", "forward", "25", "%"]
     steps = {rank: {"time": BEGAN, "step": 20} for rank in range(4)}
     assert behind_others(steps, BEGAN + 30) == {}
     steps[2] = {"time": BEGAN, "step": 15}
