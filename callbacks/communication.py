@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from trainwright.callbacks.monitor.records import tell
 from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -156,6 +157,10 @@ class CommunicationReport(Callback):
         }
         self.latest["communication/bytes"] = sum(row[1] for row in rows.values()) / self._done
         log_metrics(trainer, self.latest, step)
+        sent: dict[str, dict[str, float]] = {}
+        for (axis, kind), row in sorted(rows.items()):
+            sent.setdefault(axis, {})[kind] = row[1] / self._done
+        tell(trainer, "bytes", {"bytes": sent}, step + 1)
         self._done, self._recent = 0, _Sums()
 
 

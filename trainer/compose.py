@@ -30,6 +30,7 @@ from trainwright.trainer.deepspeed_config.expand import Expansion, asks_for_file
 from trainwright.trainer.deepspeed_config.report import Report
 from trainwright.trainer.inject_words import take_inject
 from trainwright.trainer.problems import ConfigError, did_you_mean, nearest
+from trainwright.trainer.profile_word import spell_out_profile
 
 _log = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ def compose_checked(overrides: Sequence[str], config_dir: str | Path | None = No
     result.problems += faults.problems
     if result.cfg is not None:
         faults.put_into(result.cfg)
+        result.problems += spell_out_profile(result.cfg)
     return result
 
 

@@ -10,12 +10,14 @@ from trainwright.callbacks.monitor.bubble import Bubble
 from trainwright.callbacks.monitor.events import Events
 from trainwright.callbacks.monitor.goodput import Goodput
 from trainwright.callbacks.monitor.memory import Memory
+from trainwright.callbacks.monitor.profile import Profile
 from trainwright.callbacks.monitor.records import MonitorFile
 from trainwright.callbacks.monitor.scale import LossScale
 from trainwright.callbacks.monitor.step_time import StepTime
 from trainwright.callbacks.progress_bar import ProgressBar
 from trainwright.callbacks.start_summary import StartSummary
 from trainwright.callbacks.throughput import Throughput
+from trainwright.trainer.problems import ConfigError
 
 
 @pytest.mark.parametrize("recipe", ["gpt", "digits", "linear_regression"])
@@ -30,12 +32,22 @@ def test_default_is_what_is_cheap_for_every_recipe(recipe: str) -> None:
         StepTime,
         Memory,
         LossScale,
+        Profile,
         Bubble,
         Events,
         Goodput,
         MonitorFile,
     }
     assert isinstance(made[-1], MonitorFile)
+
+
+def test_steps_of_a_trace_are_spelt_out() -> None:
+    node = compose(recipe="digits", overrides=["monitor.profile=[10,20]", "run_dir=there"]).monitor.profile
+    made = instantiate(node)
+    assert isinstance(made, Profile)
+    assert (made.steps, made.run_dir) == ((10, 20), "there")
+    with pytest.raises(ConfigError, match=r"monitor.profile=\[20, 10\] \(allowed: two whole numbers"):
+        compose(recipe="digits", overrides=["monitor.profile=[20,10]"])
 
 
 @pytest.mark.parametrize("recipe", ["gpt", "digits", "linear_regression"])

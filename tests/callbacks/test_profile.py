@@ -1,0 +1,82 @@
+"""Traces on demand: of all ranks, by one clock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.callbacks.faulty import fit
+from trainwright.callbacks.monitor.clocks import clock_offset
+from trainwright.callbacks.monitor.profile import Profile
+from trainwright.callbacks.monitor.traces import merged, read_trace
+
+
+def test_clocks_that_are_apart_are_found_to_be() -> None:
+    store, apart, found = dist.HashStore(), 3_000_000_000, {}
+
+    def rank(number: int, machine: str) -> None:
+        ahead = apart if machine != "a" else 0
+        found[number] = clock_offset(store, "x", number, 3, lambda: time.time_ns() + ahead, machine)
+
+    threads = [threading.Thread(target=rank, args=(each, "aab"[each])) for each in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert (found[0], found[1]) == (0, 0)
+    assert abs(found[2] + apart) < 500_000_000  # far less than they are apart, on a machine that has much to do
+
+
+def test_traces_are_put_together_by_one_clock() -> None:
+    def trace(base: int) -> dict[str, Any]:
+        named = {"ph": "M", "name": "process_name", "pid": 7, "ts": 0, "args": {"name": "python"}}
+        flow = {"ph": "s", "id": 1, "name": "flow", "pid": 7, "tid": 1, "ts": 5.0}
+        work = {"ph": "X", "name": "mm", "pid": 7, "tid": 1, "ts": 5.0, "dur": 2.0}
+        return {"baseTimeNanoseconds": base, "traceEvents": [named, flow, work]}
+
+    whole = merged({0: trace(1_000_000), 1: trace(9_000_000)}, {0: 0, 1: -7_990_000})
+    work = [each for each in whole["traceEvents"] if each["name"] == "mm"]
+    assert [each["ts"] for each in work] == [0.0, 10.0]  # 8 ms apart by their clocks, of which 7.99 are the clocks'
+    names = [each["args"]["name"] for each in whole["traceEvents"] if each["name"] == "process_name"]
+    assert names == ["rank 0: python", "rank 1: python"]
+    assert len({each["pid"] for each in work}) == 2
+    assert len({each["id"] for each in whole["traceEvents"] if each["name"] == "flow"}) == 2
+
+
+def of_ranks(folder: str) -> list[str]:
+    asked = Path(folder) / "monitor" / "profile"
+    if dist.get_rank() == 0:
+        asked.parent.mkdir()
+        asked.write_text("2")
+    dist.barrier()
+    fit("ddp", {}, Profile([1, 3], folder), steps=9, log_every_n_steps=1)
+    return [] if dist.get_rank() else sorted(path.name for path in asked.parent.iterdir())
+
+
+def test_one_trace_of_all_ranks_and_one_that_was_asked_for(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    files, _ = ranks(of_ranks, 2, str(tmp_path))
+    # Asked for with the first step; it begins two windows after its end.
+    assert files == ["trace_1.json.gz", "trace_3.json.gz"]
+    for name in files:
+        whole = read_trace(tmp_path / "monitor" / name)
+        assert whole["ranks"] == [0, 1]
+        operations = [each for each in whole["traceEvents"] if "mm" in each.get("name", "") and each.get("ph") == "X"]
+        processes: dict[int, list[float]] = {}
+        for each in operations:
+            processes.setdefault(each["pid"], []).append(each["ts"])
+        assert len(processes) == 2
+        # The ranks keep in step, so both worked in the same time.
+        (first, second) = processes.values()
+        assert max(min(first), min(second)) < min(max(first), max(second))
+
+
+@pytest.mark.parametrize("steps", [[3, 1], [1], [-1, 2], [1.5, 2], "12"])
+def test_impossible_steps(steps: Any) -> None:
+    with pytest.raises(ValueError, match="allowed: two whole numbers"):
+        Profile(steps, "there")
