@@ -40,9 +40,9 @@ class Profile(Callback):
     """Take a trace of torch's profiler of some optimizer steps, on all ranks, and put them together in one file.
 
     It is written to ``<run_dir>/monitor/trace_<step>.json.gz``, which https://ui.perfetto.dev and chrome://tracing
-    open. Clocks of different machines are aligned: how far they are apart is measured over the process group's store when the
-    trace begins. Each rank first writes what it has to ``trace_<step>_rank_<n>.json.gz``; those that rank 0 does not
-    see, since machines have folders of their own, stay apart.
+    open. Clocks of different machines are aligned: how far they are apart is measured over the process group's store
+    when the trace begins. Each rank first writes what it has to ``trace_<step>_rank_<n>.json.gz``; those that rank 0
+    does not see, since machines have folders of their own, stay apart.
 
     A running job is asked for a trace by a file ``<run_dir>/monitor/profile``, made with any tool, which may hold the
     number of steps (5 if it is empty). Rank 0 looks for it at the end of each window, removes it, and tells the others
