@@ -5,6 +5,7 @@
     trainwright import-deepspeed ds_config.json [Hydra overrides] [options]
     trainwright report RUN_DIR [RUN_DIR ...] [options]
     trainwright watch RUN_DIR [options]
+    trainwright doctor|profile [key=value ...] [options]
 
 Importing is most of what starting costs, so this module imports next to nothing: it installs the signal handlers,
 starts the fork server, which imports torch and Lightning on another core, and only then imports the rest of the
@@ -30,9 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `trainwright`; None = those of this process.
 
     Returns:
-        The exit code: 0 all went well, 1 a rank or job failed, `verify` found a difference or a checkpoint is damaged,
-        2 the command or configuration was refused and nothing was started, 130 and 143 ended by Ctrl-C and SIGTERM
-        (138 by SIGUSR1, or what `preemption.exit_code` says); any other number is what the user's code gave `sys.exit`.
+        The exit code: 0 all went well, 1 a rank or job failed, `verify` found a difference, `doctor` an error, or a
+        checkpoint is damaged, 2 the command or configuration was refused and nothing was started, 130 and 143 ended by
+        Ctrl-C and SIGTERM (138 by SIGUSR1, or what `preemption.exit_code` says); any other number is what the user's
+        code gave `sys.exit`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     previous = signal.signal(signal.SIGTERM, raise_interrupted)
@@ -45,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from trainwright.trainer.report.command import run_report_command
 
             return run_report_command(words)
+        if _first(words) in ("doctor", "profile"):  # compose nothing, and start ranks of their own
+            from trainwright.trainer.doctor.command import run_doctor_command
+
+            return run_doctor_command(words)
         _make_cwd_importable()
         if _first(words) == "import-deepspeed":  # has options of its own, and needs no ranks
             from trainwright.trainer.deepspeed_config.command import run_import_command

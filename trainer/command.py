@@ -25,7 +25,8 @@ from trainwright.trainer.validate import VERBS, Surroundings, closed_layout
 OK, FAILED, REFUSED = 0, 1, 2
 VERIFY, LAYOUT, CHECKPOINT, IMPORT_DEEPSPEED = "verify", "layout", "checkpoint", "import-deepspeed"
 REPORT, WATCH = "report", "watch"
-_ALL_VERBS = (*VERBS, VERIFY, LAYOUT, CHECKPOINT, IMPORT_DEEPSPEED, REPORT, WATCH)
+_OF_THE_MACHINE = ("doctor", "profile")
+_ALL_VERBS = (*VERBS, VERIFY, LAYOUT, CHECKPOINT, IMPORT_DEEPSPEED, REPORT, WATCH, *_OF_THE_MACHINE)
 
 
 def run_command(words: Sequence[str]) -> int:
@@ -251,6 +252,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         )
     elif arguments.verb == IMPORT_DEEPSPEED:  # as the first word it does not come here
         problems.append("import-deepspeed comes first: type trainwright import-deepspeed ds_config.json [options]")
+    elif arguments.verb in _OF_THE_MACHINE:
+        problems.append(f"{arguments.verb}: it is typed first, with keys of its own; trainwright {arguments.verb} --help")
     elif arguments.verb is None and plain:
         problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")
     if arguments.json and arguments.verb != VERIFY and not arguments.help:

@@ -29,6 +29,8 @@ _VERBS = {
     "report": "show a run, or several side by side, as one HTML page: `trainwright report --help`",
     "watch": "show a run in the terminal while it goes on: `trainwright watch --help`",
     "checkpoint": "verify, inspect, list, export or import a checkpoint: `trainwright checkpoint --help`",
+    "doctor": "look for what is wrong with machines, GPUs, versions, network and limits: `trainwright doctor --help`",
+    "profile": "measure devices and links, for device=<name> of a plan: `trainwright profile --help`",
 }
 _TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
 # Plain, but set by the recipe and by a group.
