@@ -76,7 +76,8 @@ class HostFacts:
 
 
 def _limits(**values: Any) -> LimitFacts:
-    return LimitFacts(**{key: tuple(each) if isinstance(each, list) else each for key, each in values.items()})
+    plain: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in values.items()}
+    return LimitFacts(**plain)
 
 
 def _network(**values: Any) -> NetworkFacts:

@@ -175,7 +175,7 @@ def parse_gpus(rows: Sequence[str], remapped: Sequence[str]) -> list[tuple[Gpu, 
     found = []
     for row in rows:
         index, uuid, name, driver, total, used, persistent, ecc, capability, bus = (w.strip() for w in row.split(","))
-        pending, failed = rows_of.get(bus, (False, False))
+        is_pending, has_failed = rows_of.get(bus, (False, False))
         gpu = Gpu(
             index=int(index),
             uuid=uuid,
@@ -186,8 +186,8 @@ def parse_gpus(rows: Sequence[str], remapped: Sequence[str]) -> list[tuple[Gpu, 
             uncorrected=int(ecc) if ecc.isdecimal() else None,
             capability=capability,
             bus=bus,
-            remap_pending=pending,
-            remap_failed=failed,
+            remap_pending=is_pending,
+            remap_failed=has_failed,
         )
         found.append((gpu, driver))
     return found

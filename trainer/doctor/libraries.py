@@ -42,7 +42,7 @@ class LibraryFacts:
 def library_facts() -> LibraryFacts:
     """Of this process, from the metadata of what is installed; torch is asked if it is imported."""
     try:
-        allowed = metadata.metadata(_DISTRIBUTION).get("Requires-Python") or ""
+        allowed = metadata.metadata(_DISTRIBUTION)["Requires-Python"] or ""
         wanted = metadata.requires(_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # used from its folder
         allowed, wanted = "", []

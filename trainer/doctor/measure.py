@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from trainwright.trainer.doctor.machine import machine_facts
 
-_KINDS = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TENSOR_FLOAT = "tf32"
+_KINDS = {"float32": torch.float32, _TENSOR_FLOAT: torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Matrices grow until one product takes so long, seconds, or they have the most rows.
 _LONG_ENOUGH = 0.02
 _FEWEST_ROWS, _MOST_ROWS = 256, 8192
 # Seconds of repetitions of which the quickest counts.
-_BUDGET = 0.3
+_BUDGET = 0.5
 _COPIED = {"cpu": 128 * 2**20, "cuda": 2**30}
 # Of the blocks whose training step is measured: width, rows of a batch, kind of numbers.
 _BLOCKS = {"cpu": (512, 512, "float32"), "cuda": (4096, 8192, "bfloat16")}
@@ -38,10 +39,11 @@ def measure_device(device: torch.device, local_size: int) -> dict[str, Any]:
     """
     facts = machine_facts()
     host_memory = min(facts.memory, facts.memory_limit or facts.memory) // local_size
-    flops = {kind: _flops(device, kind) for kind in _KINDS}
+    on_gpu = device.type == "cuda"
+    flops = {kind: _flops(device, kind) for kind in _KINDS if on_gpu or kind != _TENSOR_FLOAT}
+    flops.setdefault(_TENSOR_FLOAT, flops["float32"])  # cores have no other way to multiply numbers of that size
     copied, copying = _copy_seconds(device)
     host, host_latency = _host_copies(device)
-    on_gpu = device.type == "cuda"
     return {
         "device_name": torch.cuda.get_device_properties(device).name
         if on_gpu
@@ -59,7 +61,7 @@ def measure_device(device: torch.device, local_size: int) -> dict[str, Any]:
 def _flops(device: torch.device, kind: str) -> float:
     """Most operations per second of products of square matrices; an addition and a multiplication count as two."""
     dtype, previous = _KINDS[kind], torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = kind == _TENSOR_FLOAT
     try:
         rows = _FEWEST_ROWS
         while rows < _MOST_ROWS and _product(rows, dtype, device, 0.0) < _LONG_ENOUGH:

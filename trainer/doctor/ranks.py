@@ -26,7 +26,7 @@ from trainwright.trainer.doctor.measure import measure_device
 from trainwright.trainer.doctor.network import Pair
 
 # Longest wait for one collective.
-GROUP_SECONDS = 30.0
+GROUP_SECONDS = 60.0
 # All pairs together; beyond it the remaining ones are left out.
 PAIR_SECONDS = 20.0
 _MOST_ROUNDS = 64

@@ -1,0 +1,179 @@
+"""Ranks that look at each other for real, and the commands that start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+from trainwright.trainer.cli import main
+from trainwright.trainer.doctor import measure
+from trainwright.trainer.doctor import ranks as of_ranks
+from trainwright.trainer.doctor.finding import OK
+from trainwright.trainer.doctor.options import parse
+from trainwright.trainer.doctor.profile import profile_of, to_yaml
+from trainwright.trainer.doctor.ranks import Board, RankResult, examine
+from trainwright.trainer.doctor.report import judge
+from trainwright.trainer.doctor.together import Seen
+from trainwright.trainer.launch.launcher import Launcher
+from trainwright.trainer.problems import ConfigError
+
+
+def look(local_size: int, figures: bool = False) -> list[str]:
+    """What all ranks found, as this one reads it."""
+    measure._BUDGET, measure._MOST_ROWS = 0.0, 256
+    measure._COPIED["cpu"] = 2**20
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    examine(store, rank, size, local_size, torch.device("cpu"), figures)
+    board = Board(store)
+    found = board.results(size, 60.0)
+    # The store is that of rank 0: it leaves last.
+    board.put(f"left/{rank}", "")
+    if rank == 0:
+        for other in range(size):
+            board.get(f"left/{other}", 60.0)
+    return [each.to_json() for each in found]
+
+
+def everybody(ranks, size: int, *arguments: object) -> list[RankResult]:
+    found = ranks(look, size, *arguments, init_group=False, timeout=150.0)
+    assert all(each == found[0] for each in found)
+    return [RankResult.from_json(text) for text in found[0]]
+
+
+def test_three_ranks_measure_each_other(ranks):
+    results = everybody(ranks, 3, 3)
+    assert [result.failure for result in results] == [None] * 3
+    directions = {(pair.source, pair.target) for result in results for pair in result.pairs}
+    assert directions == {(a, b) for a in range(3) for b in range(3) if a != b}
+    assert all(pair.latency > 0 and pair.bandwidth > 0 for result in results for pair in result.pairs)
+    assert [result.rounds for result in results] == [(3, 3)] * 3
+    # One machine has one clock.
+    assert results[0].offset is None
+    assert all(abs(result.offset.seconds) <= result.offset.uncertain + 1e-3 for result in results[1:])
+    assert [(link.axis, link.ranks) for link in results[0].links] == [("all", 3)]
+
+
+def test_a_wrong_interface_is_found(ranks, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    results = everybody(ranks, 2, 2)
+    assert all(result.failure is not None for result in results)
+    findings = judge(Seen({}, results, False, 1, 2))
+    failed = next(finding for finding in findings if finding.check == "ranks")
+    assert failed.state != OK
+    assert "2 of 2 ranks failed" in failed.found
+
+
+def test_a_rank_that_says_nothing_is_named_with_what_it_was_at(ranks):
+    assert ranks(silent, 1, init_group=False) == [["computing on cpu", "not started"]]
+
+
+def silent() -> list[str]:
+    store = dist.HashStore()
+    board = Board(store)
+    board.at(0, "computing on cpu")
+    found = [result.failure or "" for result in board.results(2, 0.05)]
+    return [text.removeprefix("did not answer; it was ") for text in found]
+
+
+def test_a_profile_is_measured_and_written(ranks, tmp_path: Path):
+    # Two machines of two ranks, as far as the layout goes.
+    results = everybody(ranks, 4, 2, True)
+    assert [result.failure for result in results] == [None] * 4
+    assert [link.axis for link in results[0].links] == ["all", "within", "across"]
+    values, notes = profile_of(Seen({}, results, False, 1, 2), "lab")
+    read = yaml.safe_load(to_yaml(values, notes))
+    assert read == values
+    assert read["name"] == "lab_cpu"
+    assert read["devices_per_node"] == 2
+    numbers = [*read["flops"].values(), read["memory_bandwidth"], read["host_bandwidth"], read["memory_bytes"]]
+    numbers += [read["within"]["bandwidth"], read["across"]["bandwidth"], read["host_memory_bytes"]]
+    assert all(isinstance(number, (int, float)) and number > 0 for number in numbers)
+    assert set(read["flops"]) == {"float32", "tf32", "bfloat16", "float16"}
+    assert 0 < read["efficiency"] <= 1
+    assert read["within"] != read["across"]
+    assert len(notes) == 1, "everything was measured"
+
+
+def test_what_was_not_measured_is_said(ranks):
+    values, notes = profile_of(Seen({}, everybody(ranks, 1, 1, True), False, 1, 1), "lab")
+    assert values["within"] == values["across"]
+    assert [note.split(":")[0] for note in notes[1:]] == ["within", "across"]
+
+
+def test_numbers_of_a_profile_are_numbers_for_yaml():
+    values = {"a": 1.853e10, "b": 9.6e-5, "c": 0.5, "d": 4096, "e": {"f": 0.0, "g": 1e-3, "h": 123456.0}}
+    assert yaml.safe_load(to_yaml(values, ["note"])) == values
+
+
+def test_most_ranks_are_measured_in_part():
+    rounds = of_ranks.rounds_of_pairs(1000)
+    assert len(rounds) == of_ranks._MOST_ROUNDS
+    assert len({pair for pairs in rounds for pair in pairs}) == 64 * 500
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands
+
+
+def test_the_command_looks_at_this_machine(tmp_path: Path):
+    before = set(tmp_path.iterdir())
+    done = subprocess.run(
+        [sys.executable, "-m", "trainwright", "doctor", "devices=2", "--json"], capture_output=True, text=True
+    )
+    document = json.loads(done.stdout)
+    assert done.returncode == (1 if document["counts"]["error"] else 0), done.stderr
+    found = {finding["check"]: finding for finding in document["findings"]}
+    # What ranks have to answer for is well wherever this runs.
+    assert document["ranks"] == 2
+    assert {"pairs within a machine", "all-reduce all", "clock"} <= found.keys(), done.stdout
+    assert "ranks" not in found
+    assert {finding["area"] for finding in document["findings"]} >= {"machine", "libraries", "network", "limits"}
+    assert set(tmp_path.iterdir()) == before, "it leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["doctor", "devices=0"], "devices=0: not a whole number of at least 1"),
+        (["doctor", "device=2"], "did you mean devices?"),
+        (["doctor", "accelerator=tpu"], "accelerators: auto, cpu, gpu"),
+        (["doctor", "--jsn"], "did you mean --json?"),
+        (["doctor", "--overwrite"], "no such option of doctor"),
+        (["profile", "workers=2"], "no such key of profile"),
+        (["profile", "--out"], "the file is missing"),
+        (["profile", "--out", "mine.yaml"], "conf/device/mine.yaml"),
+        (["profile", "--out=there/device/mine.yaml"], "--overwrite"),
+        (["fit", "doctor"], "doctor"),
+        (["-m", "doctor"], "trainwright doctor --help"),
+    ],
+)
+def test_what_is_refused(words, problem, tmp_path: Path, capsys):
+    (tmp_path / "there/device").mkdir(parents=True)
+    (tmp_path / "there/device/mine.yaml").touch()
+    assert main(words) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_devices_are_what_a_launcher_has_started():
+    launcher = Launcher("torchrun", 0, 4, 2)
+    assert parse("doctor", ["devices=2"], launcher).wish.devices == 2
+    with pytest.raises(ConfigError, match="torchrun has started 2 ranks"):
+        parse("doctor", ["devices=4"], launcher)
+
+
+@pytest.mark.parametrize("verb", ["doctor", "profile"])
+def test_help(verb, capsys):
+    assert main([verb, "--help"]) == 0
+    assert f"usage: trainwright {verb}" in capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert f"  {verb}" in capsys.readouterr().out
