@@ -253,7 +253,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     elif arguments.verb == IMPORT_DEEPSPEED:  # as the first word it does not come here
         problems.append("import-deepspeed comes first: type trainwright import-deepspeed ds_config.json [options]")
     elif arguments.verb in _OF_THE_MACHINE:
-        problems.append(f"{arguments.verb} is the first word, with keys of its own: trainwright {arguments.verb} --help")
+        problems.append(f"{arguments.verb} comes first, with keys of its own: trainwright {arguments.verb} --help")
     elif arguments.verb is None and plain:
         problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")
     if arguments.json and arguments.verb != VERIFY and not arguments.help:

@@ -505,9 +505,7 @@ def test_facts_travel_whole():
     sent = host("node1", devices=replace(GPUS, xids=[("0000:01:00", 79)]))
     received = HostFacts.from_json(sent.to_json())
     assert received == sent
-    result = RankResult(
-        1, "b", None, Offset(1, 0.5, 0.1), [Pair(1, 0, 1e-5, 1e9)], (1, 1), [Link("all", 2, 1e-5, 1e9)]
-    )
+    result = RankResult(1, "b", None, Offset(1, 0.5, 0.1), [Pair(1, 0, 1e-5, 1e9)], (1, 1), [Link("all", 2, 1e-5, 1e9)])
     assert RankResult.from_json(result.to_json()) == result
 
 
