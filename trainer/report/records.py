@@ -16,6 +16,8 @@ from trainwright.strategies.layout import Layout
 from trainwright.trainer.report.files import MetricsFile, MonitorFiles, number_of, read_json
 
 _MOST_KEYS = 2000
+# Seconds since 1970 that a calendar can tell of.
+_LATEST = 2.0**33
 _MOST_CHECKPOINTS = 500
 _RESTART_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?) (.*)")
 _AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert")
@@ -108,6 +110,16 @@ class RunRecord:
         return max([*steps, *noted], default=None)
 
 
+class _PlainLoader(yaml.SafeLoader):
+    """Without references to what stands elsewhere, which runs do not write and which can make a small file huge."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Refuse what is a reference."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("a reference")
+        return super().compose_node(parent, index)
+
+
 def is_run(path: Path) -> bool:
     """Whether a folder holds what a page can be made of."""
     return any((path / name).exists() for name in ("config.yaml", "metrics.csv", "monitor"))
@@ -151,7 +163,7 @@ def read_config(path: Path, notes: list[str] | None = None) -> dict[str, Any]:
         if file.stat().st_size > 2**20:
             notes.append("config.yaml is longer than 1 MiB and was not read.")
             return {}
-        loaded = yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
+        loaded = yaml.load(file.read_text(encoding="utf-8"), Loader=_PlainLoader)  # noqa: S506
     except FileNotFoundError:
         notes.append("There is no config.yaml, so configuration and layout are not known.")
         return {}
@@ -197,7 +209,7 @@ def read_events(path: Path, monitor: Mapping[int, list[dict[str, Any]]], checkpo
     for rank, records in sorted(monitor.items()):
         for record in records:
             time = number_of(record.get("time"))
-            if record["kind"] != "event" or time is None:
+            if record["kind"] != "event" or time is None or not 0 <= time < _LATEST:
                 continue
             step = number_of(record.get("step"))
             what, text = str(record.get("what", "event")), str(record.get("text", ""))
@@ -216,7 +228,8 @@ def layout_of(config: Mapping[str, Any], checkpoints: list[Saved]) -> Layout | N
     """The layout that the newest checkpoint tells, or the configuration; None if neither does."""
     sizes = [saved.about["layout"] for saved in checkpoints if isinstance(saved.about.get("layout"), dict)]
     if sizes:
-        return _layout({axis: sizes[-1].get(axis, 1) for axis in _AXES})
+        told = _layout({axis: sizes[-1].get(axis, 1) for axis in _AXES})
+        return None if told is None or told.is_open else told
     strategy = config.get("strategy")
     devices, nodes = config.get("devices"), config.get("nodes", 1)
     if not isinstance(strategy, dict) or not isinstance(devices, int) or not isinstance(nodes, int):

@@ -452,9 +452,9 @@ def story(run: RunRecord) -> Story | None:
 
 def _began(run: RunRecord) -> tuple[float, bool]:
     times = [_time(records[0]) for records in run.monitor.values() if records]
-    known = [time for time in times if time > 0]
+    known = [time for time in times if 0 < time <= run.events[0].time]
     first = run.events[0].time
-    return (min(known), True) if known and min(known) <= first else (first, False)
+    return (min(known), True) if known else (first, False)
 
 
 def _told(event: Event) -> str:

@@ -123,6 +123,21 @@ def test_damaged_files_are_read_as_far_as_they_go(tmp_path):
     assert "1 lines of monitor/ are damaged" in page.text
 
 
+def test_values_that_cannot_be_are_left_out(tmp_path):
+    run = whole_run(tmp_path / "run")
+    (run / "config.yaml").write_text("a: &a [1, 1]\nb: &b [*a, *a]\n")
+    layout = {"pipeline": -1, "shard": 2}
+    (run / "checkpoints" / "step=10" / "manifest.json").write_text(
+        json.dumps({"about": {"layout": layout, "step": 1e9}})
+    )
+    event = {"time": 1e300, "step": 1, "kind": "event", "what": "fault", "text": "in the year 1e292", "seconds": 1}
+    write_records(run, 0, [event])
+    page = Parsed(build_page([run]))
+    assert "config.yaml cannot be read" in page.text
+    assert "The layout is told neither by a checkpoint nor by the configuration" in page.text
+    assert "1e292" not in page.text
+
+
 EVIL = "</style></title><script>alert(1)</script><img src=x onerror=alert(2)>'\"{{ 7*7 }}"
 
 
