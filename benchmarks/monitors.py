@@ -153,7 +153,7 @@ def main() -> None:
     torch.set_num_threads(1)
     monitors = ["none", "default", "thorough"]
     rows = measure(monitors, options.steps, options.repeats, options.layers, options.width)
-    title = f"Cost of monitors, medians of {options.repeats} measurements of {options.steps} steps, windows of {_EVERY}"
+    title = f"Cost of monitors, medians of {options.repeats} measurements of {options.steps} steps"
     finish("monitors", [table_of(title, rows)], goals_of(rows), {"steps": options.steps, "rows": rows})
 
 

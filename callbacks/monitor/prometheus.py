@@ -16,8 +16,8 @@ class Prometheus(Callback):
     """Serve what is found out about a run at ``http://<host>:<port>/metrics``, as Prometheus asks for it.
 
     Each figure of a record (see docs/monitoring.md) is a gauge ``trainwright_<kind>_<name>``, such as
-    ``trainwright_step_seconds_forward`` or ``trainwright_rate_mfu``, with the label ``rank``; ``trainwright_step`` is the
-    number of optimizer steps done, and ``trainwright_events_total`` counts events by ``what``. What has not been found
+    ``trainwright_step_seconds_forward`` or ``trainwright_rate_mfu``, with the label ``rank``; ``trainwright_step`` is
+    the number of optimizer steps done, and ``trainwright_events_total`` counts events by ``what``. What has not been found
     out yet is not there. It needs the extra ``prometheus``.
 
     Args:
