@@ -17,8 +17,8 @@ class Prometheus(Callback):
 
     Each figure of a record (see docs/monitoring.md) is a gauge ``trainwright_<kind>_<name>``, such as
     ``trainwright_step_seconds_forward`` or ``trainwright_rate_mfu``, with the label ``rank``; ``trainwright_step`` is
-    the number of optimizer steps done, and ``trainwright_events_total`` counts events by ``what``. What has not been found
-    out yet is not there. It needs the extra ``prometheus``.
+    the number of optimizer steps done, and ``trainwright_events_total`` counts events by ``what``. What has not been
+    found out yet is not there. It needs the extra ``prometheus``.
 
     Args:
         port: of rank 0; 0 takes a free one, see :attr:`port`. With ``every_rank``, those of the other ranks of a
