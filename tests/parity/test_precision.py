@@ -111,11 +111,12 @@ class Exploding(LanguageModel):
     """The gradient of one sample in the third step is infinite: on the one rank that reads it."""
 
     factor = 1e36  # large enough to overflow once the loss is scaled
+    rows = slice(None)  # of a weight whose gradient overflows
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)
         if (batch["index"] == 2 * GLOBAL_BATCH + 3).any():
-            loss = loss + self.factor * self.decoder.head.weight.square().sum()
+            loss = loss + self.factor * self.decoder.head.weight[self.rows].square().sum()
         return loss
 
 
@@ -131,9 +132,12 @@ class Scales(pl.Callback):
         self.weights.append(whole(pl_module.decoder.norm.weight))
 
 
-def explode(strategy: str, accumulation: int, clip: float | None) -> tuple[list[float], list[bool], bool]:
+def explode(
+    strategy: str, accumulation: int, clip: float | None, rows: slice = slice(None)
+) -> tuple[list[float], list[bool], bool]:
     torch.manual_seed(11)
     module, scales = Exploding(), Scales()
+    module.rows = rows
     trainer = make_trainer(
         strategy,
         precision="16-mixed",
@@ -159,6 +163,15 @@ def test_all_ranks_skip_the_same_steps(ranks, accumulation, clip):
     ranks_used = {1: 4, 2: 2}[accumulation]
     for strategy in STRATEGIES:
         assert ranks(explode, ranks_used, strategy, accumulation, clip) == [expected] * ranks_used, strategy
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_all_ranks_skip_what_overflows_in_the_shard_of_one(ranks, strategy):
+    # The first row is the first rank's once gradients were reduced to shards: the other sees finite numbers alone.
+    scales, stepped, finite = expected = ranks(explode, 1, "single", 1, None, slice(1))[0]
+    assert finite
+    assert stepped == [True, False, True, True, True], "the third step of six is skipped"
+    assert ranks(explode, 2, strategy, 1, None, slice(1)) == [expected] * 2
 
 
 def clip_nonfinite(strategy: str) -> str:
