@@ -11,11 +11,13 @@ from trainwright.strategies.pipeline.schedules import stages_of_rank
 from trainwright.strategies.plan import ModelPlan
 from trainwright.strategies.tensor_rules import plan_splits
 
+_Shape = tuple[int, ...]
 
-def local_shapes(
-    module: nn.Module, plan: ModelPlan, layout: Layout, options: EngineOptions, pipeline_rank: int
-) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter that a rank holds before ZeRO splits it, by fully qualified name.
+
+def shapes_along_pipeline(
+    module: nn.Module, plan: ModelPlan, layout: Layout, options: EngineOptions
+) -> list[dict[str, _Shape]]:
+    """Shapes of the parameters that a rank holds before ZeRO splits them, for every place along the pipeline.
 
     Ranks that differ along the tensor or expert axis hold parts of the same shape.
 
@@ -24,8 +26,24 @@ def local_shapes(
         plan: of the module, with all that the layout needs.
         layout: closed.
         options: how the module is cut.
-        pipeline_rank: index along the pipeline axis.
+
+    Returns:
+        For each place along the pipeline, shapes by fully qualified name.
     """
+    shapes = _shapes(module, plan, layout)
+    if layout.pipeline == 1:
+        return [shapes]
+    stages = options.stages(layout.pipeline)
+    cut = PipelineCut(module, plan, stage_spans(module, plan, stages, options.split), [])
+    found = []
+    for rank in range(layout.pipeline):
+        mine = set(stages_of_rank(rank, layout.pipeline, stages, options.schedule))
+        found.append({name: shape for name, shape in shapes.items() if mine & set(cut.holders[name])})
+    return found
+
+
+def _shapes(module: nn.Module, plan: ModelPlan, layout: Layout) -> dict[str, _Shape]:
+    """Shape of each parameter on the ranks that hold it."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     shapes = {name: list(parameter.shape) for name, parameter in module.named_parameters()}
     aliases = {alias: names[id(p)] for alias, p in module.named_parameters(remove_duplicate=False)}
@@ -38,13 +56,4 @@ def local_shapes(
         for name in shapes:
             if any(name.startswith(f"{experts}.") for experts in plan.experts):
                 shapes[name][0] //= layout.expert
-    owned = names.values() if layout.pipeline == 1 else _owned(module, plan, layout, options, pipeline_rank)
-    return {name: tuple(shapes[name]) for name in names.values() if name in set(owned)}
-
-
-def _owned(
-    module: nn.Module, plan: ModelPlan, layout: Layout, options: EngineOptions, pipeline_rank: int
-) -> frozenset[str]:
-    stages = options.stages(layout.pipeline)
-    mine = stages_of_rank(pipeline_rank, layout.pipeline, stages, options.schedule)
-    return PipelineCut(module, plan, stage_spans(module, plan, stages, options.split), mine).owned
+    return {name: tuple(shapes[name]) for name in names.values()}

@@ -88,7 +88,7 @@ def _first(words: Sequence[str]) -> str | None:
 
 def _wants_several_processes(words: Sequence[str]) -> bool:
     """A guess from the words alone: the fork server can start before anything is composed. A wrong one costs time."""
-    if any(word in words for word in ("-h", "--help", "--version", "--print-config", "--cfg", "layout")):
+    if any(word in words for word in ("-h", "--help", "--version", "--print-config", "--cfg", "layout", "plan")):
         return False
     several = any(word.startswith("devices=") and word != "devices=1" for word in words)
     several |= any(word == "launch=resilient" or word.startswith("launch.max_restarts=") for word in words)

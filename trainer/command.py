@@ -23,10 +23,13 @@ from trainwright.trainer.run_directory import command_words, write_command
 from trainwright.trainer.validate import VERBS, Surroundings, closed_layout
 
 OK, FAILED, REFUSED = 0, 1, 2
-VERIFY, LAYOUT, CHECKPOINT, IMPORT_DEEPSPEED = "verify", "layout", "checkpoint", "import-deepspeed"
-REPORT, WATCH = "report", "watch"
+VERIFY, LAYOUT, PLAN, CHECKPOINT = "verify", "layout", "plan", "checkpoint"
+IMPORT_DEEPSPEED, REPORT, WATCH = "import-deepspeed", "report", "watch"
 _OF_THE_MACHINE = ("doctor", "profile")
-_ALL_VERBS = (*VERBS, VERIFY, LAYOUT, CHECKPOINT, IMPORT_DEEPSPEED, REPORT, WATCH, *_OF_THE_MACHINE)
+_ALL_VERBS = (*VERBS, VERIFY, LAYOUT, PLAN, CHECKPOINT, IMPORT_DEEPSPEED, REPORT, WATCH, *_OF_THE_MACHINE)
+_OPTIONS = (
+    "--help", "--version", "--multirun", "--print-config", "--config-dir", "--json", "--html", "--prove"
+)  # fmt: skip
 
 
 def run_command(words: Sequence[str]) -> int:
@@ -63,6 +66,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return _verify(arguments)
     if arguments.verb == LAYOUT:
         return _layout(arguments)
+    if arguments.verb == PLAN:
+        return _plan(arguments)
     launcher = detect_launcher()
     if arguments.multirun:
         return _sweep(arguments, launcher)
@@ -159,6 +164,23 @@ def _layout(arguments: argparse.Namespace) -> int:
     return OK
 
 
+def _plan(arguments: argparse.Namespace) -> int:
+    """Rank all layouts by predicted step time; nothing is started."""
+    launcher, problems = detect_launcher(), []
+    if launcher is not None:
+        problems.append(f"{launcher.name}: plan starts no ranks; type trainwright plan ... without it")
+    if arguments.multirun:
+        problems.append("--multirun with plan: it looks at all layouts by itself; plan one recipe after the other")
+    composition = compose_checked(arguments.overrides, arguments.config_dir)
+    problems += composition.problems
+    if problems or composition.cfg is None:
+        raise ConfigError(problems)
+    from trainwright.trainer.planning.verb import PlanOptions, run_plan
+
+    options = PlanOptions(arguments.json, arguments.html, arguments.prove)
+    return OK if run_plan(composition.cfg, options) else FAILED
+
+
 def _composed(verb: str, overrides: Sequence[str], config_dir: str | None, launcher: Launcher | None) -> DictConfig:
     """Compose, check everything, make the run directory; all problems are raised together."""
     composition = compose_checked(overrides, config_dir)
@@ -193,7 +215,7 @@ def _print_config(arguments: argparse.Namespace) -> int:
         from trainwright.trainer.verify_options import take_options
 
         verb, (_, overrides, problems) = "fit", take_options(overrides)
-    elif verb == LAYOUT:
+    elif verb in (LAYOUT, PLAN):
         verb = "fit"
     composition = compose_checked(overrides, arguments.config_dir)
     if problems or composition.problems or composition.cfg is None:
@@ -230,13 +252,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--print-config", "--cfg", action="store_true")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--html")
+    parser.add_argument("--prove", action="store_true")
     arguments, rest = parser.parse_known_intermixed_args(list(words))
     plain = [*arguments.words, *(word for word in rest if not word.startswith("-"))]
     problems = [
-        f"{word}: there is no such option; "
-        + did_you_mean(
-            word, ["--help", "--version", "--multirun", "--print-config", "--config-dir", "--json"], "options"
-        )
+        f"{word}: there is no such option; " + did_you_mean(word, _OPTIONS, "options")
         for word in rest
         if word.startswith("-")
     ]
@@ -256,8 +277,11 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         problems.append(f"{arguments.verb} comes first, with keys of its own: trainwright {arguments.verb} --help")
     elif arguments.verb is None and plain:
         problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")
-    if arguments.json and arguments.verb != VERIFY and not arguments.help:
-        problems.append("--json: only verify writes its report as JSON; leave it out")
+    if arguments.json and arguments.verb not in (VERIFY, PLAN) and not arguments.help:
+        problems.append("--json: only verify and plan write their report as JSON; leave it out")
+    for option, is_given in (("--html", arguments.html is not None), ("--prove", arguments.prove)):
+        if is_given and arguments.verb != PLAN and not arguments.help:
+            problems.append(f"{option}: only plan takes it; leave it out")
     if problems:
         raise ConfigError(problems)
     return arguments

@@ -493,6 +493,42 @@ class TrainerConfig:
 
 
 @dataclass
+class LinkConfig:
+    """What one device sends to another."""
+
+    # Seconds of one message of a ring, without its bytes.
+    latency: float | None = None
+    # Bytes per second that one device sends, in one direction.
+    bandwidth: float | None = None
+
+
+@dataclass
+class DeviceConfig:
+    """`device=auto|h100|...`: the device that plans are made for (docs/planning.md); training does not read it."""
+
+    # auto = what this machine has.
+    name: str = MISSING
+    # Memory of one device, bytes.
+    memory_bytes: int | None = None
+    # Most floating-point operations per second with dense matrices: float32, tf32, bfloat16, float16.
+    flops: dict[str, float] = field(default_factory=dict)
+    # Bytes per second of the device's own memory.
+    memory_bandwidth: float | None = None
+    # Part of flops that the matrix products of a training step reach.
+    efficiency: float | None = None
+    # Devices of a node, which within connects.
+    devices_per_node: int | None = None
+    # Between two devices of a node.
+    within: LinkConfig = field(default_factory=LinkConfig)
+    # Between nodes, for each device.
+    across: LinkConfig = field(default_factory=LinkConfig)
+    # Bytes per second between a device and the memory of its host, in one direction.
+    host_bandwidth: float | None = None
+    # Memory of the host for each device, bytes.
+    host_memory_bytes: int | None = None
+
+
+@dataclass
 class RunConfig:
     """One run, whole. A recipe fills `name`, `module` and `data`; groups fill the rest; plain keys are set by hand."""
 
@@ -561,6 +597,8 @@ class RunConfig:
     preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     optimizer: Any = MISSING
+    # Set by the group of the same name: the device that plans are made for.
+    device: DeviceConfig = field(default_factory=lambda: DeviceConfig(name="auto"))
 
 
 def register_schema() -> None:
@@ -593,3 +631,4 @@ def register_schema() -> None:
     store.store(group="launch", name="_launch", node=LaunchConfig)
     store.store(group="preemption", name="_preemption", node=PreemptionConfig)
     store.store(group="trainer", name="_trainer", node=TrainerConfig)
+    store.store(group="device", name="_device", node=DeviceConfig)

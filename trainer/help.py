@@ -26,6 +26,7 @@ _VERBS = {
     "verify": "check that a layout trains as one process does: a few steps of both, compared",
     "layout": "show which rank would do and hold what, in bytes; no process is started",
     "import-deepspeed": "show what a DeepSpeed JSON is in native configuration: `trainwright import-deepspeed --help`",
+    "plan": "rank all layouts by predicted step time, with the bytes that each needs; no process is started",
     "report": "show a run, or several side by side, as one HTML page: `trainwright report --help`",
     "watch": "show a run in the terminal while it goes on: `trainwright watch --help`",
     "checkpoint": "verify, inspect, list, export or import a checkpoint: `trainwright checkpoint --help`",
@@ -64,7 +65,7 @@ def help_of_verb(verb: str, config_dir: str | Path | None = None) -> str:
     """The text of `trainwright <verb> --help`.
 
     Args:
-        verb: fit, validate, test, predict, verify or layout.
+        verb: fit, validate, test, predict, verify, layout or plan.
         config_dir: a folder whose groups and recipes are listed too.
     """
     loader = config_loader(config_dir)
@@ -135,6 +136,14 @@ def _options(verb: str) -> str:
   --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes and groups
   --print-config      print the resolved configuration and end
   --help, --version"""
+    if verb == "plan":
+        return """options:
+  --json              print the plan as one JSON document, and nothing else, on standard output
+  --html FILE         also write the plan as one page with pictures
+  --prove             build the first layout for one rank at full size, without memory, and compare the bytes
+  --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes, devices and other groups
+  --print-config      print the resolved configuration and end
+  --help, --version"""
     return """options:
   -m, --multirun      run every combination of the given values, one after the other: strategy=ddp,zero3
   --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes and groups
@@ -202,6 +211,12 @@ def _examples(verb: str) -> str:
   trainwright layout recipe=gpt strategy=zero3 devices=4
   trainwright layout recipe=gpt devices=8 strategy=hybrid strategy.pipeline=2 strategy.tensor=2
   trainwright layout --config-dir my_conf recipe=mine strategy=tensor devices=2"""
+    if verb == "plan":
+        return """examples:
+  trainwright plan recipe=llama_3d size=70b precision=bf16-mixed devices=1024 device=h100
+  trainwright plan recipe=gpt devices=4
+  trainwright plan recipe=gpt size=7b devices=64 device=a100_80 --html plan.html
+  trainwright plan recipe=gpt size=1b module.meta=true devices=64 device=h100 --prove"""
     return f"""examples:
   trainwright {verb} recipe=digits ckpt_path=last
   trainwright {verb} recipe=digits ckpt_path=runs/digits/2026-01-31_14-05-09/checkpoints/step=500

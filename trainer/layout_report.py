@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.strategies.cuts_of import local_shapes
+from trainwright.strategies.cuts_of import shapes_along_pipeline
 from trainwright.strategies.engines import EngineOptions, plan_for
 from trainwright.strategies.hybrid_rules import cuts_module
 from trainwright.strategies.layout import Layout
@@ -135,13 +135,16 @@ def _served_bytes(states: OptimizerStates, parameters: dict[str, nn.Parameter], 
 
 
 class _Scale:
-    """Weighs what a rank holds, by its place along the pipeline and among the ranks that share a copy of the state."""
+    """Weighs what a rank holds, by its place along the pipeline and among the ranks that share a copy of the state.
+
+    Ranks that differ along other axes hold as much.
+    """
 
     def __init__(
         self, module: LightningModule, plan: ModelPlan, layout: Layout, options: EngineOptions, rules: StateRules
     ) -> None:
         self._parameters = dict(module.named_parameters())
-        self._held = [local_shapes(module, plan, layout, options, stage) for stage in range(layout.pipeline)]
+        self._held = shapes_along_pipeline(module, plan, layout, options)
         self._experts = {n for n in self._parameters if any(n.startswith(f"{e}.") for e in plan.experts)}
         self._layout, self._rules = layout, rules
         self._is_cut = cuts_module(layout)

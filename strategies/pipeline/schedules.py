@@ -167,17 +167,22 @@ def _best(
     sums = [0.0]
     for weight in weights:
         sums.append(sums[-1] + weight)
-    table: list[tuple[float, list[int]]] = [(cost(sums[end]), [0]) for end in range(count + 1)]
+    table = [cost(sums[end]) for end in range(count + 1)]
+    choices: list[list[int]] = []
     for stage in range(1, stages):
-        table = [
-            min(
-                ((join(table[at][0], cost(sums[end] - sums[at])), [*table[at][1], at]) for at in range(stage, end)),
-                key=lambda found: found[0],
-                default=(float("inf"), [0] * (stage + 1)),
-            )
-            for end in range(count + 1)
-        ]
-    return table[count]
+        following, chosen = [float("inf")] * (count + 1), [0] * (count + 1)
+        for end in range(stage + 1, count + 1):
+            for at in range(stage, end):
+                total = join(table[at], cost(sums[end] - sums[at]))
+                if total < following[end]:
+                    following[end], chosen[end] = total, at
+        table = following
+        choices.append(chosen)
+    starts, end = [], count
+    for chosen in reversed(choices):
+        end = chosen[end]
+        starts.append(end)
+    return table[count], [0, *reversed(starts)]
 
 
 def stages_of_rank(rank: int, ranks: int, stages: int, schedule: str) -> list[int]:

@@ -14,7 +14,8 @@ SMALL = GPTConfig(layers=2, dim=32, heads=4, seq_len=16)
 
 
 def config_of(size: str) -> GPTConfig:
-    return GPTConfig(**OmegaConf.load(SIZES / f"{size}.yaml"))
+    found = OmegaConf.load(SIZES / f"{size}.yaml")
+    return GPTConfig(**found.get("module", {"config": found}).config)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,9 @@ def config_of(size: str) -> GPTConfig:
         ("3b", 3e9),
         ("7b", 7e9),
         ("70b", 70e9),
+        ("175b", 175e9),
+        ("405b", 405e9),
+        ("1t", 1e12),
     ],
 )
 def test_sizes_have_the_parameters_they_are_called_after(size: str, parameters: float) -> None:
@@ -41,7 +45,9 @@ def test_nano_is_the_default() -> None:
 
 
 def test_every_size_is_tested() -> None:
-    assert {path.stem for path in SIZES.glob("*.yaml")} == {"nano", "mini", "125m", "350m", "1b", "3b", "7b", "70b"}
+    assert {path.stem for path in SIZES.glob("*.yaml")} == {
+        *("nano", "mini", "125m", "350m", "1b", "3b", "7b", "70b", "175b", "405b", "1t")
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""Predicted bytes are those that are alive on ranks, activations and buffers included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parity.layouts import LayoutCase
+from tests.parity.test_layouts import FOUR, TWO
+from tests.trainer.planning.bytes_of_ranks import measured, predictor
+from trainwright.strategies.engines import EngineOptions
+from trainwright.trainer.layout_report import StateRules, bytes_of_ranks
+
+WITHIN = 0.05
+
+
+def data_parallel(strategy: str, accumulation: int = 1) -> LayoutCase:
+    return LayoutCase("gpt-untied", {}, strategy=strategy, accumulation=accumulation, global_batch_size=16, samples=96)
+
+
+# Of all layouts of the parity matrix, one of each kind; `python -m benchmarks.planner` has them all.
+CASES: dict[str, tuple[int, LayoutCase]] = {
+    "ddp": (2, data_parallel("ddp", 2)),
+    "zero1": (2, data_parallel("zero1", 2)),
+    "zero3": (2, data_parallel("zero3")),
+    **{name: (2, TWO[name]) for name in ("tensor, gpt", "context, gpt, ring", "pipeline, gpipe", "pipeline, 1f1b")},
+    **{name: (4, FOUR[name]) for name in ("pipeline x tensor",)},
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_predicted_bytes_are_those_that_are_alive(ranks, name):
+    world_size, case = CASES[name]
+    found = predictor(case.network, case.length)
+    places = found.all_moments(case, world_size)
+    alive = ranks(measured, world_size, case, found.layout.data_ranks, timeout=120)
+    for place, moments in enumerate(places):
+        most = max(each for rank, each in enumerate(alive) if found.layout.coordinates(rank)["pipeline"] == place)
+        predicted = max(moments, key=lambda held: held.total + held.host)
+        assert predicted.total + predicted.host == pytest.approx(most, rel=WITHIN), (place, predicted)
+
+
+STATES: list[tuple[str, int, dict[str, Any]]] = [
+    ("gpt", 4, {"pipeline": 2, "shard": 2, "stage": 2}),
+    ("gpt-untied", 3, {"shard": 3, "stage": 3}),
+    ("gpt-untied", 8, {"tensor": 2, "shard": 4, "stage": 1}),
+    ("gpt", 8, {"pipeline": 2, "tensor": 2, "replicate": 2, "shard": 1, "stage": 3}),
+]
+
+
+@pytest.mark.parametrize(("network", "world_size", "options"), STATES)
+def test_state_is_that_of_the_layout(network, world_size, options):
+    """Parameters, gradients and optimizer are the bytes that `trainwright layout` tells of the fullest rank."""
+    found = predictor(network, 9)
+    places = found.all_moments(LayoutCase(network, options), world_size)
+    given = {key: value for key, value in options.items() if key in EngineOptions.__dataclass_fields__}
+    told = bytes_of_ranks(found.module, found.layout, EngineOptions(**given), StateRules(options["stage"]))
+    for place, moments in enumerate(places):
+        most = max(
+            (each for rank, each in enumerate(told) if found.layout.coordinates(rank)["pipeline"] == place),
+            key=lambda each: each.total,
+        )
+        step = moments[-1]
+        assert (step.parameters, step.gradients, step.optimizer) == (most.parameters, most.gradients, most.optimizer)

@@ -1,0 +1,230 @@
+"""What the planner finds possible, refuses, and ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from tests.trainer.project import write_project
+from trainwright.strategies.layout import Layout
+from trainwright.trainer import validate
+from trainwright.trainer.cli import main
+from trainwright.trainer.compose import compose
+from trainwright.trainer.planning.facts import Cut, FactsError, ModelFacts
+from trainwright.trainer.planning.memory import _simulated as simulated
+from trainwright.trainer.planning.memory import in_flight
+from trainwright.trainer.planning.profiles import profile_from, profile_named, profile_of_gpu
+from trainwright.trainer.planning.search import Plan, plan
+from trainwright.trainer.planning.time import bubble_of, collective, link_of
+from trainwright.trainer.run import plan as checked
+
+
+@cache
+def planned(*words: str) -> Plan:
+    return plan(compose(None, words))
+
+
+# Size, devices, profile, precision, global batch, axes; who trained so.
+PUBLISHED: dict[str, tuple[str, int, str, str, int, dict[str, int]]] = {
+    # Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
+    # (arXiv:2104.04473): table 1 has tensor 8 x pipeline 16 for 175 G parameters on 1024 A100 with a batch of 1536
+    # (data 8), and tensor 8 x pipeline 64 for 1 T on 3072 with 3072 (data 6).
+    "Megatron, 175 G": ("175b", 1024, "a100_80", "bf16-mixed", 1536, {"tensor": 8, "pipeline": 16, "context": 1}),
+    "Megatron, 1 T": ("1t", 3072, "a100_80", "bf16-mixed", 3072, {"tensor": 8, "pipeline": 64, "context": 1}),
+    # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 5: FSDP 8, TP 8, PP 8 with a batch of 256 and full
+    # checkpointing, on H100 of 96 GB; the same without a pipeline is its 2D layout (table 4, of 70 G).
+    "torchtitan, 405 G, 2D": ("405b", 512, "h100", "bf16-true", 256, {"tensor": 8, "pipeline": 1, "shard": 64}),
+    "torchtitan, 405 G, 3D": ("405b", 512, "h100", "bf16-true", 256, {"tensor": 8, "pipeline": 8, "shard": 8}),
+    # "The Llama 3 Herd of Models" (arXiv:2407.21783), table 4: TP 8, CP 1, PP 16, DP 128 and 2048 sequences of 8192.
+    "Llama 3, 405 G": ("405b", 16384, "h100", "bf16-true", 2048, {"tensor": 8, "pipeline": 16, "context": 1}),
+}
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_published_layouts_are_possible_and_in_the_better_half(name: str) -> None:
+    size, devices, device, precision, batch, axes = PUBLISHED[name]
+    found = planned(
+        "recipe=llama_3d", f"size={size}", f"devices={devices}", f"device={device}", f"precision={precision}",
+        f"global_batch_size={batch}",
+    )  # fmt: skip
+    places = [i for i, each in enumerate(found.ranked) if axes.items() <= dataclasses.asdict(each.layout).items()]
+    assert places, f"{axes} is not possible"
+    assert places[0] < len(found.ranked) / 2, (places[0], len(found.ranked))
+
+
+SMALL = ("recipe=llama_3d", "devices=8", "device=cpu", "accelerator=cpu", "global_batch_size=16")
+
+
+def test_the_best_comes_first_and_each_layout_once() -> None:
+    found = planned(*SMALL)
+    seconds = [each.time.total for each in found.ranked]
+    assert seconds == sorted(seconds)
+    assert len({(each.layout, each.work.stage, each.strategy) for each in found.ranked}) == len(found.ranked)
+    assert {each.strategy for each in found.ranked} >= {"ddp", "zero1", "zero2", "zero3", "hybrid"}
+    for each in found.ranked:
+        assert each.layout.world_size == 8
+        assert each.work.micro_batch * each.work.parts * each.work.rounds * each.layout.data_ranks == 16
+
+
+def test_what_is_possible_is_accepted_by_the_strategies() -> None:
+    """The overrides of every layout pass all checks of a run."""
+    found = planned(*SMALL)
+    chosen = [*found.ranked[::9], *(each for each in found.ranked if each.work.has_pipeline)][:8]
+    for each in chosen:
+        cfg = compose(None, [*SMALL, *each.overrides])
+        assert checked(cfg, "fit")[1] == [], each.overrides
+
+
+def test_refusals_are_those_of_the_strategies() -> None:
+    """What is refused is refused by a run of the same overrides, with the same words."""
+    found = planned("recipe=llama_3d", "devices=24", "device=cpu", "accelerator=cpu", "global_batch_size=16")
+    judged = [each for each in found.refused if each.kind in ("layout", "batch")]
+    assert {each.kind for each in judged} == {"layout", "batch"}
+    for each in judged[::3][:8]:
+        words = [word for word in each.overrides if not word.startswith("micro_batch_size")] + [
+            word for word in each.overrides if word.startswith("micro_batch_size")
+        ]
+        problems = checked(compose(None, ["recipe=llama_3d", "devices=24", "accelerator=cpu",
+                                          "global_batch_size=16", *words]), "fit")[1]  # fmt: skip
+        assert any(each.reason in problem for problem in problems), (each, problems)
+
+
+def test_out_of_memory_says_what_is_needed_and_there() -> None:
+    found = planned("recipe=gpt", "size=7b", "module.meta=true", "devices=2", "device=l40s", "precision=bf16-mixed")
+    (ddp,) = (each for each in found.refused if each.what.startswith("ddp"))
+    assert ddp.kind == "memory"
+    assert "GiB a rank at the least (parameters 26.0, gradients 26.0, optimizer 52.0" in ddp.reason
+    assert f"device=l40s has {0.92 * profile_named('l40s').memory_bytes / 2**30:.1f} GiB" in ddp.reason
+    assert all(each.memory.total < 0.92 * found.profile.memory_bytes for each in found.ranked)
+
+
+def test_one_device() -> None:
+    found = planned("recipe=gpt", "device=cpu", "accelerator=cpu")
+    assert [each.strategy for each in found.ranked] == ["single"]
+    assert found.best is not None
+    assert "strategy=single" in found.best.overrides
+
+
+def test_more_memory_is_never_less_possible() -> None:
+    words = [word for word in SMALL if not word.startswith("devices")]
+    few = planned(*words, "devices=4", "device.memory_bytes=24000000")
+    many = planned(*words, "devices=4")
+    assert {each.title for each in few.ranked} < {each.title for each in many.ranked}
+    assert {each.kind for each in few.refused} >= {"memory"}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"])
+@pytest.mark.parametrize(("ranks", "parts"), [(2, 4), (4, 8)])
+def test_passes_in_flight_are_those_of_torchs_order(schedule: str, ranks: int, parts: int) -> None:
+    stages = 2 if schedule in ("interleaved_1f1b", "looped_bfs") else 1
+    for rank in range(ranks):
+        computed = in_flight(schedule, ranks, stages, parts, rank)
+        if stages == 2:
+            assert computed == simulated(schedule, ranks, stages, parts, rank)
+        assert computed == {"gpipe": parts, "1f1b": min(parts, ranks - rank)}.get(schedule, computed)
+
+
+def test_seconds_of_collectives_and_bubbles() -> None:
+    profile = profile_named("h100")
+    within = link_of(profile, Layout(shard=2, tensor=8), "tensor")
+    assert (within.ranks, within.bandwidth) == (8, 450e9)
+    across = link_of(profile, Layout(shard=4, tensor=8), "state")
+    assert across.bandwidth == 50e9, "one rank of a node sends over one card"
+    whole = link_of(profile, Layout(shard=64), "state")
+    assert whole.bandwidth == 400e9, "eight ranks of a node send over eight"
+    sent, seconds = collective(whole, "all_gather", 64e9)
+    assert sent == pytest.approx(63e9)
+    assert seconds == pytest.approx(63e9 / 400e9 + 63 * whole.latency)
+    assert bubble_of("1f1b", 4, 1, 1.0, 2.0) == pytest.approx(9.0)
+    assert bubble_of("interleaved_1f1b", 4, 3, 1.0, 2.0) == pytest.approx(3.0)
+    assert bubble_of("zbv", 4, 2, 1.0, 2.0) == pytest.approx(1.5)
+    assert bubble_of("1f1b", 1, 1, 1.0, 2.0) == 0.0
+
+
+def test_profiles() -> None:
+    assert profile_named("h100").flops_at("bf16-mixed") == pytest.approx(0.55 * 989.4e12)
+    for gpu, name in (("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-40GB", "a100_40"), ("NVIDIA L40S", "l40s")):
+        found = profile_of_gpu(gpu)
+        assert found is not None
+        assert found.name == name
+    assert profile_of_gpu("Unheard-of 9000") is None
+    with pytest.raises(ValueError, match="did you mean h100"):
+        profile_named("h10")
+    with pytest.raises(ValueError, match=r"device\.memory_bandwidth=None .*device\.within\.bandwidth=-1"):
+        profile_from({"name": "mine", "memory_bytes": 1, "efficiency": 0.5, "devices_per_node": 8,
+                      "host_bandwidth": 1, "host_memory_bytes": 1, "flops": {"float32": 1},
+                      "within": {"latency": 0, "bandwidth": -1}, "across": {"latency": 0, "bandwidth": 1}})  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(validate, "num_gpus", lambda: 0)
+    return write_project(tmp_path)
+
+
+def test_the_command(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--config-dir", str(conf), "recipe=mine", "devices=4", "device=cpu"]
+    assert main([*words, "--html", "plan.html"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for part in ("4 x cpu", "layouts possible", "what to type for the first:", "strategy="):
+        assert part in out
+    page = Path("plan.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "<svg" in page
+    assert "http" not in page, "it needs nothing from anywhere"
+    assert main([*words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["best"] == document["ranked"][0]
+    assert document["best"]["bytes"]["total"] > 0
+    assert not Path("runs").exists()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["recipe=gpt", "device=h10"], "did you mean"),
+        (["recipe=gpt", "-m"], "--multirun with plan"),
+        (["recipe=gpt", "device=h100", "device.memory_bytes=0"], "device.memory_bytes=0"),
+    ],
+)
+def test_refused(words: list[str], part: str, conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_only_plan_takes_its_options(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["layout", "recipe=gpt", "--prove"]) == 2
+    assert "--prove: only plan takes it" in capsys.readouterr().err
+
+
+class NeedsTrainer(pl.LightningModule):
+    """Reads in its step what only a run has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(batch).mean() * self.trainer.max_steps
+
+
+def test_a_module_that_needs_a_trainer_says_so() -> None:
+    with torch.device("meta"):
+        module = NeedsTrainer()
+    facts = ModelFacts(module, torch.zeros(2, 4), 2)
+    with pytest.raises(FactsError, match="training_step of NeedsTrainer cannot be run without a Trainer"):
+        facts.of(Cut())

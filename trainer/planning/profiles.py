@@ -1,0 +1,208 @@
+"""What a device, the links between devices and their hosts can do, as far as a plan needs to know.
+
+A profile is a yaml file of the group `device` (`conf/device/`); what published figures they hold, and from where, is
+told in docs/planning.md. `trainwright profile` measures one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+AUTO, CPU = "auto", "cpu"
+# Parts of the names that torch gives to GPUs -> profile; the first that a name contains counts.
+_BY_NAME = {
+    "B200": "b200",
+    "H200": "h200",
+    "GH200": "h200",
+    "H100": "h100",
+    "H800": "h100",
+    "A100-SXM4-40GB": "a100_40",
+    "A100-PCIE-40GB": "a100_40",
+    "A100": "a100_80",
+    "A800": "a100_80",
+    "L40S": "l40s",
+}
+# Kinds of numbers that are multiplied, by the precision of a run.
+_ARITHMETIC = {"32": "float32", "bf16-mixed": "bfloat16", "bf16-true": "bfloat16", "16-mixed": "float16"}
+
+
+@dataclass(frozen=True)
+class LinkProfile:
+    """What one device sends to another.
+
+    Args:
+        latency: seconds of one message of a ring, without its bytes.
+        bandwidth: bytes per second that one device sends, in one direction.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """A device within a cluster of its like.
+
+    Args:
+        name: of the profile.
+        memory_bytes: memory of one device, bytes.
+        flops: most floating-point operations per second with dense matrices, by kind of number: ``float32``, ``tf32``,
+            ``bfloat16``, ``float16``.
+        memory_bandwidth: of the device's own memory, bytes per second.
+        efficiency: part of ``flops`` that the matrix products of a training step reach.
+        devices_per_node: devices that ``within`` connects.
+        within: between two devices of a node.
+        across: between nodes, for each device.
+        host_bandwidth: between a device and the memory of its host, bytes per second in one direction.
+        host_memory_bytes: memory of the host for each device, bytes.
+    """
+
+    name: str
+    memory_bytes: int
+    flops: Mapping[str, float]
+    memory_bandwidth: float
+    efficiency: float
+    devices_per_node: int
+    within: LinkProfile
+    across: LinkProfile
+    host_bandwidth: float
+    host_memory_bytes: int
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether ranks compute on cores of the host, so that their memory is the host's."""
+        return CPU in self.name.lower()
+
+    def flops_at(self, precision: str) -> float:
+        """Operations per second of a training step under a precision of the group of that name.
+
+        Args:
+            precision: ``32``, ``bf16-mixed``, ``bf16-true`` or ``16-mixed``.
+        """
+        kind = _ARITHMETIC[precision]
+        return self.efficiency * (self.flops.get(kind) or self.flops["float32"])
+
+
+def profile_of(cfg: DictConfig) -> DeviceProfile:
+    """The profile that a configuration asks for with the group ``device``.
+
+    Args:
+        cfg: composed, with ``device``, ``devices`` and ``accelerator``.
+
+    Raises:
+        ValueError: if a value is missing or no positive number, or the GPU of this machine has no profile; the message
+            says what to type.
+    """
+    plain: Any = OmegaConf.to_container(cfg.device, resolve=True)
+    if plain.get("name") == AUTO:
+        return _of_this_machine(cfg)
+    return profile_from(plain)
+
+
+def profile_from(values: Mapping[str, Any]) -> DeviceProfile:
+    """A profile from plain values, as a yaml of the group ``device`` holds them.
+
+    Raises:
+        ValueError: see :func:`profile_of`.
+    """
+    name, problems = str(values.get("name")), []
+    numbers = dict(_numbers(values))
+    for key, value in numbers.items():
+        if (
+            not isinstance(value, (int, float))
+            or isinstance(value, bool)
+            or value < 0
+            or (not value and key in _POSITIVE)
+        ):
+            problems.append(f"device.{key}={value} (allowed: a number above 0, without a unit)")
+    flops = {kind: float(value) for kind, value in (values.get("flops") or {}).items() if value}
+    if "float32" not in flops:
+        problems.append("device.flops.float32 is not given (operations per second)")
+    if problems:
+        raise ValueError(f"the profile device={name} cannot be used: " + "; ".join(problems))
+    return DeviceProfile(
+        name=name,
+        memory_bytes=int(values["memory_bytes"]),
+        flops=flops,
+        memory_bandwidth=float(values["memory_bandwidth"]),
+        efficiency=float(values["efficiency"]),
+        devices_per_node=int(values["devices_per_node"]),
+        within=LinkProfile(float(numbers["within.latency"]), float(numbers["within.bandwidth"])),
+        across=LinkProfile(float(numbers["across.latency"]), float(numbers["across.bandwidth"])),
+        host_bandwidth=float(values["host_bandwidth"]),
+        host_memory_bytes=int(values["host_memory_bytes"]),
+    )
+
+
+_PLAIN = ("memory_bytes", "memory_bandwidth", "efficiency", "devices_per_node", "host_bandwidth", "host_memory_bytes")
+_POSITIVE = frozenset((*_PLAIN, "within.bandwidth", "across.bandwidth"))
+
+
+def _numbers(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    found = [(key, values.get(key)) for key in _PLAIN]
+    for link in ("within", "across"):
+        given = values.get(link) or {}
+        found += [(f"{link}.{key}", given.get(key)) for key in ("latency", "bandwidth")]
+    return found
+
+
+def profile_named(name: str) -> DeviceProfile:
+    """A profile of the package by the name of its file.
+
+    Raises:
+        ValueError: if there is none; the message lists all.
+    """
+    from importlib.resources import files
+
+    from trainwright.trainer.problems import did_you_mean
+
+    folder = files("trainwright.conf") / "device"
+    names = sorted(each.name.removesuffix(".yaml") for each in folder.iterdir() if each.name.endswith(".yaml"))
+    names = [each for each in names if each != AUTO]
+    if name not in names:
+        raise ValueError(f"device={name}: unknown; {did_you_mean(name, names, 'devices')}")
+    plain: Any = OmegaConf.to_container(OmegaConf.create((folder / f"{name}.yaml").read_text()))
+    return profile_from(plain)
+
+
+def profile_of_gpu(gpu: str) -> DeviceProfile | None:
+    """The profile for the name that torch gives to a GPU; None if there is none for it."""
+    found = next((profile for part, profile in _BY_NAME.items() if part in gpu), None)
+    return None if found is None else profile_named(found)
+
+
+def _of_this_machine(cfg: DictConfig) -> DeviceProfile:
+    """Published figures of this machine's GPUs, with their memory; or the profile of CPUs with this host's memory."""
+    from trainwright.trainer.machine import num_gpus
+
+    gpus = num_gpus() if cfg.accelerator != "cpu" else 0
+    if not gpus:
+        return _this_host(profile_named(CPU))
+    import torch
+
+    about = torch.cuda.get_device_properties(0)
+    profile = profile_of_gpu(about.name)
+    if profile is None:
+        raise ValueError(
+            f"device=auto: there is no profile for the GPU of this machine, {about.name}; type device=<profile> of the "
+            "one that is most like it, or measure it with trainwright profile"
+        )
+    return replace(profile, memory_bytes=about.total_memory, devices_per_node=gpus)
+
+
+def _this_host(profile: DeviceProfile) -> DeviceProfile:
+    from trainwright.trainer.machine import num_cores
+
+    cores = num_cores()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return replace(
+        profile,
+        memory_bytes=memory // cores,
+        host_memory_bytes=memory // cores,
+        devices_per_node=cores,
+    )
