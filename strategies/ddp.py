@@ -34,10 +34,12 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
     Args:
         gradient_as_bucket_view: gradients live in the buffers that are sent, so that they are held once, not twice.
         find_unused_parameters: ask each step which parameters had a part in the loss.
+        bucket_mib: largest bucket of gradients that is sent at once, in MiB (torch's ``bucket_cap_mb``); ``None``: 25,
+            or what ``communication="auto"`` finds.
         compression: how gradients are sent, see :class:`~trainwright.strategies.compressed.CompressedReplicas`;
             ``None`` is off. Not beside ``ddp_comm_hook``.
         **kwargs: see :class:`~trainwright.strategies.advised.AdvisedCommunication` (with ``communication="auto"`` the
-            size of buckets follows from the measured link, unless ``bucket_cap_mb`` is given: the same gradients but
+            size of buckets follows from the measured link, unless ``bucket_mib`` is given: the same gradients but
             for the order of sums on three ranks or more); others go to Lightning's ``DDPStrategy``
             and torch's ``DistributedDataParallel``.
 
@@ -52,9 +54,15 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
         *,
         gradient_as_bucket_view: bool = True,
         find_unused_parameters: bool = False,
+        bucket_mib: float | None = None,
         compression: str | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        if bucket_mib is not None:
+            if bucket_mib <= 0 or "bucket_cap_mb" in kwargs:
+                beside = " beside bucket_cap_mb" if "bucket_cap_mb" in kwargs else ""
+                raise ValueError(f"bucket_mib={bucket_mib}{beside} (allowed: a number above 0, and one of the two)")
+            kwargs["bucket_cap_mb"] = bucket_mib
         super().__init__(
             gradient_as_bucket_view=gradient_as_bucket_view,
             find_unused_parameters=find_unused_parameters,
@@ -92,7 +100,7 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
     def _choose_bucket(self) -> None:
         """Have gradients sent in buckets of the size that fits the link; a collective."""
         if self.compression is not None or self._given_bucket:
-            reason = "compression decides" if self.compression is not None else "bucket_cap_mb was given"
+            reason = "compression decides" if self.compression is not None else "bucket_mib was given"
             self._changed = f"communication=auto has changed nothing: {reason} how gradients are put together."
             return
         assert self.lightning_module is not None

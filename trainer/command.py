@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.trainer.auto import lines_of
 from trainwright.trainer.compose import compose_checked
 from trainwright.trainer.deepspeed_config.tell import tell_import
 from trainwright.trainer.launch.external import agree
@@ -288,6 +289,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _say_start(cfg: DictConfig) -> None:
+    for line in lines_of(Path(cfg.run_dir)):
+        print(line, flush=True)
     if cfg.ckpt_path is not None:
         print(f"going on from {_relative(cfg.ckpt_path)}", flush=True)
     elif cfg.resume is not None and cfg.resume_folders:

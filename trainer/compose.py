@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from trainwright.trainer.config import RunConfig, register_schema
+from trainwright.trainer.config import AUTO_TARGET, RunConfig, register_schema
 from trainwright.trainer.deepspeed_config.expand import Expansion, asks_for_file, expand
 from trainwright.trainer.deepspeed_config.report import Report
 from trainwright.trainer.inject_words import take_inject
@@ -41,6 +41,8 @@ _REFERRED = {
     "optimizer": "`optimizer: ${optimizer}` under module",
     "micro_batch_size": "`batch_size: ${micro_batch_size}` under data",
 }
+# Plain keys that strategy=auto leaves as they are where they were typed.
+_NOT_CHOSEN = ("micro_batch_size",)
 # Typed keys whose value is a mapping from names of the user's.
 _OPEN_MAPPINGS = re.compile(r"(strategy\.(plan|batch_dims)|preemption\.url_headers)[.=]")
 # Keys whose value is a path. Paths of checkpoints have an = in them (step=4), which Hydra takes in quotes only.
@@ -208,6 +210,7 @@ class _Composer:
             return self.result
         self._load_without_faults(good)
         if self.result.cfg is not None:
+            _remember_typed(self.result.cfg, overrides)
             self.result.problems += list(_extra_keys(self.result.cfg))
             self.result.problems += _choices_without_effect(overrides, self.result.cfg)
         return self.result
@@ -421,6 +424,13 @@ def _choices_without_effect(overrides: Sequence[str], cfg: DictConfig) -> list[s
                 f"write {_REFERRED[name]} in the recipe"
             )
     return problems
+
+
+def _remember_typed(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Tell the choice of a layout what was typed, and what is but the default of the recipe."""
+    if isinstance(cfg.strategy, DictConfig) and cfg.strategy.get("_target_") == AUTO_TARGET:
+        typed = [key for key in _NOT_CHOSEN if any(_key_of(text) == key for text in overrides)]
+        cfg.strategy.keep = sorted({*cfg.strategy.keep, *typed})
 
 
 def _problems_of_config_dir(config_dir: str | Path | None) -> list[str]:

@@ -19,6 +19,7 @@ SCHEMA_NAME = "_schema"
 PRECISIONS = ("32", "bf16-mixed", "bf16-true", "16-mixed")
 ACCELERATORS = ("auto", "cpu", "gpu")
 PARTITIONS = ("interleave", "range", "hash")
+AUTO_TARGET = "trainwright.trainer.auto"
 
 
 @dataclass
@@ -50,6 +51,8 @@ class DDPConfig(_BlockConfig):
     _target_: str = "trainwright.strategies.ddp.DDPStrategy"
     # Look for parameters that a step left out (costs a pass over the graph); false = off, such a parameter is an error.
     find_unused_parameters: bool = False
+    # Largest bucket of gradients that is sent at once, in MiB; null = 25, or what communication=auto finds.
+    bucket_mib: float | None = None
     # How gradients are averaged: advise = measure some steps and links, and recommend something (communication.json);
     # auto = also choose what changes no numbers but by rounding (the size of buckets); none = off.
     communication: str = "none"
@@ -154,6 +157,55 @@ class HybridConfig(ZeroConfig):
     table_servers: int = 1
     # With placement: network interface that servers listen at; null = the loopback address alone, for one machine.
     interface: str | None = None
+
+
+@dataclass
+class AutoConfig:
+    """`strategy=auto`: the planner's choice for this machine; what is given here is not left to it."""
+
+    _target_: str = AUTO_TARGET
+    # Ranks that hold different stages of the model; null = the planner decides, as with all of these.
+    pipeline: int | None = None
+    # Number of copies of the state; null = the planner decides.
+    replicate: int | None = None
+    # Ranks that share one copy; null = the planner decides.
+    shard: int | None = None
+    # Ranks that split the sequence of the same samples; null = the planner decides.
+    context: int | None = None
+    # Ranks that split each weight of a layer; null = the planner decides.
+    tensor: int | None = None
+    # Ranks that hold different experts; null = the planner decides.
+    expert: int | None = None
+    # ZeRO stage, 0 = none of it (single, ddp); null = the planner decides.
+    stage: int | None = None
+    # What lives in host memory between steps: none, optimizer or parameters; null = the planner decides.
+    offload: str | None = None
+    # Recompute activations in the backward pass: none or full; null = the planner decides.
+    activation_checkpointing: str | None = None
+    # Order of the pipeline's work: 1f1b or interleaved_1f1b; null = the planner decides.
+    schedule: str | None = None
+    # Parts that a batch is split into for the pipeline; null = the planner decides.
+    micro_batches: int | None = None
+    # Stages of the pipeline on each rank; null = the planner decides.
+    stages_per_rank: int | None = None
+    # Split activations between cut modules along the sequence over the tensor axis; null = where it is possible.
+    sequence_parallel: bool | None = None
+    # Compute the loss on logits split over the tensor axis; null = where it is possible.
+    loss_parallel: bool | None = None
+    # Largest bucket of gradients that is sent at once (ddp, stages 1 and 2), in MiB; null = what fits the links.
+    bucket_mib: float | None = None
+    # Plain keys that are not chosen: micro_batch_size, which is among them where it is typed; [] = none.
+    keep: list[str] = field(default_factory=list)
+    # Names (patterns with *) of the repeated blocks, like model.layers.*; null = found in the model.
+    blocks: list[str] | None = None
+    # Compile each block with torch.compile; false = off.
+    compile: bool = False
+    # Tensors of a batch whose samples are not along dim 0: path in the batch -> dim; null = whole for all.
+    batch_dims: dict[str, int | None] = field(default_factory=dict)
+    # How context ranks exchange keys and values: ring, ulysses or gather.
+    attention: str = "ring"
+    # What the model allows, where it is not found or found wrong: tensor, heads, whole_inputs, first, last, experts.
+    plan: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -549,8 +601,8 @@ class RunConfig:
     # Samples per optimizer step over all ranks; accumulation follows from it. null = what micro-batch, accumulation and
     # ranks make together.
     global_batch_size: int | None = None
-    # Samples that one rank processes at once; null = the data module decides.
-    micro_batch_size: int | None = None
+    # Samples that one rank processes at once; auto = as many as fit (docs/planning.md), null = the data module decides.
+    micro_batch_size: int | str | None = None
     # Directory of the run; null = runs/<name>/<date>_<time>.
     run_dir: str | None = None
     # Write report.html into the run directory when fit ends; false = off.
@@ -612,6 +664,7 @@ def register_schema() -> None:
         return  # Hydra would make its nodes from the dataclasses once more
     store.store(name=SCHEMA_NAME, node=RunConfig)
     store.store(group="strategy", name="_single", node=SingleConfig)
+    store.store(group="strategy", name="_auto", node=AutoConfig)
     store.store(group="strategy", name="_ddp", node=DDPConfig)
     store.store(group="strategy", name="_parameter_server", node=ParameterServerConfig)
     store.store(group="strategy", name="_zero", node=ZeroConfig)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.trainer.auto import Choice, decide, write_plan
 from trainwright.trainer.candidates import AUTO
 from trainwright.trainer.check_resume import decide_resume, going_on_in_place, saved_global_batch
 from trainwright.trainer.launch.begun import begun_run
@@ -76,13 +77,15 @@ def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None) -> Dic
         begun = begun_run(name, cfg.run_dir, launcher.agents)
         if begun is not None:
             return _go_on(begun, verb, launcher)
-    planned, problems = plan(cfg, verb, launcher)
+    planned, problems, choice = _planned(cfg, verb, launcher)
     if problems:
         raise ConfigError(problems)
     resolved = OmegaConf.create(OmegaConf.to_container(planned, resolve=True))
     assert isinstance(resolved, DictConfig)
     try:
         write_config(resolved)
+        if choice is not None:
+            write_plan(choice, Path(resolved.run_dir))
     except OSError as error:
         raise ConfigError([f"run_dir={resolved.run_dir}: {error.strerror}; type another run_dir=..."]) from error
     return resolved
@@ -105,8 +108,16 @@ def plan(cfg: DictConfig, verb: str, launcher: Launcher | None = None) -> tuple[
     """Decide what the user left open, and find everything that is wrong; nothing is written.
 
     Returns:
-        A copy of the configuration with run_dir, ckpt_path and devices decided, and the problems.
+        A copy of the configuration with run_dir, ckpt_path and devices decided, `auto` replaced by what was chosen, and
+        the problems.
     """
+    planned, problems, _ = _planned(cfg, verb, launcher)
+    return planned, problems
+
+
+def _planned(
+    cfg: DictConfig, verb: str, launcher: Launcher | None = None
+) -> tuple[DictConfig, list[str], Choice | None]:
     cfg = cfg.copy()
     OmegaConf.set_readonly(cfg, False)
     if cfg.run_dir is not None:
@@ -114,7 +125,11 @@ def plan(cfg: DictConfig, verb: str, launcher: Launcher | None = None) -> tuple[
     problems = decide_resume(cfg, verb)
     if cfg.run_dir is None:
         cfg.run_dir = str(default_run_dir("unnamed" if OmegaConf.is_missing(cfg, "name") else cfg.name))
-    problems += validate(cfg, Surroundings(verb, None if launcher is None else launcher.world_size))
+    surroundings = Surroundings(verb, None if launcher is None else launcher.world_size)
+    choice, undecided = decide(cfg, surroundings)
+    if undecided:
+        return cfg, [*problems, *undecided], None  # without a layout the rest says nothing
+    problems += validate(cfg, surroundings)
     if not problems and launcher is None and cfg.launch.min_devices is not None:
         problems += size_problems(cfg, verb)
     if not problems:
@@ -123,7 +138,7 @@ def plan(cfg: DictConfig, verb: str, launcher: Launcher | None = None) -> tuple[
             cfg.nodes = launcher.world_size // launcher.local_world_size
         else:
             cfg.devices = resolve_devices(cfg)
-    return cfg, problems
+    return cfg, problems, choice
 
 
 def launch(cfg: DictConfig, verb: str, launcher: Launcher | None = None, *, own_processes: bool = False) -> RunResult:

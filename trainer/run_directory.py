@@ -3,6 +3,7 @@
 runs/<name>/<date>_<time>/
     config.yaml        the resolved configuration
     command.json       the words that the command was given
+    plan.json          what `auto` was decided to be and what it was predicted to need; measured, once it has run
     metrics.csv        everything logged, one row per logged step
     events.out.*       the same for TensorBoard
     checkpoints/       written by the checkpoint group; one folder per checkpoint
@@ -26,6 +27,7 @@ RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
 COMMAND_FILE = "command.json"
 CHECKPOINTS = "checkpoints"
+PLAN_FILE = "plan.json"
 
 
 def default_run_dir(name: str, now: datetime | None = None) -> Path:
@@ -46,15 +48,15 @@ def holds_run(run_dir: Path) -> bool:
 def write_config(cfg: DictConfig) -> Path:
     """Make the run directory and write the resolved configuration there, whole or not at all.
 
-    A run that goes on in its own directory keeps what was there: the old config.yaml, command.json and metrics.csv are
-    renamed to config.1.yaml, metrics.1.csv and so on, since the loggers would overwrite them.
+    A run that goes on in its own directory keeps what was there: the old config.yaml, command.json, plan.json and
+    metrics.csv are renamed to config.1.yaml, metrics.1.csv and so on: the new ones would overwrite them.
 
     Returns:
         The path of the written file.
     """
     run_dir = Path(cfg.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    for name in (CONFIG_FILE, COMMAND_FILE, "metrics.csv"):
+    for name in (CONFIG_FILE, COMMAND_FILE, PLAN_FILE, "metrics.csv"):
         _keep(run_dir / name)
     return write_config_file(cfg, run_dir)
 

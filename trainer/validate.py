@@ -89,6 +89,29 @@ def validate(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     return problems + _checks_of_recipe(resolved, surroundings, in_order=not problems)
 
 
+def problems_before_layout(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    """Those problems that leave nothing to choose a layout for; the strategy is not looked at.
+
+    Args:
+        cfg: as `compose` returns it, with `run_dir` set.
+        surroundings: the verb and the launcher.
+    """
+    problems = _missing_values(cfg)
+    cfg = _without_missing(cfg)
+    cfg.strategy = {}
+    if isinstance(cfg.micro_batch_size, str):
+        cfg.micro_batch_size = None
+    try:
+        plain = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        return [*problems, f"the configuration refers to what is not there: {str(error).splitlines()[0]}"]
+    resolved = OmegaConf.create(plain)
+    assert isinstance(resolved, DictConfig)
+    for check in (_module_given, _whole_numbers, _known_words, _devices_there, _launcher):
+        problems += check(resolved, surroundings)
+    return [*problems, *_targets(plain)]
+
+
 def resolve_devices(cfg: DictConfig) -> int:
     """Ranks on this machine: `devices`, where auto is all GPUs, or one rank on the CPU."""
     if cfg.devices == "auto":
@@ -299,6 +322,10 @@ def _strategy_options(cfg: DictConfig, _: Surroundings) -> list[str]:
         problems.append(
             f"strategy.offload=parameters with stage {strategy.get('stage')}: only stage 3 shards parameters; type "
             "strategy=zero3, or strategy.offload=optimizer"
+        )
+    if strategy.get("bucket_mib") is not None and strategy.bucket_mib <= 0:
+        problems.append(
+            f"strategy.bucket_mib={strategy.bucket_mib}: must be above 0 (MiB); leave it out for the default"
         )
     if strategy.get("find_unused_parameters") and strategy.get("stage") == 3 and "pipeline" not in strategy:
         problems.append(

@@ -14,6 +14,7 @@ from trainwright.callbacks.monitor.profile import Profile
 from trainwright.callbacks.monitor.records import MonitorFile
 from trainwright.callbacks.monitor.scale import LossScale
 from trainwright.callbacks.monitor.step_time import StepTime
+from trainwright.callbacks.plan_check import PlanCheck
 from trainwright.callbacks.progress_bar import ProgressBar
 from trainwright.callbacks.start_summary import StartSummary
 from trainwright.callbacks.throughput import Throughput
@@ -36,6 +37,7 @@ def test_default_is_what_is_cheap_for_every_recipe(recipe: str) -> None:
         Bubble,
         Events,
         Goodput,
+        PlanCheck,
         MonitorFile,
     }
     assert isinstance(made[-1], MonitorFile)

@@ -25,7 +25,8 @@ from trainwright.trainer.batch import solve_accumulation
 from trainwright.trainer.check_layout import build_on_meta, meta_module
 from trainwright.trainer.planning.batches import one_batch
 from trainwright.trainer.planning.facts import Cut, FactsError, ModelFacts, Pass
-from trainwright.trainer.planning.memory import Held, Share, StateTable, Work, held_by, in_flight, share_of
+from trainwright.trainer.planning.limits import OFFLOADS, Limits
+from trainwright.trainer.planning.memory import Held, Share, StateTable, Work, held_by, in_flight, moments, share_of
 from trainwright.trainer.planning.profiles import DeviceProfile, profile_of
 from trainwright.trainer.planning.time import StepTime, step_time
 from trainwright.trainer.problems import ConfigError
@@ -54,6 +55,7 @@ class Candidate:
         time: of an optimizer step.
         samples: of an optimizer step.
         overrides: what to type behind the recipe to have it.
+        at_step: most of each kind on any rank when the optimizer steps; what can be seen of it in a run.
     """
 
     strategy: str
@@ -63,6 +65,7 @@ class Candidate:
     time: StepTime
     samples: int
     overrides: tuple[str, ...] = ()
+    at_step: Held = field(default_factory=Held)
 
     @property
     def layout(self) -> Layout:
@@ -152,13 +155,14 @@ def describe(strategy: str, layout: Layout, stage: int) -> str:
     return f"{named}: {axes}" if axes else named
 
 
-def plan(cfg: DictConfig) -> Plan:
+def plan(cfg: DictConfig, limits: Limits | None = None) -> Plan:
     """Rank all layouts of a configuration's ranks by predicted step time.
 
     Args:
         cfg: as ``trainwright.compose`` returns it. Of ``strategy`` counts what says something about the model
             (``plan``, ``blocks``, ``batch_dims``), of ``devices`` and ``nodes`` their product; this machine need not
             have them.
+        limits: what has been decided already; None: nothing.
 
     Raises:
         ConfigError: if the module cannot be built or run without memory, or the profile of the device is unknown.
@@ -166,7 +170,7 @@ def plan(cfg: DictConfig) -> Plan:
     began = time.monotonic()
     resolved = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
     assert isinstance(resolved, DictConfig)
-    found = _Search(resolved).run()
+    found = _Search(resolved, limits or Limits()).run()
     return replace(found, seconds=time.monotonic() - began)
 
 
@@ -244,8 +248,9 @@ class Searched:
 
 
 class _Search(Searched):
-    def __init__(self, cfg: DictConfig) -> None:
+    def __init__(self, cfg: DictConfig, limits: Limits) -> None:
         super().__init__(cfg)
+        self.limits = limits
         self.refused: dict[tuple[str, str], Refusal] = {}
         self.considered = 0
         self.length = _length(cfg)
@@ -284,9 +289,10 @@ class _Search(Searched):
     def _candidates(self) -> Iterator[Candidate]:
         world = self.world_size
         node = max(self.profile.devices_per_node, 1)
-        tensors = [t for t in _divisors(world) if t <= node and self._allows_tensor(t)]
-        for tensor in tensors:
-            sequence = tensor > 1 and self._splits_sequence(tensor)
+        given = self.limits.axes.get("tensor")
+        tensors = [given] if given and world % given == 0 else [t for t in _divisors(world) if t <= node]
+        for tensor in filter(self._allows_tensor, tensors):
+            sequence = tensor > 1 and self.limits.sequence_parallel is not False and self._splits_sequence(tensor)
             for context in self._contexts(world // tensor, tensor, sequence):
                 cut = self._cut(tensor, context, sequence)
                 if cut is None:
@@ -298,7 +304,8 @@ class _Search(Searched):
         """How a pass is split; None if the module does not run so."""
         cut = Cut(tensor=tensor, context=context, sequence_parallel=sequence, attention=self.attention)
         ways = [cut]
-        if tensor > 1 and context == 1 and self._allows(Layout(tensor=tensor), loss_parallel=True):
+        may_split_loss = tensor > 1 and context == 1 and self.limits.loss_parallel is not False
+        if may_split_loss and self._allows(Layout(tensor=tensor), loss_parallel=True):
             ways.insert(0, replace(cut, loss_parallel=True))
         problem = ""
         for way in ways:
@@ -362,8 +369,11 @@ class _Search(Searched):
         return self._allows(Layout(tensor=tensor), sequence_parallel=True)
 
     def _contexts(self, rest: int, tensor: int, sequence: bool) -> Iterator[int]:
-        most = max(2, (self.length or 0) // _POSITIONS)
+        given = self.limits.axes.get("context")
+        most = given or max(2, (self.length or 0) // _POSITIONS)
         for context in _divisors(rest):
+            if not self.limits.allow_axis("context", context):
+                continue
             if context == 1:
                 yield context
                 continue
@@ -380,6 +390,8 @@ class _Search(Searched):
 
     def _pipelines(self, rest: int, tensor: int, sequence: bool) -> Iterator[int]:
         for pipeline in _divisors(rest):
+            if not self.limits.allow_axis("pipeline", pipeline):
+                continue
             if pipeline == 1:
                 yield pipeline
                 continue
@@ -414,13 +426,17 @@ class _Search(Searched):
                 self._refuse(_data_title(pipeline, cut, data), "batch", str(error), overrides)
             return
         samples = None if batch is None else batch // data
-        for shard in _shards(data, max(self.profile.devices_per_node // (cut.tensor * cut.context), 1)):
+        given = self.limits.axes.get("shard") or data // self.limits.axes.get("replicate", data)
+        shards = _shards(data, max(self.profile.devices_per_node // (cut.tensor * cut.context), 1))
+        for shard in sorted({*shards, *([given] if given and data % given == 0 else [])}):
             layout = Layout(
                 pipeline=pipeline, replicate=data // shard, shard=shard, context=cut.context, tensor=cut.tensor
             )
             for expert in self._experts(layout):
                 whole = replace(layout, expert=expert)
                 for strategy, stage in _strategies(whole):
+                    if not self.limits.allow_layout(whole, stage):
+                        continue
                     yield from self._ways(strategy, stage, whole, cut, samples)
 
     def _experts(self, layout: Layout) -> Iterator[int]:
@@ -441,11 +457,12 @@ class _Search(Searched):
     def _ways(self, strategy: str, stage: int, layout: Layout, cut: Cut, samples: int | None) -> Iterator[Candidate]:
         """The fastest way to run a layout that fits, with and without checkpointing; offloading only if none does."""
         least: tuple[float, Held] | None = None
-        for offload in ("none", "optimizer", "parameters"):
+        for offload in self.limits.allowed("offload", OFFLOADS):
             if offload != "none" and (stage == 0 or (offload == "parameters" and not _may_offload(stage, layout))):
                 continue
             fitting = []
-            for checkpointing in ("none", "full") if self.facts.blocks else ("none",):
+            ways = ("none", "full") if self.facts.blocks else ("none",)
+            for checkpointing in self.limits.allowed("checkpointing", ways):
                 cost = self._cost(replace(cut, checkpointing=checkpointing))
                 if cost is None:
                     continue
@@ -475,24 +492,35 @@ class _Search(Searched):
 
     def _works(self, stage: int, layout: Layout, samples: int | None, offload: str) -> Iterator[Iterator[Work]]:
         """Ways to run a layout, those together that are the faster the sooner they come."""
-        sizes = _micro_batches(samples)
+        reads = self.limits.micro_batch_size or samples  # of a data rank in one round
+        rounds = 1 if samples is None or reads is None else samples // reads
+        if reads is not None and samples is not None and samples % reads:
+            return
+        sizes = _micro_batches(reads)
         if layout.pipeline == 1:
+            sizes = sizes if self.limits.micro_batch_size is None else [self.limits.micro_batch_size]
             # Large micro-batches gather parameters less often.
-            yield (
+            works = (
                 Work(layout, stage, micro_batch=size, rounds=1 if samples is None else samples // size, offload=offload)
                 for size in sizes
             )
+            yield filter(self.limits.allow_work, works)
             return
-        if samples is not None and samples < layout.pipeline:
-            self._refuse_few(layout, stage, samples)
+        if reads is not None and reads < layout.pipeline:
+            self._refuse_few(layout, stage, reads)
         for schedule, per_rank in self._schedules(layout.pipeline):
             # Many micro-batches leave less of a bubble, and need less memory each.
-            for size in sorted(sizes)[:_MOST_IN_PIPELINE]:
-                parts = 4 * layout.pipeline if samples is None else samples // size
+            for size in self._sizes_in_pipeline(sizes, reads):
+                parts = 4 * layout.pipeline if reads is None else reads // size
                 stages = layout.pipeline * per_rank
                 if parts >= layout.pipeline and can_run(schedule, parts, layout.pipeline, stages):
-                    work = Work(layout, stage, size, 1, parts, schedule, per_rank, offload)
-                    yield iter([work])
+                    work = Work(layout, stage, size, rounds, parts, schedule, per_rank, offload)
+                    yield filter(self.limits.allow_work, [work])
+
+    def _sizes_in_pipeline(self, sizes: Sequence[int], reads: int | None) -> list[int]:
+        if self.limits.parts is not None and reads is not None:
+            return [reads // self.limits.parts] if reads % self.limits.parts == 0 else []
+        return sorted(sizes)[:_MOST_IN_PIPELINE]
 
     def _refuse_few(self, layout: Layout, stage: int, samples: int) -> None:
         overrides = (*self._axes_of("hybrid", layout, stage), f"micro_batch_size={samples}")
@@ -532,7 +560,8 @@ class _Search(Searched):
     def _candidate(self, strategy: str, work: Work, cost: Pass, held: Held, cut: Cut) -> Candidate:
         seconds = step_time(self.table, cost, work, self.shares(work), self.profile, self.cfg.precision)
         samples = work.micro_batch * work.rounds * work.parts * work.layout.data_ranks
-        return Candidate(strategy, work, cut, held, seconds, samples)
+        at_step = held_at_step(self.table, cost, work, self.shares(work))
+        return Candidate(strategy, work, cut, held, seconds, samples, at_step=at_step)
 
     # ---- what to type -----------------------------------------------------------------------------------------------
 
@@ -583,6 +612,14 @@ class _Search(Searched):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def held_at_step(table: StateTable, cost: Pass, work: Work, shares: Sequence[Share]) -> Held:
+    """What the first and the last rank of a pipeline hold when the optimizer steps; of each kind the most."""
+    last = [moments(table, cost, work, share, 1)[-1] for share in shares]
+    kinds = ("parameters", "gradients", "optimizer", "host")
+    most = {kind: max(getattr(held, kind) for held in last) for kind in kinds}
+    return Held(**most, moment=last[0].moment)
 
 
 def _built(cfg: DictConfig) -> LightningModule:

@@ -1,0 +1,183 @@
+"""What the first steps of a run take, against what was predicted when its layout was planned."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+from torch.optim import Optimizer
+
+from trainwright.callbacks.monitor.records import tell
+from trainwright.callbacks.steps import StepCounter
+
+FILE = "plan.json"
+_MIB = 2**20
+# Steps at the beginning that are left out: they compile, warm caches and make connections.
+_WARM_UP = 2
+_STATE = ("parameters", "gradients", "optimizer")
+
+
+class PlanCheck(Callback):
+    """Compare the seconds of a step and the bytes of the fullest rank with those that ``plan.json`` predicts; once.
+
+    A run has a ``plan.json`` where ``strategy=auto`` or ``micro_batch_size=auto`` was asked for. Without one, or where
+    the run has another layout than it tells of (after a restart with fewer devices), nothing is measured.
+    Rank 0 prints one line, adds ``measured`` to the file, and tells an event ``plan`` to callbacks that keep records.
+    Bytes are those of parameters, gradients (when the optimizer steps) and optimizer; on CUDA also the most that was
+    allocated.
+
+    Args:
+        steps: optimizer steps that are measured, behind 2 that are not; a shorter run tells of those it made.
+        console: where to print; ``None``: standard output.
+
+    Raises:
+        ValueError: if ``steps`` is less than 1.
+    """
+
+    needs_collective_steps = True
+    """Whether it needs all ranks at the same optimizer step."""
+
+    def __init__(self, steps: int = 5, console: Console | None = None) -> None:
+        if steps < 1:
+            raise ValueError(f"PlanCheck(steps={steps}) (allowed: 1 or more optimizer steps)")
+        self.steps = steps
+        self.console = console or Console()
+        self.measured: dict[str, Any] | None = None
+        """What was found, as in the file; ``None`` before."""
+        self._steps = StepCounter()
+        self._plan: dict[str, Any] | None = None
+        self._done = -_WARM_UP
+        self._begin = 0.0
+        self._paused = 0.0
+        self._bytes = dict.fromkeys(_STATE, 0)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look for a plan of this layout."""
+        self._plan = None if self.measured else _plan_of(trainer)
+        self._steps.start(trainer)
+        self._restart()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Gradients are all there."""
+        if self._plan is not None and self._done >= 0:
+            self._bytes["gradients"] = max(self._bytes["gradients"], _held(trainer).gradients)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count steps; when enough were made, tell. A collective then."""
+        if self._plan is None or self._steps.ended(trainer) is None:
+            return
+        self._done += 1
+        if self._done == 0:
+            self._start(trainer)
+        elif self._done == self.steps:
+            self._tell(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock."""
+        self._paused -= time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the clock go on."""
+        self._paused += time.perf_counter()
+
+    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin anew, after steps that are left out."""
+        self._steps.start(trainer)
+        self._restart()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell of a run that was shorter; a collective, if there was a step to measure."""
+        if self._plan is not None and self._done > 0:
+            self._tell(trainer)
+
+    def _restart(self) -> None:
+        self._done, self._bytes = -_WARM_UP, dict.fromkeys(_STATE, 0)
+
+    def _start(self, trainer: Trainer) -> None:
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        self._paused, self._begin = 0.0, time.perf_counter()
+
+    def _tell(self, trainer: Trainer) -> None:
+        assert self._plan is not None
+        plan, self._plan = self._plan, None
+        seconds, held = self._most_of_any_rank(trainer)
+        predicted = plan["chosen"]
+        line = _line(seconds, held, predicted)
+        done = trainer.fit_loop.epoch_loop._batches_that_stepped
+        self.measured = {"seconds": {"step": seconds}, "bytes": held, "steps": self._done, "until_step": done}
+        self.measured["line"] = line
+        if not trainer.is_global_zero:
+            return
+        self.console.print(line, soft_wrap=True, highlight=False, markup=False)
+        plan["measured"] = self.measured
+        _write(Path(trainer.default_root_dir, FILE), plan)
+        tell(trainer, "event", {"what": "plan", "text": line, "seconds": 0.0}, step=done)
+
+    def _most_of_any_rank(self, trainer: Trainer) -> tuple[float, dict[str, float]]:
+        """Seconds of a step and bytes by kind, of the rank that has most of each; a collective."""
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = (time.perf_counter() - self._begin - self._paused) / self._done
+        held = _held(trainer)
+        found = {"parameters": held.parameters, "gradients": self._bytes["gradients"], "optimizer": held.optimizer}
+        if device.type == "cuda":
+            found["total"] = torch.cuda.max_memory_allocated(device)
+        own = torch.tensor([seconds * 1e6, *found.values()], dtype=torch.int64, device=device)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(own, op=dist.ReduceOp.MAX)
+        microseconds, *sizes = own.tolist()
+        return microseconds / 1e6, dict(zip(found, map(float, sizes), strict=True))
+
+
+def _plan_of(trainer: Any) -> dict[str, Any] | None:
+    """What was planned for the layout and batches of this run; None if nothing was. The same on all ranks."""
+    strategy, batch = trainer.strategy, getattr(trainer, "global_batch", None)
+    path = Path(trainer.default_root_dir, FILE)
+    if batch is None or not hasattr(strategy, "held_bytes") or not path.is_file():
+        return None
+    try:
+        plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        chosen = plan["chosen"]
+        chosen["bytes_at_step"], chosen["seconds"]["step"], chosen["bytes"]["total"]
+        sizes = {axis: size for axis, size in chosen["layout"].items() if axis != "expert"}
+        wanted = sizes, chosen["micro_batch_size"], chosen["accumulation"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # another's file
+    here = strategy.layout.sizes, batch.micro_batch_size, batch.accumulation
+    return plan if here == wanted and strategy.steps_are_collective else None
+
+
+def _held(trainer: Any) -> Any:
+    return trainer.strategy.held_bytes()
+
+
+def _line(seconds: float, held: Mapping[str, float], predicted: Mapping[str, Any]) -> str:
+    expected = predicted["seconds"]["step"]
+    bytes_of = {"total": predicted["bytes"]["total"], **predicted["bytes_at_step"]}
+    sizes = ", ".join(
+        f"{'allocated at most' if kind == 'total' else kind} {size / _MIB:.4g} MiB (predicted "
+        f"{bytes_of[kind] / _MIB:.4g})"
+        for kind, size in held.items()
+    )
+    apart = f"{100 * (seconds / expected - 1):+.0f} %"
+    return f"Plan: a step takes {seconds:.3g} s (predicted {expected:.3g}, {apart}); of the fullest rank: {sizes}."
+
+
+def _write(path: Path, plan: Mapping[str, Any]) -> None:
+    partial = path.with_suffix(".json.partial")
+    partial.write_text(json.dumps(plan, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,193 @@
+"""`strategy=auto` and `micro_batch_size=auto`: what they stand for, by value."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright import compose, run
+from trainwright.trainer import auto
+from trainwright.trainer.launch.apart import call_apart
+from trainwright.trainer.launch.sizes import feasible
+from trainwright.trainer.problems import ConfigError
+from trainwright.trainer.run import plan, prepare
+
+TINY = [
+    "module.config.layers=4", "module.config.dim=16", "module.config.heads=2", "module.config.seq_len=16",
+    "callbacks.sample=null", "logger=csv", "trainer.val_check_interval=null", "trainer.limit_val_batches=0",
+    "accelerator=cpu",
+]  # fmt: skip
+
+
+def composed(*words: str) -> DictConfig:
+    return compose("gpt", [*TINY, *words])
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan in this process, which has imported everything already."""
+    monkeypatch.setattr(auto, "call_apart", lambda function, *arguments: function(*arguments))
+
+
+def decided(cfg: DictConfig) -> DictConfig:
+    planned, problems = plan(cfg, "fit")
+    assert not problems
+    resolved = OmegaConf.create(OmegaConf.to_container(planned, resolve=True))
+    assert isinstance(resolved, DictConfig)
+    return resolved
+
+
+def without_directory(cfg: DictConfig) -> str:
+    text = OmegaConf.to_yaml(cfg, resolve=True)
+    return text.replace(str(cfg.run_dir), "")
+
+
+def losses(run_dir: Path) -> list[float]:
+    with (run_dir / "metrics.csv").open() as file:
+        return [float(row["train_loss"]) for row in csv.DictReader(file) if row.get("train_loss")]
+
+
+def test_four_devices_train_as_the_explicit_configuration_that_was_printed(tmp_path: Path) -> None:
+    words = ["devices=4", "max_steps=4", "trainer.log_every_n_steps=1"]
+    chosen = run(composed(*words, "strategy=auto", f"run_dir={tmp_path / 'auto'}")).run_dir
+    document = json.loads((chosen / "plan.json").read_text())
+    by_hand = document["lines"][2].removeprefix("the same by hand: ").split()
+
+    again = run(composed(*words, *by_hand, f"run_dir={tmp_path / 'hand'}")).run_dir
+    first, second = (OmegaConf.load(folder / "config.yaml") for folder in (chosen, again))
+    assert isinstance(first, DictConfig)
+    assert isinstance(second, DictConfig)
+    assert without_directory(first) == without_directory(second)
+    assert len(losses(chosen)) == 4
+    assert losses(chosen) == losses(again)
+
+    # The first steps were held against the plan; of the run that had none nothing was.
+    assert not (again / "plan.json").exists()
+    measured, predicted = document["measured"], document["chosen"]["bytes_at_step"]
+    assert measured["seconds"]["step"] > 0
+    assert measured["steps"] == 2
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert measured["bytes"][kind] == pytest.approx(predicted[kind], rel=0.05)
+
+
+@pytest.mark.usefixtures("here")
+def test_what_is_typed_stays(tmp_path: Path) -> None:
+    free = decided(composed("strategy=auto", "devices=4", f"run_dir={tmp_path}"))
+    assert free.micro_batch_size != 2  # that of the recipe is no wish
+    assert free.global_batch_size == 32
+
+    stage = composed("strategy=auto", "devices=2", "strategy.stage=2", "strategy.bucket_mib=3", f"run_dir={tmp_path}")
+    zero = decided(stage).strategy
+    assert (zero.stage, zero.bucket_mib) == (2, 3)
+
+    typed = ["micro_batch_size=2", "strategy.pipeline=2", "strategy.stage=1", "strategy.activation_checkpointing=full"]
+    cfg = decided(composed("strategy=auto", "devices=4", *typed, f"run_dir={tmp_path}"))
+    assert (cfg.micro_batch_size, cfg.global_batch_size) == (2, 32)
+    assert (cfg.strategy.pipeline, cfg.strategy.stage) == (2, 1)
+    assert cfg.strategy.activation_checkpointing == "full"
+
+
+@pytest.mark.usefixtures("here")
+def test_buckets_fit_the_links_of_the_profile(tmp_path: Path) -> None:
+    links = ["device=cpu", "device.devices_per_node=2", "device.within.latency=1e-2", "device.within.bandwidth=1e6"]
+    words = ["strategy=auto", "devices=2", "strategy.stage=0", "strategy.replicate=2", *links, f"run_dir={tmp_path}"]
+    cfg = decided(composed(*words, "module.config.dim=256"))
+    assert cfg.strategy._target_.endswith("DDPStrategy")
+    numbers = sum(p.numel() for p in instantiate(cfg.module, _convert_="all").parameters())
+    # k buckets cost k A + B / k: A the latency of an all-reduce of two ranks (2 messages), B of sending all once.
+    pieces = math.sqrt(4 * numbers / 1e6 / 2e-2)
+    assert cfg.strategy.bucket_mib == pytest.approx(4 * numbers / pieces / 2**20, rel=0.01)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_choice_can_go_on_with_fewer_devices(tmp_path: Path) -> None:
+    words = ["strategy=auto", "strategy.shard=2", "devices=4", "launch.min_devices=2", f"run_dir={tmp_path}"]
+    cfg = decided(composed(*words, "launch.max_restarts=1"))
+    assert feasible(cfg, "fit", (3, 2), None) == 2
+
+
+REFUSED: list[tuple[Sequence[str], str]] = [
+    (["strategy=auto", "devices=4", "strategy.tensor=3"], "3 is no divisor of 4 ranks"),
+    (["strategy=auto", "strategy.stage=7"], "strategy.stage=7 with strategy=auto: allowed: 0, 1, 2, 3"),
+    (["strategy=auto", "strategy.activation_checkpointing=selective"], "allowed: none, full"),
+    (["strategy=auto", "strategy.shard=-1"], "type a size of at least 1"),
+    (["strategy=auto", "data.batch_size=4"], "does not read micro_batch_size"),
+    (["strategy=auto", "global_batch_size=null", "micro_batch_size=null"], "type global_batch_size=32"),
+    (["strategy=auto", "devices=2", "micro_batch_size=5"], "no layout of 2 rank(s) with micro_batch_size=5"),
+    (["strategy=auto", "devices=0", "max_steps=-1"], "devices=0: must be a whole number of at least 1"),
+    (["strategy=auto", "module._target_=nowhere.Module"], "nowhere"),
+    (["micro_batch_size=most"], "must be a whole number of at least 1, auto or null"),
+    (["micro_batch_size=auto", "strategy=local_sgd", "devices=2"], "what its ranks hold is not predicted"),
+    (["micro_batch_size=auto", "global_batch_size=null"], "type global_batch_size=32"),
+    (["micro_batch_size=auto", "device=cpu", "device.memory_bytes=100000"], "even 1 sample(s) at a time need"),
+]
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("words", "reason"), REFUSED, ids=lambda each: each if isinstance(each, str) else "")
+def test_refused(words: Sequence[str], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        prepare(composed(*words, f"run_dir={tmp_path / 'run'}"), "fit")
+    assert reason in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("words", [["strategy=zero2", "devices=2"], ["strategy=pipeline", "devices=2"]])
+@pytest.mark.usefixtures("here")
+def test_the_largest_micro_batch_that_fits(words: Sequence[str], tmp_path: Path) -> None:
+    device = ["device=cpu", "device.memory_bytes=4000000"]
+    given = ["micro_batch_size=auto", "global_batch_size=64", *words, f"run_dir={tmp_path}"]
+    cfg = prepare(composed(*given, *device), "fit")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    chosen = document["chosen"]
+    assert chosen["micro_batch_size"] == cfg.micro_batch_size == cfg.data.batch_size
+    assert chosen["micro_batch_size"] * chosen["accumulation"] * cfg.devices in (64, 128)
+    assert chosen["bytes"]["total"] <= document["usable_bytes"] < document["next"]["bytes"]
+    assert document["next"]["micro_batch_size"] > cfg.micro_batch_size
+
+
+def candidate(strategy: str, seconds: float, **layout: int) -> dict[str, Any]:
+    return {
+        "strategy": strategy,
+        "layout": layout,
+        "offload": "none",
+        "activation_checkpointing": "none",
+        "seconds": {"step": seconds},
+    }
+
+
+def test_the_simplest_of_those_that_are_alike() -> None:
+    fastest, alike, slow = (
+        candidate("zero3", 1.0, shard=4),
+        candidate("ddp", 1.02, replicate=4),
+        candidate("zero1", 1.1),
+    )
+    assert auto._order([fastest, alike, slow]) == [alike, fastest, slow]
+    assert auto._order([fastest, slow]) == [fastest, slow]
+
+
+def _refuse() -> None:
+    raise ConfigError(["one", "two"])
+
+
+def _fail() -> None:
+    raise KeyError("gone")
+
+
+@pytest.mark.parametrize(
+    ("function", "problems"), [(_refuse, ("one", "two")), (_fail, ("_fail failed: KeyError: 'gone'",))]
+)
+def test_what_goes_wrong_in_another_process_is_told_here(
+    function: Callable[[], None], problems: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        call_apart(function)
+    assert error.value.problems == problems

@@ -1,0 +1,261 @@
+"""The planner's answers for a run that is about to start, as plain values that another process can be told."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.strategies.communication.advice import best_bucket_bytes
+from trainwright.strategies.hybrid_rules import micro_batches_for
+from trainwright.strategies.layout import Layout
+from trainwright.strategies.pipeline.schedules import stages_per_rank_of
+from trainwright.trainer.planning.facts import Cut, FactsError
+from trainwright.trainer.planning.limits import Limits
+from trainwright.trainer.planning.memory import Held, Work, held_by, in_flight
+from trainwright.trainer.planning.profiles import DeviceProfile, profile_of
+from trainwright.trainer.planning.search import USABLE, Candidate, Plan, Searched, held_at_step, plan
+from trainwright.trainer.planning.table import as_dict, candidate_as_dict, extras, reasons
+from trainwright.trainer.planning.time import link_of, step_time
+from trainwright.trainer.problems import ConfigError
+from trainwright.trainer.validate import Surroundings, closed_layout
+
+_MIB = 2**20
+# Bytes; smaller buckets cost more in calls than the model of links knows.
+_LEAST_BUCKET = 2**18
+# Of ZeRO: one that is packed, and those on their way.
+_BUCKETS_AT_ONCE = 3
+
+
+def ranked_layouts(asked: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    """All layouts that are possible on this machine, ranked; what `as_dict` tells, with titles and reasons.
+
+    Args:
+        asked: a configuration as plain values, with the number of devices and of samples of a step.
+        limits: what has been decided.
+
+    Raises:
+        ConfigError: if nothing can be planned.
+    """
+    found = plan(_on_this_machine(asked), limits)
+    document = as_dict(found)
+    document["ranked"] = [{**_told(found, each), "bucket_mib": bucket_mib(found, each)} for each in found.ranked]
+    document["best"] = document["ranked"][0] if found.ranked else None
+    document["reasons"] = reasons(found.refused)
+    document["profile"] = asdict(found.profile)
+    return document
+
+
+def bucket_mib(plan: Plan, candidate: Candidate) -> float | None:
+    """The size of buckets of gradients for which a step waits least over the links of the profile, in MiB.
+
+    Small ones leave little to send when backward has ended, large ones pay latency less often, see
+    :func:`~trainwright.strategies.communication.advice.best_bucket_bytes`. ZeRO packs gradients into some of them at
+    once, for which there must be memory.
+
+    Args:
+        plan: of the candidate.
+        candidate: of its layouts.
+
+    Returns:
+        None where gradients are not sent in buckets: one rank, stage 3, layouts that cut the module.
+    """
+    if candidate.strategy not in ("ddp", "zero1", "zero2"):
+        return None
+    axis = "replicate" if candidate.strategy == "ddp" else "state"
+    size = 4.0 * plan.parameters
+    best = max(best_bucket_bytes(link_of(plan.profile, candidate.layout, axis), size), _LEAST_BUCKET)
+    if candidate.strategy != "ddp":
+        free = max(USABLE * plan.profile.memory_bytes - candidate.memory.total, 0.0)
+        best = min(best, candidate.work.bucket_bytes + free / _BUCKETS_AT_ONCE)
+    return float(f"{best / _MIB:.3g}")
+
+
+def largest_micro_batch(asked: dict[str, Any]) -> dict[str, Any]:
+    """The largest micro-batch with which the layout of a configuration fits.
+
+    Args:
+        asked: a configuration as plain values, with the number of devices and of samples of a step.
+
+    Raises:
+        ConfigError: if not even the smallest fits, or nothing can be predicted.
+    """
+    cfg = _on_this_machine(asked)
+    layout = closed_layout(cfg, Surroundings())
+    assert layout is not None
+    searched = Searched(cfg)
+    cut = _cut(cfg, layout)
+    try:
+        cost = searched.facts.of(cut)
+    except FactsError as error:
+        raise ConfigError([f"micro_batch_size=auto: what the layout needs cannot be predicted: {error}"]) from error
+    samples = cfg.global_batch_size // layout.data_ranks
+    parts = _parts(cfg, layout)
+    above: tuple[int, Held] | None = None
+    for size in _sizes(samples, parts):
+        work = _work(cfg, layout, size // parts, samples // size, parts)
+        held = _held(searched, work, cost)
+        if held.total <= searched.capacity and held.host <= searched.profile.host_memory_bytes:
+            seconds = step_time(searched.table, cost, work, searched.shares(work), searched.profile, cfg.precision)
+            chosen = Candidate(
+                _name(cfg), work, cut, held, seconds, cfg.global_batch_size,
+                at_step=held_at_step(searched.table, cost, work, searched.shares(work)),
+            )  # fmt: skip
+            return _document(searched, chosen, above)
+        above = size, held
+    assert above is not None
+    raise ConfigError(
+        [
+            f"micro_batch_size=auto: even {above[0]} sample(s) at a time need {above[1].total / 2**30:.2f} GiB a rank, "
+            f"device={searched.profile.name} has {searched.capacity / 2**30:.2f} GiB for it; type strategy=auto for a "
+            "layout that fits, or strategy.activation_checkpointing=full"
+        ]
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _on_this_machine(asked: dict[str, Any]) -> DictConfig:
+    """The configuration with the profile of the devices as they are used here in the place of its name."""
+    cfg = OmegaConf.create(asked)
+    assert isinstance(cfg, DictConfig)
+    try:
+        profile = profile_of(cfg)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    cfg.device = asdict(_shared_by(profile, cfg.devices))
+    return cfg
+
+
+def _shared_by(profile: DeviceProfile, ranks: int) -> DeviceProfile:
+    """A profile for nodes of so many ranks. Where these are more than cores, they share them and their memory."""
+    most = max(profile.devices_per_node, 1)
+    profile = replace(profile, devices_per_node=ranks)
+    if ranks <= most or not profile.is_cpu:
+        return profile
+    part = most / ranks
+    return replace(
+        profile,
+        memory_bytes=int(part * profile.memory_bytes),
+        host_memory_bytes=int(part * profile.host_memory_bytes),
+        flops={kind: part * each for kind, each in profile.flops.items()},
+        memory_bandwidth=part * profile.memory_bandwidth,
+    )
+
+
+def _told(plan: Plan, candidate: Candidate) -> dict[str, Any]:
+    """What `candidate_as_dict` tells, with what can be seen of the bytes in a run: when the optimizer steps."""
+    at_step = {kind: getattr(candidate.at_step, kind) for kind in ("parameters", "gradients", "optimizer")}
+    return {
+        **candidate_as_dict(plan, candidate),
+        "title": candidate.title,
+        "extras": extras(candidate),
+        "bytes_at_step": at_step,
+    }
+
+
+def _document(searched: Searched, chosen: Candidate, above: tuple[int, Held] | None) -> dict[str, Any]:
+    cfg = searched.cfg
+    found = Plan(
+        name=cfg.name,
+        world_size=searched.world_size,
+        profile=searched.profile,
+        precision=cfg.precision,
+        global_batch_size=cfg.global_batch_size,
+        ranked=(chosen,),
+        refused=(),
+        parameters=sum(parameter.numel() for parameter in searched.module.parameters()),
+    )
+    why, following = "all samples of a rank fit at once", None
+    if above is not None:
+        following = {"micro_batch_size": above[0], "bytes": above[1].total}
+        needed = above[1].total / 2**30
+        why = f"{above[0]} at a time would need {needed:.2f} GiB of {searched.capacity / 2**30:.2f} GiB a rank"
+    told = _told(found, chosen)
+    return {
+        **as_dict(found),
+        "ranked": [told],
+        "best": told,
+        "chosen": told,
+        "next": following,
+        "why": why + ".",
+        "profile": asdict(searched.profile),
+    }
+
+
+def _cut(cfg: DictConfig, layout: Layout) -> Cut:
+    strategy = cfg.strategy
+    checkpointing = strategy.get("activation_checkpointing", "none")
+    return Cut(
+        tensor=layout.tensor,
+        context=layout.context,
+        sequence_parallel=bool(strategy.get("sequence_parallel")),
+        loss_parallel=bool(strategy.get("loss_parallel")),
+        attention=strategy.get("attention") or "ring",
+        # What selective checkpointing saves depends on the modules: nothing is counted on.
+        checkpointing="full" if checkpointing == "full" else "none",
+    )
+
+
+def _parts(cfg: DictConfig, layout: Layout) -> int:
+    if layout.pipeline == 1:
+        return 1
+    return micro_batches_for(cfg.strategy.schedule, cfg.strategy.micro_batches, layout.pipeline)
+
+
+def _sizes(samples: int, parts: int) -> list[int]:
+    """Samples that a data rank may read at a time, the most first."""
+    if samples % parts:
+        raise ConfigError(
+            [
+                f"micro_batch_size=auto: the {samples} samples of a step and data rank are no multiple of "
+                f"strategy.micro_batches={parts}; type another global_batch_size"
+            ]
+        )
+    rest = samples // parts
+    small = [d for d in range(1, math.isqrt(rest) + 1) if rest % d == 0]
+    return [parts * d for d in sorted({*small, *(rest // d for d in small)}, reverse=True)]
+
+
+def _work(cfg: DictConfig, layout: Layout, micro_batch: int, rounds: int, parts: int) -> Work:
+    strategy = cfg.strategy
+    schedule = strategy.get("schedule") or "1f1b"
+    several = 1
+    if layout.pipeline > 1:
+        several = stages_per_rank_of(schedule, strategy.stages_per_rank)
+    return Work(
+        layout,
+        strategy.get("stage") or 0,
+        micro_batch,
+        rounds,
+        parts,
+        schedule,
+        several,
+        strategy.get("offload") or "none",
+        bool(strategy.get("no_sync_accumulation")),
+    )
+
+
+def _held(searched: Searched, work: Work, cost: Any) -> Held:
+    pipeline, shares = work.layout.pipeline, searched.shares(work)
+    places = (0, pipeline - 1) if pipeline > 1 else (0,)
+    found = [
+        held_by(
+            searched.table, cost, work, share,
+            in_flight(work.schedule, pipeline, work.stages_per_rank, work.parts, place),
+        )
+        for share, place in zip(shares, places, strict=True)
+    ]  # fmt: skip
+    return max(found, key=lambda held: held.total)
+
+
+def _name(cfg: DictConfig) -> str:
+    if "pipeline" in cfg.strategy:
+        return "hybrid"
+    stage = cfg.strategy.get("stage")
+    if stage is not None:
+        return f"zero{stage}"
+    return "single" if str(cfg.strategy.get("_target_")).endswith("SingleDeviceStrategy") else "ddp"

@@ -1,0 +1,66 @@
+"""What a plan may choose from, where a configuration has decided a part of it. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+OFFLOADS = ("none", "optimizer", "parameters")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Layouts and ways to run them that count; `None` and absent axes: whatever is best.
+
+    Args:
+        axes: axis of the layout -> its size.
+        stage: of ZeRO; 0: none (``single``, ``ddp``).
+        offload: ``none``, ``optimizer`` or ``parameters``.
+        checkpointing: ``none`` or ``full``.
+        schedule: of the pipeline; so are the next two.
+        stages_per_rank: of the pipeline.
+        parts: micro-batches that a pipeline splits a batch into.
+        sequence_parallel: whether activations are split over the tensor axis.
+        loss_parallel: whether logits are.
+        micro_batch_size: samples that a data rank reads at a time.
+        accumulation: micro-batches of a step.
+    """
+
+    axes: Mapping[str, int] = field(default_factory=dict)
+    stage: int | None = None
+    offload: str | None = None
+    checkpointing: str | None = None
+    schedule: str | None = None
+    stages_per_rank: int | None = None
+    parts: int | None = None
+    sequence_parallel: bool | None = None
+    loss_parallel: bool | None = None
+    micro_batch_size: int | None = None
+    accumulation: int | None = None
+
+    def allow_axis(self, axis: str, size: int) -> bool:
+        """Whether an axis may have this size."""
+        return self.axes.get(axis, size) == size
+
+    def allow_layout(self, layout: Any, stage: int) -> bool:
+        """Whether a closed layout may be chosen with this stage of ZeRO."""
+        fitting = all(getattr(layout, axis) == size for axis, size in self.axes.items())
+        return fitting and self.stage in (None, stage)
+
+    def allow_work(self, work: Any) -> bool:
+        """Whether a step may be run so."""
+        reads = work.micro_batch * work.parts
+        wanted = [
+            (self.micro_batch_size, reads),
+            (self.accumulation, work.rounds),
+            (self.offload, work.offload),
+            *([(self.parts, work.parts), (self.schedule, work.schedule)] if work.has_pipeline else []),
+            *([(self.stages_per_rank, work.stages_per_rank)] if work.has_pipeline else []),
+        ]
+        return all(want is None or want == has for want, has in wanted)
+
+    def allowed(self, name: str, choices: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Those of these choices of an argument that count."""
+        want = getattr(self, name)
+        return tuple(choice for choice in choices if want is None or want == choice)
