@@ -71,6 +71,8 @@ def test_four_devices_train_as_the_explicit_configuration_that_was_printed(tmp_p
 
     # The first steps were held against the plan; of the run that had none nothing was.
     assert not (again / "plan.json").exists()
+    records = [json.loads(line) for line in (chosen / "monitor" / "rank_0.jsonl").read_text().splitlines()]
+    assert [each["text"] for each in records if each.get("what") == "plan"] == [document["measured"]["line"]]
     measured, predicted = document["measured"], document["chosen"]["bytes_at_step"]
     assert measured["seconds"]["step"] > 0
     assert measured["steps"] == 2
