@@ -156,13 +156,20 @@ class PureHalfPrecision(_GradientRules, HalfPrecision):
 class AutocastPrecision(_GradientRules, MixedPrecision):
     """``precision="bf16-mixed"`` or ``"16-mixed"``: single-precision state, autocast in the forward pass.
 
-    ``"16-mixed"`` scales the loss dynamically; works on CPU too.
+    ``"16-mixed"`` scales the loss dynamically; works on CPU too. A weight is cast at each use: autocast's cache would
+    keep a half-precision copy of every weight until the forward pass ends, under checkpointing and ZeRO-3 too, where
+    a block's are to be gone as soon as it has computed.
     """
 
     def __init__(self, precision: Any, device: str, scaler: torch.amp.GradScaler | None = None) -> None:
         if scaler is None and precision == "16-mixed":
             scaler = AgreedGradScaler(device=device)
         super().__init__(precision, device, scaler)
+
+    def autocast_context_manager(self) -> torch.autocast:
+        """Autocast to half precision that keeps no copies of weights."""
+        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.half
+        return torch.autocast(self.device, dtype=dtype, cache_enabled=False)
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss, then call ``on_before_backward``."""

@@ -28,7 +28,7 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["fitt", "recipe=digits"], ["fitt", "did you mean fit?", "predict, report, test, validate"]),
+        (["fitt", "recipe=digits"], ["fitt", "did you mean fit?", "predict, profile, report, test, validate"]),
         (["recipe=digits"], ["no verb was given", "trainwright fit recipe=digits"]),
         (["fit", "--multirum", "recipe=digits"], ["--multirum", "did you mean --multirun?", "--config-dir"]),
         (["fit", "--config-dir"], ["--config-dir", "trainwright --help"]),

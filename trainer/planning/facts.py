@@ -606,7 +606,8 @@ def default_dtype(precision: str) -> Iterator[None]:
 def autocast_of(precision: str) -> Any:
     """The context of a forward pass under a precision of the group of that name."""
     if precision in ("bf16-mixed", "16-mixed"):
-        return torch.autocast("cpu", torch.bfloat16 if precision == "bf16-mixed" else torch.float16)
+        dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float16
+        return torch.autocast("cpu", dtype, cache_enabled=False)  # as the strategies' plugin does
     return contextlib.nullcontext()
 
 
