@@ -100,7 +100,7 @@ class Pipeline:
     """A sampled step of the pipeline.
 
     Args:
-        table: a row per stage.
+        table: a row per rank, with the stages that it has.
         entries: (stage, what, micro-batch, from, to), seconds since the step began.
         left_out: entries that are not listed.
         step: that was sampled; None if it was not said.
@@ -337,32 +337,49 @@ def pipeline(run: RunRecord) -> Pipeline | None:
     if not sampled:
         return None
     step, by_rank = sampled
-    rows: dict[str, list[tuple[float, float, str, str]]] = {}
-    for rank, entries in by_rank.items():
-        for start, end, what, micro_batch, stage in entries:
-            rows.setdefault(f"stage {stage}, rank {rank}", []).append((start, end, what, micro_batch))
-    begin = min(start for entries in rows.values() for start, _, _, _ in entries)
-    span = max(end for entries in rows.values() for _, end, _, _ in entries) - begin
+    # A rank works at one stage at a time: in a row for each of its stages it would seem idle while it does another.
+    rows = {_place_of(rank, entries): sorted(entries) for rank, entries in by_rank.items()}
+    begin = min(entry[0] for entries in rows.values() for entry in entries)
+    span = max(entry[1] for entries in rows.values() for entry in entries) - begin
     if span <= 0:
         return None
     ordered = sorted(rows, key=_numbers)
-    words = list(dict.fromkeys(what for label in ordered for _, _, what, _ in rows[label]))
+    words = list(dict.fromkeys(what for label in ordered for _, _, what, _, _ in rows[label]))
     colours = {what: _colour_of(what, number) for number, what in enumerate(words)}
-    bars = [_stage_bar(label, sorted(rows[label]), begin, span, colours) for label in ordered]
+    bars = [_rank_bar(label, rows[label], begin, span, colours) for label in ordered]
     legend: tuple[tuple[str, int | str], ...] = (*colours.items(), ("bubble (idle)", "bubble"))
     listed = [
-        (label, what, micro_batch, amount(start - begin, "seconds"), amount(end - begin, "seconds"))
-        for label in ordered
-        for start, end, what, micro_batch in sorted(rows[label])
+        (
+            _stage_of(rank, stage),
+            what,
+            "" if micro_batch == _NONE else micro_batch,
+            amount(start - begin, "seconds"),
+            amount(end - begin, "seconds"),
+        )
+        for rank, entries in sorted(by_rank.items())
+        for start, end, what, micro_batch, stage in sorted(entries)
     ]
     table = BarTable(
-        "One optimizer step of the pipeline: what each stage did when", ("stage", "timeline", "busy", "idle", "bubble"),
+        "One optimizer step of the pipeline: what each rank did when", ("stage", "timeline", "busy", "idle", "bubble"),
         legend, tuple(bars)
     )  # fmt: skip
     return Pipeline(table, tuple(listed[:_MOST_ENTRIES]), max(len(listed) - _MOST_ENTRIES, 0), step)
 
 
 _Entry = tuple[float, float, str, str, str]
+# The number of no micro-batch, or of no single stage.
+_NONE = "-1"
+
+
+def _place_of(rank: int, entries: Sequence[_Entry]) -> str:
+    stages = sorted({stage for *_, stage in entries if stage != _NONE}, key=_numbers)
+    if len(stages) > 1:
+        return f"stages {', '.join(stages)}, rank {rank}"
+    return _stage_of(rank, stages[0] if stages else _NONE)
+
+
+def _stage_of(rank: int, stage: str) -> str:
+    return f"rank {rank}" if stage == _NONE else f"stage {stage}, rank {rank}"
 
 
 def _sampled(run: RunRecord) -> tuple[int | None, dict[int, list[_Entry]]] | None:
@@ -391,14 +408,13 @@ def _entry(item: object, began: float) -> _Entry | None:
     return began + start, began + end, str(item[2])[:40], str(item[3])[:20], str(item[4])[:20]
 
 
-def _stage_bar(
-    label: str, entries: Sequence[tuple[float, float, str, str]], begin: float, span: float, colours: Mapping[str, int]
-) -> Bar:
+def _rank_bar(label: str, entries: Sequence[_Entry], begin: float, span: float, colours: Mapping[str, int]) -> Bar:
     parts, busy, at = [], 0.0, begin
-    for start, end, what, micro_batch in entries:
+    for start, end, what, micro_batch, stage in entries:
         if start > at:
             parts.append(_idle(at, start, begin, span))
-        text = f"{what}, micro-batch {micro_batch}: {amount(end - start, 'seconds')}"
+        which = "" if micro_batch == _NONE else f", micro-batch {micro_batch} of stage {stage}"
+        text = f"{what}{which}: {amount(end - start, 'seconds')}"
         parts.append(Part(what, colours[what], _percent(start - begin, span), _percent(end - start, span), text))
         busy += max(end - max(start, at), 0.0)
         at = max(at, end)

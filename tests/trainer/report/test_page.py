@@ -302,3 +302,16 @@ def test_every_fit_ends_with_a_page(tmp_path, monkeypatch, capsys, fails):
         run.launch(cfg, "fit")
     assert (tmp_path / "run" / "report.html").is_file()
     assert capsys.readouterr().out.startswith("Report:        ")
+
+
+def test_a_rank_of_several_stages_has_one_row(tmp_path):
+    run = small_run(tmp_path / "run")
+    timeline = [[0, 1, "forward", 0, 0], [1, 2, "forward", 0, 2], [2, 3, "backward", 0, 2], [3, 4, "optimizer", -1, -1]]
+    write_records(run, 0, [{"time": 1.0, "step": 1, "kind": "bubble", "timeline": timeline}])
+    page = Parsed(build_page([run]))
+    assert page.table("stage", "timeline") == [["stages 0, 2, rank 0", "", "4 s", "0 ms", "0 %"]]
+    done = [row[:3] for row in page.table("stage", "what")]
+    assert done == [
+        ["stage 0, rank 0", "forward", "0"], ["stage 2, rank 0", "forward", "0"], ["stage 2, rank 0", "backward", "0"],
+        ["rank 0", "optimizer", ""],
+    ]  # fmt: skip
