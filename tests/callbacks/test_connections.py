@@ -22,11 +22,19 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
             yield near, far
 
 
+def of(pair: tuple[socket.socket, socket.socket]) -> dict[int, tuple[str, str]]:
+    """The connection of these two alone: this process has others, to the ranks of the suite, which are to live on."""
+    numbers = [end.fileno() for end in pair]
+    return {number: ends for number, ends in connections.connections(os.getpid()).items() if number in numbers}
+
+
 def own() -> Place:
     return Place("", os.getpid(), ())
 
 
-def test_both_ends_are_told(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_both_ends_are_told(pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+    known = of(pair)
+    monkeypatch.setattr(connections, "connections", lambda _: known)
     assert cut_off(own(), [own()]) == 2
     assert pair[0].recv(1) == pair[1].recv(1) == b""
 
@@ -35,8 +43,7 @@ def test_both_ends_are_told(pair: tuple[socket.socket, socket.socket]) -> None:
 def test_what_was_closed_meanwhile_is_left_alone(
     now: str, pair: tuple[socket.socket, socket.socket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look_up = connections.connections
-    known = look_up(os.getpid())
+    known = of(pair)
     descriptor = os.dup(pair[0].fileno())
     known[descriptor] = ("0100007F:0001", "0100007F:0001")  # a connection to port 1 it was
     monkeypatch.setattr(connections, "connections", lambda _: known)
