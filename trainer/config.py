@@ -556,7 +556,7 @@ class LinkConfig:
 
 @dataclass
 class DeviceConfig:
-    """`device=auto|h100|...`: the device that plans are made for (docs/planning.md); training does not read it."""
+    """`device=auto|h100|...`: the device that plans are made for (docs/planning.md) and `mfu` is held against."""
 
     # auto = what this machine has.
     name: str = MISSING

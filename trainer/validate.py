@@ -42,6 +42,7 @@ from trainwright.trainer.inject_words import inject_problems
 from trainwright.trainer.launch.ending import preemption_refusals
 from trainwright.trainer.loss_scale import loss_scale_problems
 from trainwright.trainer.machine import num_gpus, port_is_taken
+from trainwright.trainer.planning.profiles import profile_problems
 from trainwright.trainer.problems import did_you_mean
 from trainwright.trainer.run_directory import holds_run
 from trainwright.trainer.targets import class_of, problem_of_target, targets_in
@@ -583,12 +584,17 @@ def _checks_of_recipe(cfg: DictConfig, surroundings: Surroundings, in_order: boo
     return problems
 
 
+def _device_profile(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    return profile_problems(cfg)
+
+
 _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _module_given,
     _callbacks_named,
     _whole_numbers,
     _known_words,
     _devices_there,
+    _device_profile,
     _launcher,
     _layout,
     _batch,

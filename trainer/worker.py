@@ -21,6 +21,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger  # no
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.callbacks.throughput import Throughput
 from trainwright.checkpoint.held import PENDING, HeldState
 from trainwright.strategies.compression.options import OFF
 from trainwright.trainer.candidates import LAST
@@ -30,6 +31,7 @@ from trainwright.trainer.inject_words import make_faults
 from trainwright.trainer.launch.failure import log_file
 from trainwright.trainer.launch.launcher import detect_launcher
 from trainwright.trainer.metrics_csv import MetricsCSV
+from trainwright.trainer.planning.profiles import peak_flops_of
 from trainwright.trainer.resume import look_in
 from trainwright.trainer.trainer import Trainer
 from trainwright.trainer.watchdog.callback import Watchdog
@@ -82,6 +84,7 @@ def build_trainer(
 ) -> Trainer:
     """The Trainer of a resolved configuration, with its strategy, callbacks and loggers."""
     callbacks = [built for group in (cfg.monitor, cfg.checkpoint, cfg.callbacks) for built in _build_all(group)]
+    _tell_peak(cfg, callbacks)
     callbacks.append(instantiate(cfg.preemption, _convert_="all"))
     callbacks += _watchdog(cfg, callbacks)
     # The guard looks at what the others may have changed.
@@ -111,6 +114,14 @@ def build_trainer(
         enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
         **options,
     )
+
+
+def _tell_peak(cfg: DictConfig, callbacks: Sequence[Callback]) -> None:
+    """Tell those that log a part of what the device could do what that is, unless they were told."""
+    ignorant = [each for each in callbacks if isinstance(each, Throughput) and each.peak_flops is None]
+    peak = peak_flops_of(cfg) if ignorant else None
+    for callback in ignorant:
+        callback.peak_flops = peak
 
 
 def _watchdog(cfg: DictConfig, callbacks: Sequence[Callback]) -> list[Callback]:

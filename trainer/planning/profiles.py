@@ -84,8 +84,15 @@ class DeviceProfile:
         Args:
             precision: ``32``, ``bf16-mixed``, ``bf16-true`` or ``16-mixed``.
         """
-        kind = _ARITHMETIC[precision]
-        return self.efficiency * (self.flops.get(kind) or self.flops["float32"])
+        return self.efficiency * self.peak_at(precision)
+
+    def peak_at(self, precision: str) -> float:
+        """Most operations per second with the kind of numbers that a precision of the group of that name multiplies.
+
+        Args:
+            precision: ``32``, ``bf16-mixed``, ``bf16-true`` or ``16-mixed``.
+        """
+        return self.flops.get(_ARITHMETIC[precision]) or self.flops["float32"]
 
 
 def profile_of(cfg: DictConfig) -> DeviceProfile:
@@ -174,6 +181,44 @@ def profile_of_gpu(gpu: str) -> DeviceProfile | None:
     """The profile for the name that torch gives to a GPU; None if there is none for it."""
     found = next((profile for part, profile in _BY_NAME.items() if part in gpu), None)
     return None if found is None else profile_named(found)
+
+
+def profile_problems(cfg: DictConfig) -> list[str]:
+    """What is wrong with the profile that a configuration asks for; empty for ``device=auto``."""
+    if cfg.device.name == AUTO:
+        return []
+    try:
+        profile_of(cfg)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def peak_flops_of(cfg: DictConfig) -> float | None:
+    """Most operations per second of one rank of a run; ``None``: nothing is known of its device.
+
+    A profile that was asked for counts as it is. Else it is that of the machine's GPUs; what an unknown GPU or a core
+    of the CPU can do is not assumed.
+
+    Args:
+        cfg: resolved, with ``device``, ``accelerator`` and ``precision``.
+
+    Raises:
+        ValueError: if the profile that was asked for cannot be used, see :func:`profile_of`.
+    """
+    plain: Any = OmegaConf.to_container(cfg.device, resolve=True)
+    profile = _of_gpus(cfg) if plain.get("name") == AUTO else profile_from(plain)
+    return None if profile is None else profile.peak_at(cfg.precision)
+
+
+def _of_gpus(cfg: DictConfig) -> DeviceProfile | None:
+    from trainwright.trainer.machine import num_gpus
+
+    if cfg.accelerator == "cpu" or not num_gpus():
+        return None
+    import torch
+
+    return profile_of_gpu(torch.cuda.get_device_name(0))
 
 
 def _of_this_machine(cfg: DictConfig) -> DeviceProfile:

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tests.trainer.project import write_project
+from trainwright.callbacks.throughput import Throughput
 from trainwright.strategies.layout import Layout
-from trainwright.trainer import validate
+from trainwright.trainer import machine, validate
 from trainwright.trainer.cli import main
 from trainwright.trainer.compose import compose
 from trainwright.trainer.planning.facts import Cut, FactsError, ModelFacts
@@ -24,6 +25,7 @@ from trainwright.trainer.planning.profiles import profile_from, profile_named, p
 from trainwright.trainer.planning.search import Plan, plan
 from trainwright.trainer.planning.time import bubble_of, collective, link_of
 from trainwright.trainer.run import plan as checked
+from trainwright.trainer.worker import build_trainer
 
 
 @cache
@@ -162,6 +164,36 @@ def test_profiles() -> None:
         profile_from({"name": "mine", "memory_bytes": 1, "efficiency": 0.5, "devices_per_node": 8,
                       "host_bandwidth": 1, "host_memory_bytes": 1, "flops": {"float32": 1},
                       "within": {"latency": 0, "bandwidth": -1}, "across": {"latency": 0, "bandwidth": 1}})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "expected"),
+    [
+        ((), None, None),
+        ((), "Unheard-of 9000", None),
+        ((), "NVIDIA H200", 66.9e12),
+        (("precision=bf16-mixed",), "NVIDIA H200", 989.4e12),
+        (("accelerator=cpu", "precision=16-mixed"), "NVIDIA H200", None),
+        (("device=cpu",), None, 40e9),
+        (("device=a100_80", "precision=16-mixed"), None, 312e12),
+        (("monitor.throughput.peak_flops=7.0", "device=cpu"), None, 7.0),
+    ],
+)
+def test_the_monitor_is_told_what_a_rank_could_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], gpu: str | None, expected: float | None
+) -> None:
+    monkeypatch.setattr(machine, "num_gpus", lambda: int(gpu is not None))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpu)
+    usual = ["strategy=single", "devices=1", "accelerator=auto", "logger=csv", f"run_dir={tmp_path}"]
+    callbacks = build_trainer(compose("linear_regression", [*usual, *words])).callbacks
+    [told] = [each.peak_flops for each in callbacks if isinstance(each, Throughput)]
+    assert told == expected
+
+
+def test_a_profile_that_cannot_be_used_is_refused() -> None:
+    given = ["strategy=single", "device=h100", "device.efficiency=-1"]
+    problems = checked(compose("linear_regression", given), "fit")[1]
+    assert any("device=h100 cannot be used: device.efficiency=-1" in each for each in problems)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
