@@ -27,7 +27,7 @@ from trainwright.strategies.blocks import (
 from trainwright.strategies.checkpointing import RunStateStrategy
 from trainwright.strategies.communication.meter import CommunicationMeter
 from trainwright.strategies.deferred import Piece, deferred_pieces, is_deferred
-from trainwright.strategies.gradients import local_tensor
+from trainwright.strategies.gradients import local_tensor, squares_by_block
 from trainwright.strategies.held import trained_boxes
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.loading import teach_lightning
@@ -96,6 +96,7 @@ class LayoutStrategy(RunStateStrategy):
         self._checkpoint_modules = checkpoint_modules
         self._compile = compile
         self._restores_late: bool | None = None
+        self._block_names: tuple[str, ...] = ()
         # Weight of this rank's loss in manual optimization; the Trainer sets it where ranks have unequal batches.
         self.loss_factor = 1.0
         # What the loss of this micro-batch is divided by; the Trainer sets it where `backward_in_step`, else it divides
@@ -188,6 +189,11 @@ class LayoutStrategy(RunStateStrategy):
     def averages_every_step(self) -> bool:
         """Whether each step is made with the mean gradient of all data ranks, so that they may share it unequally."""
         return self.steps_are_collective
+
+    @property
+    def holds_step_gradients(self) -> bool:
+        """Whether ranks hold, split or whole, the gradients that a step is made with (``named_gradients``)."""
+        return True
 
     @property
     def communication(self) -> str:
@@ -301,6 +307,29 @@ class LayoutStrategy(RunStateStrategy):
             if parameter.grad is not None:
                 yield name, parameter.grad
 
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Names of the module's blocks in order, those that other ranks hold among them; the same on every rank."""
+        return self._block_names
+
+    def squares_by_block(self, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
+        """This rank's part of the squared L2 norm of each block, and of the rest; no collective.
+
+        Added up over all ranks, it is what one process would have that held all of the module. Where replicas differ,
+        it is the mean of theirs.
+
+        Args:
+            tensors: names of parameters and, for each, it or its averaged gradient, as this rank holds it.
+
+        Returns:
+            float64 of shape ``(blocks + 1,)``, the rest last, on this rank's device.
+        """
+        return squares_by_block(tensors, self.block_names, self._parts_of, self.root_device)
+
+    def _parts_of(self, name: str) -> int:
+        """Over how many ranks a parameter is spread, besides the mesh of its DTensor; 0: another rank counts it."""
+        return 1
+
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole value on the CPU of every parameter of the unmodified module.
 
@@ -394,6 +423,7 @@ class LayoutStrategy(RunStateStrategy):
         """Checkpoint activations, then compile: the order that lets the compiler see the recomputation."""
         module = self.lightning_module
         assert module is not None
+        self._block_names = tuple(blocks)
         if getattr(module, "_trainwright_prepared", False):
             return  # a second fit or a test after fit with the same module
         checkpoint_activations(module, self._activation_checkpointing, blocks.values(), self._checkpoint_modules)

@@ -305,6 +305,16 @@ class Engines:
             self._groups.along("pipeline"),
         )
 
+    def parts_of(self, name: str) -> int:
+        """Over how many ranks of the tensor, expert and pipeline axes a parameter is spread; 0 for a copy on a stage.
+
+        Stages hold different parameters: each counts its own as the part that they are of all.
+        """
+        if self._is_copy(name):
+            return 0
+        cut = self.cuts.get(name)
+        return self._layout.pipeline * (1 if cut is None else cut.group.size())
+
     def _is_copy(self, name: str) -> bool:
         return self.owners.get(name, self._place["pipeline"]) != self._place["pipeline"]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +68,59 @@ def _split_over(parameter: Tensor, scope: GradientScope | None) -> tuple[dist.Pr
         axes = (i for i, placement in enumerate(gradient.placements) if isinstance(placement, Shard))
         groups = (*groups, *(mesh.get_group(axis) for axis in axes))
     return groups
+
+
+def squares_by_block(
+    tensors: Iterable[tuple[str, Tensor]],
+    blocks: Sequence[str],
+    parts_of: Callable[[str], int],
+    device: torch.device,
+) -> Tensor:
+    """This rank's part of squared L2 norms; added up over all ranks of the world they are those of whole tensors.
+
+    Each of several ranks that hold the same counts an equal part of it, so that one all-reduce over the world does,
+    however each tensor is spread. Nothing is communicated here, and the device is not waited for.
+
+    Args:
+        tensors: parameters or gradients by the names of the parameters.
+        blocks: names of modules; one that lies within another goes to the innermost.
+        parts_of: over how many ranks a parameter is spread, besides the mesh of a DTensor; 0: another rank counts it.
+        device: of the result.
+
+    Returns:
+        float64 of shape ``(blocks + 1,)``; the last is of what is in no block.
+    """
+    by_weight: dict[tuple[int, torch.device], list[tuple[int, Tensor]]] = defaultdict(list)
+    place = {name: index for index, name in enumerate(blocks)}
+    for name, tensor in tensors:
+        local, parts = local_tensor(tensor.detach()), parts_of(name) * _parts_on_mesh(tensor)
+        if parts and local.numel():
+            values = local.coalesce().values() if local.is_sparse else local
+            by_weight[parts, local.device].append((_block_of(name, place), values))
+    total = torch.zeros(len(blocks) + 1, dtype=torch.float64, device=device)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    for (parts, where), found in by_weight.items():
+        norms = torch.stack(torch._foreach_norm([each for _, each in found], 2.0, dtype=torch.float32))
+        index = torch.tensor([block for block, _ in found], device=where)
+        squares = torch.zeros(len(total), dtype=torch.float64, device=where)
+        squares.index_add_(0, index, norms.double().square())
+        total += squares.to(device) * (parts / world)
+    return total
+
+
+def _parts_on_mesh(tensor: Tensor) -> int:
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return math.prod(mesh.size(axis) for axis, each in enumerate(placements) if isinstance(each, Shard))
+
+
+def _block_of(name: str, place: Mapping[str, int]) -> int:
+    """Index of the block that a parameter belongs to; one behind the last: none."""
+    owner = name.rpartition(".")[0]
+    while owner and owner not in place:
+        owner = owner.rpartition(".")[0]
+    return place.get(owner, len(place))
 
 
 def _sum_of_squares(tensors: list[Tensor], groups: tuple[dist.ProcessGroup, ...]) -> Tensor:

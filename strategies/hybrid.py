@@ -507,6 +507,14 @@ class HybridStrategy(MixedPlacement):
         gradient = optimized.grad
         return (None if gradient is None else local_tensor(gradient)), local_tensor(optimized).detach()
 
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Names of the module's blocks in order, those of other stages among them."""
+        return super().block_names if self._engines is None else tuple(self._engines.plan.blocks)
+
+    def _parts_of(self, name: str) -> int:
+        return 1 if self._engines is None else self._engines.parts_of(name)
+
     # ---- evaluation -----------------------------------------------------------------------------------------------
 
     def _evaluate(self, method: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

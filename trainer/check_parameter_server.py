@@ -77,6 +77,13 @@ def _in_any_case(cfg: DictConfig) -> Iterator[str]:
             f"nodes={cfg.nodes} with strategy.interface=null: servers listen at the loopback address alone; type the "
             "name of a network interface, like strategy.interface=eth0 (messages are neither encrypted nor signed)"
         )
+    for group in ("monitor", "callbacks"):
+        for name, callback in cfg[group].items():
+            if class_of(callback) == "Norms":
+                yield (
+                    f"{group}.{name} with strategy=parameter_server: the averaged gradients of a step are the servers' "
+                    f"alone, no worker sees them; type monitor=default, or {group}.{name}=null"
+                )
     if cfg.launch.recovery == "replicas":
         yield (
             "launch.recovery=replicas with strategy=parameter_server: the state of a lost rank's server is nowhere "

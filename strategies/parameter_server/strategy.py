@@ -181,6 +181,11 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return self._in_step and self._incarnation is None
 
     @property
+    def holds_step_gradients(self) -> bool:
+        """The servers alone have them."""
+        return False
+
+    @property
     def joins(self) -> bool:
         """Whether this rank was started anew, in place of one that was lost."""
         return bool(self._incarnation)

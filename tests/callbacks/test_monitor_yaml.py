@@ -10,6 +10,7 @@ from trainwright.callbacks.monitor.bubble import Bubble
 from trainwright.callbacks.monitor.events import Events
 from trainwright.callbacks.monitor.goodput import Goodput
 from trainwright.callbacks.monitor.memory import Memory
+from trainwright.callbacks.monitor.norms import Norms
 from trainwright.callbacks.monitor.profile import Profile
 from trainwright.callbacks.monitor.records import MonitorFile
 from trainwright.callbacks.monitor.scale import LossScale
@@ -50,6 +51,13 @@ def test_steps_of_a_trace_are_spelt_out() -> None:
     assert (made.steps, made.run_dir) == ((10, 20), "there")
     with pytest.raises(ConfigError, match=r"monitor.profile=\[20, 10\] \(allowed: two whole numbers"):
         compose(recipe="digits", overrides=["monitor.profile=[20,10]"])
+
+
+def test_norms_are_off_unless_asked_for() -> None:
+    for choice, has in (("default", False), ("norms", True), ("thorough", True)):
+        nodes = compose(recipe="digits", overrides=[f"monitor={choice}", "run_dir=null"]).monitor
+        assert ("norms" in nodes) == has
+    assert type(instantiate(nodes["norms"])) is Norms
 
 
 @pytest.mark.parametrize("recipe", ["gpt", "digits", "linear_regression"])

@@ -7,6 +7,7 @@ import os
 import signal
 import types
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from trainwright.callbacks.monitor.events import Events
 from trainwright.callbacks.monitor.flops import CountedOperations
 from trainwright.callbacks.monitor.goodput import Goodput, Stretch
 from trainwright.callbacks.monitor.memory import Memory
+from trainwright.callbacks.monitor.norms import Norms
 from trainwright.callbacks.monitor.records import MonitorFile, read_records, records_path
 from trainwright.callbacks.monitor.step_time import PARTS, StepTime, parts_of
 from trainwright.callbacks.throughput import Throughput
@@ -206,6 +208,67 @@ def test_the_timeline_has_each_micro_batch_once_and_in_order(ranks: Callable[...
         order = [what for _, _, what, *_ in records[0]["timeline"]]
         ahead = 2 - rank  # 1f1b: the first stage is one micro-batch ahead of the last
         assert order[: ahead + 1] == ["forward"] * ahead + ["backward"]
+
+
+# ---- norms -----------------------------------------------------------------------------------------------------------
+
+
+class Whole(Callback):
+    """The norms of one process, from its whole tensors."""
+
+    def __init__(self) -> None:
+        self.of_steps: list[dict[str, dict[str, float]]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        found: dict[str, dict[str, float]] = {"grad": {}, "param": {}}
+        for name, parameter in pl_module.named_parameters():
+            block = next((each for each in trainer.strategy.block_names if name.startswith(f"{each}.")), "rest")
+            for what, tensor in (("grad", parameter.grad), ("param", parameter)):
+                for key in (block, "all"):
+                    found[what][key] = found[what].get(key, 0.0) + float(tensor.detach().double().square().sum())
+        self.of_steps.append({what: {key: each**0.5 for key, each in by.items()} for what, by in found.items()})
+
+
+def norms_of(strategy: str, options: dict[str, Any], network: str) -> list[dict[str, Any]]:
+    kept = Kept()
+    fit(strategy, options, Norms(2), kept, network=network, steps=4, gradient_clip_val=0.01)
+    return kept.of("norms")
+
+
+@cache
+def norms_of_one_process(network: str) -> list[dict[str, dict[str, float]]]:
+    whole = Whole()
+    fit("single", {}, whole, network=network, steps=4, gradient_clip_val=0.01)
+    return whole.of_steps
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "network"),
+    [
+        ("ddp", {}, "gpt"),
+        ("zero1", {}, "gpt"),
+        ("zero3", {}, "gpt"),
+        ("tensor", {}, "gpt"),
+        ("pipeline", {"micro_batches": 2}, "gpt"),
+        ("expert", {}, "mixtral"),
+    ],
+)
+def test_norms_are_those_of_one_process(
+    ranks: Callable[..., list[Any]], strategy: str, options: dict[str, Any], network: str
+) -> None:
+    expected = norms_of_one_process(network)
+    assert len(expected[1]["grad"]) > 3  # two blocks or more, the rest, all
+    first, other = ranks(norms_of, 2, strategy, options, network)
+    assert other == []
+    assert [record["step"] for record in first] == [2, 4]
+    for record, step in zip(first, expected[1::2], strict=True):
+        for what in ("grad", "param"):
+            assert record[what] == pytest.approx(step[what], rel=1e-5), what
+
+
+def test_norms_need_to_know_how_tensors_are_spread() -> None:
+    with pytest.raises(ValueError, match="Norms needs one of the strategies of trainwright.*SingleDeviceStrategy"):
+        LightningTrainer(max_steps=1, devices=1, logger=False, callbacks=[Norms()], **QUIET).fit(Regression(), loader())
 
 
 # ---- operations ------------------------------------------------------------------------------------------------------

@@ -54,3 +54,7 @@ def test_it_is_said_once() -> None:
     assert "compression=int8 with strategy.compression=topk" in problem
     [problem] = problems("compression=topk", "compression.ratio=2.0")
     assert "compression.ratio=2.0" in problem
+
+
+def test_norms_of_gradients_that_no_worker_sees_are_refused() -> None:
+    assert any("monitor.norms" in each and "monitor=default" in each for each in problems("monitor=norms"))
