@@ -19,7 +19,8 @@ class StartSummary(Callback):
     """Print a table when training starts, and where to look when it has ended; rank 0 prints.
 
     The table tells the strategy and its layout, what a rank holds of the parameters, and how the global batch is made.
-    Ranks exchange what they hold once, here.
+    TensorBoard, where it is among the loggers, gets it too, as the text ``run/layout``. Ranks exchange what they hold
+    once, here.
 
     Args:
         console: where to print; ``None``: standard output.
@@ -36,9 +37,13 @@ class StartSummary(Callback):
         table = Table(show_header=False, box=None, pad_edge=False)
         table.add_column(style="bold")
         table.add_column()
-        for name, value in summary_rows(trainer, pl_module, held):
+        rows = summary_rows(trainer, pl_module, held)
+        for name, value in rows:
             table.add_row(name, value)
         self.console.print(table)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text("run/layout", _markdown(rows), trainer.global_step)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say where the run's files are; nothing when no logger wrote any."""
@@ -70,6 +75,10 @@ def summary_rows(trainer: Trainer, pl_module: LightningModule, held: Tensor) -> 
         ("global batch", _global_batch(trainer)),
         *_servers(trainer),
     ]
+
+
+def _markdown(rows: list[tuple[str, str]]) -> str:
+    return "\n".join(["| run | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
 
 
 def parameter_bytes_of_ranks(trainer: Trainer, pl_module: LightningModule) -> Tensor:

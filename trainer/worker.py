@@ -17,7 +17,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, seed_everything
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger  # noqa: F401 - imported once for all ranks
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from omegaconf import DictConfig, OmegaConf
 
@@ -33,6 +33,7 @@ from trainwright.trainer.launch.launcher import detect_launcher
 from trainwright.trainer.metrics_csv import MetricsCSV
 from trainwright.trainer.planning.profiles import peak_flops_of
 from trainwright.trainer.resume import look_in
+from trainwright.trainer.tensorboard import HyperParameters
 from trainwright.trainer.trainer import Trainer
 from trainwright.trainer.watchdog.callback import Watchdog
 
@@ -89,6 +90,9 @@ def build_trainer(
     callbacks += _watchdog(cfg, callbacks)
     # The guard looks at what the others may have changed.
     callbacks += [*make_faults(cfg.inject), *_build_all(cfg.guard), *more_callbacks]
+    loggers = _loggers(cfg)
+    if any(isinstance(logger, TensorBoardLogger) for logger in loggers):
+        callbacks.append(HyperParameters(cfg))
     options: Any = OmegaConf.to_container(cfg.trainer)
     # Only where it is asked for: a strategy of another library takes no such argument.
     begin: dict[str, Any] = {} if cfg.init_from is None else {"init_from": cfg.init_from}
@@ -102,7 +106,7 @@ def build_trainer(
         accelerator=cfg.accelerator,
         precision=cfg.precision,
         callbacks=callbacks if on_exception is None else [*callbacks, _ExceptionHook(on_exception)],
-        logger=_loggers(cfg),
+        logger=loggers,
         max_steps=-1 if cfg.max_steps is None else cfg.max_steps,
         # With neither limit Lightning would take 1000 epochs.
         max_epochs=cfg.max_epochs if has_end else -1,

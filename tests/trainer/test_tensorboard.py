@@ -1,0 +1,57 @@
+"""What TensorBoard is shown of a run, read back from its event files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra.utils import instantiate
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+from trainwright.trainer.compose import compose
+from trainwright.trainer.tensorboard import TensorBoard, grouped, hyper_parameters
+from trainwright.trainer.worker import build_trainer
+
+WORDS = [
+    "strategy=single",
+    "devices=1",
+    "accelerator=cpu",
+    "max_steps=3",
+    "max_epochs=null",
+    "trainer.log_every_n_steps=1",
+]
+
+
+def test_the_layout_and_what_was_asked_for_stand_beside_the_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cfg = compose("linear_regression", [*WORDS, f"run_dir={tmp_path}", "checkpoint=none"])
+    module, data = (instantiate(part, _convert_="all") for part in (cfg.module, cfg.data))
+    build_trainer(cfg).fit(module, datamodule=data)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    [layout] = events.Tensors("run/layout/text_summary")
+    assert b"| strategy | SingleDeviceStrategy on 1 rank (cpu) |" in layout.tensor_proto.string_val[0]
+    content = events.PluginTagToContent("hparams")
+    asked = HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info.hparams
+    assert asked["max_steps"].number_value == 3
+    assert asked["precision"].string_value == "32"
+    assert not any(key.startswith(("monitor.", "launch.")) for key in asked)
+    scalars = set(events.Tags()["scalars"])
+    assert {"rate/samples_per_second", "time/step", "loss"} <= scalars
+    assert not scalars & {"samples_per_second", "hp_metric"}
+    assert "samples_per_second" in (tmp_path / "metrics.csv").read_text().split("\n")[0].split(",")
+
+
+def test_names_that_have_a_group_keep_it() -> None:
+    names = ("tokens_per_second", "mfu", "step_seconds", "time/step", "val_loss", "mine/images_per_second")
+    expected = ["rate/tokens_per_second", "rate/mfu", "rate/step_seconds", *names[3:]]
+    assert [grouped(name) for name in names] == expected
+
+
+def test_the_default_logger_is_this_one() -> None:
+    cfg = compose("digits", ["strategy.blocks=[a,b]", "run_dir=there"])
+    assert cfg.logger.tensorboard._target_ == f"{TensorBoard.__module__}.TensorBoard"
+    assert hyper_parameters(cfg)["strategy.blocks"] == "['a', 'b']"
