@@ -18,10 +18,12 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         known: tensors that exist already.
+        ignored: tensors that do not count.
     """
 
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+    def __init__(self, known: Iterable[Tensor] = (), ignored: Iterable[Tensor] = ()) -> None:
         super().__init__()
+        self._ignored = WeakIdKeyDictionary({tensor.untyped_storage(): None for tensor in ignored})
         self._storages = WeakIdKeyDictionary()
         self.peak = 0
         for tensor in known:
@@ -44,5 +46,5 @@ class LiveBytes(TorchDispatchMode):
 
     def _remember(self, tensor: Tensor) -> None:
         local = getattr(tensor, "_local_tensor", tensor)
-        if local.device.type != "meta":
+        if local.device.type != "meta" and local.untyped_storage() not in self._ignored:
             self._storages[local.untyped_storage()] = None

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.ranks import run_ranks
 from benchmarks.report import Goal, finish, say, table_of
 from tests.parity.layouts import LayoutCase
-from tests.parity.test_layouts import FOUR, TWO
+from tests.parity.test_layouts import EIGHT, FOUR, TWO
 from tests.trainer.planning.bytes_of_ranks import measured, predictor
 from trainwright.trainer.compose import compose
 from trainwright.trainer.planning.search import plan
@@ -48,22 +48,36 @@ def cases() -> dict[str, tuple[int, LayoutCase]]:
                 "gpt-untied", {}, strategy=strategy, accumulation=accumulation, global_batch_size=16, samples=96
             )
             found[f"{strategy}, accumulation {accumulation}"] = (2, case)
-    return found | {k: (2, v) for k, v in TWO.items()} | {k: (4, v) for k, v in FOUR.items()}
+    return (
+        found
+        | {k: (2, v) for k, v in TWO.items()}
+        | {k: (4, v) for k, v in FOUR.items()}
+        | {k: (8, v) for k, v in EIGHT.items()}
+    )
 
 
-def rows_of(name: str, world_size: int, case: LayoutCase) -> list[dict[str, Any]]:
-    """One row for each place along the pipeline."""
-    found = predictor(case.network, case.length)
-    places = found.all_moments(case, world_size)
-    alive = run_ranks(measured, world_size, case, found.layout.data_ranks)
+def all_measured(work: list[tuple[LayoutCase, int]]) -> list[int]:
+    """On a rank: the most bytes alive under one layout after the other."""
+    return [measured(case, data_ranks) for case, data_ranks in work]
+
+
+def rows_of(world_size: int, chosen: dict[str, LayoutCase]) -> list[dict[str, Any]]:
+    """One row for each layout and place along the pipeline; ranks are started once for all of them."""
+    places, layouts = {}, {}
+    for name, case in chosen.items():
+        found = predictor(case.network, case.length)
+        places[name], layouts[name] = found.all_moments(case, world_size), found.layout
+    work = [(case, layouts[name].data_ranks) for name, case in chosen.items()]
+    alive = run_ranks(all_measured, world_size, work)
     rows = []
-    for place, moments in enumerate(places):
-        most = max(each for rank, each in enumerate(alive) if found.layout.coordinates(rank)["pipeline"] == place)
-        held = max(moments, key=lambda each: each.total + each.host)
-        error = (held.total + held.host) / most - 1
-        predicted = round(held.total + held.host)
-        row = {"layout": name, "stage": place, "alive": most, "predicted": predicted, "error": round(error, 4)}
-        rows.append({**row, "at": held.moment})
+    for index, name in enumerate(chosen):
+        for place, moments in enumerate(places[name]):
+            ranks = [rank for rank in range(world_size) if layouts[name].coordinates(rank)["pipeline"] == place]
+            most = max(alive[rank][index] for rank in ranks)
+            held = max(moments, key=lambda each: each.total + each.host)
+            predicted = round(held.total + held.host)
+            row = {"layout": name, "stage": place, "alive": most, "predicted": predicted}
+            rows.append({**row, "error": round(predicted / most - 1, 4), "at": held.moment})
     return rows
 
 
@@ -78,11 +92,15 @@ def main() -> None:
         times.append(time_of(devices))
         say(f"{devices} ranks: {times[-1]['seconds']} s")
     rows: list[dict[str, Any]] = []
-    for name, (world_size, case) in cases().items():
-        if options.layouts is not None and not any(part in name for part in options.layouts):
-            continue
-        rows += rows_of(name, world_size, case)
-        say(f"{name}: {100 * rows[-1]['error']:+.1f} %")
+    for world_size in (2, 4, 8):
+        chosen = {
+            name: case
+            for name, (ranks, case) in cases().items()
+            if ranks == world_size and (options.layouts is None or any(part in name for part in options.layouts))
+        }
+        if chosen:
+            rows += rows_of(world_size, chosen)
+            say(f"{world_size} ranks: {len(chosen)} layouts")
     goals = [
         Goal(
             "seconds of a core for a plan, at the most", max((t["of a core"] for t in times), default=0.0), MOST_SECONDS
@@ -90,7 +108,7 @@ def main() -> None:
     ]
     if rows:
         inside = sum(abs(row["error"]) <= WITHIN for row in rows) / len(rows)
-        goals.append(Goal(f"part of the ranks whose bytes are within {100 * WITHIN:.0f} %", inside, 0.8, at_least=True))
+        goals.append(Goal(f"part of the ranks whose bytes are within {100 * WITHIN:.0f} %", inside, 0.9, at_least=True))
     tables = [table_of("plans", times), table_of("most bytes alive on a rank in a step", rows)]
     finish(
         "planner",

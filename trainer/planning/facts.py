@@ -105,6 +105,7 @@ class Part:
         kept: bytes that are alive when the loss is there, parameters excluded.
         sent: (axis, kind of collective) -> what one sample's forward and backward send.
         sent_forward: of that, what forward sends.
+        outputs: bytes that layers with weights of their own return; as large are the gradients of these.
     """
 
     flops: float = 0.0
@@ -112,6 +113,7 @@ class Part:
     kept: Bytes = Bytes()
     sent: Mapping[tuple[str, str], Sent] = field(default_factory=dict)
     sent_forward: Mapping[tuple[str, str], Sent] = field(default_factory=dict)
+    outputs: Bytes = Bytes()
 
     def with_excess(self, block: Part, alike: Part) -> Part:
         """With what ``block`` costs more than ``alike``."""
@@ -145,6 +147,7 @@ class Part:
             kept=_scaled_bytes(self.kept, alone.kept, one.kept),
             sent={**_shrunk(self.sent, alone, one), **_shrunk(alone.sent, self, one)},
             sent_forward={**_shrunk(self.sent_forward, alone, one), **_shrunk(alone.sent_forward, self, one)},
+            outputs=_scaled_bytes(self.outputs, alone.outputs, one.outputs),
         )
 
 
@@ -176,10 +179,13 @@ class Pass:
         before, after: what stands before the blocks and after them, the loss included.
         blocks: one for each kind of block.
         boundary: bytes of what one block hands to the next.
+        forward_block: bytes that come on top of what is kept while forward goes through a block.
         forward_peak: bytes that come on top of all that is kept while forward goes on.
         head_peak: bytes that come on top of all that is kept while backward goes through what follows the blocks.
         entry: bytes on top of what blocks (and what is before them) keep when backward enters the last block.
         block_peak: bytes that come on top of that within the backward of a block, gradients of its weights included.
+        accumulating_peak: the same where each gradient of a weight is added to an earlier one, and gone, once it is
+            made.
         is_real: whether it was run with values, because the module reads them.
     """
 
@@ -187,17 +193,25 @@ class Pass:
     blocks: tuple[Part, ...]
     after: Part
     boundary: Bytes
+    forward_block: Bytes
     forward_peak: Bytes
     head_peak: Bytes
     entry: Bytes
     block_peak: Bytes
+    accumulating_peak: Bytes
     is_real: bool = False
 
     def again(self) -> Pass:
         """The same pass with every block computed again in backward (activation checkpointing of all blocks)."""
         blocks = tuple(block.again(self.boundary) for block in self.blocks)
         most = max((block.kept for block in self.blocks), key=lambda kept: kept.of(1), default=self.boundary)
-        return replace(self, blocks=blocks, block_peak=self.block_peak + most - self.boundary)
+        more = most - self.boundary
+        return replace(
+            self,
+            blocks=blocks,
+            block_peak=self.block_peak + more,
+            accumulating_peak=self.accumulating_peak + more,
+        )
 
     def over(self, one: Pass, alone: Pass) -> Pass:
         """The pass split along this one's axis and along that of ``alone``; ``one`` is split along neither.
@@ -207,7 +221,15 @@ class Pass:
         """
         peaks = {
             name: _scaled_bytes(getattr(self, name), getattr(alone, name), getattr(one, name))
-            for name in ("boundary", "forward_peak", "head_peak", "entry", "block_peak")
+            for name in (
+                "boundary",
+                "forward_block",
+                "forward_peak",
+                "head_peak",
+                "entry",
+                "block_peak",
+                "accumulating_peak",
+            )  # fmt: skip
         }
         return Pass(
             before=self.before.over(one.before, alone.before),
@@ -641,7 +663,9 @@ class _Run:
             self.phase = _AFTER
         self.counter = counter = _Counter(self)
         self.boundaries: dict[int, int] = {}
-        self.entry = self.head_peak = self.block_peak = 0
+        self.entry = self.head_peak = self.block_peak = self.accumulating_peak = 0
+        self.forward_block = 0
+        self.outputs: dict[int, int] = {}
         self._last_place = blocks[-1][0] if blocks else -1
         for place, block in blocks:
             self._watch(place, block)
@@ -686,9 +710,11 @@ class _Run:
             if self._in_backward:
                 return inner(*args, **kwargs)
             self.phase = place
+            self.counter.block_peak = self.counter.now
             args, kwargs = pytree.tree_map(lambda leaf: self._leaving(place, leaf), (args, kwargs))
             output = inner(*args, **kwargs)
             self.phase = _AFTER
+            self.forward_block = self.counter.block_peak - self.counter.now
             leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
             self.boundaries[place] = sum(_size(leaf) for leaf in leaves)
             first = next((leaf for leaf in leaves if leaf.requires_grad), None)
@@ -697,6 +723,14 @@ class _Run:
             return output
 
         block.forward = forward
+        for part in block.modules():
+            if any(parameter is not None for parameter in part._parameters.values()):
+                part.register_forward_hook(lambda module, args, output: self._returned(place, output))
+
+    def _returned(self, place: int, output: Any) -> None:
+        if not self._in_backward:
+            size = sum(_size(leaf) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+            self.outputs[place] = self.outputs.get(place, 0) + size
 
     def _leaving(self, place: int, leaf: Any) -> Any:
         """Backward leaves a block when it has the gradient of the block's input."""
@@ -711,7 +745,7 @@ class _Run:
         if place == self._last_place:
             self.head_peak = self.counter.peak
             self.entry = self.counter.now
-            self.counter.peak = self.counter.now
+            self.counter.peak = self.counter.accumulating_peak = self.counter.now
 
     def _left(self, place: int) -> None:
         if self.phase == place:
@@ -727,8 +761,14 @@ class _Run:
     def _close_peaks(self) -> None:
         if not self._has_blocks or not self.entry:
             self.head_peak, self.entry, self.block_peak = self.counter.peak, self.at_loss, self.counter.peak
+            self.accumulating_peak = self.counter.peak
         else:
-            self.block_peak = self.counter.peak
+            self.block_peak, self.accumulating_peak = self.counter.peak, self.counter.accumulating_peak
+
+    @property
+    def graded_bytes(self) -> int:
+        """Of gradients of weights that are there."""
+        return sum(_size(getattr(p.grad, "_local_tensor", p.grad)) for p in self._graded if p.grad is not None)
 
 
 class LiveCounter(TorchDispatchMode):
@@ -790,9 +830,13 @@ class LiveCounter(TorchDispatchMode):
         for leaf in pytree.tree_leaves(output):
             is_more |= isinstance(leaf, Tensor) and self._see(leaf)
         if is_more:
-            self.peak = max(self.peak, self.now)
+            self._notice(self.now)
         self._count(func, args, kwargs, output)
         return output
+
+    def _notice(self, now: int) -> None:
+        """There is more than before."""
+        self.peak = max(self.peak, now)
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """What else is counted of an operation: nothing."""
@@ -806,6 +850,13 @@ class _Counter(LiveCounter):
         self._run = run
         self.flops: dict[Any, float] = {}
         self.backward: dict[Any, float] = {}
+        self.accumulating_peak = self.block_peak = 0
+
+    def _notice(self, now: int) -> None:
+        super()._notice(now)
+        self.block_peak = max(self.block_peak, now)
+        if self._run._in_backward:
+            self.accumulating_peak = max(self.accumulating_peak, now - self._run.graded_bytes)
 
     @property
     def phase(self) -> Any:
@@ -875,7 +926,8 @@ def _pass_of(two: _Run, three: _Run, representatives: Sequence[int], is_real: bo
     def part(phase: Any) -> Part:
         flops, backward = (counts.get(phase, 0.0) / 3 for counts in (three.flops, three.backward))
         sent, forward = (_of_one(counts.get(phase, {})) for counts in (three.sent, three.sent_forward))
-        return Part(flops, backward, grown(lambda run: run.kept.get(phase, 0)), sent, forward)
+        outputs = grown(lambda run: run.outputs.get(phase, 0))
+        return Part(flops, backward, grown(lambda run: run.kept.get(phase, 0)), sent, forward, outputs)
 
     blocks = tuple(part(place) for place in representatives)
     before, after, through = part(_BEFORE), part(_AFTER), part(_BEFORE).kept
@@ -893,10 +945,12 @@ def _pass_of(two: _Run, three: _Run, representatives: Sequence[int], is_real: bo
         blocks=blocks,
         after=after,
         boundary=grown(lambda run: run.boundaries.get(at, 0)),
+        forward_block=grown(lambda run: run.forward_block),
         forward_peak=grown(lambda run: run.forward_peak - run.at_loss),
         head_peak=grown(lambda run: run.head_peak - run.at_loss),
         entry=grown(lambda run: run.entry) - through,
         block_peak=grown(lambda run: run.block_peak - run.entry),
+        accumulating_peak=grown(lambda run: run.accumulating_peak - run.entry),
         is_real=is_real,
     )
 

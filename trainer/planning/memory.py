@@ -30,6 +30,8 @@ _BUCKET = 25 * 2**20
 _LEAST_BUCKETS, _SMALL_BUCKET = 16, 2**20
 # Packed buckets of gradients on their way at once, see strategies/reducer.py.
 _IN_FLIGHT = 2
+# Schedules whose backwards come in an order for which there is no formula here.
+_SIMULATED = ("interleaved_zero_bubble", "zbv", "dualpipev")
 
 FIRST, LAST, BOTH = "first", "last", "both"
 Unit = int | str
@@ -117,6 +119,7 @@ class UnitState:
         largest: of the whole parameters, the largest.
         numel: elements that are trained, before ZeRO splits them.
         tensors: parameters.
+        reduced: of the whole gradients, those that other ranks of the state's axes have too.
     """
 
     kept: float = 0.0
@@ -128,6 +131,7 @@ class UnitState:
     largest: float = 0.0
     numel: float = 0.0
     tensors: float = 0.0
+    reduced: float = 0.0
 
     def __add__(self, other: UnitState) -> UnitState:
         return UnitState(
@@ -140,6 +144,7 @@ class UnitState:
             max(self.largest, other.largest),
             self.numel + other.numel,
             self.tensors + other.tensors,
+            self.reduced + other.reduced,
         )
 
     def times(self, count: float) -> UnitState:
@@ -156,6 +161,7 @@ class UnitState:
             self.largest,
             self.numel * count,
             self.tensors * count,
+            self.reduced * count,
         )
 
 
@@ -287,6 +293,7 @@ class StateTable:
             largest=whole,
             numel=trained * math.prod(shape),
             tensors=1,
+            reduced=trained * whole if ranks > 1 or not weight.is_expert else 0.0,
         )
 
     def _optimizer(self, weight: _Weight, numel: int) -> float:
@@ -328,11 +335,13 @@ class Share:
     Args:
         stages: for each stage, how many blocks of each kind.
         has_first, has_last: whether it holds what stands before and after the blocks.
+        place: along the pipeline.
     """
 
     stages: tuple[tuple[tuple[int, int], ...], ...]
     has_first: bool
     has_last: bool
+    place: int = 0
 
     @cached_property
     def blocks(self) -> dict[int, int]:
@@ -361,7 +370,7 @@ def share_of(kinds: Sequence[int], spans: Sequence[range], pipeline: int, schedu
         for index in spans[stage]:
             counts[kinds[index]] = counts.get(kinds[index], 0) + 1
         counted.append(tuple(sorted(counts.items())))
-    return Share(tuple(counted), 0 in mine, len(spans) - 1 in mine)
+    return Share(tuple(counted), 0 in mine, len(spans) - 1 in mine, rank)
 
 
 @lru_cache(maxsize=4096)
@@ -402,14 +411,36 @@ class _StageStub:
 
 
 def _simulated(schedule: str, pipeline: int, stages_per_rank: int, parts: int, rank: int) -> float:
-    """By going through the order in which torch runs the passes of this rank."""
+    """The most of :func:`passes_of`."""
+    return max(live for live, _, _ in passes_of(schedule, pipeline, stages_per_rank, parts, rank))
+
+
+@lru_cache(maxsize=1024)
+def passes_of(
+    schedule: str, pipeline: int, stages_per_rank: int, parts: int, rank: int
+) -> tuple[tuple[int, int, int], ...]:
+    """What a rank holds at its backwards, by going through the order in which torch runs its passes.
+
+    Args:
+        schedule: name of a schedule of several stages a rank.
+        pipeline: ranks.
+        stages_per_rank: stages of each.
+        parts: micro-batches.
+        rank: place along the pipeline.
+
+    Returns:
+        For each backward that others do not exceed in all three: passes whose activations are held; of these, such
+        that have gone backward but for the gradients of weights; stages that have gradients of weights.
+    """
     stages = pipeline * stages_per_rank
     mine = stages_of_rank(rank, pipeline, stages, schedule)
     stubs = [_StageStub(index, rank, pipeline, stages, schedule) for index in mine]
     kind_of_schedule: Any = CHOICES[schedule].load()
     built = kind_of_schedule(stubs, n_microbatches=parts, loss_fn=lambda output, target: output)
     live: set[tuple[int, int]] = set()
-    most = 0
+    deferred: set[tuple[int, int]] = set()
+    graded: set[int] = set()
+    found: set[tuple[int, int, int]] = set()
     for action in built.pipeline_order[rank]:
         for each in (action and action.sub_actions) or (action,):
             if each is None:
@@ -417,10 +448,18 @@ def _simulated(schedule: str, pipeline: int, stages_per_rank: int, parts: int, r
             kind, at = each.computation_type.name, (each.stage_index, each.microbatch_index)
             if kind == "FORWARD":
                 live.add(at)
+                continue
+            if kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):
+                graded.add(each.stage_index)
+            found.add((len(live), len(deferred), len(graded)))
+            if kind == "BACKWARD_INPUT":
+                deferred.add(at)
             elif kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):
-                most = max(most, len(live))
                 live.discard(at)
-    return max(most, len(live))
+                deferred.discard(at)
+    return tuple(
+        sorted(a for a in found if not any(b != a and all(x >= y for x, y in zip(b, a, strict=True)) for b in found))
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -437,7 +476,8 @@ def held_by(table: StateTable, cost: Pass, work: Work, share: Share, live: float
         share: what the rank has of the model.
         live: passes of one of its stages whose activations are held at once, see :func:`in_flight`.
     """
-    return max(moments(table, cost, work, share, live), key=lambda held: held.total)
+    found = moments(table, cost, work, share, live)
+    return replace(max(found, key=lambda held: held.total), host=max(held.host for held in found))
 
 
 def state_of(table: StateTable, work: Work, share: Share) -> tuple[UnitState, UnitState, UnitState]:
@@ -463,38 +503,67 @@ def moments(table: StateTable, cost: Pass, work: Work, share: Share, live: float
     rest = _at_rest(work, state)
     kept = _Kept(cost, work, share)
     averaged = 0.0 if work.offload != "none" else state.gradients
-    buffers = _Buffers(work, blocks, heaviest, outside, has_last=share.has_last)
+    buffers = _Buffers(work, blocks, heaviest, outside)
     if work.has_pipeline:
-        return _moments_of_pipeline(rest, kept, buffers, work, state, averaged, live)
+        return _moments_of_pipeline(rest, kept, buffers, work, share, state, averaged, live)
     # Gradients of the step before are dropped when the first forward of the next has run, as Lightning does.
     before = buffers.persisting(averaged, state.whole_gradients)
     forward = averaged if work.rounds == 1 else max(averaged, before)
     return [
+        replace(rest, gradients=forward, activations=kept.blocks(), buffers=buffers.in_last_block, moment="last block"),
         replace(rest, gradients=forward, activations=kept.forward(), buffers=buffers.in_forward, moment="forward"),
         replace(rest, gradients=before, activations=kept.head(), buffers=buffers.in_head, moment="loss"),
         replace(rest, gradients=before, activations=kept.block(), buffers=buffers.in_block, moment="backward"),
         replace(rest, gradients=before, activations=kept.reduced(), buffers=buffers.reducing, moment="reducing"),
+        replace(rest, gradients=before, activations=kept.first(), buffers=buffers.in_first, moment="first block"),
         replace(rest, gradients=max(averaged, before), buffers=buffers.at_end, moment="averaging"),
         _stepping(rest, averaged, state, work),
     ]
 
 
 def _moments_of_pipeline(
-    rest: Held, kept: _Kept, buffers: _Buffers, work: Work, state: UnitState, averaged: float, live: float
+    rest: Held,
+    kept: _Kept,
+    buffers: _Buffers,
+    work: Work,
+    share: Share,
+    state: UnitState,
+    averaged: float,
+    live: float,
 ) -> list[Held]:
     """Before the first backward there are no gradients yet, afterwards whole ones until all passes are done."""
     # Ranks that train alone accumulate in the whole gradients themselves.
     persisting = averaged if work.rounds > 1 and work.stage != 1 and not buffers.is_alone else 0.0
-    filled = buffers.whole_step if work.rounds > 1 else buffers.gathered_whole
-    steady = live if work.parts * work.stages_per_rank > live else live - 1
+    is_whole = work.rounds > 1 and (work.stage == 1 or buffers.is_alone or work.no_sync)
+    # Offloaded gradients are dropped as others are, and made again when the passes are done.
+    is_dropped = work.offload != "none" and work.rounds == 1
+    early = replace(rest, host=rest.host - state.gradients) if is_dropped else rest
+    found = [_first_backward(early, kept, buffers, persisting, live, is_whole)]
+    passes, stages = work.parts * work.stages_per_rank, work.stages_per_rank
+    steady: list[tuple[float, float, float]]  # passes held, of these without gradients of weights, stages with them
+    if work.schedule == "looped_bfs":
+        # All micro-batches go backward through one stage before the next, whose gradients are not there yet.
+        steady = [(passes - n * work.parts - 1, 0, n + 1) for n in range(stages)]
+    elif work.schedule in _SIMULATED:
+        steady = list(passes_of(work.schedule, work.layout.pipeline, stages, work.parts, share.place))
+    else:
+        steady = [(live if passes > live else live - 1, 0, stages)]
+    for passed, deferred, made in steady:
+        activations = kept.pipeline(passed, is_accumulating=True) + kept.deferred(deferred)
+        step = buffers.gathered_whole + (1.0 if is_whole else made / stages) * state.whole_gradients
+        found.append(replace(early, gradients=persisting, activations=activations, buffers=step, moment="pipeline"))
     return [
-        replace(rest, gradients=persisting, activations=kept.pipeline(live), buffers=filled, moment="first backward"),
-        replace(
-            rest, gradients=persisting, activations=kept.pipeline(steady), buffers=buffers.whole_step, moment="pipeline"
-        ),
+        *found,
         replace(rest, gradients=persisting, buffers=buffers.at_end, moment="averaging"),
         _stepping(rest, averaged, state, work),
     ]
+
+
+def _first_backward(rest: Held, kept: _Kept, buffers: _Buffers, persisting: float, live: float, is_whole: bool) -> Held:
+    """The first of a round: whole gradients are there if those of earlier rounds were left whole."""
+    held = buffers.whole_step if is_whole else buffers.gathered_whole
+    activations = kept.pipeline(live, is_accumulating=is_whole)
+    return replace(rest, gradients=persisting, activations=activations, buffers=held, moment="first backward")
 
 
 def _at_rest(work: Work, state: UnitState) -> Held:
@@ -540,8 +609,29 @@ class _Kept:
         gone = max((self._of(block) for block in self._cost.blocks), default=0.0)
         return self.block() - gone
 
-    def pipeline(self, live: float) -> float:
-        """So many passes that are in flight, and what is computed with one of them."""
+    def blocks(self) -> float:
+        """Within the forward of the last block."""
+        return self._through + self._cost.forward_block.of(self._samples)
+
+    def first(self) -> float:
+        """Within the backward of the first block, when those of all others are gone."""
+        most = max((self._of(block) for block in self._cost.blocks), default=0.0)
+        cost = self._cost
+        return self._of(cost.before) + most + cost.entry.of(self._samples) + cost.block_peak.of(self._samples)
+
+    def deferred(self, passes: float) -> float:
+        """Passes whose gradients of weights come later: the gradient of what each layer with weights has returned."""
+        kinds = self._cost.blocks
+        most = max(sum(n * kinds[kind].outputs.of(self._samples) for kind, n in each) for each in self._share.stages)
+        return passes * most
+
+    def pipeline(self, live: float, is_accumulating: bool = False) -> float:
+        """So many passes that are in flight, and what is computed with one of them.
+
+        Args:
+            live: passes.
+            is_accumulating: whether gradients of weights are added to those of an earlier pass, one by one.
+        """
         cost, share, samples = self._cost, self._share, self._samples
         stages = [sum(n * self._of(cost.blocks[kind]) for kind, n in stage) for stage in share.stages]
         heaviest = max(stages)
@@ -551,7 +641,8 @@ class _Kept:
         total = live * each
         if share.has_first:
             total += live / len(stages) * self._of(cost.before)
-        inside = boundary + cost.block_peak.of(samples)
+        peak = cost.accumulating_peak if is_accumulating else cost.block_peak
+        inside = boundary + peak.of(samples)
         if share.has_last:
             after = self._of(cost.after)
             inside = max(after + cost.head_peak.of(samples), inside)
@@ -561,7 +652,7 @@ class _Kept:
 class _Buffers:
     """Gathered parameters, whole gradients and buckets of a rank at the moments of a step."""
 
-    def __init__(self, work: Work, blocks: UnitState, heaviest: UnitState, outside: UnitState, has_last: bool) -> None:
+    def __init__(self, work: Work, blocks: UnitState, heaviest: UnitState, outside: UnitState) -> None:
         self._work, self._blocks, self._heaviest, self._outside = work, blocks, heaviest, outside
         state = blocks + outside
         self._state = state
@@ -569,7 +660,7 @@ class _Buffers:
         layout = work.layout
         self._is_reduced = work.stage in (1, 2) or (work.stage == 3 and not self._is_gathered)
         self.is_alone = layout.replicate * layout.state_ranks == 1
-        self._bucket = min(work.bucket_bytes, max(state.whole / _LEAST_BUCKETS, _SMALL_BUCKET), state.whole)
+        self._bucket = min(work.bucket_bytes, max(state.whole / _LEAST_BUCKETS, _SMALL_BUCKET), state.reduced)
 
     def persisting(self, averaged: float, whole: float) -> float:
         """Gradients that are there when the last backward begins."""
@@ -578,7 +669,8 @@ class _Buffers:
             is_ddp = work.layout.replicate > 1
             return whole if is_ddp or work.rounds > 1 else 0.0
         if work.rounds == 1:
-            return 0.0
+            # ZeRO's own averaging shows shards on the parameters, until backward makes the next gradient of each.
+            return averaged if self._is_reduced and not self.is_alone and work.offload == "none" else 0.0
         return whole if work.stage == 1 or work.no_sync else averaged
 
     @property
@@ -592,6 +684,11 @@ class _Buffers:
         return self._gathered(1.0) + self._beside_buckets
 
     @property
+    def in_last_block(self) -> float:
+        """FSDP2 keeps what a block was gathered into, beside its parameters, until the next one is gathered."""
+        return self._gathered(2.0) + self._beside_buckets
+
+    @property
     def in_head(self) -> float:
         return self._gathered(0.0) + self._beside_buckets
 
@@ -601,8 +698,34 @@ class _Buffers:
         if self._is_gathered:
             return self._gathered(2.0) + self._outside.whole_gradients / 2  # this block's and the next one's
         if self._is_reduced and not self.is_alone:
-            return min((_IN_FLIGHT + 1) * self._bucket, self._outside.whole_gradients)
+            return self._on_their_way(self._outside.reduced)
         return self._beside_buckets
+
+    def _on_their_way(self, made: float) -> float:
+        """Of the ZeRO reducer, when backward has made gradients of so many bytes.
+
+        Those of a bucket stay until all of it are there and it is packed; packed buckets and what is left of them go
+        on their way, a few at a time. Shards of a first micro-batch take the place of those of the step before.
+        """
+        work, size = self._work, self._bucket
+        is_there = work.rounds > 1 and (work.stage == 1 or work.no_sync)  # added to whole ones of earlier passes
+        unpacked = 0.0 if is_there else min(made, size)
+        if not size or made < size:
+            return unpacked
+        buckets = min(_IN_FLIGHT + 1, made // size)
+        rows = buckets * size / work.layout.state_ranks if work.rounds > 1 else 0.0
+        return unpacked + buckets * size + rows
+
+    @property
+    def in_first(self) -> float:
+        """Within the backward of the first block: the others have their gradients."""
+        others = self._state.whole_gradients - self._heaviest.whole_gradients
+        if self._is_gathered:
+            return self._gathered(1.0)
+        if self._is_reduced and not self.is_alone:
+            return self._on_their_way(self._state.reduced - self._heaviest.reduced)
+        has_none = not self._beside_buckets and not self.persisting(0.0, self._state.whole_gradients)
+        return others if has_none else self._beside_buckets
 
     @property
     def reducing(self) -> float:
@@ -610,8 +733,7 @@ class _Buffers:
         if self._is_gathered:
             return self.in_block + self._heaviest.whole_gradients
         if self._is_reduced and not self.is_alone:
-            there = self._outside.whole_gradients + self._heaviest.whole_gradients
-            return min((_IN_FLIGHT + 1) * self._bucket, 2 * there)
+            return self._on_their_way(self._outside.reduced + self._heaviest.reduced)
         return self._beside_buckets
 
     def _gathered(self, blocks: float) -> float:
@@ -630,12 +752,16 @@ class _Buffers:
     @property
     def at_end(self) -> float:
         if self._work.has_pipeline:
-            sent = self._bucket if self._is_reduced else self._heaviest.whole_gradients
+            sent = self._heaviest.whole_gradients
+            if self._is_reduced and self._bucket:
+                # The gradients of a bucket are packed, and shards are left of those that are on their way.
+                buckets = min(_IN_FLIGHT + 1, self._state.reduced // self._bucket)
+                sent = self._bucket * (1 + buckets / self._work.layout.state_ranks)
             return self.whole_step + (0.0 if self.is_alone else sent)
         if self._is_gathered:
             return self._outside.whole + self._outside.whole_gradients + self._heaviest.whole_gradients
         if self._is_reduced and not self.is_alone:
-            return min((_IN_FLIGHT + 1) * self._bucket, 2 * self._state.whole_gradients)
+            return self._on_their_way(self._state.reduced)
         return self._beside_buckets
 
 

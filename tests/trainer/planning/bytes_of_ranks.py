@@ -27,14 +27,15 @@ from trainwright.trainer.planning.memory import Held, StateTable, Work, in_fligh
 class Fullest(pl.Callback):
     """Counts what is alive from the third step on; by then optimizers have their state and buckets their order."""
 
-    def __init__(self) -> None:
+    def __init__(self, data: Tensor) -> None:
+        self.data = data  # the whole data set, which a device does not hold
         self.peak = 0
         self._live: LiveBytes | None = None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
         if trainer.global_step < 2 or self._live is not None:
             return
-        self._live = LiveBytes(_known(trainer))
+        self._live = LiveBytes(_known(trainer), [self.data])
         self._live.__enter__()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -53,7 +54,8 @@ def _known(trainer: Any) -> list[Tensor]:
 
 def measured(case: LayoutCase, data_ranks: int) -> int:
     """On a rank: most bytes alive in a step."""
-    fullest = Fullest()
+    texts = Texts(case.samples, case.length)
+    fullest = Fullest(texts.tokens)
     micro = case.global_batch_size // (data_ranks * case.accumulation)
     trainer = make_trainer(
         case.strategy,
@@ -64,7 +66,7 @@ def measured(case: LayoutCase, data_ranks: int) -> int:
         callbacks=[fullest],
         **dict(case.trainer),
     )
-    trainer.fit(make_module(case.network, "adamw"), DataLoader(Texts(case.samples, case.length), batch_size=micro))
+    trainer.fit(make_module(case.network, "adamw"), DataLoader(texts, batch_size=micro))
     return fullest.peak
 
 

@@ -19,13 +19,18 @@ def data_parallel(strategy: str, accumulation: int = 1) -> LayoutCase:
     return LayoutCase("gpt-untied", {}, strategy=strategy, accumulation=accumulation, global_batch_size=16, samples=96)
 
 
+SCHEDULED = ("context, gpt, ring", "pipeline, looped_bfs", "pipeline, interleaved_zero_bubble")
+
 # Of all layouts of the parity matrix, one of each kind; `python -m benchmarks.planner` has them all.
 CASES: dict[str, tuple[int, LayoutCase]] = {
     "ddp": (2, data_parallel("ddp", 2)),
-    "zero1": (2, data_parallel("zero1", 2)),
+    "zero2": (2, data_parallel("zero2", 2)),
     "zero3": (2, data_parallel("zero3")),
-    **{name: (2, TWO[name]) for name in ("tensor, gpt", "context, gpt, ring", "pipeline, gpipe", "pipeline, 1f1b")},
-    **{name: (4, FOUR[name]) for name in ("pipeline x tensor",)},
+    **{
+        name: (2, TWO[name])
+        for name in ("context, gpt, ring", "pipeline, looped_bfs", "pipeline, interleaved_zero_bubble")
+    },
+    **{name: (4, FOUR[name]) for name in ("pipeline x shard", "tensor x shard, stage 1")},
 }
 
 
