@@ -15,7 +15,7 @@ SMALL = GPTConfig(layers=2, dim=32, heads=4, seq_len=16)
 
 def config_of(size: str) -> GPTConfig:
     found = OmegaConf.load(SIZES / f"{size}.yaml")
-    return GPTConfig(**found.get("module", {"config": found}).config)
+    return GPTConfig(**(found.module.config if "module" in found else found))
 
 
 @pytest.mark.parametrize(
