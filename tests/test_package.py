@@ -284,10 +284,7 @@ def test_modules_a_text_runs_exist(file):
 def test_names_a_text_imports_exist(file):
     for code in re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(), flags=re.DOTALL):
         for module, names in re.findall(r"^from (trainwright[\w.]*) import ([\w, ]+)$", code, flags=re.MULTILINE):
-            found = importlib.import_module(module)
-            assert all(hasattr(found, name.strip()) for name in names.split(",")), (
-                f"{file}: from {module} import {names}"
-            )
+            exec(f"from {module} import {names}", {})  # as a reader would: a module of a package counts, too
 
 
 def test_the_readme_begins_with_both_commands():
