@@ -120,7 +120,10 @@ class Case:
     def rank_environment(self) -> dict[str, str]:
         """The variables torch elastic gives a rank; Lightning reads them and starts no process itself."""
         return {
-            **self.environment,
+            # Lightning seeds a distributed rank anew by these, which seed_everything of an earlier test may have left.
+            **{
+                name: value for name, value in self.environment.items() if not name.startswith(("PL_GLOBAL", "PL_SEED"))
+            },
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
