@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -54,6 +55,8 @@ SCHEMAS = [
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's configuration directory beside their module, on a machine without a GPU."""
     monkeypatch.syspath_prepend(str(tmp_path))
+    # An earlier test may have imported the module of its own project, whose source is gone.
+    monkeypatch.delitem(sys.modules, "my_module", raising=False)
     monkeypatch.setattr(validate, "num_gpus", lambda: 0)
     return write_project(tmp_path)
 
