@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from trainwright.callbacks.monitor.records import tell
 from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
+from trainwright.callbacks.windows import Measuring
+from trainwright.checkpoint.distinct import of_all_ranks
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -34,7 +33,7 @@ class _Sums:
                 row[index] += value
 
 
-class CommunicationReport(Callback):
+class CommunicationReport(Measuring):
     """Log how many bytes a rank sends in a step, by mesh axis and kind of collective, and print a table at the end.
 
     Logged every few steps are ``communication/<axis>/<kind>_bytes`` and their sum ``communication/bytes``: bytes that
@@ -126,9 +125,10 @@ class CommunicationReport(Callback):
         self._stop()
         if trainer.is_global_zero:
             self.of_servers = trainer.strategy.server_traffic()  # type: ignore[attr-defined]
-        own = json.dumps({"steps": self._total, "within": _listed(self._within), "besides": _listed(self._besides)})
+        own = {"steps": self._total, "within": _listed(self._within), "besides": _listed(self._besides)}
         together = bool(trainer.strategy.steps_are_collective)  # type: ignore[attr-defined]
-        self.of_ranks = [json.loads(text) for text in (_of_all_ranks(own, trainer) if together else [own])]
+        several = together and dist.is_available() and dist.is_initialized()
+        self.of_ranks = of_all_ranks(own, device=trainer.strategy.root_device) if several else [own]
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table on rank 0; nothing if nothing was sent."""
@@ -136,14 +136,6 @@ class CommunicationReport(Callback):
             return
         for part in report_of(self.of_ranks, self.of_servers):
             self.console.print(part, soft_wrap=isinstance(part, str), highlight=False)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """End counting."""
-        self._stop()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End counting."""
-        self._stop()
 
     def _stop(self) -> None:
         if self._meter is not None:
@@ -217,22 +209,3 @@ def size_of(number: float) -> str:
 
 def _listed(sums: _Sums) -> list[list[Any]]:
     return [[*key, *row] for key, row in sorted(sums.rows.items())]
-
-
-def _of_all_ranks(text: str, trainer: Trainer) -> list[str]:
-    """The text of every rank, by rank. A collective."""
-    everyone = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if everyone is None:
-        return [text]
-    device, own = trainer.strategy.root_device, text.encode()
-    lengths = _gathered(torch.tensor([len(own)], dtype=torch.int64, device=device)).flatten().tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    rows = _gathered(padded).cpu()
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
-
-
-def _gathered(own: Tensor) -> Tensor:
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own)
-    return torch.stack(parts)

@@ -8,19 +8,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich.console import Console
 
 from trainwright.callbacks.step_clock import StepClock
 from trainwright.callbacks.steps import StepCounter, require_window
+from trainwright.callbacks.windows import Measuring
 
 # Steps at the beginning that are left out: they compile, warm caches and make connections.
 _WARM_UP = 3
 FILE = "communication.json"
 
 
-class CommunicationAdvice(Callback):
+class CommunicationAdvice(Measuring):
     """Measure some steps and the links between ranks, once, and recommend how to average gradients.
 
     The Trainer has one where its strategy was made with ``communication="advise"`` or ``"auto"``. It listens to the
@@ -114,14 +115,6 @@ class CommunicationAdvice(Callback):
         else:
             rank_zero_warn(f"Communication: no advice, for that takes more than {_WARM_UP} optimizer steps.")
             self._stop()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """End measuring."""
-        self._stop()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End measuring."""
-        self._stop()
 
     def _stop(self) -> None:
         if self._clock is not None:

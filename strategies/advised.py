@@ -7,7 +7,7 @@ from typing import Any
 
 from trainwright.strategies.base import LayoutStrategy
 from trainwright.strategies.communication.advice import Advice, Link, MeasuredStep, advise
-from trainwright.strategies.communication.options import communication_problems
+from trainwright.strategies.communication.options import ALL_REDUCE, communication_problems, copies_of_a_node
 from trainwright.strategies.communication.probe import probe_links
 from trainwright.strategies.compression.buckets import ReplicaPart
 from trainwright.strategies.compression.names import compressor_names, make_compressor
@@ -21,22 +21,28 @@ class AdvisedCommunication(LayoutStrategy):
         communication: ``"none"`` (off); ``"advise"``: the Trainer measures some steps and recommends how to average
             gradients; ``"auto"``: what changes no more than rounding is chosen, too, and said. Which that is, a
             strategy's own docstring says.
+        ranks_per_node: neighbouring ranks that share a node; ``None``: as many as were started on this one.
         **kwargs: see :class:`~trainwright.strategies.base.LayoutStrategy`.
 
     Raises:
         ValueError: if ``communication`` is another word.
     """
 
-    def __init__(self, *, communication: str = "none", **kwargs: Any) -> None:
+    def __init__(self, *, communication: str = "none", ranks_per_node: int | None = None, **kwargs: Any) -> None:
         problems = communication_problems(communication)
         if problems:
             raise ValueError("; ".join(problems))
         super().__init__(**kwargs)
-        self._communication = communication
+        self._communication, self._ranks_per_node = communication, ranks_per_node
         self._links: list[Link] | None = None
         self._changed = ""
 
     # ---- what others may read -------------------------------------------------------------------------------------
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Neighbouring ranks that share a node."""
+        return self._ranks_per_node or len(getattr(self, "parallel_devices", None) or [0])
 
     @property
     def communication(self) -> str:
@@ -56,6 +62,8 @@ class AdvisedCommunication(LayoutStrategy):
         """
         if self._links is None:
             self._links = self._measure_links()
+        if self.communication == "auto":
+            self._choose_from(compute, accumulation)
         shapes = [tuple(part.local.shape) for part in self._replica_parts() if part.local.numel()]
         ranks = self.layout.replicate
         numel = sum(part.local.numel() for part in self._replica_parts())
@@ -69,9 +77,18 @@ class AdvisedCommunication(LayoutStrategy):
             gradient_bytes=4.0 * numel if ranks > 1 else 0.0,
             compressed_bytes=compressed if shapes and ranks > 1 else {},
             compression=None if choice is None else choice.name,
+            average_by=getattr(self, "average_by", ALL_REDUCE),
         )
         nothing = "communication=auto has changed nothing: nothing here can be changed without changing the numbers."
         return advise(step, self._links, self._changed or (nothing if self.communication == "auto" else ""))
+
+    def _choose_from(self, compute: float, accumulation: int) -> None:
+        """Choose by what was measured of steps, on all ranks the same; nothing by itself. Links are measured by now.
+
+        Args:
+            compute: seconds of an optimizer step without waits.
+            accumulation: micro-batches of it.
+        """
 
     # ---- what a strategy tells ------------------------------------------------------------------------------------
 
@@ -87,8 +104,9 @@ class AdvisedCommunication(LayoutStrategy):
 
     def _nodes(self) -> list[tuple[str, Layout, str]]:
         """Ranks within a node and across nodes, where replicas alone span several nodes of several ranks."""
-        ranks, local = self.layout.replicate, len(getattr(self, "parallel_devices", None) or [0])
-        if ranks != self.layout.world_size or local in (1, ranks) or ranks % local:
+        ranks = self.layout.replicate
+        local = copies_of_a_node(self.layout, self.ranks_per_node)
+        if ranks != self.layout.world_size or not 1 < local < ranks:
             return []
         nodes = Layout(replicate=ranks // local, shard=local)
         return [("within", nodes, "shard"), ("across", nodes, "replicate")]

@@ -31,7 +31,7 @@ from trainwright.strategies.gradients import local_tensor, squares_by_block
 from trainwright.strategies.held import trained_boxes
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.loading import teach_lightning
-from trainwright.strategies.pipeline.timeline import StageTimeline
+from trainwright.strategies.pipeline.timeline import HearsStages, StageTimeline
 from trainwright.strategies.precision import adapt_precision
 from trainwright.strategies.same_model import refuse_other_models
 from trainwright.strategies.state import whole_tensor
@@ -289,6 +289,13 @@ class LayoutStrategy(RunStateStrategy):
         """
         return None
 
+    def listen_to_stages(self, listener: HearsStages) -> Callable[[], None]:
+        """Have ``listener`` told when this rank's stages of a pipeline work; returns how to end that.
+
+        Called once the strategy is set up. Nothing is told without a pipeline, and it is free while nobody listens.
+        """
+        return _nothing
+
     def trained_boxes(self) -> dict[str, TensorParts]:
         """What this rank holds of parameters and optimizer states, as boxes of the whole by key; views, no collective.
 
@@ -452,6 +459,10 @@ class LayoutStrategy(RunStateStrategy):
 
     def _agreed_seed(self) -> int:
         return int(self.broadcast(torch.initial_seed()))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _leave_group() -> None:

@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from trainwright.checkpoint.distinct import any_of_ranks, of_all_ranks, problems_of_ranks
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from trainwright.checkpoint.groups import WorldGroup
 from trainwright.checkpoint.handing_over import HANDED_OVER
@@ -208,6 +209,8 @@ class RunStateStrategy(Strategy):
         assert self.lightning_module is not None
         kept = self.lightning_module.state_dict().keys()
         buffers = {name: buffer for name, buffer in self.lightning_module.named_buffers() if name in kept}
+        if not self._any_rank(bool(buffers)):
+            return {}
         mine = {name: (_digest(buffer), self.placement.writes(name, False)) for name, buffer in buffers.items()}
         found = self._of_all_ranks(mine)
         written = {name: digest for rank in found for name, (digest, writes) in rank.items() if writes}
@@ -286,7 +289,7 @@ class RunStateStrategy(Strategy):
         if isinstance(checkpoint_path, HeldState):
             return self._opened(self._open_held(checkpoint_path))
         path = str(checkpoint_path)
-        if not any(self._of_all_ranks(holds_run_state(path))):
+        if not self._any_rank(holds_run_state(path)):
             if self._own_io:
                 return super().load_checkpoint(checkpoint_path, weights_only)
             return load_ordinary(path, trust=weights_only is False)
@@ -323,7 +326,7 @@ class RunStateStrategy(Strategy):
             key.startswith(OF_CALLBACKS) and not state.is_whole(key)
             for key in state.keys()  # noqa: SIM118
         )
-        return state.joined(self._of_all_ranks(state.parts())) if any(self._of_all_ranks(wants_wholes)) else state
+        return state.joined(self._of_all_ranks(state.parts())) if self._any_rank(wants_wholes) else state
 
     def open_run_state(self, path: str) -> RunState:
         """Open and verify a run state; the ranks share the reading. A collective.
@@ -340,11 +343,12 @@ class RunStateStrategy(Strategy):
         except CheckpointError as failure:
             error = failure
         # A rank that cannot read, on a node without the folder, must not leave the others waiting.
-        found = self._of_all_ranks((problems, None if error is None else str(error)))
-        problems = [problem for problems, _ in found for problem in problems]
+        text = None if error is None else str(error)
+        found = problems_of_ranks((problems, text) if problems or error is not None else None, group)
+        problems = [problem for problems, _ in found.values() for problem in problems]
         if error is not None:
             raise error
-        for rank, (_, text) in enumerate(found):
+        for rank, (_, text) in found.items():
             if text is not None:
                 raise CheckpointError(f"Rank {rank} cannot read the checkpoint: {text}")
         if problems:
@@ -357,9 +361,11 @@ class RunStateStrategy(Strategy):
         group = self.checkpoint_group()
         if group is None:
             return [value]
-        values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, value, group=group)
-        return values
+        return of_all_ranks(value, group)
+
+    def _any_rank(self, value: bool) -> bool:
+        """Whether it is so on any rank; a collective of one number."""
+        return any_of_ranks(value, self.checkpoint_group())
 
     def _is_fitting(self) -> bool:
         assert self.lightning_module is not None
@@ -558,8 +564,7 @@ class RunStateStrategy(Strategy):
         saved = Layout(**of_run["layout"])
         if saved == self.layout:
             return of_rank(state, self._rank)
-        data_ranks = [saved.data_rank(rank) for rank in range(saved.world_size)]
-        found = of_rank(state, data_ranks.index(self.data_rank % saved.data_ranks))
+        found = of_rank(state, saved.first_of_data_rank(self.data_rank % saved.data_ranks))
         found = {key: value for key, value in found.items() if not key.startswith(_BUFFERS)}
         return found if self.data_rank < saved.data_ranks else _seeded(found, self.data_rank, self.root_device)
 

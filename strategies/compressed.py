@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.held import HeldSource
 from trainwright.checkpoint.run_state import RunState, StoredTensor
-from trainwright.strategies.advised import AdvisedCommunication
+from trainwright.strategies.averaged import AveragedReplicas
+from trainwright.strategies.averaging import PartMeans
 from trainwright.strategies.checkpointing import COMPRESSION, OF_REPLICA, KeptBack, is_handed_over, of_rank, rank_of
+from trainwright.strategies.communication.options import ALL_REDUCE, average_problems
 from trainwright.strategies.compression.adam import (
     EXCHANGES,
     GRADIENTS,
@@ -36,7 +38,7 @@ from trainwright.strategies.precision import before_update, takes_before_update
 from trainwright.strategies.run_state import read_into, spread_like
 
 
-class CompressedReplicas(AdvisedCommunication):
+class CompressedReplicas(AveragedReplicas):
     """Mixin: the average of gradients over replicas may be compressed.
 
     Gradients are averaged once an optimizer step, when the last backward pass has ended: not while it runs, since what
@@ -45,7 +47,7 @@ class CompressedReplicas(AdvisedCommunication):
     Args:
         compression: name of a compressor (``"topk"``), or a mapping of ``name`` and options, see
             :func:`~trainwright.strategies.compression.names.make_compressor`; ``None`` and ``"none"`` are off.
-        **kwargs: see :class:`~trainwright.strategies.advised.AdvisedCommunication`.
+        **kwargs: see :class:`~trainwright.strategies.averaged.AveragedReplicas`.
 
     Raises:
         ValueError: if there is no such compressor or option, or a value is out of its range.
@@ -53,10 +55,15 @@ class CompressedReplicas(AdvisedCommunication):
 
     def __init__(self, *, compression: str | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         choice = choose_compression(compression)
+        if choice is not None:
+            problems = average_problems(kwargs.get("average_by"), compression=choice.name)
+            if problems:
+                raise ValueError("; ".join(problems))
         super().__init__(**kwargs)
         self._compression = choice
         self._replicas: ReplicaAverage | None = None
         self._adam: CompressedAdam | None = None
+        self._part_means: PartMeans | None = None  # of gradients that are averaged as they are, after backward
         self._parts: list[ReplicaPart] = []
         self._is_between = False  # micro-batches of an optimizer step, more of which follow
 
@@ -66,6 +73,11 @@ class CompressedReplicas(AdvisedCommunication):
     def compression(self) -> CompressionChoice | None:
         """How gradients are compressed between replicas; ``None``: not at all."""
         return self._compression
+
+    @property
+    def _averages_after_backward(self) -> bool:
+        """Whether replicas are averaged once backward has ended, not by what averages within them."""
+        return self.compression is not None or self.average_by != ALL_REDUCE
 
     @property
     def compressed_bytes(self) -> int:
@@ -114,6 +126,12 @@ class CompressedReplicas(AdvisedCommunication):
         self._parts = list(self._replica_parts())
         self._know_parts()
 
+    def _set_up_means(self) -> None:
+        """Begin to average gradients as they are once backward has ended, where that is the way; a collective."""
+        self._part_means = None
+        if self.compression is None and self._of_copies is not None and self.average_by != ALL_REDUCE:
+            self._part_means = PartMeans(self._of_copies.by(self.average_by), self.root_device)
+
     def _average_in_adam(self, choice: CompressionChoice) -> None:
         assert self._replicas is not None
         self._replicas.warmup_steps = 0  # of which the optimizer's steps have one of their own
@@ -157,7 +175,11 @@ class CompressedReplicas(AdvisedCommunication):
 
     def _average_replicas(self) -> None:
         """Average gradients over replicas, unless more micro-batches follow. A collective."""
-        if self._replicas is None or self._is_between:
+        if self._is_between:
+            return
+        if self._part_means is not None:
+            self._part_means.average([part for part in self._replica_parts() if part.parameter.requires_grad])
+        if self._replicas is None:
             return
         self._know_parts()
         if self._adam is None:
@@ -167,7 +189,7 @@ class CompressedReplicas(AdvisedCommunication):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None = None, *args: Any, **kwargs: Any) -> Tensor:
         """Backward of one micro-batch; gradients are averaged before ``on_after_backward`` sees them."""
-        if self._replicas is None or self.backward_in_step:
+        if (self._replicas is None and self._part_means is None) or self.backward_in_step:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         assert self.lightning_module is not None
         if self.loss_factor != 1:

@@ -15,7 +15,10 @@ from lightning.pytorch.utilities.exceptions import _augment_message
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
-from trainwright.strategies.communication.advice import best_bucket_bytes
+from trainwright.strategies.averaging import MeanBesideBackward
+from trainwright.strategies.communication.advice import best_piece_bytes
+from trainwright.strategies.communication.options import ALL_REDUCE
+from trainwright.strategies.communication.probe import probe_ways
 from trainwright.strategies.compressed import CompressedReplicas
 from trainwright.strategies.compression.buckets import ReplicaPart
 from trainwright.strategies.layout import Layout
@@ -38,10 +41,11 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
             or what ``communication="auto"`` finds.
         compression: how gradients are sent, see :class:`~trainwright.strategies.compressed.CompressedReplicas`;
             ``None`` is off. Not beside ``ddp_comm_hook``.
-        **kwargs: see :class:`~trainwright.strategies.advised.AdvisedCommunication` (with ``communication="auto"`` the
-            size of buckets follows from the measured link, unless ``bucket_mib`` is given: the same gradients but
-            for the order of sums on three ranks or more); others go to Lightning's ``DDPStrategy``
-            and torch's ``DistributedDataParallel``.
+        **kwargs: ``average_by`` and others of :class:`~trainwright.strategies.averaged.AveragedReplicas` (not beside
+            ``ddp_comm_hook``), see :class:`~trainwright.strategies.advised.AdvisedCommunication` too (with
+            ``communication="auto"`` the way to average and the size of buckets follow from what was measured, unless
+            ``average_by`` and ``bucket_mib`` are given: the same gradients but for the order of sums); others go to
+            Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``.
 
     Raises:
         ValueError: if the options contradict each other.
@@ -70,6 +74,12 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
             **kwargs,
         )
         self._given_bucket = "bucket_cap_mb" in kwargs
+        self._beside: MeanBesideBackward | None = None
+        if self._asked_average not in (None, ALL_REDUCE) and self._ddp_comm_hook is not None:
+            raise ValueError(
+                f"average_by={self._asked_average} and a ddp_comm_hook both decide how gradients are sent; leave out "
+                "one of them"
+            )
         if self.compression is not None and self._ddp_comm_hook is not None:
             raise ValueError(
                 f"compression={self.compression.name} and a ddp_comm_hook both decide how gradients are sent; leave "
@@ -86,8 +96,11 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
         self._refuse_other_models()
         self._materialise()
         self._prepare_blocks(self._find_blocks())
-        if self.communication == "auto" and self.world_size > 1 and trainer.state.fn == TrainerFn.FITTING:
-            self._choose_bucket()
+        self._end_means()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._know_nodes()
+            if self.communication == "auto" and self.world_size > 1:
+                self._choose()
         super().setup(trainer)
         self._set_up_compression()
         self.begin_from_weights()
@@ -97,20 +110,42 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
         assert self.lightning_module is not None
         return ReducerWaits(self.root_device, self.lightning_module.parameters())
 
-    def _choose_bucket(self) -> None:
-        """Have gradients sent in buckets of the size that fits the link; a collective."""
-        if self.compression is not None or self._given_bucket:
-            reason = "compression decides" if self.compression is not None else "bucket_mib was given"
+    def teardown(self) -> None:
+        """As Lightning's."""
+        self._end_means()
+        super().teardown()
+
+    def _end_means(self) -> None:
+        if self._beside is not None:
+            self._beside.close()
+            self._beside = None
+
+    def _choose(self) -> None:
+        """Take the way to average and the size of buckets that fit the links, where they are free; a collective."""
+        if self.compression is not None or self._ddp_comm_hook is not None:
+            reason = "compression decides" if self.compression is not None else "a ddp_comm_hook decides"
             self._changed = f"communication=auto has changed nothing: {reason} how gradients are put together."
             return
         assert self.lightning_module is not None
-        self._links = self._measure_links()
-        link = next(link for link in self._links if link.axis == "replicate")
+        assert self._of_copies is not None
         size = 4 * sum(p.numel() for p in self.lightning_module.parameters() if p.requires_grad)
-        bucket = max(best_bucket_bytes(link, size), _LEAST_BUCKET) / 2**20
+        if self._asked_average is None:
+            self._choose_average(size)
+        else:
+            self._ways = probe_ways({self.average_by: self._of_copies.by(self.average_by)}, self.root_device)
+        self._choose_bucket(size)
+
+    def _choose_bucket(self, size: int) -> None:
+        """Have gradients of so many bytes sent in buckets for which a step waits least."""
+        if self._given_bucket:
+            self._changed = f"{self._changed} The size of buckets stays: bucket_mib was given.".strip()
+            return
+        way = next(way for way in self._ways if way.name == self.average_by)
+        bucket = max(best_piece_bytes(way.latency, size * way.per_byte, size), _LEAST_BUCKET) / 2**20
         self._ddp_kwargs["bucket_cap_mb"] = bucket
-        self._changed = f"communication=auto has set buckets of {bucket:.3g} MiB (torch's are 25 MiB)."
-        rank_zero_info(self._changed)
+        chosen = f"communication=auto has set buckets of {bucket:.3g} MiB (torch's are 25 MiB)."
+        rank_zero_info(chosen)
+        self._changed = f"{self._changed} {chosen}".strip()
 
     def _replica_parts(self) -> Iterator[ReplicaPart]:
         assert self.lightning_module is not None
@@ -123,8 +158,12 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
             assert isinstance(self.model, DistributedDataParallel)
             self.model.register_comm_hook(None, _leave_local)
             return
-        # Lightning registers hooks on CUDA only and drops them elsewhere without a word.
         assert isinstance(self.model, DistributedDataParallel)
+        if self._of_copies is not None and self.average_by != ALL_REDUCE:
+            self._beside = MeanBesideBackward(self._of_copies.by(self.average_by), self.root_device)
+            self.model.register_comm_hook(self._beside, _average)
+            return
+        # Lightning registers hooks on CUDA only and drops them elsewhere without a word.
         _register_ddp_comm_hook(
             model=self.model,
             ddp_comm_state=self._ddp_comm_state,
@@ -150,3 +189,8 @@ def _leave_local(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
+
+
+def _average(means: MeanBesideBackward, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook that averages in another way than one all-reduce."""
+    return means.begin(bucket.buffer())

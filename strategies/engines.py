@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainwright.strategies.context_engine import ContextParallel, validate_context
 from trainwright.strategies.cuts import Cut
-from trainwright.strategies.expert_engine import ExpertParallel, validate_experts
+from trainwright.strategies.expert_engine import Dispatcher, ExpertParallel, validate_experts
 from trainwright.strategies.gradients import GradientScope
 from trainwright.strategies.groups import LayoutGroups
 from trainwright.strategies.hybrid_rules import micro_batches_for
@@ -282,6 +282,11 @@ class Engines:
     def expert_parameters(self) -> set[nn.Parameter]:
         """Parameters of experts, of which other ranks of the expert axis hold other parts."""
         return set(self._parameters(self._expert_names))
+
+    @property
+    def dispatchers(self) -> tuple[Dispatcher, ...]:
+        """What exchanges tokens with ranks that have other experts, one for each layer of experts."""
+        return () if self._expert is None else self._expert.dispatchers
 
     def expert_modules_in(self, block: nn.Module) -> list[nn.Module]:
         """Modules of ``block`` that hold parameters of experts only."""

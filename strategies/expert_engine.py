@@ -113,7 +113,7 @@ class ExpertParallel:
                 own = range(rank * layer.experts // size, (rank + 1) * layer.experts // size)
                 for name, expert in layer.parameters.items():
                     (self._kept if expert in own else self._dropped).append(name)
-        self._dispatchers: list[_Dispatcher] = []
+        self._dispatchers: list[Dispatcher] = []
 
     def dropped(self) -> tuple[str, ...]:
         """Names of parameters of ``listed`` experts that this rank does not hold; nothing will read them."""
@@ -131,7 +131,7 @@ class ExpertParallel:
         if self._dispatchers or dist.get_world_size(self._group) == 1:
             return
         for layer in self._layers:
-            dispatcher = _Dispatcher(layer, self._group)
+            dispatcher = Dispatcher(layer, self._group)
             layer.caller.forward = dispatcher
             self._dispatchers.append(dispatcher)
 
@@ -140,6 +140,11 @@ class ExpertParallel:
         for dispatcher in self._dispatchers:
             dispatcher.layer.caller.forward = dispatcher.compute
         self._dispatchers.clear()
+
+    @property
+    def dispatchers(self) -> tuple[Dispatcher, ...]:
+        """The exchanges of all layers, while they are applied."""
+        return tuple(self._dispatchers)
 
     def statistics(self) -> dict[str, float]:
         """How evenly tokens were spread in training since the last call, over the whole group; empty without any.
@@ -295,7 +300,7 @@ class _Loads:
 
 
 @dataclass(frozen=True)
-class _Routes:
+class Routes:
     """Which of this rank's tokens go where.
 
     Args:
@@ -314,8 +319,21 @@ class _Routes:
 
 
 @dataclass
-class _Dispatcher:
-    """The forward of an experts module whose experts are spread over ranks."""
+class Dispatcher:
+    """The forward of an experts module whose experts are spread over ranks.
+
+    What it asks of values is in :meth:`agree` and :meth:`places`, and may be asked of something else.
+
+    Args:
+        layer: what the module looks like.
+        group: ranks that share its experts.
+
+    Attributes:
+        size: ranks of the group.
+        rank: this one's place among them.
+        per_rank: experts of each.
+        answers: what is asked where tokens go: itself, or whatever else has these two methods.
+    """
 
     layer: _Layer
     group: dist.ProcessGroup
@@ -324,16 +342,17 @@ class _Dispatcher:
     def __post_init__(self) -> None:
         forward = self.layer.caller.forward
         # An engine of an earlier run that was not removed must not send tokens on once more.
-        self.compute: Callable[..., Tensor] = forward.compute if isinstance(forward, _Dispatcher) else forward
+        self.compute: Callable[..., Tensor] = forward.compute if isinstance(forward, Dispatcher) else forward
         self._signature = inspect.signature(self.compute)
-        self._size = dist.get_world_size(self.group)
-        self._rank = dist.get_rank(self.group)
-        self._per_rank = self.layer.experts // self._size
-        self.loads = _Loads(self._size)
+        self.size = dist.get_world_size(self.group)
+        self.rank = dist.get_rank(self.group)
+        self.per_rank = self.layer.experts // self.size
+        self.loads = _Loads(self.size)
+        self.answers: Any = self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Dispatcher:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
         """That of a copied module computes with the copy's parameters; a process group cannot be copied."""
-        copied = object.__new__(_Dispatcher)
+        copied = memo[id(self)] = object.__new__(Dispatcher)
         for key, value in vars(self).items():
             setattr(copied, key, value if key == "group" else copy.deepcopy(value, memo))
         return copied
@@ -345,16 +364,16 @@ class _Dispatcher:
         tokens_ND = tokens.reshape(-1, tokens.shape[-1])  # noqa: N806
         index_NK = index.reshape(-1, index.shape[-1])  # noqa: N806
         weights_NK = weights.reshape(-1, weights.shape[-1])  # noqa: N806
-        routes = self._agree(index_NK)
+        routes: Routes = self.answers.agree(index_NK)
         exchange = (self.group, routes.send, routes.receive)
         # The order of these two is that of their backwards on every rank: autograd runs what was made last first.
         routing = all_to_all(self._pack(index_NK, weights_NK, routes), *exchange)
         arrived_MD = all_to_all(tokens_ND[routes.token], *exchange)  # noqa: N806
         # Whatever lies between these factors gets the gradient of the group's mean loss.
         results_MD = self._compute_arrived(  # noqa: N806
-            _scale_gradient(arrived_MD, self._size), _scale_gradient(routing, self._size), weights.dtype, routes.unused
+            _scale_gradient(arrived_MD, self.size), _scale_gradient(routing, self.size), weights.dtype, routes.unused
         )
-        results_MD = _scale_gradient(results_MD.to(tokens.dtype), 1 / self._size)  # noqa: N806
+        results_MD = _scale_gradient(results_MD.to(tokens.dtype), 1 / self.size)  # noqa: N806
         returned = all_to_all(results_MD, self.group, routes.receive, routes.send)
         out_ND = _sum_rows(returned, routes.token, len(tokens_ND))  # noqa: N806
         # FSDP2 warns of modules that return a view.
@@ -370,38 +389,42 @@ class _Dispatcher:
             )
         return tokens, index, weights
 
-    def _agree(self, index_NK: Tensor) -> _Routes:  # noqa: N803
-        """Decide what goes where and tell all ranks."""
+    def agree(self, index_NK: Tensor) -> Routes:  # noqa: N803
+        """Decide what goes where and tell all ranks.
+
+        Args:
+            index_NK: experts of each of this rank's tokens, ``(N, K)``.
+        """
         experts = self.layer.experts
-        goes = index_NK.new_zeros(len(index_NK), self._size, dtype=torch.bool)
-        goes.scatter_(1, index_NK // self._per_rank, True)
+        goes = index_NK.new_zeros(len(index_NK), self.size, dtype=torch.bool)
+        goes.scatter_(1, index_NK // self.per_rank, True)
         flat = index_NK.flatten()
         tokens_E = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))  # noqa: N806
         own = torch.cat((goes.sum(0), tokens_E))
-        table = own.new_empty(self._size, len(own))
+        table = own.new_empty(self.size, len(own))
         _all_gather(table.view(-1), own, group=self.group)
-        tokens_E = table[:, self._size :].sum(0)  # noqa: N806
+        tokens_E = table[:, self.size :].sum(0)  # noqa: N806
         if self.layer.caller.training:
             self.loads.add(tokens_E)
-        mine = tokens_E[self._rank * self._per_rank :][: self._per_rank]
+        mine = tokens_E[self.rank * self.per_rank :][: self.per_rank]
         # The only wait for the device that the exchange needs: all counts at once.
-        counts = torch.cat((table[self._rank, : self._size], table[:, self._rank], mine)).tolist()
+        counts = torch.cat((table[self.rank, : self.size], table[:, self.rank], mine)).tolist()
         destination, token = goes.T.nonzero(as_tuple=True)
-        return _Routes(
+        return Routes(
             token=token,
             destination=destination,
-            send=counts[: self._size],
-            receive=counts[self._size : 2 * self._size],
-            unused=[i for i, n in enumerate(counts[2 * self._size :], self._rank * self._per_rank) if n == 0],
+            send=counts[: self.size],
+            receive=counts[self.size : 2 * self.size],
+            unused=[i for i, n in enumerate(counts[2 * self.size :], self.rank * self.per_rank) if n == 0],
         )
 
-    def _pack(self, index_NK: Tensor, weights_NK: Tensor, routes: _Routes) -> Tensor:  # noqa: N803
+    def _pack(self, index_NK: Tensor, weights_NK: Tensor, routes: Routes) -> Tensor:  # noqa: N803
         """Weights and local experts of each row to send, ``(R, 2K)``; an expert of another rank is -1."""
         index_RK = index_NK[routes.token]  # noqa: N806
-        is_there = index_RK // self._per_rank == routes.destination[:, None]
+        is_there = index_RK // self.per_rank == routes.destination[:, None]
         # In one tensor, because a collective costs more than these bytes; float32 is exact for indices up to 2^24.
         dtype = torch.promote_types(weights_NK.dtype, torch.float32)
-        local_RK = (index_RK % self._per_rank).where(is_there, -1)  # noqa: N806
+        local_RK = (index_RK % self.per_rank).where(is_there, -1)  # noqa: N806
         weights_RK = weights_NK[routes.token].to(dtype).where(is_there, 0.0)  # noqa: N806
         return torch.cat((weights_RK, local_RK.to(dtype)), 1)
 
@@ -411,23 +434,35 @@ class _Dispatcher:
             # The parameters and the exchange before still need a gradient, or other ranks wait for it.
             return _connect(torch.zeros_like(rows_MD), (rows_MD, routing, *self._unused_parameters(unused)))
         weights_MK, local_MK = routing.chunk(2, 1)  # noqa: N806
-        row, choice = (local_MK >= 0).nonzero(as_tuple=True)
-        index = local_MK.detach()[row, choice].long()
+        row, choice, index = self.answers.places(local_MK.detach())
         weights = weights_MK[row, choice].to(dtype)
         once = len(row) == len(rows_MD)  # every row has one expert here, so the rows are what they are
         results = self._call_local(rows_MD if once else rows_MD[row], index[:, None], weights[:, None])
         results = results if once else _sum_rows(results, row, len(rows_MD))
         return _connect(results, tuple(self._unused_parameters(unused)))
 
+    def places(self, local_MK: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: N803
+        """What is to be computed of the rows that arrived.
+
+        Args:
+            local_MK: this rank's experts of each row, ``(M, K)``; -1 in place of those of other ranks.
+
+        Returns:
+            For each pair of a row and an expert of this rank: the row, the place of the expert among the row's
+            choices, the expert (of this rank's, from 0).
+        """
+        row, choice = (local_MK >= 0).nonzero(as_tuple=True)
+        return row, choice, local_MK[row, choice].long()
+
     def _call_local(self, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The module's own forward, which for the moment knows of this rank's experts only."""
         caller = self.layer.caller
         if not self.layer.is_stacked:
-            return self.compute(rows, index + self._rank * self._per_rank, weights)
+            return self.compute(rows, index + self.rank * self.per_rank, weights)
         whole = {key: getattr(caller, key) for key in self.layer.counters}
         try:
             for key in whole:
-                setattr(caller, key, self._per_rank)
+                setattr(caller, key, self.per_rank)
             return self.compute(rows, index, weights)
         finally:
             for key, value in whole.items():
@@ -437,7 +472,7 @@ class _Dispatcher:
         """Parameters that get no gradient from the computation of this call."""
         if self.layer.is_stacked:
             # As long as one expert of a stack has a token, the whole stack has a gradient.
-            return list(self.layer.caller.parameters()) if len(unused) == self._per_rank else []
+            return list(self.layer.caller.parameters()) if len(unused) == self.per_rank else []
         listed, _ = _find_list(self.layer.caller, "")
         return [parameter for i in unused for parameter in listed[i].parameters()]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainwright.strategies.layout import Layout
 
+# Groups along an axis above which a bound device splits them off at once; fewer are split off one by one.
+_MOST_SPLITS = 64
 # Seconds between two looks for a key that somebody else will set.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
 
@@ -31,11 +34,14 @@ class LayoutGroups:
         self.layout = layout
         self._device_type = device_type
         self._made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+        self._along: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
 
     def along(self, *axes: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one along ``axes`` only; ``None`` if there are no others."""
-        groups = self.layout.groups(*axes)
-        return self.of(groups) if len(groups[0]) > 1 else None
+        if axes not in self._along:
+            groups = self.layout.groups(*axes)
+            self._along[axes] = self.of(groups) if len(groups[0]) > 1 else None
+        return self._along[axes]
 
     def of(self, groups: list[list[int]]) -> dist.ProcessGroup | None:
         """That of the given disjoint lists of ranks which holds this rank; ``None`` if none does."""
@@ -44,7 +50,7 @@ class LayoutGroups:
             if groups == [list(range(dist.get_world_size()))]:
                 self._made[key] = dist.group.WORLD
             else:
-                self._made[key], _ = dist.new_subgroups_by_enumeration(groups)
+                self._made[key] = new_subgroup(groups)
         return self._made[key]
 
     def mesh(self, *axes: tuple[str, ...]) -> DeviceMesh:
@@ -52,10 +58,10 @@ class LayoutGroups:
 
         Only the last axis may have size 1; others of size 1 are left out.
         """
-        kept = [names for names in axes[:-1] if len(self.layout.groups(*names)[0]) > 1] + [axes[-1]]
+        kept = [names for names in axes[:-1] if len(self._neighbours(names)) > 1] + [axes[-1]]
         groups = [self.of(self.layout.groups(*names)) for names in kept]
         ranks = torch.tensor(self._neighbours([name for names in kept for name in names]))
-        shape = [len(self.layout.groups(*names)[0]) for names in kept]
+        shape = [len(self._neighbours(names)) for names in kept]
         names = tuple(names[0] for names in kept)
         members = [group for group in groups if group is not None]
         return DeviceMesh.from_group(
@@ -65,9 +71,37 @@ class LayoutGroups:
             mesh_dim_names=names,
         )
 
-    def _neighbours(self, axes: list[str]) -> list[int]:
-        rank = dist.get_rank()
-        return next(group for group in self.layout.groups(*axes) if rank in group)
+    def _neighbours(self, axes: Sequence[str]) -> list[int]:
+        return self.layout.group_of(dist.get_rank(), *axes)
+
+
+def new_subgroup(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """The process group of that list of ranks which holds this rank; ``None`` if none does. A collective of all ranks.
+
+    What ``new_subgroups_by_enumeration`` of torch gives, under the same names, but a rank makes its own group alone: of
+    100,000 ranks each would look at all ranks of all groups. Where the default group is bound to a device, making a
+    group is a split of the communicator that every rank takes part in; many are split off by one such split.
+
+    Args:
+        groups: disjoint lists of global ranks, the same on all ranks.
+    """
+    own = next((number for number, ranks in enumerate(groups) if dist.get_rank() in ranks), None)
+    is_bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
+    if is_bound and len(groups) > _MOST_SPLITS:
+        split: dist.ProcessGroup | None = dist.split_group(split_ranks=[list(ranks) for ranks in groups])
+        return None if own is None else split
+    if is_bound or os.environ.get("TORCH_DIST_INIT_BARRIER") == "1":  # then torch waits for all ranks at each group
+        group: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])[0]
+        return group
+    # Torch names groups by counting them, and ranks find each other by the name.
+    book = dist.distributed_c10d._world
+    first = book.group_count
+    made = None
+    if own is not None:
+        book.group_count = first + own
+        made = dist.new_group(list(groups[own]))
+    book.group_count = first + len(groups)
+    return made
 
 
 def default_store() -> dist.Store:

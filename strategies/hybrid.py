@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from trainwright.strategies.assemble import Assembly
 from trainwright.strategies.deferred import Piece
 from trainwright.strategies.engines import EngineOptions, Engines
+from trainwright.strategies.gathering import parameter_groups
 from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.groups import LayoutGroups
 from trainwright.strategies.hybrid_rules import (
@@ -44,7 +45,7 @@ from trainwright.strategies.layout import Layout
 from trainwright.strategies.layout_placement import LayoutPlacement
 from trainwright.strategies.mixed_placement import MixedPlacement
 from trainwright.strategies.optimization import optimize_after_zero_grad
-from trainwright.strategies.pipeline.timeline import StageTimeline
+from trainwright.strategies.pipeline.timeline import HearsStages, StageTimeline, listen_to_stages
 from trainwright.strategies.precision import AgreedGradScaler
 from trainwright.strategies.run_state import (
     CURRENT_WEIGHTS,
@@ -68,6 +69,7 @@ _JUDGED_OPTIONS = (
     "placement",
     "table_servers",
     "interface",
+    "prefetch",
 )
 
 
@@ -236,6 +238,10 @@ class HybridStrategy(MixedPlacement):
         """What takes the times at which this rank's stages of a pipeline work; ``None``: there is no pipeline."""
         stages = [] if self._engines is None else self._engines.pipeline_stages
         return StageTimeline(stages, self.root_device) if stages else None
+
+    def listen_to_stages(self, listener: HearsStages) -> Callable[[], None]:
+        """See the base class."""
+        return listen_to_stages([] if self._engines is None else self._engines.pipeline_stages, listener)
 
     # ---- setup ----------------------------------------------------------------------------------------------------
 
@@ -460,7 +466,7 @@ class HybridStrategy(MixedPlacement):
         step.set_requires_gradient_sync(not (self._accumulates and self._holds_whole_gradients))
         state = step._get_fsdp_state()
         for each in state._state_ctx.all_states:
-            for group in _parameter_groups(each):
+            for group in parameter_groups(each):
                 group.post_backward()
         state._root_post_backward_final_callback()
         step.set_requires_gradient_sync(True)
@@ -486,7 +492,7 @@ class HybridStrategy(MixedPlacement):
     def post_backward(self, closure_loss: Tensor) -> None:
         """Complete gradients that several ranks hold parts of."""
         super().post_backward(closure_loss)
-        if self.compression is None:
+        if not self._averages_after_backward:
             self._sum_shared_gradients()
         # else they were summed before the average
 
@@ -535,8 +541,9 @@ class HybridStrategy(MixedPlacement):
         """No backward follows that would, and callbacks may look at the parameters."""
         if self._step is not None:
             for state in self._step._get_fsdp_state()._state_ctx.all_states:
-                for group in _parameter_groups(state):
+                for group in parameter_groups(state):
                     group.reshard()
+            self._let_go_of_gathered()
 
     def _begin_evaluation(self) -> None:
         # Entered by the first step: callbacks may exchange weights at the start (averages).
@@ -664,14 +671,6 @@ class HybridStrategy(MixedPlacement):
             if unexpected:  # each stage knows its own names only, and leaves out all others
                 raise misfit("The checkpoint", mismatch([], unexpected, []))
         super().load_model_state_dict(checkpoint, strict)
-
-
-def _parameter_groups(state: Any) -> Sequence[Any]:
-    """FSDP2's parameter groups of one module; torch 2.13 allows several."""
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several is not None:
-        return several  # type: ignore[no-any-return]
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def _refuse(problems: Sequence[str]) -> None:

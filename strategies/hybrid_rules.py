@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from trainwright.strategies.communication.options import prefetch_of_nothing
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.parameter_server.placement import placement_problems
 from trainwright.strategies.pipeline.schedules import CHOICES, can_run, stages_per_rank_of
@@ -266,6 +267,8 @@ def _state_problems(layout: Layout, options: Mapping[str, Any], prefix: str) -> 
             f"{prefix}find_unused_parameters=true with stage 3 has no effect: only stages 1 and 2 look for them. Type "
             f"{prefix}stage=2, or leave it out"
         )
+    if stage == 3:
+        yield from prefetch_of_nothing(options.get("prefetch"), layout, prefix)
     alone = layout.replicate == layout.shard == layout.context == 1
     if options.get("offload") == "parameters" and stage == 3 and alone and cuts_module(layout):
         yield (

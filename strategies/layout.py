@@ -134,6 +134,11 @@ class Layout:
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
 
+    def first_of_data_rank(self, data_rank: int) -> int:
+        """The first rank of those that read the samples of a data rank."""
+        replicate, shard = divmod(data_rank, self.shard)
+        return (replicate * self.shard + shard) * self.context * self.tensor
+
     def groups(self, *axes: str) -> list[list[int]]:
         """Ranks that differ along ``axes`` only, group by group; within one, in the order of the axes of the layout.
 
@@ -141,20 +146,48 @@ class Layout:
             axes: names of axes. ``expert`` means the ranks that hold different experts of one set, ``expert_shard``
                 those of the same ``shard x context`` that hold the same experts.
         """
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            place = self.coordinates(rank)
-            index = place["shard"] * self.context + place["context"]
-            outer = index // self.expert
-            if "expert" in axes:
-                place = {**place, "shard": outer, "context": 0, "expert": 0}
-            elif "expert_shard" in axes:
-                place = {**place, "shard": 0, "context": 0}
-            else:
-                place.pop("expert")
-            key = tuple(0 if axis in axes else value for axis, value in place.items())
-            groups.setdefault(key, []).append(rank)
-        return list(groups.values())
+        within, between = self._places(axes)
+        return [[first + place for place in within] for first in between]
+
+    def group_of(self, rank: int, *axes: str) -> list[int]:
+        """That of :meth:`groups` in which ``rank`` is; it takes as long as the group is large, not the world."""
+        within, _ = self._places(axes, between=False)
+        first = rank
+        for size, stride, is_within in self._strides(axes):
+            if is_within:
+                first -= rank // stride % size * stride
+        return [first + place for place in within]
+
+    def _places(self, axes: tuple[str, ...], between: bool = True) -> tuple[list[int], list[int]]:
+        """Ranks of the first group, and the first rank of each group."""
+        within, firsts = [0], [0]
+        for size, stride, is_within in self._strides(axes):
+            if is_within:
+                within = [place + stride * index for place in within for index in range(size)]
+            elif between:
+                firsts = [place + stride * index for place in firsts for index in range(size)]
+        return within, firsts
+
+    def _strides(self, axes: tuple[str, ...]) -> list[tuple[int, int, bool]]:
+        """Of each axis, outermost first: its size, by how much ranks differ that are neighbours along it, and whether
+        the ranks of a group differ along it. ``shard x context`` is one axis, or two where experts divide it."""
+        sizes = self.sizes
+        if "expert" in axes:
+            state = [(self.state_ranks // self.expert, "shard" in axes), (self.expert, True)]
+        elif "expert_shard" in axes:
+            state = [(self.state_ranks // self.expert, True), (self.expert, False)]
+        else:
+            state = [(self.shard, "shard" in axes), (self.context, "context" in axes)]
+        ordered = [
+            *((sizes[axis], axis in axes) for axis in ("pipeline", "replicate")),
+            *state,
+            (self.tensor, "tensor" in axes),
+        ]
+        found, stride = [], 1
+        for size, is_within in reversed(ordered):
+            found.append((size, stride, is_within))
+            stride *= size
+        return found[::-1]
 
     # ---- printing -------------------------------------------------------------------------------------------------
 

@@ -25,11 +25,8 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from trainwright.strategies.averaging import all_gather, reduce_scatter
 from trainwright.strategies.shards import ParameterShard, ShardBucket, make_buckets
-
-# Named anew in torch 2.13; the old names still work there but warn.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # Packed buckets that may be on their way at once: enough to overlap, few enough to bound the extra memory.
 _IN_FLIGHT = 2
@@ -147,25 +144,20 @@ class GradientReducer:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        gradients = [shard.whole_gradient for shard in bucket.shards]
-        used = [gradient is not None for gradient in gradients]
+        used = [shard.whole_gradient is not None for shard in bucket.shards]
         if not any(used):
             return
-        packed = bucket.pack_whole(gradients)
-        for shard, is_used in zip(bucket.shards, used, strict=True):
-            if is_used:
-                shard.parameter.grad = None
-        self._launch(bucket, packed, used)
-
-    def _launch(self, bucket: ShardBucket, packed: Tensor, used: list[bool]) -> None:
         while len(self._launched) >= _IN_FLIGHT:
             self._land()
+        self._launch(bucket, bucket.pack_whole(_taken(shard) for shard in bucket.shards), used)
+
+    def _launch(self, bucket: ShardBucket, packed: Tensor, used: list[bool]) -> None:
         if bucket.count == 1:
             self._launched.append((bucket, packed[0], used, None))
             return
         row = packed.new_empty(bucket.numel)
         flat = packed.view(-1)  # gloo compares dim 0 of both sides
-        work = _reduce_scatter(row, flat, op=dist.ReduceOp.AVG, group=self._shard_group, async_op=True)
+        work = reduce_scatter(row, flat, op=dist.ReduceOp.AVG, group=self._shard_group, async_op=True)
         # gloo's threads use the very objects they were given: none may be freed here before they are done.
         self._launched.append((bucket, row, used, (work, packed, flat)))
 
@@ -215,6 +207,14 @@ class GradientReducer:
                 part.copy_(piece.view(part.shape))
 
 
+def _taken(shard: ParameterShard) -> Tensor | None:
+    """The gradient that backward has left on a parameter, which lets go of it."""
+    gradient = shard.whole_gradient
+    if gradient is not None:
+        shard.parameter.grad = None
+    return gradient
+
+
 class ParameterPublisher:
     """Gives every rank the rows that the others have stepped.
 
@@ -247,7 +247,7 @@ class ParameterPublisher:
                 continue
             whole = own.new_empty(bucket.count, bucket.numel)
             flat = whole.view(-1)
-            work = _all_gather(flat, own, group=self._group, async_op=True)
+            work = all_gather(flat, own, group=self._group, async_op=True)
             flying.append((bucket, whole, (work, flat, own)))
         while flying:
             self._land(*flying.popleft())

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from trainwright.checkpoint.distinct import of_all_ranks
+
 # Name and form (shape, dtype, whether it is trained) of each tensor of a module.
 Forms = Sequence[tuple[str, str]]
 
@@ -37,7 +39,7 @@ def difference_between(first: Forms, other: Forms) -> str:
 
 
 def refuse_other_models(module: nn.Module, device: torch.device) -> None:
-    """Hold the module of every rank against that of the first; a collective of a number from each.
+    """Hold the module of every rank against that of the others; a collective of two numbers.
 
     Args:
         module: as the user built it, or ranks may hold other parts of it.
@@ -49,15 +51,15 @@ def refuse_other_models(module: nn.Module, device: torch.device) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     forms = forms_of(module)
-    digest = int.from_bytes(blake2b(repr(forms).encode(), digest_size=8).digest(), "big", signed=True)
-    own = torch.tensor([digest], device=device)
-    digests = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(digests, own)
-    others = [rank for rank, each in enumerate(torch.cat(digests).tolist()) if each != digests[0].item()]
-    if not others:
+    # 63 bits: the least and the greatest of all ranks come of one collective, and each has its negative.
+    digest = int.from_bytes(blake2b(repr(forms).encode(), digest_size=8).digest(), "big") >> 1
+    extremes = torch.tensor([digest, -digest], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    greatest, least = extremes.tolist()
+    if greatest == -least:
         return
-    found: list[Forms] = [()] * len(digests)
-    dist.all_gather_object(found, forms)
+    found: list[Forms] = of_all_ranks(forms, device=device)
+    others = [rank for rank, each in enumerate(found) if each != found[0]]
     raise ValueError(
         f"Rank(s) {', '.join(map(str, others))} have another model than rank 0, so that nothing of it can be shared or "
         f"averaged: rank 0 has {difference_between(found[0], found[others[0]])}. Build the same module on every rank; "

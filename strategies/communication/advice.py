@@ -19,6 +19,8 @@ from trainwright.strategies.communication.costs import least_bytes
 
 ENOUGH = 0.05
 """Part of a step that may be waiting without anything being worth a change."""
+FASTER = 0.9
+"""Part of the time of the usual way to average that another one must stay below to be chosen."""
 BACKWARD_SHARE = 2 / 3
 """Of the time that a step computes: backward does twice the arithmetic of forward."""
 # By how little they change the numbers. Not among them: fp16 (as bf16, but overflows), randomk (as topk, but picks at
@@ -27,7 +29,7 @@ _MILDEST = ("bf16", "int8", "powersgd", "topk")
 LOCAL_STEPS = (10, 50)
 """Steps between two synchronisations of local updates that are considered: the defaults of local_sgd and diloco."""
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-_DENSE = "dense"
+_DENSE, _HIERARCHICAL = "dense", "hierarchical"
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,14 @@ class Link:
         ranks: along it.
         latency: seconds of one message of a ring, without its bytes.
         bandwidth: bytes per second that a rank sends.
+        call: seconds of a collective beside its messages; 0: they are in ``latency``.
     """
 
     axis: str
     ranks: int
     latency: float
     bandwidth: float
+    call: float = 0.0
 
     def seconds(self, kind: str, size: float) -> float:
         """Of one collective.
@@ -53,11 +57,11 @@ class Link:
             kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"`` or ``"all_to_all"``.
             size: S of :mod:`~trainwright.strategies.communication.costs`, in bytes.
         """
-        return self.seconds_of(least_bytes(kind, size, self.ranks), rounds=_ROUNDS[kind])
+        return self.seconds_of(least_bytes(kind, size, self.ranks), rounds=_ROUNDS[kind], calls=1)
 
-    def seconds_of(self, sent: float, rounds: float) -> float:
-        """Of ``sent`` bytes a rank in so many rounds of ``ranks - 1`` messages, one after the other."""
-        return rounds * (self.ranks - 1) * self.latency + sent / self.bandwidth
+    def seconds_of(self, sent: float, rounds: float, calls: float = 0) -> float:
+        """Of ``sent`` bytes a rank in so many rounds of ``ranks - 1`` messages one after the other, and collectives."""
+        return rounds * (self.ranks - 1) * self.latency + sent / self.bandwidth + calls * self.call
 
 
 def fit_link(axis: str, ranks: int, sizes: tuple[float, float], seconds: tuple[float, float]) -> Link:
@@ -79,6 +83,50 @@ def fit_link(axis: str, ranks: int, sizes: tuple[float, float], seconds: tuple[f
 
 
 @dataclass(frozen=True)
+class Way:
+    """How long a way to average gradients was measured to take.
+
+    Args:
+        name: of :data:`~trainwright.strategies.communication.options.AVERAGES`.
+        latency: seconds of one average, without its bytes.
+        per_byte: seconds of each byte of the gradients.
+    """
+
+    name: str
+    latency: float
+    per_byte: float
+
+    def seconds(self, size: float) -> float:
+        """Of one average of ``size`` bytes."""
+        return self.latency + size * self.per_byte
+
+
+def fit_way(name: str, sizes: tuple[float, float], seconds: tuple[float, float]) -> Way:
+    """The line through two averages; as of :func:`fit_link`, bytes that do not show beside latency cost the most.
+
+    Args:
+        name: of the way.
+        sizes: bytes of a small tensor and of a large one.
+        seconds: that their averages took.
+    """
+    if seconds[1] <= seconds[0]:
+        return Way(name, seconds[1], seconds[1] / sizes[1])
+    per_byte = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
+    return Way(name, max(seconds[0] - sizes[0] * per_byte, 0.0), per_byte)
+
+
+def fastest_way(ways: Sequence[Way], size: float) -> Way:
+    """The fastest for so many bytes of gradients; the first, unless another takes at most :data:`FASTER` of its time.
+
+    Args:
+        ways: at least one, the usual one first.
+        size: bytes.
+    """
+    best = min(ways, key=lambda way: way.seconds(size))
+    return best if best.seconds(size) <= FASTER * ways[0].seconds(size) else ways[0]
+
+
+@dataclass(frozen=True)
 class MeasuredStep:
     """An optimizer step as it is now, the mean over the ranks.
 
@@ -90,6 +138,7 @@ class MeasuredStep:
         gradient_bytes: what replicas average, float32; 0: there are no replicas.
         compressed_bytes: compressor -> bytes that a rank sends for the same average.
         compression: the one that is used now; ``None``: none.
+        average_by: how gradients are averaged now where nothing compresses them.
     """
 
     compute: float
@@ -99,6 +148,7 @@ class MeasuredStep:
     gradient_bytes: float = 0.0
     compressed_bytes: Mapping[str, float] = field(default_factory=dict)
     compression: str | None = None
+    average_by: str = "all_reduce"
 
     @property
     def window(self) -> float:
@@ -203,7 +253,8 @@ class Advice:
         return f" {_ms(more)} of the waits are not explained by links: look for slow ranks with monitor=stragglers."
 
     def _is_current(self, option: Option) -> bool:
-        return option.name == (self.step.compression or _DENSE)
+        dense = _HIERARCHICAL if self.step.average_by == _HIERARCHICAL else _DENSE
+        return option.name == (self.step.compression or dense)
 
 
 def advise(step: MeasuredStep, links: Sequence[Link], changed: str = "") -> Advice:
@@ -258,7 +309,17 @@ def best_bucket_bytes(link: Link, gradient_bytes: float) -> float:
     trade of merged gradients: Shi, Chu and Li, "MG-WFBP", INFOCOM 2019, whose schedule also knows each layer's time.)
     """
     latency = link.seconds("all_reduce", 0.0)
-    sending = link.seconds("all_reduce", gradient_bytes) - latency
+    return best_piece_bytes(latency, link.seconds("all_reduce", gradient_bytes) - latency, gradient_bytes)
+
+
+def best_piece_bytes(latency: float, sending: float, gradient_bytes: float) -> float:
+    """See :func:`best_bucket_bytes`.
+
+    Args:
+        latency: A, seconds.
+        sending: B, seconds.
+        gradient_bytes: of all gradients.
+    """
     pieces = math.sqrt(sending / latency) if latency else math.inf
     return gradient_bytes / max(pieces, 1.0)
 
@@ -286,9 +347,9 @@ def _hierarchical(step: MeasuredStep, links: Mapping[str, Link]) -> list[Option]
     part = size / within.ranks
     seconds = within.seconds("reduce_scatter", size) + across.seconds("all_reduce", part)
     seconds += within.seconds("all_gather", size)
-    typed = f"strategy=zero2 strategy.replicate={across.ranks}"
+    typed = "strategy.average_by=hierarchical"
     sent = least_bytes("all_reduce", part, across.ranks)
-    return [Option("hierarchical", max(seconds - step.window, 0.0), sent, typed)]
+    return [Option(_HIERARCHICAL, max(seconds - step.window, 0.0), sent, typed)]
 
 
 def _others(step: MeasuredStep, links: Mapping[str, Link]) -> float:

@@ -51,4 +51,4 @@ def _used(layout: Layout) -> list[str]:
 
 
 def _differ_along(wanted: list[int], layout: Layout, *axes: str) -> bool:
-    return len(wanted) > 1 and wanted in map(sorted, layout.groups(*axes))
+    return len(wanted) > 1 and wanted == layout.group_of(wanted[0], *axes)

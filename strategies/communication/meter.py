@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -46,9 +46,11 @@ class CommunicationMeter:
 
     Args:
         layout: closed, of all ranks; gives the axes their names. ``None``: all is counted under ``"other"``.
+        names: of groups of ranks that are no axis, by their ranks in order.
     """
 
-    def __init__(self, layout: Layout | None = None) -> None:
+    def __init__(self, layout: Layout | None = None, names: Mapping[tuple[int, ...], str] | None = None) -> None:
+        self._given_names = dict(names or {})
         self._layout = layout
         self._counts: Counts = {}
         self._names: dict[tuple[dist.ProcessGroup, str], str] = {}
@@ -117,7 +119,8 @@ class CommunicationMeter:
             ranks = dist.get_process_group_ranks(call.group)
         except (KeyError, ValueError):  # made without torch's book of groups
             return OTHER
-        return name_of(ranks, call.kind, self._layout)
+        given = self._given_names.get(tuple(sorted(ranks)))
+        return given or name_of(ranks, call.kind, self._layout)
 
     def _add(self, axis: str, kind: str, sent: Sent) -> None:
         with self._lock:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from trainwright.strategies.communication.advice import Link, fit_link
+from trainwright.strategies.communication.advice import Link, Way, fit_link, fit_way
+from trainwright.strategies.groups import new_subgroup
 from trainwright.strategies.layout import Layout
 
 SIZES = (4 * 2**10, 4 * 2**20)
@@ -30,10 +33,26 @@ def probe_links(axes: Sequence[tuple[str, Layout, str]], device: torch.device) -
     return [_probe(name, layout, axis, device) for name, layout, axis in axes if getattr(layout, axis) > 1]
 
 
+def probe_ways(ways: Mapping[str, Callable[[Tensor], None]], device: torch.device) -> list[Way]:
+    """Measure ways to average, one after the other; a collective of all ranks.
+
+    As of :func:`probe_links`: medians of 5, the slowest rank, the same on all.
+
+    Args:
+        ways: name -> what averages a flat tensor in place.
+        device: that the ranks send from.
+    """
+    seconds = [[_median_seconds(way, None, size, device) for size in SIZES] for way in ways.values()]
+    slowest = torch.tensor(seconds, dtype=torch.float32).to(device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return [fit_way(name, SIZES, (small, large)) for name, (small, large) in zip(ways, slowest.tolist(), strict=True)]
+
+
 def _probe(name: str, layout: Layout, axis: str, device: torch.device) -> Link:
-    groups = [(ranks, dist.new_group(ranks)) for ranks in layout.groups(axis)]
-    own = next(group for ranks, group in groups if dist.get_rank() in ranks)
-    seconds = torch.tensor([_median_seconds(own, size, device) for size in SIZES], dtype=torch.float64)
+    own = new_subgroup(layout.groups(axis))
+    assert own is not None
+    send = partial(dist.all_reduce, group=own)
+    seconds = torch.tensor([_median_seconds(send, own, size, device) for size in SIZES], dtype=torch.float64)
     seconds = seconds.to(device, torch.float32)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     dist.destroy_process_group(own)
@@ -41,13 +60,15 @@ def _probe(name: str, layout: Layout, axis: str, device: torch.device) -> Link:
     return fit_link(name, getattr(layout, axis), SIZES, (small, large))
 
 
-def _median_seconds(group: dist.ProcessGroup, size: int, device: torch.device) -> float:
+def _median_seconds(
+    send: Callable[[Tensor], object], group: dist.ProcessGroup | None, size: int, device: torch.device
+) -> float:
     tensor = torch.zeros(size // 4, device=device)
     taken = []
     for _ in range(1 + _REPEATS):
         dist.barrier(group)
         begin = _now(device)
-        dist.all_reduce(tensor, group=group)
+        send(tensor)
         taken.append(_now(device) - begin)
     return median(taken[1:])  # the first one makes connections
 

@@ -17,13 +17,14 @@ class Background:
 
     Args:
         device: on CUDA, whose stream of its own the work is put on; it begins after what was queued when it was given.
+        name: of the thread.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, name: str = "trainwright-outer-gradient") -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._queue: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="trainwright-outer-gradient", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> Future[None]:

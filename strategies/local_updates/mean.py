@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.checkpoint.distinct import of_all_ranks
+
 Alike = Callable[[str], str]
 """From a name to what says with which others it may share a bucket.
 
@@ -123,8 +125,7 @@ class ReplicaMean:
         """Those of ``names`` that every replica has, in order. A collective."""
         if self.group is None:
             return list(names)
-        everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather_object(everyone, list(names), group=self.group)
+        everyone: list[list[str]] = of_all_ranks(list(names), self.group, self.device)
         shared = set.intersection(*map(set, everyone))
         return [name for name in names if name in shared]
 

@@ -25,10 +25,10 @@ from trainwright.checkpoint.run_state import RunState
 from trainwright.checkpoint.save import Content
 from trainwright.strategies.base import HeldBytes
 from trainwright.strategies.checkpointing import OF_RUN
-from trainwright.strategies.communication.options import OFF, chosen_already
+from trainwright.strategies.communication.options import OFF, chosen_already, replicas_step_alone
 from trainwright.strategies.compression.names import choose_compression, make_compressor
 from trainwright.strategies.gradients import local_tensor
-from trainwright.strategies.groups import LayoutGroups
+from trainwright.strategies.groups import LayoutGroups, new_subgroup
 from trainwright.strategies.hybrid import HybridStrategy
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.local_updates.background import Background
@@ -100,6 +100,7 @@ class LocalUpdateStrategy(HybridStrategy):
     ) -> None:
         _refuse(local_update_problems({"sync_every": sync_every, "warmup_steps": warmup_steps}))
         _refuse([PLACEMENT] if kwargs.get("placement") else [])
+        _refuse([replicas_step_alone(kwargs["average_by"])] if kwargs.get("average_by") else [])
         super().__init__(replicate=replicate, shard=shard, **kwargs)
         if self.communication != OFF:
             raise ValueError(chosen_already(self.communication))
@@ -594,7 +595,7 @@ class DiLoCoStrategy(LocalUpdateStrategy):
         self._deal_fragments()
         if self._overlap and self._means.group is not None:
             # A group of its own: messages of two threads on one would mix.
-            self._background_group, _ = dist.new_subgroups_by_enumeration(self.layout.groups("replicate"))
+            self._background_group = new_subgroup(self.layout.groups("replicate"))
             self._background = Background(self.root_device)
 
     def _deal_fragments(self) -> None:

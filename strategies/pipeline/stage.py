@@ -164,9 +164,7 @@ class OwnForwardStage(_PipelineStageBase):
 
     def _enter(self, chunk: int) -> tuple[Any, tuple[Tensor, ...]]:
         form, tensors = self._inputs.pop(chunk)
-        wanted = self.has_backward and torch.is_grad_enabled()
-        leaves = tuple(t.requires_grad_(f.requires_grad and wanted) for t, f in zip(tensors, form.tensors, strict=True))
-        return form.build([_Enter.apply(t) if t.requires_grad else t for t in leaves]), leaves
+        return arrive(form, tensors, self.has_backward and torch.is_grad_enabled())
 
     # Backward
 
@@ -276,6 +274,19 @@ class OwnForwardStage(_PipelineStageBase):
     def _ops(self, op: Any, tensors: Iterable[Tensor], stage: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[stage]
         return [dist.P2POp(op, tensor, group=self.group, group_peer=peer) for tensor in tensors]
+
+
+def arrive(form: Form, tensors: Iterable[Tensor], with_gradients: bool = True) -> tuple[Any, tuple[Tensor, ...]]:
+    """What a stage is given of tensors that were received, and the tensors, which are the leaves of its graph.
+
+    Args:
+        form: of what the stage before has returned.
+        tensors: in its order.
+        with_gradients: whether a backward will follow.
+    """
+    pairs = zip(tensors, form.tensors, strict=True)
+    leaves = tuple(tensor.requires_grad_(each.requires_grad and with_gradients) for tensor, each in pairs)
+    return form.build([_Enter.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]), leaves
 
 
 def _depends(output: Tensor, leaves: set[Node]) -> bool:

@@ -28,12 +28,13 @@ def advised(strategy: str, options: dict[str, Any], steps: int) -> dict[str, Any
         "written": Path(FILE).exists() and json.loads(Path(FILE).read_text()),
         "hooked": torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect"),
         "same": all(torch.equal(p, weights(plain)[name]) for name, p in weights(trainer).items()),
+        "ahead": getattr(trainer.strategy, "_prefetch", None),
         "buckets": getattr(trainer.strategy, "_ddp_kwargs", {}).get("bucket_cap_mb"),
     }
 
 
 def test_ddp_gets_advice_and_buckets(ranks):
-    first, other = ranks(advised, 2, "ddp", {"communication": "auto"}, 7)
+    first, other = ranks(advised, 2, "ddp", {"communication": "auto", "average_by": "all_reduce"}, 7)
     gradients = 4 * sum(p.numel() for p in make_module("gpt").parameters() if p.requires_grad)
     written = first["written"]
     assert first["told"]
@@ -63,6 +64,13 @@ def test_sharded_replicas_tell_both_axes_and_a_short_run_what_it_has(ranks):
     assert first["same"]
     assert written["changed"] == ""
     assert 0 < written["step"]["gradient_bytes"] < 4 * sum(p.numel() for p in make_module("gpt").parameters())
+
+
+def test_stage_3_gathers_as_far_ahead_as_was_found(ranks):
+    first, other = ranks(advised, 2, "zero3", {"communication": "auto"}, 8)
+    assert first["same"], "how far ahead changes no number"
+    assert first["ahead"] == other["ahead"] >= 1
+    assert f"gathers {first['ahead']} block(s) ahead" in first["written"]["changed"]
 
 
 def test_impossible_words_and_strategies_are_refused():

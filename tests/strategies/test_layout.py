@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainwright.strategies.ddp import DDPStrategy
+from trainwright.strategies.groups import new_subgroup
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.registry import make_strategy, strategy_names
 from trainwright.strategies.single import SingleDeviceStrategy
@@ -80,3 +85,66 @@ def test_one_device_takes_one_device():
     strategy = SingleDeviceStrategy()
     with pytest.raises(ValueError, match=r"devices=2 were given.*devices=1"):
         strategy.parallel_devices = [torch.device("cpu")] * 2
+
+
+AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert", "expert_shard")
+
+
+def by_coordinates(layout, axes):
+    """The same found rank by rank."""
+    groups = {}
+    for rank in range(layout.world_size):
+        place = layout.coordinates(rank)
+        outer = (place["shard"] * layout.context + place["context"]) // layout.expert
+        if "expert" in axes:
+            place |= {"shard": outer, "context": 0, "expert": 0}
+        elif "expert_shard" in axes:
+            place |= {"shard": 0, "context": 0}
+        else:
+            place.pop("expert")
+        groups.setdefault(tuple(0 if axis in axes else value for axis, value in place.items()), []).append(rank)
+    return list(groups.values())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pipeline=2, replicate=3, shard=2, context=2, tensor=2, expert=2),
+        Layout(replicate=2, shard=4, tensor=3, expert=4),
+        Layout(shard=2, context=3, expert=6),
+        Layout(),
+    ],
+)
+def test_groups_are_those_of_the_coordinates(layout):
+    for count in (1, 2, 3):
+        for axes in combinations(AXES, count):
+            groups = by_coordinates(layout, axes)
+            assert layout.groups(*axes) == groups
+            for rank in (0, layout.world_size // 2, layout.world_size - 1):
+                assert layout.group_of(rank, *axes) == next(group for group in groups if rank in group)
+    places = [layout.data_rank(rank) for rank in range(layout.world_size)]
+    assert [layout.first_of_data_rank(rank) for rank in range(layout.data_ranks)] == [
+        places.index(rank) for rank in range(layout.data_ranks)
+    ]
+
+
+def test_a_rank_makes_its_own_group_alone_under_the_name_that_torch_gives_it(monkeypatch):
+    made = []
+    new_group = dist.new_group
+
+    def counted(ranks=None, **given):
+        made.append(ranks)
+        return new_group(ranks, **given)
+
+    layout = Layout(replicate=500, shard=8)
+    names = {}
+    for enumerated in (True, False):
+        dist.init_process_group("fake", store=FakeStore(), rank=77, world_size=layout.world_size)
+        make = (lambda groups: dist.new_subgroups_by_enumeration(groups)[0]) if enumerated else new_subgroup
+        if not enumerated:
+            monkeypatch.setattr(dist, "new_group", counted)
+        names[enumerated] = [make(layout.groups(axis)).group_name for axis in ("shard", "replicate", "shard")]
+        assert new_subgroup([[1, 2], [3]]) is None
+        dist.destroy_process_group()
+    assert names[True] == names[False]
+    assert made == [layout.group_of(77, axis) for axis in ("shard", "replicate", "shard")]

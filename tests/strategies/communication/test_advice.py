@@ -120,7 +120,7 @@ def test_two_levels_serve_slow_links_between_fast_nodes():
     seconds = 2 * (7 * 10e-6 + 7 / 8 * 100e6 / 100e9) + 2 * 10e-6 + part / 0.1e9
     assert found["hierarchical"].exposed == pytest.approx(max(seconds - 0.2, 0.0))
     advice = advise(step, links)
-    assert advice.chosen.to_type == "strategy=zero2 strategy.replicate=2"
+    assert advice.chosen.to_type == "strategy.average_by=hierarchical"
     assert not advice.chosen.changes_numbers
 
 

@@ -1,0 +1,92 @@
+"""How far ahead of a block's computing FSDP2 gathers the parameters of those that follow it.
+
+FSDP2 by itself begins with the next block while one computes, on CUDA; on the CPU it waits for each. A depth says how
+many blocks ahead are asked for, in both directions, whatever the device. What was gathered and not used is let go of
+before weights change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def gather_ahead(root: nn.Module, depth: int) -> None:
+    """Let ``depth`` blocks be gathered ahead of the one that computes; may be called again between two steps.
+
+    Args:
+        root: split by ``fully_shard``, like each of its blocks and perhaps modules within them. Forward is taken to
+            run blocks in the order of the module; another one costs time, no exactness.
+        depth: 0 gathers each when it is needed.
+    """
+    units = [_split_within(block) for block in split_blocks(root)]
+    for index, unit in enumerate(units):
+        following = [module for later in units[index + 1 : index + 1 + depth] for module in later]
+        before = [module for earlier in reversed(units[max(index - depth, 0) : index]) for module in earlier]
+        block, *within = unit
+        block.set_modules_to_forward_prefetch(following)
+        # An empty list would mean FSDP2's own order; one that is gathered already means nothing more.
+        block.set_modules_to_backward_prefetch([block, *(within if depth else []), *before])
+        for module in within:
+            module.set_modules_to_backward_prefetch([module])
+    assert isinstance(root, FSDPModule)
+    root.set_modules_to_forward_prefetch([module for unit in units[:depth] for module in unit])
+    last = units[-1] if depth and units else []
+    root.set_modules_to_backward_prefetch([root, *last])
+    # On CUDA, gathering in a stream of its own already is ahead: only asked for in the stream that computes it is not.
+    # On the CPU nothing goes on beside computing unless it is asynchronous.
+    device = next(root.parameters()).device
+    root._set_unshard_async_op(depth == 0 or device.type == "cpu")
+
+
+def split_blocks(root: nn.Module) -> list[FSDPModule]:
+    """The outermost modules below ``root`` that are split by themselves, in the order of the module."""
+    found: list[FSDPModule] = []
+    for child in root.children():
+        found += [child] if isinstance(child, FSDPModule) else split_blocks(child)
+    return found
+
+
+def _split_within(block: FSDPModule) -> list[FSDPModule]:
+    """The block itself, and what within it is split by itself (experts)."""
+    assert isinstance(block, nn.Module)
+    return [module for module in block.modules() if isinstance(module, FSDPModule)]
+
+
+def whole_bytes(block: FSDPModule) -> int:
+    """Of the parameters of a block when they are gathered, those of modules that are split within it included."""
+    assert isinstance(block, nn.Module)
+    return sum(parameter.numel() * parameter.element_size() for parameter in block.parameters())
+
+
+def let_go_of_gathered(root: nn.Module) -> None:
+    """Drop what was gathered ahead for blocks that then did not run: their weights may be about to change."""
+    assert isinstance(root, FSDPModule)
+    for group in all_parameter_groups(root):
+        gathered = group._all_gather_result
+        if gathered is None:
+            continue
+        if gathered.all_gather_event is not None:
+            group.device_handle.current_stream().wait_event(gathered.all_gather_event)
+        if isinstance(gathered.all_gather_work, dist.Work):
+            gathered.all_gather_work.wait()
+        group._all_gather_result = None
+
+
+def all_parameter_groups(root: nn.Module) -> Iterator[Any]:
+    """FSDP2's parameter groups of a module and all within it."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            yield from parameter_groups(module._get_fsdp_state())
+
+
+def parameter_groups(state: Any) -> Sequence[Any]:
+    """FSDP2's parameter groups of one module; torch 2.13 allows several."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return several  # type: ignore[no-any-return]
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

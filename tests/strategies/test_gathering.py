@@ -1,0 +1,159 @@
+"""Blocks gathered ahead: as many as asked for, with the same numbers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.parity.harness import Case, bare_loop, differences, make_trainer, train
+from tests.parity.layouts import LayoutCase, reference, run
+from trainwright.strategies.communication.calls import listen
+from trainwright.strategies.communication.options import prefetch_of_nothing, prefetch_problems
+from trainwright.strategies.hybrid import HybridStrategy
+from trainwright.strategies.layout import Layout
+from trainwright.strategies.zero import ZeroStrategy
+
+BLOCKS = 4
+CASE = Case(accumulation=2, clipping="norm", steps=2)
+VARIANTS: list[dict[str, Any]] = [
+    {"prefetch": 2, "activation_checkpointing": "full"},
+    {"prefetch": 1, "compile": {"backend": "aot_eager"}},
+    {"prefetch": 9, "offload": "parameters", "no_sync_accumulation": True},
+]
+
+
+def trained(variants: list[dict[str, Any]]) -> list[Any]:
+    return [train(CASE, "zero3", options) for options in variants]
+
+
+def test_numbers_stay_the_same(ranks):
+    expected = bare_loop(CASE)
+    for records in ranks(trained, 2, VARIANTS, timeout=120):
+        for options, record in zip(VARIANTS, records, strict=True):
+            assert differences(record, expected) == [], options
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "world"),
+    [
+        ("gpt2", {"pipeline": 2, "shard": 2, "schedule": "interleaved_1f1b", "micro_batches": 4}, 4),
+        ("mixtral", {"expert": 2}, 2),
+    ],
+)
+def test_composes_with_layouts(ranks, name, options, world):
+    case = LayoutCase(name, {**options, "prefetch": 2})
+    records = ranks(run, world, case, timeout=120)
+    assert differences(records[0], reference(case)) == []
+
+
+class Skipping(pl.LightningModule):
+    """Equal blocks, the last of which is left out when ``short`` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(BLOCKS))
+        self.short = False
+
+    def forward(self, batch: Tensor) -> Tensor:
+        for block in self.blocks[: BLOCKS - 1] if self.short else self.blocks:
+            batch = block(batch)
+        return batch
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Watching(pl.Callback):
+    """Counts how many gathers have begun when a block computes, in both directions."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.forward: list[int] = []
+        self.backward: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if index == 1:
+            self.end = listen(self._count)
+            self.hooks = [block[0].register_forward_pre_hook(partial(self._in_forward)) for block in module.blocks]
+            self.hooks += [block[0].register_full_backward_pre_hook(self._in_backward) for block in module.blocks]
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step == 1:
+            self.end()
+            for hook in self.hooks:
+                hook.remove()
+
+    def _count(self, call: Any) -> None:
+        self.begun += call.kind == "all_gather"
+
+    def _in_forward(self, *args: Any) -> None:
+        self.forward.append(self.begun)
+
+    def _in_backward(self, *args: Any) -> None:
+        self.backward.append(self.begun)
+
+
+def gathers(depths: list[int | None]) -> list[tuple[list[int], list[int]]]:
+    found = []
+    for depth in depths:
+        torch.manual_seed(0)
+        watching = Watching()
+        loader = torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=2)
+        trainer = make_trainer("zero3", {"prefetch": depth}, max_steps=2, max_epochs=-1, callbacks=[watching])
+        trainer.fit(Skipping(), loader)
+        found.append((watching.forward, watching.backward))
+    return found
+
+
+def test_as_many_are_gathered_as_asked_for(ranks):
+    """Nothing is outside of these blocks, so the root gathers nothing."""
+    for found in ranks(gathers, 2, [0, 1, 2]):
+        for depth, (forward, backward) in enumerate(found):
+            expected = [min(index + 1 + depth, BLOCKS) for index in range(BLOCKS)]
+            assert forward == expected
+            assert backward == [BLOCKS + each for each in expected]
+
+
+def after_a_block_was_left_out() -> tuple[Tensor, Tensor]:
+    """Input and output of the module under new weights; its last block was gathered ahead before, and not run."""
+    torch.manual_seed(0)
+    trainer = make_trainer("zero3", {"prefetch": 2}, max_steps=1, max_epochs=-1)
+    module, seen = Skipping(), []
+    loader = torch.utils.data.DataLoader(torch.randn(4, 4), batch_size=2)
+    trainer.fit(module, loader)
+    module.validation_step = lambda batch, index=0: seen.append((batch, module(batch)))
+    module.short = True
+    trainer.validate(module, loader, verbose=False)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(0.25)
+    module.short = False
+    trainer.validate(module, loader, verbose=False)
+    return seen[-1]
+
+
+def test_weights_gathered_for_a_block_that_did_not_run_are_not_used_later(ranks):
+    for rows, output in ranks(after_a_block_was_left_out, 2):
+        for _ in range(BLOCKS):
+            rows = torch.tanh(rows.sum(1, keepdim=True) / 4 + 0.25).expand(-1, 4)
+        torch.testing.assert_close(output, rows)
+
+
+def test_refusals():
+    assert prefetch_problems(2, 3) == [] == prefetch_problems(None, 1)
+    assert "stage 2 has no effect" in prefetch_problems(1, 2, "strategy.")[0]
+    assert "0 for none" in prefetch_problems(-1, 3)[0]
+    assert prefetch_of_nothing(1, Layout(shard=-1)) == []
+    assert "shard=1 has no effect" in prefetch_of_nothing(1, Layout(replicate=2))[0]
+    with pytest.raises(ValueError, match="stage 1 has no effect"):
+        ZeroStrategy(1, prefetch=1)
+    with pytest.raises(ValueError, match="shard=1 has no effect"):
+        HybridStrategy(tensor=2, shard=1, prefetch=1)
