@@ -3,6 +3,9 @@
 Two of the layouts have a peer written by hand in plain torch (``benchmarks/peers/plain_layouts.py``): stages driven by
 ``Schedule1F1B``, and ``fully_shard`` times ``parallelize_module``. Ours and theirs live in the same processes and take
 turns, as in :mod:`benchmarks.throughput`. A step has the same number of windows of text under every layout.
+
+First the devices are measured as ``trainwright profile`` does. Seconds of a step are predicted for them, and the order
+of layouts that are clearly apart is held against the measured one.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -22,7 +25,7 @@ import torch
 import torch.distributed as dist
 from hydra.utils import instantiate
 from lightning.pytorch import seed_everything
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.peers.plain_gpt import PlainRun, PlainTraining
 from benchmarks.peers.plain_layouts import PipelineByHand, ShardedTensorByHand
@@ -31,11 +34,17 @@ from benchmarks.report import Goal, finish, say, table_of
 from benchmarks.throughput import Piece, Plan, TakeTurns
 from trainwright import compose
 from trainwright.strategies.communication.meter import CommunicationMeter, Counts
+from trainwright.trainer.doctor.profile import profile_of
+from trainwright.trainer.doctor.together import Wish, see_locally
+from trainwright.trainer.planning.choose import predicted_step
 from trainwright.trainer.run import prepare
 from trainwright.trainer.run_directory import read_config
 
 LEAST_RATIO = 0.95
 RANKS = 4
+# Part by which the slower of two layouts must take longer than the faster one for their order to count.
+APART = 0.5
+LEAST_AGREEMENT = 0.9
 
 
 @dataclass(frozen=True)
@@ -195,6 +204,7 @@ def measure(run_dir: str, name: str, plan: Plan) -> dict[str, Any]:
         "held": observe.held,
         "sent": observe.least,
         "tokens": plan.steps * cfg.global_batch_size * module.config.seq_len,
+        "steps": plan.steps,
     }
 
 
@@ -206,6 +216,47 @@ class _Nobody(SimpleNamespace):
 
     def train(self, steps: int) -> None:
         """Nothing."""
+
+
+def pairs_apart(rows: Sequence[Mapping[str, Any]], apart: float = APART) -> list[tuple[str, str, bool]]:
+    """Pairs of layouts whose measured steps differ clearly: the faster, the slower, and whether that was predicted.
+
+    Args:
+        rows: with ``side``, ``best_s`` and ``predicted_s``, seconds of a step; those without a prediction do not count.
+        apart: part by which the slower must take longer.
+    """
+    known = [row for row in rows if row.get("predicted_s") is not None]
+    return [
+        (fast["side"], slow["side"], fast["predicted_s"] < slow["predicted_s"])
+        for fast in known
+        for slow in known
+        if slow["best_s"] > (1 + apart) * fast["best_s"]
+    ]
+
+
+def predicted_seconds(name: str, options: argparse.Namespace, profile: Mapping[str, Any]) -> float:
+    """Of a step of one layout, by the planner."""
+    folder = tempfile.mkdtemp(prefix="trainwright-benchmark-")
+    try:
+        cfg = configure(CASES[name], options, Plan(1, 1, 1), folder)
+    finally:
+        shutil.rmtree(folder)
+    plain = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    return predicted_step({**plain, "device": dict(profile)}).total
+
+
+def measured_profile(options: argparse.Namespace) -> dict[str, Any]:
+    """Values of the group ``device`` for this machine and :data:`RANKS`, which may be more than it has cores.
+
+    Raises:
+        RuntimeError: if ranks failed.
+    """
+    wish = Wish(RANKS, "gpu" if options.device == "cuda" else "cpu", threads=options.threads, figures=True)
+    seen = see_locally(wish)
+    failed = [each.failure for each in seen.results if each.failure is not None]
+    if failed or not seen.results:
+        raise RuntimeError(f"the devices could not be measured: {failed}")
+    return profile_of(seen, "mine")[0]
 
 
 def compare(name: str, options: argparse.Namespace, plan: Plan) -> list[dict[str, Any]]:
@@ -227,6 +278,8 @@ def rows_of(case: LayoutCase, results: list[dict[str, Any]]) -> list[dict[str, A
     ours_row = {
         "side": f"trainwright {case.name}",
         "tokens_per_s": round(first["tokens"] / median(piece.wall for piece in ours)),
+        "best_s": round(min(piece.wall for piece in ours) / first["steps"], 4),
+        "predicted_s": None,
         "ratio": None,
         "cpu_ratio": None,
         "held_kib": round(max(result["held"] for result in results) / 1024),
@@ -265,13 +318,25 @@ def main() -> None:
     add("--warm-up", type=int, default=3, help="optimizer steps before (default: %(default)s)")
     options = parser.parse_args()
     plan = Plan(options.rounds, options.steps, options.warm_up)
+    say("what the devices can do")
+    profile = measured_profile(options)
     rows: list[dict[str, Any]] = []
     for name in options.layouts:
         say(f"{CASES[name].name} on {RANKS} ranks")
-        rows += compare(name, options, plan)
+        found = compare(name, options, plan)
+        found[-1]["predicted_s"] = round(predicted_seconds(name, options, profile), 4)
+        rows += [{**row, "layout": name} for row in found]
     goals = [Goal(f"ratio of {row['side']}", row["ratio"], LEAST_RATIO, at_least=True) for row in rows if row["ratio"]]
+    pairs = pairs_apart(rows)
+    if pairs:
+        part = sum(agrees for _, _, agrees in pairs) / len(pairs)
+        name = f"part of the {len(pairs)} pairs over {100 * APART:.0f} % apart that are predicted in their order"
+        goals.append(Goal(name, part, LEAST_AGREEMENT, at_least=True))
+        for fast, slow, agrees in pairs:
+            if not agrees:
+                say(f"predicted the other way round: {fast} is faster than {slow}")
     title = f"gpt {options.size}, {options.precision}, {options.device}; {RANKS} ranks, {options.batch} windows a step"
-    finish("layouts", [table_of(title, rows)], goals, {"options": vars(options), "rows": rows})
+    finish("layouts", [table_of(title, rows)], goals, {"options": vars(options), "profile": profile, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -51,19 +51,23 @@ class Choice:
         lines: what, why, and what to type for the same.
         words: overrides that ask for the same without `auto`.
         document: what plan.json holds.
+        smaller: micro-batches that may stand in for the chosen one if that does not fit after all; None: it was not
+            asked for.
     """
 
     lines: tuple[str, ...]
     words: tuple[str, ...]
     document: dict[str, Any]
+    smaller: tuple[int, ...] | None = None
 
 
-def decide(cfg: DictConfig, surroundings: Surroundings) -> tuple[Choice | None, list[str]]:
+def decide(cfg: DictConfig, surroundings: Surroundings, most: int | None = None) -> tuple[Choice | None, list[str]]:
     """Put what `auto` stands for into the configuration; where nothing is asked for, do nothing.
 
     Args:
         cfg: with the run directory and the checkpoint to go on from decided; changed in place.
         surroundings: the verb and the launcher.
+        most: largest micro-batch that `micro_batch_size=auto` may stand for; None: as many as are predicted to fit.
 
     Returns:
         What was chosen, None where nothing was to be or could be; and why it could not be.
@@ -80,7 +84,7 @@ def decide(cfg: DictConfig, surroundings: Surroundings) -> tuple[Choice | None, 
     try:
         if is_auto(cfg.strategy):
             return _decide_layout(cfg, surroundings), []
-        return _decide_micro_batch(cfg, surroundings), []
+        return _decide_micro_batch(cfg, surroundings, most), []
     except ConfigError as error:
         return None, list(error.problems)
 
@@ -88,6 +92,18 @@ def decide(cfg: DictConfig, surroundings: Surroundings) -> tuple[Choice | None, 
 def is_auto(strategy: Any) -> bool:
     """Whether a configuration of a strategy leaves the choice to the planner."""
     return isinstance(strategy, DictConfig) and strategy.get("_target_") == AUTO_TARGET
+
+
+def hand_over(chosen: DictConfig, cfg: DictConfig) -> None:
+    """Put what was chosen for one configuration into another that asked for the same; the rest stays as it is.
+
+    Args:
+        chosen: as :func:`decide` left it.
+        cfg: as it was before; changed in place.
+    """
+    cfg.strategy = chosen.strategy
+    cfg.micro_batch_size, cfg.global_batch_size = chosen.micro_batch_size, chosen.global_batch_size
+    cfg.accumulation.steps = chosen.accumulation.steps
 
 
 def write_plan(choice: Choice, run_dir: Path) -> None:
@@ -228,7 +244,9 @@ def _for_planner(cfg: DictConfig, surroundings: Surroundings, batch: int) -> dic
     """The configuration as plain values, with numbers where words stand."""
     asked = cfg.copy()
     world = world_size_of(cfg, surroundings)
-    asked.nodes = cfg.nodes if world % cfg.nodes == 0 else 1
+    local = surroundings.local_world_size
+    nodes = cfg.nodes if local is None else world // local
+    asked.nodes = nodes if world % nodes == 0 else 1
     asked.devices = world // asked.nodes
     asked.global_batch_size, asked.accumulation.steps = batch, None
     if not isinstance(asked.micro_batch_size, int):
@@ -282,6 +300,7 @@ def _apply(cfg: DictConfig, candidate: Mapping[str, Any], batch: int) -> list[st
     bucket = candidate["bucket_mib"]
     if bucket is not None:  # else gradients are not sent in buckets
         words.append(f"strategy.bucket_mib={bucket if asked.bucket_mib is None else asked.bucket_mib}")
+    words += ways_to_send(cfg, candidate)
     node = _composed(words)
     for key in (*_OF_EVERY_STRATEGY, *_OF_THE_MODEL):
         value = OmegaConf.to_container(asked).get(key)  # type: ignore[union-attr]
@@ -292,6 +311,24 @@ def _apply(cfg: DictConfig, candidate: Mapping[str, Any], batch: int) -> list[st
     cfg.micro_batch_size, cfg.global_batch_size = candidate["micro_batch_size"], batch
     cfg.accumulation.steps = None
     return [*words, f"micro_batch_size={cfg.micro_batch_size}", f"global_batch_size={batch}"]
+
+
+def ways_to_send(cfg: DictConfig, candidate: Mapping[str, Any]) -> Iterator[str]:
+    """What to type for how replicas are averaged and how far ahead parameters are gathered, if not the default.
+
+    Args:
+        cfg: with `strategy=auto`.
+        candidate: a layout that the planner found, with its `average_by` and `prefetch`.
+    """
+    asked, layout = cfg.strategy, candidate["layout"]
+    # What was typed is kept, and refused by the checks where it cannot be; what is chosen must be possible.
+    is_free = cfg.compression.name == "none" and cfg.launch.recovery == "restart" and cfg.launch.min_devices is None
+    average_by = asked.average_by or (candidate["average_by"] if is_free else None)
+    if average_by is not None and layout["replicate"] > 1:
+        yield f"strategy.average_by={average_by}"
+    prefetch = candidate["prefetch"] if asked.prefetch is None else asked.prefetch
+    if prefetch is not None and candidate["strategy"] in ("zero3", "hybrid") and candidate["stage"] == 3:
+        yield f"strategy.prefetch={prefetch}"
 
 
 def _that_may_shrink(words: Sequence[str], layout: Mapping[str, int], asked: DictConfig) -> Iterator[str]:
@@ -341,7 +378,7 @@ def _predicted(document: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
     seconds, held = chosen["seconds"]["step"], chosen["bytes"]["total"]
     return (
         f"predicted {seconds:.3g} s a step ({chosen['samples_per_second']:.4g} samples/s) and {size_text(held)} of "
-        f"{size_text(document['usable_bytes'])} a rank, device={document['device']}"
+        f"{size_text(document['usable_bytes'])} a rank, {document['device_source']}"
     )
 
 
@@ -381,7 +418,7 @@ def size_text(size: float) -> str:
 # ---- micro_batch_size=auto ------------------------------------------------------------------------------------------
 
 
-def _decide_micro_batch(cfg: DictConfig, surroundings: Surroundings) -> Choice:
+def _decide_micro_batch(cfg: DictConfig, surroundings: Surroundings, most: int | None) -> Choice:
     name = str(cfg.strategy.get("_target_", "")).rsplit(".", 1)[-1]
     if name not in _PLANNED:
         raise ConfigError(
@@ -410,7 +447,7 @@ def _decide_micro_batch(cfg: DictConfig, surroundings: Surroundings) -> Choice:
                 f"ranks; type global_batch_size={math.ceil(batch / layout.data_ranks) * layout.data_ranks}"
             ]
         )
-    document = _call(_largest, surroundings, cfg, _for_planner(cfg, surroundings, batch))
+    document = _call(_largest, surroundings, cfg, _for_planner(cfg, surroundings, batch), most)
     chosen = document["chosen"]
     cfg.micro_batch_size, cfg.global_batch_size = chosen["micro_batch_size"], batch
     words = [f"micro_batch_size={cfg.micro_batch_size}", f"global_batch_size={batch}"]
@@ -420,11 +457,12 @@ def _decide_micro_batch(cfg: DictConfig, surroundings: Surroundings) -> Choice:
         f"because: {document['why']}",
         f"the same by hand: {' '.join(words)}",
     )
+    smaller = tuple(document.pop("smaller"))
     document = {**document, "explicit": words, "lines": list(lines), "measured": None}
-    return Choice(lines, tuple(words), document)
+    return Choice(lines, tuple(words), document, smaller)
 
 
-def _largest(asked: dict[str, Any]) -> dict[str, Any]:
+def _largest(asked: dict[str, Any], most: int | None) -> dict[str, Any]:
     from trainwright.trainer.planning.choose import largest_micro_batch
 
-    return largest_micro_batch(asked)
+    return largest_micro_batch(asked, most)

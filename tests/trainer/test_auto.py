@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file
 
 from trainwright import compose, run
+from trainwright.checkpoint.export import export
 from trainwright.trainer import auto
 from trainwright.trainer.launch.apart import call_apart
+from trainwright.trainer.launch.launcher import Launcher
 from trainwright.trainer.launch.sizes import feasible
 from trainwright.trainer.problems import ConfigError
-from trainwright.trainer.run import plan, prepare
+from trainwright.trainer.run import choose, plan, prepare
 
 TINY = [
     "module.config.layers=4", "module.config.dim=16", "module.config.heads=2", "module.config.seq_len=16",
@@ -53,6 +57,14 @@ def without_directory(cfg: DictConfig) -> str:
 def losses(run_dir: Path) -> list[float]:
     with (run_dir / "metrics.csv").open() as file:
         return [float(row["train_loss"]) for row in csv.DictReader(file) if row.get("train_loss")]
+
+
+def weights(run_dir: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """Of the last checkpoint, by name."""
+    [checkpoint] = (run_dir / "checkpoints").iterdir()
+    file = tmp_path / f"{run_dir.name}.safetensors"
+    export(str(checkpoint), file, "safetensors")
+    return load_file(file)
 
 
 def test_four_devices_train_as_the_explicit_configuration_that_was_printed(tmp_path: Path) -> None:
@@ -114,6 +126,62 @@ def test_a_choice_can_go_on_with_fewer_devices(tmp_path: Path) -> None:
     words = ["strategy=auto", "strategy.shard=2", "devices=4", "launch.min_devices=2", f"run_dir={tmp_path}"]
     cfg = decided(composed(*words, "launch.max_restarts=1"))
     assert feasible(cfg, "fit", (3, 2), None) == 2
+
+
+@pytest.fixture
+def searches(here: None, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the planner was asked, each time."""
+    found: list[dict[str, Any]] = []
+    search = auto._search
+
+    def remembering(asked: dict[str, Any], limits: Any) -> dict[str, Any]:
+        found.append(asked)
+        return search(asked, limits)
+
+    monkeypatch.setattr(auto, "_search", remembering)
+    return found
+
+
+def test_a_job_of_a_sweep_is_planned_once(searches: list[dict[str, Any]], tmp_path: Path) -> None:
+    """A sweep checks all jobs before it runs the first; what is chosen then is what is run."""
+    cfg = composed("strategy=auto", "devices=2", f"run_dir={tmp_path / 'job'}")
+    choice, problems = choose(cfg, "fit")
+    assert not problems
+    prepared = prepare(cfg, "fit", choice=choice)
+    assert len(searches) == 1
+    document = json.loads((tmp_path / "job" / "plan.json").read_text())
+    assert f"micro_batch_size={prepared.micro_batch_size}" in document["explicit"]
+    explicit = composed(*document["explicit"], "devices=2", f"run_dir={tmp_path / 'hand'}")
+    assert without_directory(prepare(explicit, "fit")) == without_directory(prepared)
+
+
+def test_machines_of_a_launcher_are_no_single_one(searches: list[dict[str, Any]], tmp_path: Path) -> None:
+    words = ["strategy=auto", "launch=torchrun", "devices=auto", "device=h100", f"run_dir={tmp_path}"]
+    cfg, problems = plan(composed(*words), "fit", Launcher("torchrun", rank=0, world_size=4, local_world_size=2))
+    assert not problems
+    assert (cfg.devices, cfg.nodes) == (2, 2)
+    assert [(asked["devices"], asked["nodes"]) for asked in searches] == [(2, 2)]
+
+
+def test_another_layout_is_chosen_for_a_run_that_goes_on(tmp_path: Path) -> None:
+    """What was chosen for one process is left for shards of two; training goes on as if nothing had changed."""
+    words = ["trainer.log_every_n_steps=1", "strategy=auto", "global_batch_size=8"]
+    whole = run(composed(*words, "max_steps=4", f"run_dir={tmp_path / 'whole'}")).run_dir
+    fresh = [*words, "max_steps=2", "resume=auto", f"run_dir={tmp_path / 'run'}"]
+    begun = run(composed(*fresh)).run_dir
+    assert losses(begun) == losses(whole)[:2]
+    again = [*words, "max_steps=4", "devices=2", "strategy.stage=3", f"run_dir={tmp_path / 'run'}"]
+    gone_on = run(composed(*again, "ckpt_path=last")).run_dir
+    first, second = (OmegaConf.load(gone_on / name) for name in ("config.1.yaml", "config.yaml"))
+    assert [each.strategy._target_.rsplit(".", 1)[-1] for each in (first, second)] == [
+        "SingleDeviceStrategy", "ZeroStrategy"
+    ]  # fmt: skip
+    torch.testing.assert_close(*(weights(folder, tmp_path) for folder in (gone_on, whole)), rtol=1e-4, atol=1e-5)
+    # The samples of a step are those of the checkpoint where nobody types them.
+    cfg, problems = plan(composed(*again[1:2], "devices=2", f"run_dir={gone_on}", "global_batch_size=null",
+                                  "max_steps=6", "resume=auto"), "fit")  # fmt: skip
+    assert not problems
+    assert cfg.global_batch_size == 8
 
 
 REFUSED: list[tuple[Sequence[str], str]] = [

@@ -11,12 +11,13 @@ from trainwright.trainer.doctor.options import Typed, parse
 from trainwright.trainer.doctor.together import Seen, see_locally, see_with
 from trainwright.trainer.launch.launcher import Launcher, detect_launcher
 from trainwright.trainer.launch.output import ranks_speak_to_stderr
+from trainwright.trainer.planning.profiles import MEASURED
 from trainwright.trainer.problems import ConfigError
 
 OK, FAILED, REFUSED = 0, 1, 2
 DOCTOR, PROFILE = "doctor", "profile"
 VERBS = (DOCTOR, PROFILE)
-_OUT = "conf/device/mine.yaml"
+_OUT = str(MEASURED)
 
 HELP = {
     DOCTOR: """trainwright doctor: look for what is wrong with this machine, or all machines of a job, before a run.
@@ -42,7 +43,9 @@ examples:
   trainwright doctor devices=4 workers=8 run_dir=/data/runs
   torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=host:29400 -m trainwright doctor
 """,
-    PROFILE: f"""trainwright profile: measure devices and the links between them, for device=<name> of a plan.
+    PROFILE: f"""trainwright profile: measure devices and the links between them, for the plans of device=auto.
+
+What it writes to {_OUT} device=auto takes in that folder; of another file, type device=<name>.
 
 usage: trainwright profile [key=value ...] [--out FILE] [--overwrite]
 
@@ -151,7 +154,8 @@ def _profile(typed: Typed, launcher: Launcher | None) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(to_yaml(values, notes), encoding="utf-8")
     print(path.read_text(encoding="utf-8"), end="")
-    print(f"\nwritten to {path}; use it with --config-dir {path.parent.parent} device={path.stem}", flush=True)
+    found = "device=auto uses it from this folder; elsewhere type" if path == MEASURED else "use it with"
+    print(f"\nwritten to {path}; {found} --config-dir {path.parent.parent} device={path.stem}", flush=True)
     return OK
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.trainer.doctor.machine import machine_facts
+from trainwright.trainer.planning.profiles import machine_name
 
 _TENSOR_FLOAT = "tf32"
 _KINDS = {"float32": torch.float32, _TENSOR_FLOAT: torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -23,6 +25,8 @@ _COPIED = {"cpu": 128 * 2**20, "cuda": 2**30}
 # Of the blocks whose training step is measured: width, rows of a batch, kind of numbers.
 _BLOCKS = {"cpu": (512, 512, "float32"), "cuda": (4096, 8192, "bfloat16")}
 _NUM_BLOCKS = 2
+# Of the blocks whose operations have nothing to compute.
+_SMALL_DIM, _SMALL_BLOCKS = 4, 8
 
 
 def measure_device(device: torch.device, local_size: int) -> dict[str, Any]:
@@ -34,8 +38,8 @@ def measure_device(device: torch.device, local_size: int) -> dict[str, Any]:
 
     Returns:
         ``device_name``, ``memory_bytes``, ``flops`` by kind of number, ``memory_bandwidth``, ``efficiency``,
-        ``host_bandwidth``, ``host_memory_bytes`` and ``host_latency`` (seconds of the smallest copy between host and
-        device).
+        ``host_bandwidth``, ``host_memory_bytes``, ``host_latency`` (seconds of the smallest copy between host and
+        device), ``operation_seconds``, ``measured_on`` and the ``cores`` of the machine.
     """
     facts = machine_facts()
     host_memory = min(facts.memory, facts.memory_limit or facts.memory) // local_size
@@ -55,6 +59,9 @@ def measure_device(device: torch.device, local_size: int) -> dict[str, Any]:
         "host_bandwidth": host,
         "host_memory_bytes": host_memory,
         "host_latency": host_latency,
+        "operation_seconds": _operation_seconds(device),
+        "measured_on": machine_name(on_gpu),
+        "cores": facts.cores,
     }
 
 
@@ -141,6 +148,41 @@ def _efficiency(device: torch.device, flops: dict[str, float]) -> float:
         taken = _quickest(step, device, _BUDGET)
     matrices = _NUM_BLOCKS * 8 * dim * dim
     return min(1.0, 6 * matrices * rows / taken / flops[kind])
+
+
+class _Calls(TorchDispatchMode):
+    """Counts the operations that torch is asked for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _operation_seconds(device: torch.device) -> float:
+    """Seconds that an operation takes of which there is nothing to compute, in forward and backward of small blocks.
+
+    Counted as the planner counts them; what Python and autograd do between two operations is in it.
+    """
+    blocks = small_blocks(device)
+    with torch.enable_grad():
+        small_step(blocks, device)
+        calls = _Calls()
+        with calls:
+            small_step(blocks, device)
+        taken = _quickest(lambda: small_step(blocks, device), device, _BUDGET)
+    return taken / max(calls.count, 1)
+
+
+def small_blocks(device: torch.device) -> nn.Sequential:
+    """Blocks whose operations have nothing to compute."""
+    return nn.Sequential(*(_Block(_SMALL_DIM) for _ in range(_SMALL_BLOCKS))).to(device)
+
+
+def small_step(blocks: nn.Module, device: torch.device) -> None:
+    """Forward and backward of these."""
+    blocks(torch.ones(1, _SMALL_DIM, device=device)).square().mean().backward()
 
 
 def threads_from_environment() -> None:

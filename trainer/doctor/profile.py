@@ -40,6 +40,10 @@ def profile_of(seen: Seen, name: str) -> tuple[dict[str, Any], list[str]]:
         "across": across,
         "host_bandwidth": _rounded(middle["host_bandwidth"]),
         "host_memory_bytes": min(each["host_memory_bytes"] for each in figures),
+        "operation_seconds": _rounded(median(each["operation_seconds"] for each in figures)),
+        "gather_seconds": _rounded(median(each.get("gather_seconds", 0.0) for each in figures)),
+        "share": 1.0 if seen.on_gpu else _rounded(min(1.0, figures[0]["cores"] / seen.local_size)),
+        "measured_on": figures[0]["measured_on"],
     }, [f"{figures[0]['device_name']}, measured on {', '.join(seen.hosts)} with {len(figures)} ranks.", *notes]
 
 
@@ -49,7 +53,7 @@ def _links(seen: Seen, figures: Sequence[Mapping[str, Any]]) -> tuple[dict[str, 
     notes = []
     way = {"latency": figures[0]["host_latency"], "bandwidth": median(each["host_bandwidth"] for each in figures)}
     if seen.local_size > 1:
-        within = _of(links["within" if machines > 1 else "all"])
+        within = _with_calls(links["within" if machines > 1 else "all"], links.get("pair"))
     else:
         within = {key: _rounded(value) for key, value in way.items()}
         notes.append(
@@ -65,6 +69,19 @@ def _links(seen: Seen, figures: Sequence[Mapping[str, Any]]) -> tuple[dict[str, 
             "several machines, or write your network's figures here."
         )
     return within, across, notes
+
+
+def _with_calls(link: Link, pair: Link | None) -> dict[str, float]:
+    """What a message costs and what a collective, by how much longer an all-reduce of more ranks takes than of two.
+
+    One of n ranks takes ``call + 2 (n - 1) latency``; both are known from two n. From one alone, all is in the latency.
+    """
+    if pair is None or link.ranks <= pair.ranks:
+        return _of(link)
+    all_of_it, of_pair = (2 * (each.ranks - 1) * each.latency for each in (link, pair))
+    latency = max(all_of_it - of_pair, 0.0) / (2 * (link.ranks - pair.ranks))
+    call = max(all_of_it - 2 * (link.ranks - 1) * latency, 0.0)
+    return {**_of(link), "latency": _rounded(latency), "call": _rounded(call)}
 
 
 def _of(link: Link) -> dict[str, float]:

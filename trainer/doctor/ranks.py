@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from trainwright.strategies.communication.advice import Link
 from trainwright.strategies.communication.probe import probe_links
 from trainwright.strategies.layout import Layout
 from trainwright.trainer.doctor.clocks import Offset, offset_of
-from trainwright.trainer.doctor.measure import measure_device
+from trainwright.trainer.doctor.measure import measure_device, small_blocks, small_step
 from trainwright.trainer.doctor.network import Pair
 
 # Longest wait for one collective.
@@ -32,6 +34,7 @@ PAIR_SECONDS = 20.0
 _MOST_ROUNDS = 64
 _SMALL, _LARGE = 1, 2**20  # elements of four bytes
 _PINGS, _TRANSFERS, _QUESTIONS = 8, 3, 8
+_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,8 @@ def examine(
                 if figures:
                     board.at(rank, "measuring its device")
                     measured = measure_device(device, local_size)
+                    board.at(rank, "measuring sharded blocks")
+                    measured["gather_seconds"] = measure_gathering(device, links[0])
                     dist.barrier()  # NCCL's communicator must not end while another one measures
             result = RankResult(rank, host, None, offset, pairs, rounds, links, measured)
     except Exception as failure:  # whatever a backend or a driver raises
@@ -296,10 +301,46 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def measure_gathering(device: torch.device, link: Link) -> float:
+    """Seconds that gathering a block's parameters, or reducing its gradients, takes beside the collective itself.
+
+    Blocks whose parameters are next to nothing, by FSDP2 and without; a collective of all ranks.
+
+    Args:
+        device: of this rank.
+        link: of all ranks.
+    """
+    mesh = init_device_mesh(device.type, (link.ranks,))
+    plain, sharded = small_blocks(device), small_blocks(device)
+    for block in sharded:
+        fully_shard(block, mesh=mesh)
+    usual, longer = (_step_seconds(blocks, device) for blocks in (plain, sharded))
+    # A block is gathered for forward and for backward, and its gradients are reduced.
+    each = (longer - usual) / (3 * len(sharded))
+    return max(each - link.seconds("all_gather", 0.0), 0.0)
+
+
+def _step_seconds(blocks: torch.nn.Sequential, device: torch.device) -> float:
+    """Of the quickest of some steps, as many on every rank."""
+    taken = []
+    with torch.enable_grad():
+        for _ in range(2 + _STEPS):
+            dist.barrier()
+            begin = _now(device)
+            small_step(blocks, device)
+            taken.append(_now(device) - begin)
+    return min(taken[2:])
+
+
 def measure_links(world_size: int, local_size: int, device: torch.device) -> list[Link]:
-    """All-reduces of all ranks; where there are several machines of as many ranks, also within and across them."""
+    """All-reduces of all ranks; where there are several machines of as many ranks, also within and across them.
+
+    Pairs of a machine of more tell what a collective costs beside its messages.
+    """
     axes: list[tuple[str, Layout, str]] = [("all", Layout(replicate=world_size), "replicate")]
     if 1 <= local_size < world_size and world_size % local_size == 0:
         nodes = Layout(replicate=world_size // local_size, shard=local_size)
         axes += [("within", nodes, "shard"), ("across", nodes, "replicate")]
+    if local_size > 2 and local_size % 2 == 0 and world_size % local_size == 0:
+        axes.append(("pair", Layout(replicate=world_size // 2, shard=2), "shard"))
     return probe_links(axes, device)

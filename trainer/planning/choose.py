@@ -15,10 +15,11 @@ from trainwright.strategies.pipeline.schedules import stages_per_rank_of
 from trainwright.trainer.planning.facts import Cut, FactsError
 from trainwright.trainer.planning.limits import Limits
 from trainwright.trainer.planning.memory import Held, Work, held_by, in_flight
-from trainwright.trainer.planning.profiles import DeviceProfile, profile_of
+from trainwright.trainer.planning.profiles import DeviceProfile, LinkProfile, profile_of
 from trainwright.trainer.planning.search import USABLE, Candidate, Plan, Searched, held_at_step, plan
+from trainwright.trainer.planning.sending import average_by, prefetch
 from trainwright.trainer.planning.table import as_dict, candidate_as_dict, extras, reasons
-from trainwright.trainer.planning.time import link_of, step_time
+from trainwright.trainer.planning.time import StepTime, link_of, step_time
 from trainwright.trainer.problems import ConfigError
 from trainwright.trainer.validate import Surroundings, closed_layout
 
@@ -41,11 +42,20 @@ def ranked_layouts(asked: dict[str, Any], limits: Limits) -> dict[str, Any]:
     """
     found = plan(_on_this_machine(asked), limits)
     document = as_dict(found)
-    document["ranked"] = [{**_told(found, each), "bucket_mib": bucket_mib(found, each)} for each in found.ranked]
+    document["ranked"] = [{**_told(found, each), **_sending(found, each)} for each in found.ranked]
     document["best"] = document["ranked"][0] if found.ranked else None
     document["reasons"] = reasons(found.refused)
     document["profile"] = asdict(found.profile)
     return document
+
+
+def _sending(plan: Plan, candidate: Candidate) -> dict[str, Any]:
+    """Options of how it sends; None: the default."""
+    return {
+        "bucket_mib": bucket_mib(plan, candidate),
+        "average_by": average_by(plan, candidate),
+        "prefetch": prefetch(plan, candidate),
+    }
 
 
 def bucket_mib(plan: Plan, candidate: Candidate) -> float | None:
@@ -73,11 +83,15 @@ def bucket_mib(plan: Plan, candidate: Candidate) -> float | None:
     return float(f"{best / _MIB:.3g}")
 
 
-def largest_micro_batch(asked: dict[str, Any]) -> dict[str, Any]:
+def largest_micro_batch(asked: dict[str, Any], most: int | None = None) -> dict[str, Any]:
     """The largest micro-batch with which the layout of a configuration fits.
 
     Args:
         asked: a configuration as plain values, with the number of devices and of samples of a step.
+        most: samples that larger ones were found not to fit beyond; None: no such thing is known.
+
+    Returns:
+        A plan's document, with `why` and `smaller`: the micro-batches below the chosen one.
 
     Raises:
         ConfigError: if not even the smallest fits, or nothing can be predicted.
@@ -94,7 +108,8 @@ def largest_micro_batch(asked: dict[str, Any]) -> dict[str, Any]:
     samples = cfg.global_batch_size // layout.data_ranks
     parts = _parts(cfg, layout)
     above: tuple[int, Held] | None = None
-    for size in _sizes(samples, parts):
+    sizes = [size for size in _sizes(samples, parts) if most is None or size <= most]
+    for size in sizes:
         work = _work(cfg, layout, size // parts, samples // size, parts)
         held = _held(searched, work, cost)
         if held.total <= searched.capacity and held.host <= searched.profile.host_memory_bytes:
@@ -103,7 +118,10 @@ def largest_micro_batch(asked: dict[str, Any]) -> dict[str, Any]:
                 _name(cfg), work, cut, held, seconds, cfg.global_batch_size,
                 at_step=held_at_step(searched.table, cost, work, searched.shares(work)),
             )  # fmt: skip
-            return _document(searched, chosen, above)
+            document = _document(searched, chosen, above)
+            if above is None and most is not None:
+                document["why"] = "larger ones did not fit when they were tried."
+            return {**document, "smaller": [each for each in sizes if each < size]}
         above = size, held
     assert above is not None
     raise ConfigError(
@@ -113,6 +131,30 @@ def largest_micro_batch(asked: dict[str, Any]) -> dict[str, Any]:
             "layout that fits, or strategy.activation_checkpointing=full"
         ]
     )
+
+
+def predicted_step(asked: dict[str, Any]) -> StepTime:
+    """Seconds of a step under the layout that a configuration has typed, as its ranks share this machine.
+
+    Args:
+        asked: a resolved configuration as plain values, with the number of devices, `micro_batch_size` and
+            `global_batch_size`.
+
+    Raises:
+        ConfigError: if nothing can be predicted.
+    """
+    cfg = _on_this_machine(asked)
+    layout = closed_layout(cfg, Surroundings())
+    if layout is None:
+        raise ConfigError([f"strategy: the layout of {cfg.strategy.get('_target_')} is not told by its configuration"])
+    searched, parts = Searched(cfg), _parts(cfg, layout)
+    rounds = cfg.global_batch_size // (layout.data_ranks * cfg.micro_batch_size)
+    work = _work(cfg, layout, cfg.micro_batch_size // parts, rounds, parts)
+    try:
+        cost = searched.facts.of(_cut(cfg, layout))
+    except FactsError as error:
+        raise ConfigError([str(error)]) from error
+    return step_time(searched.table, cost, work, searched.shares(work), searched.profile, cfg.precision)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -131,19 +173,32 @@ def _on_this_machine(asked: dict[str, Any]) -> DictConfig:
 
 
 def _shared_by(profile: DeviceProfile, ranks: int) -> DeviceProfile:
-    """A profile for nodes of so many ranks. Where these are more than cores, they share them and their memory."""
+    """A profile for nodes of so many ranks. Where these are more than cores, they share them and their memory.
+
+    One that was measured with more ranks than cores is of such shares; fewer ranks have larger ones, up to a core each.
+    """
     most = max(profile.devices_per_node, 1)
     profile = replace(profile, devices_per_node=ranks)
-    if ranks <= most or not profile.is_cpu:
+    part = min(most / ranks, 1 / profile.share)
+    if part == 1 or not profile.is_cpu:
         return profile
-    part = most / ranks
     return replace(
         profile,
-        memory_bytes=int(part * profile.memory_bytes),
-        host_memory_bytes=int(part * profile.host_memory_bytes),
+        memory_bytes=int(most / ranks * profile.memory_bytes),
+        host_memory_bytes=int(most / ranks * profile.host_memory_bytes),
         flops={kind: part * each for kind, each in profile.flops.items()},
         memory_bandwidth=part * profile.memory_bandwidth,
+        operation_seconds=profile.operation_seconds / part,
+        gather_seconds=profile.gather_seconds / part,
+        within=_slowed(profile.within, part),
+        across=_slowed(profile.across, part),
+        share=part * profile.share,
     )
+
+
+def _slowed(link: LinkProfile, part: float) -> LinkProfile:
+    """Cores carry messages, too."""
+    return LinkProfile(link.latency / part, link.bandwidth * part, link.call / part)
 
 
 def _told(plan: Plan, candidate: Candidate) -> dict[str, Any]:
@@ -192,6 +247,7 @@ def _cut(cfg: DictConfig, layout: Layout) -> Cut:
     return Cut(
         tensor=layout.tensor,
         context=layout.context,
+        expert=layout.expert,
         sequence_parallel=bool(strategy.get("sequence_parallel")),
         loss_parallel=bool(strategy.get("loss_parallel")),
         attention=strategy.get("attention") or "ring",
@@ -236,6 +292,7 @@ def _work(cfg: DictConfig, layout: Layout, micro_batch: int, rounds: int, parts:
         several,
         strategy.get("offload") or "none",
         bool(strategy.get("no_sync_accumulation")),
+        prefetch=strategy.get("prefetch"),
     )
 
 

@@ -18,8 +18,10 @@ import contextlib
 import copy
 import io
 import logging
+import math
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,9 +32,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
+from trainwright.callbacks.monitor.flops import operations_of
 from trainwright.strategies.blocks import checkpoint_activations, find_blocks
 from trainwright.strategies.communication.axes import name_of
 from trainwright.strategies.communication.calls import Call, listen
@@ -41,12 +43,13 @@ from trainwright.strategies.communication.meter import Sent
 from trainwright.strategies.engines import EngineOptions, Engines
 from trainwright.strategies.groups import LayoutGroups
 from trainwright.strategies.layout import Layout
+from trainwright.strategies.pipeline.form import Form, take_apart
+from trainwright.trainer.planning.experts import EVEN, Routing, assume_routing
 
 # Attributes in which equal blocks differ: their place in the model.
 _PLACE = re.compile(r"(^|_)(idx|index|layer_id|layer_number|layer_idx|depth|name)$")
 # Bytes of parameters up to which a module that reads values is run with real ones.
 _REAL_BYTES = 2**29
-_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class Cut:
         checkpointing: ``"none"``, ``"full"`` (every block is computed again in backward) or ``"selective"``.
         checkpoint_modules: of ``"selective"``.
         attention, balance: of the context axis.
+        expert: ranks that hold different experts; 1 is off.
+        routing: how evenly tokens are spread over them.
     """
 
     tensor: int = 1
@@ -93,6 +98,8 @@ class Cut:
     checkpoint_modules: tuple[str, ...] | None = None
     attention: str = "ring"
     balance: bool = True
+    expert: int = 1
+    routing: Routing = EVEN
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,10 @@ class Part:
         sent: (axis, kind of collective) -> what one sample's forward and backward send.
         sent_forward: of that, what forward sends.
         outputs: bytes that layers with weights of their own return; as large are the gradients of these.
+        calls: operations of torch that forward runs, whatever the number of samples; each costs time of its own.
+        backward_calls: those of backward; what is computed again included.
+        moved: bytes that operations of forward without arithmetic of matrices read and write.
+        backward_moved: those of backward; what is computed again included.
     """
 
     flops: float = 0.0
@@ -114,6 +125,10 @@ class Part:
     sent: Mapping[tuple[str, str], Sent] = field(default_factory=dict)
     sent_forward: Mapping[tuple[str, str], Sent] = field(default_factory=dict)
     outputs: Bytes = Bytes()
+    calls: float = 0.0
+    backward_calls: float = 0.0
+    moved: Bytes = Bytes()
+    backward_moved: Bytes = Bytes()
 
     def with_excess(self, block: Part, alike: Part) -> Part:
         """With what ``block`` costs more than ``alike``."""
@@ -132,7 +147,15 @@ class Part:
     def again(self, boundary: Bytes) -> Part:
         """The same block where only what enters it is kept, and all is computed again in backward."""
         sent = {key: _more(each, self.sent_forward.get(key)) for key, each in self.sent.items()}
-        return replace(self, backward=self.backward + self.flops, kept=boundary, sent=sent)
+        calls = self.backward_calls + self.calls
+        return replace(
+            self,
+            backward=self.backward + self.flops,
+            kept=boundary,
+            sent=sent,
+            backward_calls=calls,
+            backward_moved=self.backward_moved + self.moved,
+        )
 
     def over(self, one: Part, alone: Part) -> Part:
         """This block where ``alone``, which is split, stands for ``one``, which is not.
@@ -148,6 +171,10 @@ class Part:
             sent={**_shrunk(self.sent, alone, one), **_shrunk(alone.sent, self, one)},
             sent_forward={**_shrunk(self.sent_forward, alone, one), **_shrunk(alone.sent_forward, self, one)},
             outputs=_scaled_bytes(self.outputs, alone.outputs, one.outputs),
+            calls=max(self.calls + alone.calls - one.calls, one.calls),
+            backward_calls=max(self.backward_calls + alone.backward_calls - one.backward_calls, one.backward_calls),
+            moved=_scaled_bytes(self.moved, alone.moved, one.moved),
+            backward_moved=_scaled_bytes(self.backward_moved, alone.backward_moved, one.backward_moved),
         )
 
 
@@ -302,6 +329,10 @@ class ModelFacts:
                 return known[cut]
         if cut.checkpointing == "full":
             found = self.near(replace(cut, checkpointing="none")).again()
+        elif cut.expert > 1 and cut.tensor * cut.context > 1:
+            plain = replace(cut, tensor=1, context=1, sequence_parallel=False, loss_parallel=False)
+            dense = replace(plain, expert=1)
+            found = self.near(replace(cut, expert=1)).over(self.of(dense), self.of(plain))
         elif cut.tensor > 1 and cut.context > 1:
             plain = replace(cut, tensor=1, context=1, sequence_parallel=False, loss_parallel=False)
             tensor, context = replace(cut, context=1), replace(plain, context=cut.context)
@@ -333,6 +364,27 @@ class ModelFacts:
             return torch.zeros(shape, dtype=leaf.dtype, device="cpu")
 
         return pytree.tree_map(like, self._batch)
+
+    def handed_on(self, cut: Cut, samples: int) -> Form:
+        """What a block within the model returns, without its tensors.
+
+        Args:
+            cut: how a pass is split.
+            samples: of a micro-batch.
+
+        Raises:
+            TypeError: if it is nothing that a pipeline can hand on.
+        """
+        found: list[Form] = []
+        with self._prepared(cut, samples, self._without_values is False) as (module, blocks, batch, _):
+            place = self._representatives([place for place, _ in blocks])[0]
+            source = f"The block {self.blocks[place]!r}"
+            dict(blocks)[place].register_forward_hook(
+                lambda block, args, output: found.append(take_apart(output, source)[0])
+            )
+            with autocast_of(self.precision):
+                module.training_step(batch, 0)
+        return found[0]
 
     def _measure(self, cut: Cut) -> Pass:
         reason: Exception | None = None
@@ -369,12 +421,19 @@ class ModelFacts:
         return _pass_of(two, three, self._representatives(active), is_real=with_values)
 
     def _run(self, cut: Cut, samples: int, with_values: bool) -> _Run:
+        with self._prepared(cut, samples, with_values) as (module, blocks, batch, layout):
+            return _Run(module, blocks, batch, layout, self.precision)
+
+    @contextlib.contextmanager
+    def _prepared(self, cut: Cut, samples: int, with_values: bool) -> Iterator[_Sample]:
+        """The module with the blocks that run, cut, where it can run: within torch's fake mode unless it has values."""
         active = self._active(cut)
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings(action="ignore"))
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(quiet())
-            layout = Layout(tensor=cut.tensor, context=cut.context)
+            shard = cut.expert // math.gcd(cut.expert, cut.context)
+            layout = Layout(shard=shard, context=cut.context, tensor=cut.tensor, expert=cut.expert)
             stack.enter_context(_alone_among(layout.world_size))
             if not with_values:
                 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -390,7 +449,7 @@ class ModelFacts:
             checkpoint_activations(module, cut.checkpointing, chosen, cut.checkpoint_modules)  # type: ignore[arg-type]
             for block in chosen:
                 block.register_forward_hook(last.remember)  # after the engines' own, which exchange outputs
-            return _Run(module, list(zip(sorted(active), chosen, strict=True)), batch, layout, self.precision)
+            yield module, list(zip(sorted(active), chosen, strict=True)), batch, layout
 
     def _active(self, cut: Cut) -> set[int]:
         """Places of the blocks that run: one of each kind, and where activations are sliced, the first and the last."""
@@ -489,6 +548,10 @@ def _likeness(block: nn.Module) -> tuple[Any, ...]:
     return tuple(parts)
 
 
+# A module, its blocks that run with their places, a batch, and a layout of the ranks that the module is cut for.
+_Sample = tuple[LightningModule, list[tuple[int, nn.Module]], Any, Layout]
+
+
 class _Last:
     """What the last block that ran has returned."""
 
@@ -553,6 +616,7 @@ def _cut_module(module: LightningModule, layout: Layout, cut: Cut, plan: Mapping
     )
     engines = Engines(module, layout, LayoutGroups(layout, "cpu"), options, torch.device("cpu"))
     engines.apply()
+    assume_routing(engines.dispatchers, cut.routing)
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
@@ -591,8 +655,12 @@ def _alone_among(ranks: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fake_world(ranks: int) -> Iterator[None]:
-    """A default process group of so many ranks of which this is the first and the others are not there.
+def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
+    """A default process group of so many ranks of which this is one and the others are not there.
+
+    Args:
+        ranks: of the group.
+        rank: this one.
 
     Raises:
         FactsError: if the process has met real ranks already.
@@ -603,7 +671,7 @@ def fake_world(ranks: int) -> Iterator[None]:
 
     from trainwright.strategies.groups import forget_meshes
 
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield
     finally:
@@ -644,6 +712,8 @@ class _Run:
 
     Attributes:
         flops, backward: operations by phase: :data:`_BEFORE`, the place of a block, :data:`_AFTER`.
+        calls, backward_calls: how many operations of torch they are in, by phase.
+        moved, backward_moved: bytes that operations without arithmetic of matrices read and write, by phase.
         kept: bytes alive when the loss is there, by the phase that made them.
         sent: by phase.
     """
@@ -691,6 +761,8 @@ class _Run:
             loss.backward()
         self._close_peaks()
         self.flops, self.backward = dict(counter.flops), dict(counter.backward)
+        self.calls, self.backward_calls = dict(counter.calls), dict(counter.backward_calls)
+        self.moved, self.backward_moved = dict(counter.moved), dict(counter.backward_moved)
 
     _in_backward = False
 
@@ -771,32 +843,47 @@ class _Run:
         return sum(_size(getattr(p.grad, "_local_tensor", p.grad)) for p in self._graded if p.grad is not None)
 
 
+class _Seen:
+    """A storage that is alive: its bytes, what it belongs to, and what tells when it is gone."""
+
+    __slots__ = ("phase", "reference", "size")
+
+    def __init__(self, reference: Any, phase: Any, size: int) -> None:
+        self.reference, self.phase, self.size = reference, phase, size
+
+
 class LiveCounter(TorchDispatchMode):
     """Watches every operation, and knows which storages there are from when to when.
 
     Attributes:
+        now: bytes alive.
         peak: most bytes alive since :meth:`reset_peak`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._phases = WeakIdKeyDictionary()
+        self._seen: dict[int, _Seen] = {}
         self._ignored = WeakIdKeyDictionary()
+        self._stack = contextlib.ExitStack()
+        self.now = 0
         self.peak = 0
 
     phase: Any = None
     """What storages that are made now belong to."""
 
-    @property
-    def now(self) -> int:
-        """Bytes alive."""
-        return sum(storage.nbytes() for storage in self._phases)
+    def __enter__(self) -> Any:
+        self._stack.enter_context(_resizing_told(self._on_resized))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
 
     def alive(self) -> dict[Any, int]:
         """Bytes alive by the phase that made them."""
         found: dict[Any, int] = {}
-        for storage, phase in self._phases.items():
-            found[phase] = found.get(phase, 0) + storage.nbytes()
+        for seen in list(self._seen.values()):
+            found[seen.phase] = found.get(seen.phase, 0) + seen.size
         return found
 
     def reset_peak(self) -> None:
@@ -814,19 +901,37 @@ class LiveCounter(TorchDispatchMode):
             self._see(tensor)
 
     def _see(self, tensor: Tensor) -> bool:
+        """Take note of a tensor; whether there is more than before."""
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        if storage in self._phases or storage in self._ignored:
+        key = id(storage)
+        if key in self._seen:
+            return self._resized(storage)
+        if storage in self._ignored:
             return False
-        self._phases[storage] = self.phase
+        size = storage.nbytes()
+        self._seen[key] = _Seen(weakref.ref(storage, lambda _: self._on_gone(key)), self.phase, size)
+        self.now += size
         return True
+
+    def _resized(self, storage: torch.UntypedStorage) -> bool:
+        seen, size = self._seen[id(storage)], storage.nbytes()
+        more, seen.size = size - seen.size, size
+        self.now += more
+        return more > 0
+
+    def _on_resized(self, storage: torch.UntypedStorage) -> None:
+        if id(storage) in self._seen and self._resized(storage):
+            self._notice(self.now)
+
+    def _on_gone(self, key: int) -> None:
+        self.now -= self._seen.pop(key).size
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        # FSDP2 gives memory back to storages that it has taken it from, before operators of these two.
-        is_more = func.namespace in ("fsdp", "c10d")
+        is_more = False
         for leaf in pytree.tree_leaves(output):
             is_more |= isinstance(leaf, Tensor) and self._see(leaf)
         if is_more:
@@ -842,6 +947,23 @@ class LiveCounter(TorchDispatchMode):
         """What else is counted of an operation: nothing."""
 
 
+@contextlib.contextmanager
+def _resizing_told(listener: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
+    """Tell of every storage that is resized: FSDP2 takes and gives memory so, which is no operation of torch."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        found = resize(storage, size)
+        listener(storage)
+        return found
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
 class _Counter(LiveCounter):
     """Counts operations too, by phase of a run."""
 
@@ -850,6 +972,10 @@ class _Counter(LiveCounter):
         self._run = run
         self.flops: dict[Any, float] = {}
         self.backward: dict[Any, float] = {}
+        self.calls: dict[Any, float] = {}
+        self.backward_calls: dict[Any, float] = {}
+        self.moved: dict[Any, float] = {}
+        self.backward_moved: dict[Any, float] = {}
         self.accumulating_peak = self.block_peak = 0
 
     def _notice(self, now: int) -> None:
@@ -864,30 +990,23 @@ class _Counter(LiveCounter):
         return self._run.phase
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        operations = _operations(func, args, kwargs, output)
+        calls = self.backward_calls if self._run._in_backward else self.calls
+        calls[self._run.phase] = calls.get(self._run.phase, 0.0) + 1
+        operations = operations_of(func, args, kwargs, output, halve_causal=True)
         if operations:
             counts = self.backward if self._run._in_backward else self.flops
             counts[self._run.phase] = counts.get(self._run.phase, 0.0) + operations
+        elif not _is_view(func):
+            through = self.backward_moved if self._run._in_backward else self.moved
+            size = sum(_size(leaf) for leaf in pytree.tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor))
+            through[self._run.phase] = through.get(self._run.phase, 0.0) + size
 
 
-def _operations(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
-    packet = func._overloadpacket
-    name = packet.__name__
-    if name.startswith(_ATTENTION):
-        is_backward = name.endswith("backward")
-        query, key, value = (tuple(tensor.shape) for tensor in (args[1:4] if is_backward else args[:3]))
-        is_causal = kwargs.get(
-            "is_causal", args[7 if is_backward else 4] if len(args) > (7 if is_backward else 4) else False
-        )
-        key, value = (((*query[:2], *shape[2:]) if len(query) == 4 else shape) for shape in (key, value))
-        count = (
-            sdpa_backward_flop_count(query, query, key, value) if is_backward else sdpa_flop_count(query, key, value)
-        )
-        # Kernels leave out what a causal mask hides.
-        return count / 2 if is_causal else float(count)
-    if packet in flop_registry:
-        return float(flop_registry[packet](*args, **kwargs, out_val=output))
-    return 0.0
+def _is_view(func: Any) -> bool:
+    """Whether an operation only looks at memory in another way, or sends it, which is counted elsewhere."""
+    schema = func._schema
+    aliases = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+    return aliases or func.namespace in ("c10d", "_c10d_functional", "fsdp") or not schema.returns
 
 
 @contextlib.contextmanager
@@ -927,7 +1046,19 @@ def _pass_of(two: _Run, three: _Run, representatives: Sequence[int], is_real: bo
         flops, backward = (counts.get(phase, 0.0) / 3 for counts in (three.flops, three.backward))
         sent, forward = (_of_one(counts.get(phase, {})) for counts in (three.sent, three.sent_forward))
         outputs = grown(lambda run: run.outputs.get(phase, 0))
-        return Part(flops, backward, grown(lambda run: run.kept.get(phase, 0)), sent, forward, outputs)
+        calls, again = three.calls.get(phase, 0.0), three.backward_calls.get(phase, 0.0)
+        return Part(
+            flops,
+            backward,
+            grown(lambda run: run.kept.get(phase, 0)),
+            sent,
+            forward,
+            outputs,
+            calls,
+            again,
+            grown(lambda run: run.moved.get(phase, 0.0)),
+            grown(lambda run: run.backward_moved.get(phase, 0.0)),
+        )
 
     blocks = tuple(part(place) for place in representatives)
     before, after, through = part(_BEFORE), part(_AFTER), part(_BEFORE).kept

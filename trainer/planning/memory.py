@@ -12,23 +12,24 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
 
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.pipeline.cut import PipelineCut
-from trainwright.strategies.pipeline.schedules import CHOICES, ranks_of_stages, stages_of_rank
+from trainwright.strategies.pipeline.schedules import stages_of_rank
 from trainwright.strategies.plan import ModelPlan
 from trainwright.strategies.tensor_rules import plan_splits
 from trainwright.trainer.layout_report import OptimizerStates
 from trainwright.trainer.planning.facts import ModelFacts, Part, Pass
+from trainwright.trainer.planning.order import BACKWARD, FORWARD, INPUTS, WEIGHTS, actions_of
 
 # Of torch's DistributedDataParallel, and of ZeRO's buckets (strategy.bucket_mib).
 _BUCKET = 25 * 2**20
 _LEAST_BUCKETS, _SMALL_BUCKET = 16, 2**20
-# Packed buckets of gradients on their way at once, see strategies/reducer.py.
+# Packed buckets of gradients at once, see strategies/reducer.py.
 _IN_FLIGHT = 2
 # Schedules whose backwards come in an order for which there is no formula here.
 _SIMULATED = ("interleaved_zero_bubble", "zbv", "dualpipev")
@@ -79,6 +80,7 @@ class Work:
         schedule, stages_per_rank: of the pipeline.
         offload: none, optimizer or parameters.
         no_sync: stages 2 and 3 send gradients once a step.
+        prefetch: blocks that stage 3 gathers ahead; None: as FSDP2 does.
         reshard: whether stage 3 lets go of a block's parameters after its forward; never in a pipeline.
     """
 
@@ -92,6 +94,7 @@ class Work:
     offload: str = "none"
     no_sync: bool = False
     bucket_bytes: float = _BUCKET
+    prefetch: int | None = None
 
     @property
     def has_pipeline(self) -> bool:
@@ -397,28 +400,29 @@ def in_flight(schedule: str, pipeline: int, stages_per_rank: int, parts: int, ra
     return _simulated(schedule, pipeline, stages_per_rank, parts, rank)
 
 
-class _StageStub:
-    """What torch's schedules read of a stage while they lay out its order."""
-
-    has_backward = True
-    is_first = is_last = False
-
-    def __init__(self, index: int, rank: int, ranks: int, stages: int, schedule: str) -> None:
-        self.stage_index, self.group_rank, self.group_size, self.num_stages = index, rank, ranks, stages
-        self.stage_index_to_group_rank = dict(enumerate(ranks_of_stages(ranks, stages, schedule)))
-        self.device, self.group = torch.device("cpu"), None
-        self.submod = torch.nn.Identity()
-
-
 def _simulated(schedule: str, pipeline: int, stages_per_rank: int, parts: int, rank: int) -> float:
     """The most of :func:`passes_of`."""
-    return max(live for live, _, _ in passes_of(schedule, pipeline, stages_per_rank, parts, rank))
+    return max(each.live for each in passes_of(schedule, pipeline, stages_per_rank, parts, rank))
+
+
+class AtBackward(NamedTuple):
+    """What a rank of a pipeline holds at one of its backwards.
+
+    Args:
+        live: passes whose activations are held.
+        deferred: of these, such that have gone backward but for the gradients of weights.
+        graded: stages that have gradients of weights.
+        is_first: whether it is the first backward of its stage, which makes these as it goes on.
+    """
+
+    live: int
+    deferred: int
+    graded: int
+    is_first: bool = False
 
 
 @lru_cache(maxsize=1024)
-def passes_of(
-    schedule: str, pipeline: int, stages_per_rank: int, parts: int, rank: int
-) -> tuple[tuple[int, int, int], ...]:
+def passes_of(schedule: str, pipeline: int, stages_per_rank: int, parts: int, rank: int) -> tuple[AtBackward, ...]:
     """What a rank holds at its backwards, by going through the order in which torch runs its passes.
 
     Args:
@@ -429,37 +433,35 @@ def passes_of(
         rank: place along the pipeline.
 
     Returns:
-        For each backward that others do not exceed in all three: passes whose activations are held; of these, such
-        that have gone backward but for the gradients of weights; stages that have gradients of weights.
+        Those of its backwards that others do not exceed in all three counts. The first of a stage counts when it
+        begins: with its pass, without its gradients.
     """
-    stages = pipeline * stages_per_rank
-    mine = stages_of_rank(rank, pipeline, stages, schedule)
-    stubs = [_StageStub(index, rank, pipeline, stages, schedule) for index in mine]
-    kind_of_schedule: Any = CHOICES[schedule].load()
-    built = kind_of_schedule(stubs, n_microbatches=parts, loss_fn=lambda output, target: output)
     live: set[tuple[int, int]] = set()
     deferred: set[tuple[int, int]] = set()
     graded: set[int] = set()
-    found: set[tuple[int, int, int]] = set()
-    for action in built.pipeline_order[rank]:
-        for each in (action and action.sub_actions) or (action,):
-            if each is None:
-                continue
-            kind, at = each.computation_type.name, (each.stage_index, each.microbatch_index)
-            if kind == "FORWARD":
-                live.add(at)
-                continue
-            if kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):
-                graded.add(each.stage_index)
-            found.add((len(live), len(deferred), len(graded)))
-            if kind == "BACKWARD_INPUT":
-                deferred.add(at)
-            elif kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):
-                live.discard(at)
-                deferred.discard(at)
-    return tuple(
-        sorted(a for a in found if not any(b != a and all(x >= y for x, y in zip(b, a, strict=True)) for b in found))
-    )
+    found: set[AtBackward] = set()
+    for kind, stage, part in actions_of(schedule, pipeline, stages_per_rank, parts, rank):
+        at = (stage, part)
+        if kind == FORWARD:
+            live.add(at)
+            continue
+        is_first = kind == BACKWARD and stage not in graded
+        if kind == WEIGHTS:
+            graded.add(stage)
+        found.add(AtBackward(len(live), len(deferred), len(graded), is_first))
+        if kind == BACKWARD:
+            graded.add(stage)
+        if kind == INPUTS:
+            deferred.add(at)
+        else:
+            live.discard(at)
+            deferred.discard(at)
+    return tuple(sorted(a for a in found if not any(_exceeds(b, a) for b in found)))
+
+
+def _exceeds(one: AtBackward, other: AtBackward) -> bool:
+    more = all(a >= b for a, b in zip(one[:3], other[:3], strict=True))
+    return one != other and more and one.is_first == other.is_first
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -489,6 +491,11 @@ def state_of(table: StateTable, work: Work, share: Share) -> tuple[UnitState, Un
     )
 
 
+def bucket_bytes(work: Work, whole: float) -> float:
+    """Of ZeRO's reducer for so many bytes of parameters: a small part of a small model, see strategies/zero.py."""
+    return min(work.bucket_bytes, max(whole / _LEAST_BUCKETS, _SMALL_BUCKET))
+
+
 def _sum(states: Iterable[UnitState]) -> UnitState:
     total = UnitState()
     for state in states:
@@ -509,7 +516,9 @@ def moments(table: StateTable, cost: Pass, work: Work, share: Share, live: float
     # Gradients of the step before are dropped when the first forward of the next has run, as Lightning does.
     before = buffers.persisting(averaged, state.whole_gradients)
     forward = averaged if work.rounds == 1 else max(averaged, before)
+    middle = kept.blocks(buffers.ahead), buffers.in_middle_block
     return [
+        replace(rest, gradients=forward, activations=middle[0], buffers=middle[1], moment="blocks ahead"),
         replace(rest, gradients=forward, activations=kept.blocks(), buffers=buffers.in_last_block, moment="last block"),
         replace(rest, gradients=forward, activations=kept.forward(), buffers=buffers.in_forward, moment="forward"),
         replace(rest, gradients=before, activations=kept.head(), buffers=buffers.in_head, moment="loss"),
@@ -545,12 +554,15 @@ def _moments_of_pipeline(
         # All micro-batches go backward through one stage before the next, whose gradients are not there yet.
         steady = [(passes - n * work.parts - 1, 0, n + 1) for n in range(stages)]
     elif work.schedule in _SIMULATED:
-        steady = list(passes_of(work.schedule, work.layout.pipeline, stages, work.parts, share.place))
+        at = passes_of(work.schedule, work.layout.pipeline, stages, work.parts, share.place)
+        steady = [each[:3] for each in at if is_whole or not each.is_first]
+        for each in () if is_whole else (each for each in at if each.is_first):
+            found += _first_of_stage(each, early, kept, buffers, persisting, stages)
     else:
         steady = [(live if passes > live else live - 1, 0, stages)]
     for passed, deferred, made in steady:
         activations = kept.pipeline(passed, is_accumulating=True) + kept.deferred(deferred)
-        step = buffers.gathered_whole + (1.0 if is_whole else made / stages) * state.whole_gradients
+        step = buffers.whole_of_stages(1.0 if is_whole else made / stages)
         found.append(replace(early, gradients=persisting, activations=activations, buffers=step, moment="pipeline"))
     return [
         *found,
@@ -564,6 +576,23 @@ def _first_backward(rest: Held, kept: _Kept, buffers: _Buffers, persisting: floa
     held = buffers.whole_step if is_whole else buffers.gathered_whole
     activations = kept.pipeline(live, is_accumulating=is_whole)
     return replace(rest, gradients=persisting, activations=activations, buffers=held, moment="first backward")
+
+
+def _first_of_stage(
+    at: AtBackward, rest: Held, kept: _Kept, buffers: _Buffers, persisting: float, stages: int
+) -> list[Held]:
+    """When the first backward of a stage begins, and within its last block, when the gradients of all others are there.
+
+    Activations of a block are gone when its gradients are there; in between there is something of both.
+    """
+    begins = kept.pipeline(at.live) + kept.deferred(at.deferred)
+    ends = kept.pipeline(at.live - 1) + kept.heaviest_block + kept.deferred(at.deferred)
+    others = buffers.whole_of_stages((at.graded + 1) / stages) - buffers.whole_of_block
+    held = ((begins, buffers.whole_of_stages(at.graded / stages)), (ends, others))
+    return [
+        replace(rest, gradients=persisting, activations=activations, buffers=size, moment="first of a stage")
+        for activations, size in held
+    ]
 
 
 def _at_rest(work: Work, state: UnitState) -> Held:
@@ -606,18 +635,27 @@ class _Kept:
 
     def reduced(self) -> float:
         """When the last block has gone backward and its activations are gone, within the backward of the next."""
-        gone = max((self._of(block) for block in self._cost.blocks), default=0.0)
-        return self.block() - gone
+        return self.block() - self.heaviest_block
 
-    def blocks(self) -> float:
-        """Within the forward of the last block."""
-        return self._through + self._cost.forward_block.of(self._samples)
+    def blocks(self, ahead: float = 0.0) -> float:
+        """Within the forward of the last block, or of that which is followed by so many."""
+        most = max((self._of(block) for block in self._cost.blocks), default=0.0)
+        return self._through - ahead * most + self._cost.forward_block.of(self._samples)
 
     def first(self) -> float:
         """Within the backward of the first block, when those of all others are gone."""
-        most = max((self._of(block) for block in self._cost.blocks), default=0.0)
         cost = self._cost
-        return self._of(cost.before) + most + cost.entry.of(self._samples) + cost.block_peak.of(self._samples)
+        return (
+            self._of(cost.before)
+            + self.heaviest_block
+            + cost.entry.of(self._samples)
+            + cost.block_peak.of(self._samples)
+        )
+
+    @property
+    def heaviest_block(self) -> float:
+        """What the block that keeps most keeps."""
+        return max((self._of(block) for block in self._cost.blocks), default=0.0)
 
     def deferred(self, passes: float) -> float:
         """Passes whose gradients of weights come later: the gradient of what each layer with weights has returned."""
@@ -660,7 +698,7 @@ class _Buffers:
         layout = work.layout
         self._is_reduced = work.stage in (1, 2) or (work.stage == 3 and not self._is_gathered)
         self.is_alone = layout.replicate * layout.state_ranks == 1
-        self._bucket = min(work.bucket_bytes, max(state.whole / _LEAST_BUCKETS, _SMALL_BUCKET), state.reduced)
+        self._bucket = min(bucket_bytes(work, state.whole), state.reduced)
 
     def persisting(self, averaged: float, whole: float) -> float:
         """Gradients that are there when the last backward begins."""
@@ -686,7 +724,7 @@ class _Buffers:
     @property
     def in_last_block(self) -> float:
         """FSDP2 keeps what a block was gathered into, beside its parameters, until the next one is gathered."""
-        return self._gathered(2.0) + self._beside_buckets
+        return self._gathered(1.0 if self._work.prefetch == 0 else 2.0) + self._beside_buckets
 
     @property
     def in_head(self) -> float:
@@ -696,7 +734,7 @@ class _Buffers:
     def in_block(self) -> float:
         """When backward has entered the last block: gradients of what follows it are there."""
         if self._is_gathered:
-            return self._gathered(2.0) + self._outside.whole_gradients / 2  # this block's and the next one's
+            return self._gathered(1.0 + self.ahead) + self._outside.whole_gradients / 2  # this block's and the next's
         if self._is_reduced and not self.is_alone:
             return self._on_their_way(self._outside.reduced)
         return self._beside_buckets
@@ -712,7 +750,7 @@ class _Buffers:
         unpacked = 0.0 if is_there else min(made, size)
         if not size or made < size:
             return unpacked
-        buckets = min(_IN_FLIGHT + 1, made // size)
+        buckets = min(_IN_FLIGHT, made // size)
         rows = buckets * size / work.layout.state_ranks if work.rounds > 1 else 0.0
         return unpacked + buckets * size + rows
 
@@ -736,6 +774,18 @@ class _Buffers:
             return self._on_their_way(self._outside.reduced + self._heaviest.reduced)
         return self._beside_buckets
 
+    @property
+    def ahead(self) -> float:
+        """Blocks that are gathered while another computes, of those that there are beside it."""
+        asked = 1.0 if self._work.prefetch is None else float(self._work.prefetch)
+        others = self._blocks.whole / self._heaviest.whole - 1 if self._heaviest.whole else 0.0
+        return min(asked, max(others, 0.0))
+
+    @property
+    def in_middle_block(self) -> float:
+        """Within the forward of the last block that others are gathered ahead of."""
+        return self._gathered(1.0 + self.ahead) + self._beside_buckets
+
     def _gathered(self, blocks: float) -> float:
         return self._outside.whole + blocks * self._heaviest.whole if self._is_gathered else 0.0
 
@@ -744,10 +794,19 @@ class _Buffers:
         """In a pipeline: what is gathered once for all passes."""
         return self._state.whole if self._is_gathered else 0.0
 
+    def whole_of_stages(self, part: float) -> float:
+        """In a pipeline: that, and whole gradients of a part of the rank's stages."""
+        return self.gathered_whole + part * self._state.whole_gradients
+
+    @property
+    def whole_of_block(self) -> float:
+        """Whole gradients of the heaviest block."""
+        return self._heaviest.whole_gradients
+
     @property
     def whole_step(self) -> float:
-        """In a pipeline: that, and gradients whole until all passes are done."""
-        return self.gathered_whole + self._state.whole_gradients
+        """In a pipeline, when all stages have gone backward."""
+        return self.whole_of_stages(1.0)
 
     @property
     def at_end(self) -> float:
@@ -755,7 +814,7 @@ class _Buffers:
             sent = self._heaviest.whole_gradients
             if self._is_reduced and self._bucket:
                 # The gradients of a bucket are packed, and shards are left of those that are on their way.
-                buckets = min(_IN_FLIGHT + 1, self._state.reduced // self._bucket)
+                buckets = min(_IN_FLIGHT, self._state.reduced // self._bucket)
                 sent = self._bucket * (1 + buckets / self._work.layout.state_ranks)
             return self.whole_step + (0.0 if self.is_alone else sent)
         if self._is_gathered:
@@ -766,5 +825,6 @@ class _Buffers:
 
 
 __all__: Sequence[str] = (
-    "Held", "Share", "StateTable", "UnitState", "Work", "held_by", "in_flight", "moments", "share_of", "state_of",
+    "Held", "Share", "StateTable", "UnitState", "Work", "bucket_bytes", "held_by", "in_flight", "moments", "share_of",
+    "state_of",
 )  # fmt: skip

@@ -62,6 +62,7 @@ def as_page(plan: Plan) -> str:
             "<h2>The first layouts</h2>",
             _table(plan, shown),
         ]
+    parts += [f"<p>{escape(note)}</p>" for note in plan.notes]
     if plan.refused:
         parts += ["<h2>Not possible</h2>", _refused(plan)]
     return (

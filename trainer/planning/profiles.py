@@ -9,11 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 AUTO, CPU = "auto", "cpu"
+MEASURED = Path("conf", "device", "mine.yaml")
+"""Where `trainwright profile` writes unless it is told otherwise, and `device=auto` looks: in the working folder."""
 # Parts of the names that torch gives to GPUs -> profile; the first that a name contains counts.
 _BY_NAME = {
     "B200": "b200",
@@ -38,10 +42,12 @@ class LinkProfile:
     Args:
         latency: seconds of one message of a ring, without its bytes.
         bandwidth: bytes per second that one device sends, in one direction.
+        call: seconds of one collective beside its messages; 0: they are in ``latency``.
     """
 
     latency: float
     bandwidth: float
+    call: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,13 @@ class DeviceProfile:
         across: between nodes, for each device.
         host_bandwidth: between a device and the memory of its host, bytes per second in one direction.
         host_memory_bytes: memory of the host for each device, bytes.
+        operation_seconds: that starting an operation of torch takes, whatever its size; 0: it is not counted.
+        gather_seconds: that gathering a block's parameters, or reducing its gradients, takes beside the collective,
+            with stage 3; 0: not counted.
+        measured_on: what it was measured on, see :func:`machine_name`; empty: its figures are published or assumed.
+        source: where it is from, for people; empty: from the group ``device``.
+        share: part of a core that each rank has where there are more ranks than cores, which the figures above are of;
+            1: a device for each.
     """
 
     name: str
@@ -72,6 +85,11 @@ class DeviceProfile:
     across: LinkProfile
     host_bandwidth: float
     host_memory_bytes: int
+    operation_seconds: float = 0.0
+    gather_seconds: float = 0.0
+    measured_on: str = ""
+    source: str = ""
+    share: float = 1.0
 
     @property
     def is_cpu(self) -> bool:
@@ -139,11 +157,20 @@ def profile_from(values: Mapping[str, Any]) -> DeviceProfile:
         memory_bandwidth=float(values["memory_bandwidth"]),
         efficiency=float(values["efficiency"]),
         devices_per_node=int(values["devices_per_node"]),
-        within=LinkProfile(float(numbers["within.latency"]), float(numbers["within.bandwidth"])),
-        across=LinkProfile(float(numbers["across.latency"]), float(numbers["across.bandwidth"])),
+        within=_link(numbers, "within"),
+        across=_link(numbers, "across"),
         host_bandwidth=float(values["host_bandwidth"]),
         host_memory_bytes=int(values["host_memory_bytes"]),
+        operation_seconds=float(numbers["operation_seconds"]),
+        gather_seconds=float(numbers["gather_seconds"]),
+        measured_on=str(values.get("measured_on") or ""),
+        source=str(values.get("source") or ""),
+        share=float(values.get("share") or 1.0),
     )
+
+
+def _link(numbers: Mapping[str, Any], name: str) -> LinkProfile:
+    return LinkProfile(*(float(numbers[f"{name}.{key}"]) for key in ("latency", "bandwidth", "call")))
 
 
 _PLAIN = ("memory_bytes", "memory_bandwidth", "efficiency", "devices_per_node", "host_bandwidth", "host_memory_bytes")
@@ -155,7 +182,8 @@ def _numbers(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     for link in ("within", "across"):
         given = values.get(link) or {}
         found += [(f"{link}.{key}", given.get(key)) for key in ("latency", "bandwidth")]
-    return found
+        found.append((f"{link}.call", given.get("call") or 0.0))
+    return [*found, *((key, values.get(key) or 0.0) for key in ("operation_seconds", "gather_seconds"))]
 
 
 def profile_named(name: str) -> DeviceProfile:
@@ -221,13 +249,49 @@ def _of_gpus(cfg: DictConfig) -> DeviceProfile | None:
     return profile_of_gpu(torch.cuda.get_device_name(0))
 
 
+def machine_name(on_gpu: bool) -> str:
+    """What a profile of this machine is measured on: the name of its GPU, or the number of its cores."""
+    from trainwright.trainer.machine import num_cores
+
+    if not on_gpu:
+        return f"{num_cores()} CPU cores"
+    import torch
+
+    return str(torch.cuda.get_device_properties(0).name)
+
+
 def _of_this_machine(cfg: DictConfig) -> DeviceProfile:
-    """Published figures of this machine's GPUs, with their memory; or the profile of CPUs with this host's memory."""
+    """As measured here; else published figures of this machine's GPUs, or the profile of CPUs; with its memory."""
     from trainwright.trainer.machine import num_gpus
 
     gpus = num_gpus() if cfg.accelerator != "cpu" else 0
-    if not gpus:
-        return _this_host(profile_named(CPU))
+    measured, instead = _measured(machine_name(gpus > 0))
+    if measured is not None:
+        return measured
+    profile = _of_these_gpus(gpus) if gpus else _this_host(profile_named(CPU))
+    figures = f"published figures of {profile.name}" if gpus else "assumed figures of a core"
+    return replace(profile, source=f"device=auto: {figures}; {instead}")
+
+
+def _measured(here: str) -> tuple[DeviceProfile | None, str]:
+    """The profile that was measured on this machine, or what to do for one."""
+    if not MEASURED.exists():
+        return None, f"there is no {MEASURED}, which trainwright profile writes"
+    try:
+        profile = profile_from(dict(OmegaConf.to_container(OmegaConf.load(MEASURED))))  # type: ignore[arg-type]
+    except (OSError, ValueError, TypeError, YAMLError) as error:
+        why = (str(error).splitlines() or [repr(error)])[0]
+        raise ValueError(
+            f"device=auto: {MEASURED} cannot be used: {why}; measure again with trainwright profile --overwrite, or "
+            "type device=<profile>"
+        ) from error
+    if profile.measured_on != here:
+        of = profile.measured_on or "nobody knows what machine"
+        return None, f"{MEASURED} is of {of}, this is {here}; trainwright profile --overwrite measures it"
+    return replace(profile, source=f"device=auto: {MEASURED}, measured on {here} by trainwright profile"), ""
+
+
+def _of_these_gpus(gpus: int) -> DeviceProfile:
     import torch
 
     about = torch.cuda.get_device_properties(0)

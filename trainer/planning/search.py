@@ -24,9 +24,21 @@ from trainwright.strategies.plan import ModelPlan
 from trainwright.trainer.batch import solve_accumulation
 from trainwright.trainer.check_layout import build_on_meta, meta_module
 from trainwright.trainer.planning.batches import one_batch
+from trainwright.trainer.planning.experts import Routing
 from trainwright.trainer.planning.facts import Cut, FactsError, ModelFacts, Pass
 from trainwright.trainer.planning.limits import OFFLOADS, Limits
-from trainwright.trainer.planning.memory import Held, Share, StateTable, Work, held_by, in_flight, moments, share_of
+from trainwright.trainer.planning.memory import (
+    Held,
+    Share,
+    StateTable,
+    UnitState,
+    Work,
+    held_by,
+    in_flight,
+    moments,
+    share_of,
+    state_of,
+)
 from trainwright.trainer.planning.profiles import DeviceProfile, profile_of
 from trainwright.trainer.planning.time import StepTime, step_time
 from trainwright.trainer.problems import ConfigError
@@ -40,6 +52,8 @@ _POSITIONS = 2048
 _MOST_MICRO_BATCHES, _MOST_IN_PIPELINE = 8, 3
 _GIB = 2**30
 _STAGES = (1, 2, 3)
+# Of tokens that arrive at a rank, beside what arrives where all experts are chosen equally often.
+_UNEVEN = 1.25
 _PREFIX = "strategy."
 
 
@@ -56,6 +70,8 @@ class Candidate:
         samples: of an optimizer step.
         overrides: what to type behind the recipe to have it.
         at_step: most of each kind on any rank when the optimizer steps; what can be seen of it in a run.
+        blocks: of the module that a rank has.
+        block: the heaviest of them.
     """
 
     strategy: str
@@ -66,6 +82,8 @@ class Candidate:
     samples: int
     overrides: tuple[str, ...] = ()
     at_step: Held = field(default_factory=Held)
+    blocks: int = 0
+    block: UnitState = field(default_factory=UnitState)
 
     @property
     def layout(self) -> Layout:
@@ -127,6 +145,7 @@ class Plan:
         parameters: elements of the module.
         seconds: that planning took.
         considered: ways to run that were weighed.
+        notes: what the first layout's bytes depend on beside sizes; sentences.
     """
 
     name: str
@@ -279,6 +298,19 @@ class _Search(Searched):
             refused=tuple(refused),
             parameters=sum(parameter.numel() for parameter in self.module.parameters()),
             considered=self.considered,
+            notes=tuple(self._notes(ranked[0])) if ranked else (),
+        )
+
+    def _notes(self, best: Candidate) -> Iterator[str]:
+        """What a plan takes for granted."""
+        if best.layout.expert == 1:
+            return
+        more = replace(best.cut, routing=Routing(received=_UNEVEN, computed=_UNEVEN))
+        even, uneven = (self._held(best.work, self.facts.near(cut)).total for cut in (best.cut, more))
+        yield (
+            "experts are taken to be chosen evenly by the tokens of all ranks; a rank to which "
+            f"{100 * (_UNEVEN - 1):.0f} % more travels than to the mean needs {max(uneven - even, 0) / _GIB:.2f} GiB "
+            "more in the first layout (seen in a run: rank_imbalance)"
         )
 
     def _refuse(self, what: str, kind: str, reason: str, overrides: Sequence[str] = (), needed: float = 0.0) -> None:
@@ -437,19 +469,24 @@ class _Search(Searched):
                 for strategy, stage in _strategies(whole):
                     if not self.limits.allow_layout(whole, stage):
                         continue
-                    yield from self._ways(strategy, stage, whole, cut, samples)
+                    yield from self._ways(strategy, stage, whole, replace(cut, expert=expert), samples)
 
     def _experts(self, layout: Layout) -> Iterator[int]:
         yield 1
         if not self.plan_of(1).experts:
             return
         for expert in _divisors(layout.state_ranks)[1:]:
-            if not self._problems_of_experts(expert):
+            if self.limits.allow_axis("expert", expert) and not self._problems_of_experts(expert):
                 yield expert
 
     @cache  # noqa: B019 - lives as long as one search
     def _problems_of_experts(self, expert: int) -> list[str]:
         problems = self._problems(Layout(shard=expert, expert=expert))
+        if not problems:
+            try:
+                self.facts.of(Cut(expert=expert, attention=self.attention))
+            except FactsError as error:
+                problems = [str(error)]
         for problem in problems[:1]:
             self._refuse(f"expert {expert}", "layout", problem, self._axes(expert=expert))
         return problems
@@ -561,7 +598,12 @@ class _Search(Searched):
         seconds = step_time(self.table, cost, work, self.shares(work), self.profile, self.cfg.precision)
         samples = work.micro_batch * work.rounds * work.parts * work.layout.data_ranks
         at_step = held_at_step(self.table, cost, work, self.shares(work))
-        return Candidate(strategy, work, cut, held, seconds, samples, at_step=at_step)
+        share = self.shares(work)[0]
+        _, heaviest, _ = state_of(self.table, work, share)
+        blocks = sum(share.blocks.values())
+        return Candidate(
+            strategy, work, cut, held, seconds, samples, at_step=at_step, blocks=blocks, block=heaviest
+        )  # fmt: skip
 
     # ---- what to type -----------------------------------------------------------------------------------------------
 

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from trainwright.trainer.planning.search import USABLE, Candidate, Plan, Refusal
 
 SHOWN = 10
 _SHOWN_REASONS, _SHOWN_NAMES = 6, 3
+# More columns than any table has.
+_NO_WIDTH = 10_000
 _GIB, _MIB = 2**30, 2**20
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
@@ -23,7 +26,7 @@ def as_text(plan: Plan, width: int | None = None) -> str:
 
     Args:
         plan: what was found.
-        width: columns; None: of the terminal.
+        width: columns, at the least; None: as many as the tables need.
     """
     console = Console(file=io.StringIO(), width=width, highlight=False)
     print_plan(plan, console)
@@ -32,19 +35,29 @@ def as_text(plan: Plan, width: int | None = None) -> str:
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print the answer of `trainwright plan`."""
+    """Print the answer of `trainwright plan`: on a terminal as wide as that is, elsewhere as wide as the tables are."""
+    tables = [_layouts(plan), _details(plan)] if plan.ranked else []
+    if not console.is_terminal:  # a file or a pipe has no width
+        console.width = max([console.width, *(_width_of(table, console) for table in tables)])
     for line in headline(plan):
         console.print(line, soft_wrap=True)
     if plan.ranked:
-        console.print(_layouts(plan))
-        console.print(_details(plan))
+        for table in tables:
+            console.print(table)
         console.print("\nwhat to type for the first:", style="bold")
         assert plan.best is not None
         console.print(f"  {command_of(plan, plan.best)}", soft_wrap=True, markup=False)
+    for note in plan.notes:
+        console.print(f"\n{note}", soft_wrap=True, markup=False)
     if plan.refused:
         console.print("\nnot possible:", style="bold")
         for line in reasons(plan.refused):
             console.print(f"  {line}", soft_wrap=True, markup=False)
+
+
+def _width_of(table: Table, console: Console) -> int:
+    """Columns that a table takes with one line to a row."""
+    return Measurement.get(console, console.options.update(max_width=_NO_WIDTH), table).maximum
 
 
 def headline(plan: Plan) -> list[str]:
@@ -53,6 +66,7 @@ def headline(plan: Plan) -> list[str]:
     return [
         f"{plan.name}: {plan.parameters:,} parameters, {plan.precision}, {batch}, {plan.world_size} x "
         f"{plan.profile.name} ({USABLE * plan.profile.memory_bytes / _GIB:.1f} GiB usable of each)",
+        *([plan.profile.source] if plan.profile.source else []),
         f"{len(plan.ranked)} layouts possible, {len(plan.refused)} not; {plan.considered} ways weighed in "
         f"{plan.seconds:.1f} s",
     ]
@@ -72,7 +86,7 @@ def _layouts(plan: Plan) -> Table:
     table.add_column("#", justify="right")
     table.add_column("layout", min_width=24)
     for name in ("s/step", "samples/s", "MFU", "waits", "bubble", "GiB", "micro", "accum."):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", overflow="fold")
     table.add_column("with")
     for number, each in enumerate(plan.ranked[:SHOWN], 1):
         time = each.time
@@ -119,9 +133,9 @@ def _details(plan: Plan) -> Table:
     )  # fmt: skip
     table.add_column("#", justify="right")
     for name in (*_KINDS, "moment"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", overflow="fold")
     for axis in axes:
-        table.add_column(axis, justify="right", no_wrap=True)
+        table.add_column(axis, justify="right", overflow="fold")
     for number, each in enumerate(shown, 1):
         memory = [f"{getattr(each.memory, kind) / _GIB:.1f}" for kind in _KINDS]
         waits = [_wait(each, axis) for axis in axes]
@@ -168,12 +182,14 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "recipe": plan.name,
         "world_size": plan.world_size,
         "device": plan.profile.name,
+        "device_source": plan.profile.source or f"device={plan.profile.name}",
         "usable_bytes": USABLE * plan.profile.memory_bytes,
         "precision": plan.precision,
         "parameters": plan.parameters,
         "global_batch_size": plan.global_batch_size,
         "seconds_of_planning": plan.seconds,
         "considered": plan.considered,
+        "notes": list(plan.notes),
         "best": candidate_as_dict(plan, plan.best) if plan.best is not None else None,
         "ranked": [candidate_as_dict(plan, each) for each in plan.ranked],
         "refused": [

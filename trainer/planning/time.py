@@ -15,13 +15,10 @@ from trainwright.strategies.communication.costs import least_bytes
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.pipeline.schedules import CHOICES
 from trainwright.trainer.planning.facts import Part, Pass
-from trainwright.trainer.planning.memory import Share, StateTable, UnitState, Work, state_of
+from trainwright.trainer.planning.memory import Share, StateTable, UnitState, Work, share_of, state_of
 from trainwright.trainer.planning.profiles import DeviceProfile
 
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "send": 0}
-# How often what forward keeps crosses the device's memory: written and read in forward, read and its gradient written
-# and read in backward.
-_CROSSINGS = 5
 # Of the seconds that a collective is hidden behind computing, the part by which the two slow each other down: mean
 # slowdown of computing (18.9 %) of
 # "Characterizing Compute-Communication Overlap in GPU-Accelerated Distributed Deep Learning" (arXiv:2507.03114).
@@ -29,7 +26,6 @@ _INTERFERENCE = 0.19
 # Schedules whose sends torch waits for right away; the others run while the next micro-batch computes.
 _WAITS_FOR_SENDS = ("gpipe", "1f1b")
 # Attributes by which modules call the experts that a token goes to.
-_CHOSEN_EXPERTS = ("experts_per_token", "num_experts_per_tok", "num_experts_per_token", "top_k", "topk")
 
 
 @dataclass(frozen=True)
@@ -93,11 +89,11 @@ def link_of(profile: DeviceProfile, layout: Layout, axis: str) -> Link:
     stride, size = _place_of(layout, axis)
     per_node = max(profile.devices_per_node, 1)
     if (size - 1) * stride < per_node or layout.world_size <= per_node:
-        return Link(axis, size, profile.within.latency, profile.within.bandwidth)
+        return Link(axis, size, profile.within.latency, profile.within.bandwidth, profile.within.call)
     inside = min(size, max(per_node // stride, 1))
     bandwidth = min(profile.within.bandwidth, profile.across.bandwidth * inside)
     latency = ((inside - 1) * profile.within.latency + profile.across.latency) / inside
-    return Link(axis, size, latency, bandwidth)
+    return Link(axis, size, latency, bandwidth, profile.across.call)
 
 
 def _place_of(layout: Layout, axis: str) -> tuple[int, int]:
@@ -134,6 +130,7 @@ def collective(link: Link, kind: str, size: float, calls: float = 1.0) -> tuple[
     if kind == "all_reduce":
         tree = 2 * math.log2(link.ranks) * link.latency * calls + 2 * size / link.bandwidth
         seconds = min(seconds, tree)
+    seconds += calls * link.call
     return sent, seconds
 
 
@@ -175,15 +172,36 @@ def step_time(
     share = passes.share
     blocks, heaviest, outside = state_of(table, work, share)
     micro_batches = work.rounds * work.parts
-    compute = micro_batches * max(passes.seconds, _reading(blocks + outside, profile))
+    reading = _reading(blocks + outside, profile)
+    compute = micro_batches * max(passes.seconds, reading)
     forward, backward = passes.forward, passes.backward
     bubble = work.rounds * bubble_of(work.schedule, work.layout.pipeline, work.stages_per_rank, forward, backward)
     traffic: dict[str, Traffic] = {}
     _add(traffic, _within_passes(cost, work, share, profile, micro_batches))
     _add(traffic, _of_pipeline(cost, work, profile, compute))
     _add(traffic, _of_state(work, blocks, outside, heaviest, passes, profile, len(share.stages)))
-    _add(traffic, _of_experts(table, cost, work, share, profile, micro_batches))
-    return StepTime(compute, bubble, _update(work, blocks + outside, profile), traffic, model_flops(table, cost, work))
+    update = _update(work, blocks + outside, profile)
+    if profile.share < 1 and work.has_pipeline:
+        rest = update + sum(each.exposed for each in traffic.values())
+        whole = share_of(table.facts.kinds, [range(len(table.facts.kinds))], 1, work.schedule, 0)
+        mean = _Passes(cost, work, whole, profile, precision).seconds / work.layout.pipeline
+        critical, compute = compute + bubble, micro_batches * max(mean, reading)
+        bubble = idle(critical + rest, compute + rest, profile.share)
+    return StepTime(compute, bubble, update, traffic, model_flops(table, cost, work))
+
+
+def idle(critical: float, work: float, share: float) -> float:
+    """Seconds of a step in which the part of a core that a rank has does nothing.
+
+    Where ranks share cores, one that waits leaves its part to others: the step lasts as long as it would with a core
+    for each, or as all their work lasts, whichever is longer.
+
+    Args:
+        critical: seconds of the rank of a pipeline that has most to do and of its waiting, with its part of a core.
+        work: of a rank in the mean, so computed.
+        share: that part, less than 1.
+    """
+    return max(share * critical - work, 0.0)
 
 
 def model_flops(table: StateTable, cost: Pass, work: Work) -> float:
@@ -205,14 +223,26 @@ class _Passes:
         parts += [(cost.before, 1)] if share.has_first else []
         parts += [(cost.after, 1)] if share.has_last else []
         samples = work.micro_batch
-        moved = sum(count * part.kept.of(samples) for part, count in parts) * _CROSSINGS / profile.memory_bandwidth
-        self.forward = samples * sum(count * part.flops for part, count in parts) / flops + moved * 2 / _CROSSINGS
+        width = profile.memory_bandwidth
+        self.forward = samples * sum(count * part.flops for part, count in parts) / flops
+        self.forward += sum(count * part.moved.of(samples) for part, count in parts) / width
         self.backward = samples * sum(count * part.backward for part, count in parts) / flops
-        self.backward += moved * 3 / _CROSSINGS
+        self.backward += sum(count * part.backward_moved.of(samples) for part, count in parts) / width
+        # Parameters are gathered for forward and for backward, and gradients reduced, block by block.
+        gathering = (sum(share.blocks.values()) + 1) * profile.gather_seconds if work.splits_parameters else 0.0
+        calls = sum(count * part.calls for part, count in parts) * profile.operation_seconds
+        again = sum(count * part.backward_calls for part, count in parts) * profile.operation_seconds
+        self.forward = _with_starting(self.forward, calls + gathering, profile)
+        self.backward = _with_starting(self.backward, again + 2 * gathering, profile)
 
     @property
     def seconds(self) -> float:
         return self.forward + self.backward
+
+
+def _with_starting(work: float, starting: float, profile: DeviceProfile) -> float:
+    """Seconds of work and of what starts it: a core does both, a GPU works while its host starts more."""
+    return work + starting if profile.is_cpu else max(work, starting)
 
 
 def _reading(state: UnitState, profile: DeviceProfile) -> float:
@@ -228,19 +258,20 @@ def _add(traffic: dict[str, Traffic], more: Mapping[str, Traffic]) -> None:
 def _within_passes(
     cost: Pass, work: Work, share: Share, profile: DeviceProfile, micro_batches: int
 ) -> dict[str, Traffic]:
-    """What blocks send along the tensor and the context axis; computing waits for all of it."""
+    """What blocks send along the tensor, the context and the expert axis; computing waits for all of it."""
     traffic: dict[str, Traffic] = {}
     parts: list[tuple[Part, int]] = [(cost.blocks[kind], count) for kind, count in share.blocks.items()]
     parts += [(cost.before, 1)] if share.has_first else []
     parts += [(cost.after, 1)] if share.has_last else []
-    links = {axis: link_of(profile, work.layout, axis) for axis in ("tensor", "context")}
+    links = {axis: link_of(profile, work.layout, axis) for axis in ("tensor", "context", "expert")}
     for part, count in parts:
-        for (axis, kind), sent in part.sent.items():
+        for (name, kind), sent in part.sent.items():
+            axis = "expert" if name == "context-expert" else name  # where these are the same ranks
             if axis not in links:
                 continue
             link, size = links[axis], sent.least * work.micro_batch
             seconds = link.seconds_of(size, rounds=_ROUNDS.get(kind, 1) * sent.calls)
-            seconds += sent.calls * link.latency if kind == "send" else 0.0
+            seconds += sent.calls * (link.call + (link.latency if kind == "send" else 0.0))
             times = count * micro_batches
             one = Traffic(size * times, seconds * times, seconds * times)
             traffic[axis] = traffic.get(axis, Traffic()) + one
@@ -254,7 +285,7 @@ def _of_pipeline(cost: Pass, work: Work, profile: DeviceProfile, compute: float)
     link = link_of(profile, work.layout, "pipeline")
     times = 2 * work.stages_per_rank * work.parts * work.rounds
     size = cost.boundary.of(work.micro_batch)
-    seconds = times * (link.latency + size / link.bandwidth)
+    seconds = times * (link.latency + link.call + size / link.bandwidth)
     exposed = seconds if work.schedule in _WAITS_FOR_SENDS else _waiting(seconds, times, compute)
     return {"pipeline": Traffic(times * size, seconds, exposed)}
 
@@ -303,30 +334,6 @@ def _of_state(
         wait("shard", shards, "all_gather", state.whole, 1, 0.0)
         wait("replicate", copies, "all_reduce", state.gradients, 1, 0.0)
     return {axis: each for axis, each in traffic.items() if each.seconds}
-
-
-def _of_experts(
-    table: StateTable, cost: Pass, work: Work, share: Share, profile: DeviceProfile, micro_batches: int
-) -> dict[str, Traffic]:
-    """Tokens to their experts and back, in forward and backward."""
-    if work.layout.expert == 1:
-        return {}
-    link = link_of(profile, work.layout, "expert")
-    chosen = chosen_experts(table)
-    size = cost.boundary.of(work.micro_batch) * chosen * (link.ranks - 1) / link.ranks
-    calls = 4 * sum(share.blocks.values()) * micro_batches
-    seconds = calls * (link.seconds_of(size, rounds=1))
-    return {"expert": Traffic(calls * size, seconds, seconds)}
-
-
-def chosen_experts(table: StateTable) -> int:
-    """Experts that a token goes to, by the attribute that says so; 1 if none does."""
-    for module in table.facts.module.modules():
-        for name in _CHOSEN_EXPERTS:
-            value = getattr(module, name, None)
-            if isinstance(value, int) and value > 0:
-                return value
-    return 1
 
 
 def _update(work: Work, state: UnitState, profile: DeviceProfile) -> float:

@@ -6,14 +6,18 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 from rich.console import Console
 
 from trainwright.trainer.planning.page import as_page
-from trainwright.trainer.planning.search import plan
+from trainwright.trainer.planning.search import Plan, plan
 from trainwright.trainer.planning.table import as_dict, print_plan
 from trainwright.trainer.problems import ConfigError
+
+if TYPE_CHECKING:
+    from trainwright.trainer.planning.prove import Proof
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class PlanOptions:
     Args:
         as_json: write one JSON document on standard output, and nothing else.
         html: file of a page to write; None: none.
-        prove: build the first layout for one rank at full size and compare the bytes.
+        prove: build the first layout at full size and compare the bytes: of one rank, in a pipeline of two.
     """
 
     as_json: bool = False
@@ -38,30 +42,35 @@ def run_plan(cfg: DictConfig, options: PlanOptions) -> bool:
         Whether a layout is possible and, with `prove`, needs what was predicted.
 
     Raises:
-        ConfigError: if nothing can be planned, or the page cannot be written.
+        ConfigError: if nothing can be planned, the page cannot be written, or the first layout cannot be proved.
     """
     found = plan(cfg)
-    proof = None
-    if options.prove and found.best is not None:
-        from trainwright.trainer.planning.prove import prove
-
-        proof = prove(cfg, found.best)
     if options.html is not None:
         try:
             Path(options.html).write_text(as_page(found), encoding="utf-8")
         except OSError as error:
             raise ConfigError([f"--html {options.html}: {error.strerror}; name a file that can be written"]) from error
-    if options.as_json:
-        document = as_dict(found)
-        document["proof"] = None if proof is None else proof.as_dict()
-        print(json.dumps(document, allow_nan=False), flush=True)
-    else:
-        console = Console(file=sys.stdout, highlight=False)
-        # A file or a pipe has no width; tables of less would be cut.
-        console.width = max(console.width, 120) if not console.is_terminal else console.width
-        print_plan(found, console)
-        if proof is not None:
-            print("\n" + proof.text(), flush=True)
+    if not options.as_json:
+        print_plan(found, Console(file=sys.stdout, highlight=False))
         if options.html is not None:
             print(f"\npage: {options.html}", flush=True)
-    return found.best is not None and (proof is None or proof.holds)
+    proofs = _proofs(cfg, found) if options.prove else ()
+    if options.as_json:
+        document = as_dict(found)
+        document["proofs"] = [proof.as_dict() for proof in proofs]
+        print(json.dumps(document, allow_nan=False), flush=True)
+    else:
+        for proof in proofs:
+            print("\n" + proof.text(), flush=True)
+    return found.best is not None and all(proof.holds for proof in proofs)
+
+
+def _proofs(cfg: DictConfig, found: Plan) -> tuple[Proof, ...]:
+    from trainwright.trainer.planning.prove import prove
+
+    if found.best is None:
+        return ()
+    try:
+        return prove(cfg, found.best)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error

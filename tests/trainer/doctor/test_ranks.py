@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from trainwright.strategies.communication.advice import Link
 from trainwright.trainer.cli import main
 from trainwright.trainer.doctor import measure
 from trainwright.trainer.doctor import ranks as of_ranks
 from trainwright.trainer.doctor.finding import OK
 from trainwright.trainer.doctor.options import parse
+from trainwright.trainer.doctor.profile import _with_calls as with_calls
 from trainwright.trainer.doctor.profile import profile_of, to_yaml
 from trainwright.trainer.doctor.ranks import Board, RankResult, examine
 from trainwright.trainer.doctor.report import judge
@@ -102,8 +104,23 @@ def test_a_profile_is_measured_and_written(ranks, tmp_path: Path):
     assert all(isinstance(number, (int, float)) and number > 0 for number in numbers)
     assert set(read["flops"]) == {"float32", "tf32", "bfloat16", "float16"}
     assert 0 < read["efficiency"] <= 1
+    assert 1e-8 < read["operation_seconds"] < 0.1
+    assert read["measured_on"].endswith("CPU cores")
     assert read["within"] != read["across"]
     assert len(notes) == 1, "everything was measured"
+
+
+def test_what_a_collective_costs_beside_its_messages():
+    """All-reduces of two and of eight ranks that take 10 us a call and 3 us a message."""
+    of_pair, of_all = (Link(name, n, (10e-6 + 2 * (n - 1) * 3e-6) / (2 * (n - 1)), 1e9) for name, n in
+                       (("pair", 2), ("all", 8)))  # fmt: skip
+    assert with_calls(of_all, of_pair) == {"latency": 3e-6, "bandwidth": 1e9, "call": 10e-6}
+    assert with_calls(of_all, None) == {"latency": pytest.approx(of_all.latency, rel=1e-3), "bandwidth": 1e9}
+    # Noise: two ranks take longer than eight.
+    slow = Link("pair", 2, of_all.latency * 20, 1e9)
+    noisy = with_calls(of_all, slow)
+    assert noisy["latency"] == 0
+    assert noisy["call"] == pytest.approx(14 * of_all.latency, rel=1e-3)
 
 
 def test_what_was_not_measured_is_said(ranks):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -16,32 +16,96 @@ from tests.parity.harness import make_trainer
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import LayoutCase, Texts
 from trainwright.strategies.engines import EngineOptions, plan_for, stage_spans
+from trainwright.strategies.expert_engine import Dispatcher
 from trainwright.strategies.hybrid_rules import micro_batches_for
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.pipeline.schedules import stages_per_rank_of
 from trainwright.strategies.plan import ModelPlan
+from trainwright.trainer.planning.experts import EVEN, Routing, part_that_travels
 from trainwright.trainer.planning.facts import Cut, ModelFacts
 from trainwright.trainer.planning.memory import Held, StateTable, Work, in_flight, moments, share_of
 
 
+@dataclass
+class Travelled:
+    """What a rank had to do with other ranks' tokens, counted while it runs, and what it would be if routing was even.
+
+    Attributes:
+        counts: rows that were sent, that were received, and pairs of a row and an expert that were computed.
+        even: the same of an even routing.
+    """
+
+    counts: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    even: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+
+    def listen(self, dispatcher: Dispatcher) -> None:
+        """Count what an exchange does; its answers stay what they are."""
+        dispatcher.answers = _Counting(dispatcher, self)
+
+    def take(self) -> Routing:
+        """Counts as parts of even ones; start anew."""
+        parts = [count / even if even else 1.0 for count, even in zip(self.counts, self.even, strict=True)]
+        self.counts, self.even = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+        return Routing(*parts)
+
+
+class _Counting:
+    def __init__(self, dispatcher: Dispatcher, travelled: Travelled) -> None:
+        self.dispatcher, self.travelled = dispatcher, travelled
+
+    def agree(self, index: Tensor) -> Any:
+        routes, (tokens, chosen) = self.dispatcher.agree(index), index.shape
+        ranks = self.dispatcher.size
+        rows = tokens * ranks * part_that_travels(self.dispatcher.layer.experts, chosen, ranks)
+        self._add(0, sum(routes.send), rows)
+        self._add(1, sum(routes.receive), rows)
+        self.even = tokens * chosen
+        return routes
+
+    def places(self, local: Tensor) -> Any:
+        found = self.dispatcher.places(local)
+        self._add(2, len(found[0]), self.even)
+        return found
+
+    def _add(self, kind: int, count: float, even: float) -> None:
+        self.travelled.counts[kind] += count
+        self.travelled.even[kind] += even
+
+
 class Fullest(pl.Callback):
-    """Counts what is alive from the third step on; by then optimizers have their state and buckets their order."""
+    """Counts what is alive from the third step on; by then optimizers have their state and buckets their order.
+
+    Attributes:
+        peak: most bytes.
+        routing: how tokens were spread over experts in the micro-batch in which it was.
+    """
 
     def __init__(self, data: Tensor) -> None:
         self.data = data  # the whole data set, which a device does not hold
-        self.peak = 0
+        self.peak, self.routing = 0, EVEN
         self._live: LiveBytes | None = None
+        self._travelled = Travelled()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
         if trainer.global_step < 2 or self._live is not None:
             return
+        engines = getattr(trainer.strategy, "_engines", None)
+        for dispatcher in engines.dispatchers if engines is not None else ():
+            self._travelled.listen(dispatcher)
         self._live = LiveBytes(_known(trainer), [self.data])
         self._live.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if self._live is None:
+            return
+        routing = self._travelled.take()
+        if self._live.peak > self.peak:
+            self.peak, self.routing = self._live.peak, routing
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._live is not None:
             self._live.__exit__(None, None, None)
-            self.peak = self._live.peak
+            self.peak = max(self.peak, self._live.peak)
             self._live = None
 
 
@@ -52,8 +116,8 @@ def _known(trainer: Any) -> list[Tensor]:
     return [*trainer.lightning_module.parameters(), *parameters, *states, *gradients]
 
 
-def measured(case: LayoutCase, data_ranks: int) -> int:
-    """On a rank: most bytes alive in a step."""
+def measured(case: LayoutCase, data_ranks: int) -> tuple[int, Routing]:
+    """On a rank: most bytes alive in a step, and how tokens were spread over experts then."""
     texts = Texts(case.samples, case.length)
     fullest = Fullest(texts.tokens)
     micro = case.global_batch_size // (data_ranks * case.accumulation)
@@ -67,7 +131,7 @@ def measured(case: LayoutCase, data_ranks: int) -> int:
         **dict(case.trainer),
     )
     trainer.fit(make_module(case.network, "adamw"), DataLoader(texts, batch_size=micro))
-    return fullest.peak
+    return fullest.peak, fullest.routing
 
 
 @dataclass
@@ -85,11 +149,16 @@ class Predictor:
             self.module, batch, 4, real=lambda: make_module(self.network, "adamw")
         )  # fmt: skip
 
-    def all_moments(self, case: LayoutCase, world_size: int) -> list[list[Held]]:
-        """For each place along the pipeline, what is held at each moment."""
+    def all_moments(self, case: LayoutCase, world_size: int, routing: Routing = EVEN) -> list[list[Held]]:
+        """For each place along the pipeline, what is held at each moment.
+
+        Args:
+            case: the run.
+            world_size: ranks.
+            routing: how tokens are spread over experts.
+        """
         given = dict(case.options)
-        axes = {axis: given.get(axis, 1) for axis in ("pipeline", "replicate", "context", "tensor", "expert")}
-        layout, stage = _layout_of(case, given, axes, world_size)
+        layout, stage = self.layout_of(case, world_size), _stage_of(case)
         options = EngineOptions(
             **{k: v for k, v in given.items() if k in EngineOptions.__dataclass_fields__ and k != "split"},
             split=tuple(given["split"]) if "split" in given else "balanced",
@@ -109,10 +178,12 @@ class Predictor:
         work = Work(
             layout, stage, micro // parts, case.accumulation, parts, schedule, per_rank,
             given.get("offload", "none"), bool(given.get("no_sync_accumulation")),
+            prefetch=given.get("prefetch"),
         )  # fmt: skip
         cut = Cut(
             layout.tensor, layout.context, options.sequence_parallel, options.loss_parallel,
             given.get("activation_checkpointing", "none"), attention=options.attention, balance=options.balance,
+            expert=layout.expert, routing=routing,
         )  # fmt: skip
         cost = self.facts.of(cut)
         kinds = self.facts.kinds
@@ -124,15 +195,21 @@ class Predictor:
             share = share_of(kinds, spans, layout.pipeline, schedule, rank)
             live = in_flight(schedule, layout.pipeline, per_rank, parts, rank)
             found.append(moments(self.table, cost, work, share, live))
-        self.layout = layout
         return found
 
+    def layout_of(self, case: LayoutCase, world_size: int) -> Layout:
+        """The axes of a case, closed."""
+        if case.strategy in ("single", "ddp"):
+            return Layout(replicate=world_size)
+        names = ("pipeline", "replicate", "context", "tensor", "expert")
+        axes = {axis: case.options.get(axis, 1) for axis in names}
+        return Layout(**axes, shard=case.options.get("shard", -1)).resolve(world_size)
 
-def _layout_of(case: LayoutCase, given: dict[str, Any], axes: dict[str, int], world_size: int) -> tuple[Layout, int]:
+
+def _stage_of(case: LayoutCase) -> int:
     if case.strategy in ("single", "ddp"):
-        return Layout(replicate=world_size), 0
-    stage = int(case.strategy[-1]) if case.strategy.startswith("zero") else given.get("stage", 3)
-    return Layout(**{**axes, "shard": given.get("shard", -1)}).resolve(world_size), stage
+        return 0
+    return int(case.strategy[-1]) if case.strategy.startswith("zero") else case.options.get("stage", 3)
 
 
 @cache

@@ -18,11 +18,13 @@ from trainwright.strategies.layout import Layout
 from trainwright.trainer import machine, validate
 from trainwright.trainer.cli import main
 from trainwright.trainer.compose import compose
+from trainwright.trainer.doctor.profile import to_yaml
 from trainwright.trainer.planning.facts import Cut, FactsError, ModelFacts
 from trainwright.trainer.planning.memory import _simulated as simulated
 from trainwright.trainer.planning.memory import in_flight
-from trainwright.trainer.planning.profiles import profile_from, profile_named, profile_of_gpu
+from trainwright.trainer.planning.profiles import MEASURED, profile_from, profile_named, profile_of, profile_of_gpu
 from trainwright.trainer.planning.search import Plan, plan
+from trainwright.trainer.planning.table import as_text
 from trainwright.trainer.planning.time import bubble_of, collective, link_of
 from trainwright.trainer.run import plan as checked
 from trainwright.trainer.worker import build_trainer
@@ -144,7 +146,7 @@ def test_seconds_of_collectives_and_bubbles() -> None:
     assert whole.bandwidth == 400e9, "eight ranks of a node send over eight"
     sent, seconds = collective(whole, "all_gather", 64e9)
     assert sent == pytest.approx(63e9)
-    assert seconds == pytest.approx(63e9 / 400e9 + 63 * whole.latency)
+    assert seconds == pytest.approx(63e9 / 400e9 + 63 * whole.latency + whole.call)
     assert bubble_of("1f1b", 4, 1, 1.0, 2.0) == pytest.approx(9.0)
     assert bubble_of("interleaved_1f1b", 4, 3, 1.0, 2.0) == pytest.approx(3.0)
     assert bubble_of("zbv", 4, 2, 1.0, 2.0) == pytest.approx(1.5)
@@ -190,10 +192,55 @@ def test_the_monitor_is_told_what_a_rank_could_do(
     assert told == expected
 
 
+def test_auto_takes_what_was_measured_here_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "num_cores", lambda: 6)
+    cfg = compose("linear_regression", ["accelerator=cpu"])
+    assert profile_of(cfg).source == (
+        "device=auto: assumed figures of a core; there is no conf/device/mine.yaml, which trainwright profile writes"
+    )
+    values = {**dataclasses.asdict(profile_named("cpu")), "name": "mine_cpu", "measured_on": "6 CPU cores"}
+    values["memory_bandwidth"] = 7e9
+    del values["source"]
+    MEASURED.parent.mkdir(parents=True)
+    MEASURED.write_text(to_yaml(values, ["measured"]))
+    found = profile_of(cfg)
+    assert (found.name, found.memory_bandwidth) == ("mine_cpu", 7e9)
+    assert found.source == "device=auto: conf/device/mine.yaml, measured on 6 CPU cores by trainwright profile"
+    assert profile_of(compose("linear_regression", ["accelerator=cpu", "device=cpu"])).source == ""
+    MEASURED.write_text(to_yaml({**values, "measured_on": "NVIDIA H200"}, ["elsewhere"]))
+    assert "is of NVIDIA H200, this is 6 CPU cores; trainwright profile --overwrite" in profile_of(cfg).source
+    MEASURED.write_text("memory_bytes: many\n")
+    with pytest.raises(ValueError, match=r"device=auto: conf/device/mine.yaml cannot be used: .*memory_bytes=many"):
+        profile_of(cfg)
+
+
+def test_operations_cost_time_of_their_own() -> None:
+    """On a core on top of computing; on a GPU only where starting them takes longer than computing."""
+    words = ("recipe=gpt", "accelerator=cpu", "device=cpu", "global_batch_size=8", "micro_batch_size=1")
+    free, usual, slow = (
+        planned(*words, f"device.operation_seconds={seconds}").ranked[0].time.compute for seconds in (0, 1e-5, 1e-3)
+    )
+    assert usual - free == pytest.approx((slow - free) / 100)
+    on_gpu = [
+        planned("recipe=gpt", "accelerator=cpu", "device=h100", f"device.operation_seconds={seconds}")
+        .ranked[0].time.compute
+        for seconds in (0, 1e-12, 1e-3)
+    ]  # fmt: skip
+    assert on_gpu[0] == on_gpu[1] < on_gpu[2]
+
+
 def test_a_profile_that_cannot_be_used_is_refused() -> None:
     given = ["strategy=single", "device=h100", "device.efficiency=-1"]
     problems = checked(compose("linear_regression", given), "fit")[1]
     assert any("device=h100 cannot be used: device.efficiency=-1" in each for each in problems)
+
+
+def test_no_column_is_cut_where_there_is_no_terminal() -> None:
+    text = as_text(planned(*SMALL), 80)
+    assert "…" not in text
+    title = planned(*SMALL).ranked[0].title
+    assert title in text, "a row is one line"
+    assert "activations  buffers" in text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
