@@ -20,6 +20,7 @@ from trainwright.callbacks.loss_history import LossHistory
 from trainwright.callbacks.nonfinite import Blame, any_nonfinite, find_gradient, first_bad, in_words
 from trainwright.callbacks.steps import log_metrics
 from trainwright.callbacks.verdict import DropStep, GoBack
+from trainwright.checkpoint.distinct import of_all_ranks
 
 if TYPE_CHECKING:
     from trainwright.trainer.copies import StateCopies
@@ -250,11 +251,9 @@ class LossGuard(Callback):
             first_bad(self._losses),
             *find_gradient(gradients),
         )
-        found: list[Any] = [blame]
-        if trainer.world_size > 1:
-            found = [None] * trainer.world_size
-            dist.all_gather_object(found, blame, group=trainer.agreement_group())
-        return f": {in_words(found)}"
+        own = blame if blame.micro_batch is not None or blame.position >= 0 else None
+        told = [own] if trainer.world_size == 1 else of_all_ranks(own, trainer.agreement_group())
+        return f": {in_words([each for each in told if each is not None])}"
 
     # ---- intervening ------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+# Ranks that a message names.
+_SHOWN = 8
+
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: numbers without structure (of a sparse one, those that are there)."""
@@ -103,5 +106,6 @@ def in_words(found: Sequence[Blame]) -> str:
 
 
 def _ranks(found: Sequence[Blame]) -> str:
-    ranks = ", ".join(str(each.rank) for each in found)
+    ranks = ", ".join(str(each.rank) for each in found[:_SHOWN])
+    ranks += f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f"rank {ranks}" if len(found) == 1 else f"ranks {ranks}"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainwright.callbacks.replica_bytes import digest_of, receive, send
 from trainwright.callbacks.steps import require_window
+from trainwright.checkpoint.distinct import of_all_ranks
 
 # A box of the whole: its key, and where in the whole it lies.
 Box = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -26,6 +27,8 @@ Policy = Literal["repair", "stop"]
 _SHOWN = 8
 # Numbers that a digest is sent as.
 _WORDS = 2
+# What a rank says of what it does not hold.
+_LEAST = -(2**63)
 
 
 class ReplicaDifferenceError(RuntimeError):
@@ -69,9 +72,9 @@ class ReplicaCheck(Callback):
     """Compare what several ranks hold alike, parameters and optimizer states, and repair or stop where they differ.
 
     Hardware that computes or keeps wrong numbers without an error shows nowhere else until the loss goes wrong. Every
-    rank hashes what it holds (xxh3, 128 bits), and all ranks exchange the hashes: one small all-gather per check. Ranks
-    are compared box by box of the whole tensors, under any layout: replicas of DDP, copies of hybrid sharding, weights
-    that tensor or pipeline ranks have in common. What only one rank holds cannot be compared.
+    rank hashes what it holds (xxh3, 126 bits of 128 count), and one small all-reduce per check finds out whether the
+    hashes are equal. Ranks are compared box by box of the whole tensors, under any layout: replicas of DDP, copies of
+    hybrid sharding, weights that tensor or pipeline ranks have in common. What only one rank holds cannot be compared.
 
     A check is made before the optimizer steps, every ``every_n_steps`` steps, and before a state is saved: so a
     checkpoint never holds what replicas do not agree on. Where more than half of those that hold a box agree, the
@@ -232,7 +235,7 @@ class _Holders:
     def __init__(self) -> None:
         self.repairs: list[tuple[Box, int, tuple[int, ...]]] = []
         """Of the last comparison: box, a rank that holds it right, and those that hold it wrong; in one order."""
-        self._names: list[int] = []  # of every rank, a hash of the boxes that it held when the plan was made
+        self._boxes: list[Box] | None = None  # of this rank, when the plan was made
         self._sets: list[tuple[int, ...]] = []  # ranks that hold something alike, the same list on every rank
         self._members: dict[tuple[int, ...], list[Box]] = {}  # boxes of this rank that they hold
 
@@ -243,49 +246,63 @@ class _Holders:
 
     def differences(self, digests: Mapping[Box, bytes], device: torch.device) -> list[Difference]:
         """What the ranks do not agree on, the same on every rank. A collective."""
-        gathered = self._exchange(digests, device)
-        if gathered[:, 0].tolist() != self._names:
-            self._plan(digests)  # the first time, or an optimizer has got states since
-            gathered = self._exchange(digests, device)
-        differing = [
-            ranks
-            for index, ranks in enumerate(self._sets)
-            if len({tuple(gathered[rank, 1 + _WORDS * index :][:_WORDS].tolist()) for rank in ranks}) > 1
-        ]
+        has_changed, differing = self._compare(digests, device)
+        if has_changed:
+            self._plan(digests, device)  # the first time, or an optimizer has got states since
+            _, differing = self._compare(digests, device)
         self.repairs = []
-        return self._look_closely(digests, differing) if differing else []
+        return self._look_closely(digests, differing, device) if differing else []
 
-    def _exchange(self, digests: Mapping[Box, bytes], device: torch.device) -> Tensor:
-        """What every rank says: the name of its boxes, then a digest for each set of ranks; int64 on the CPU."""
-        own = [_number(xxhash.xxh3_64_digest(repr(sorted(digests)).encode()))]
+    def _compare(self, digests: Mapping[Box, bytes], device: torch.device) -> tuple[bool, list[tuple[int, ...]]]:
+        """Whether any rank holds other boxes than before, and the sets of ranks that do not agree.
+
+        One all-reduce: the greatest and the least digest of each set, of those that are in it. So what is sent grows
+        with the sets, not with the ranks.
+        """
+        extremes = [int(sorted(digests) != self._boxes)]
         for ranks in self._sets:
+            boxes = self._members.get(ranks)
+            if boxes is None:
+                extremes += [_LEAST] * (2 * _WORDS)
+                continue
             together = xxhash.xxh3_128()
-            for box in self._members.get(ranks, ()):
-                together.update(digests.get(box, b""))
-            own += [_number(together.digest()[:8]), _number(together.digest()[8:])]
-        mine = torch.tensor(own, dtype=torch.int64, device=device)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        return torch.stack(everyone).cpu()
-
-    def _plan(self, digests: Mapping[Box, bytes]) -> None:
-        own = sorted(digests)
-        known = _of_all_ranks(own)
-        holders: dict[Box, list[int]] = defaultdict(list)
-        for rank, boxes in enumerate(known):
             for box in boxes:
-                holders[box].append(rank)
-        shared = {box: tuple(ranks) for box, ranks in holders.items() if len(ranks) > 1}
-        self._sets = sorted(set(shared.values()))
+                together.update(digests.get(box, b""))
+            words = _numbers(together.digest())
+            extremes += [*words, *(-word for word in words)]
+        found = torch.tensor(extremes, dtype=torch.int64, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        has_changed, rows = bool(found[0].item()), found[1:].cpu().view(-1, 2, _WORDS)
+        disagree = (rows[:, 0] != -rows[:, 1]).any(dim=1).tolist()
+        return has_changed, [ranks for ranks, differs in zip(self._sets, disagree, strict=True) if differs]
+
+    def _plan(self, digests: Mapping[Box, bytes], device: torch.device) -> None:
+        own = self._boxes = sorted(digests)
+        known = of_all_ranks(own, device=device)
+        alike: dict[int, list[int]] = {}  # by the list that ranks said, which they share
+        for rank, boxes in enumerate(known):
+            alike.setdefault(id(boxes), []).append(rank)
+        kins = [(ranks, known[ranks[0]]) for ranks in alike.values()]
+        holders: dict[Box, list[int]] = defaultdict(list)
+        for number, (_, boxes) in enumerate(kins):
+            for box in boxes:
+                holders[box].append(number)
+        sets = {
+            numbers: tuple(sorted(rank for number in numbers for rank in kins[number][0]))
+            for numbers in {tuple(each) for each in holders.values()}
+        }
+        self._sets = sorted(ranks for ranks in sets.values() if len(ranks) > 1)
         self._members = defaultdict(list)
         for box in own:
-            if box in shared:
-                self._members[shared[box]].append(box)
-        self._names = [_number(xxhash.xxh3_64_digest(repr(boxes).encode())) for boxes in known]
+            ranks = sets[tuple(holders[box])]
+            if len(ranks) > 1:
+                self._members[ranks].append(box)
 
-    def _look_closely(self, digests: Mapping[Box, bytes], differing: Iterable[tuple[int, ...]]) -> list[Difference]:
+    def _look_closely(
+        self, digests: Mapping[Box, bytes], differing: Iterable[tuple[int, ...]], device: torch.device
+    ) -> list[Difference]:
         doubtful = {box: digests[box] for ranks in differing for box in self._members.get(ranks, ())}
-        known = _of_all_ranks(doubtful)
+        known = of_all_ranks(doubtful, device=device)
         found = []
         for box in sorted({box for each in known for box in each}):
             votes = {rank: each[box] for rank, each in enumerate(known) if box in each}
@@ -310,15 +327,9 @@ def _boxes_of(held: Mapping[str, Any]) -> dict[Box, Tensor]:
     }
 
 
-def _of_all_ranks(value: Any) -> list[Any]:
-    """What every rank has, by rank. A collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _number(octets: bytes) -> int:
-    return int.from_bytes(octets, "little", signed=True)
+def _numbers(octets: bytes) -> list[int]:
+    """A digest of 128 bits as two numbers of 63 bits each, which have a negative."""
+    return [int.from_bytes(half, "little") >> 1 for half in (octets[:8], octets[8:])]
 
 
 def _text(differences: Sequence[Difference]) -> str:

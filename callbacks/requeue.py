@@ -26,6 +26,8 @@ def requeue(environment: Mapping[str, str]) -> str | None:
     job = job_of(environment)
     if job is None:
         return "this is no SLURM job (SLURM_JOB_ID is not set), so it cannot be requeued"
+    if _is_ending(job, environment):
+        return f"the job {job} is not requeued: SLURM is ending it already (cancelled, or to make room for another)"
     by_hand = f"type `scontrol requeue {job}` by hand"
     try:
         done = subprocess.run(  # noqa: S603 - a number and a name
@@ -43,3 +45,18 @@ def requeue(environment: Mapping[str, str]) -> str | None:
         said = done.stdout.decode(errors="replace").strip()
         return f"the job {job} was not requeued (scontrol: {said or done.returncode}); {by_hand}"
     return None
+
+
+def _is_ending(job: str, environment: Mapping[str, str]) -> bool:
+    """Whether the controller has ended the job, of which the processes have a while to live.
+
+    A job that was cancelled would come back otherwise: it is told by SIGTERM, as one that is to make room is.
+    """
+    words = ["squeue", "--noheader", "--format=%T", f"--jobs={job}"]
+    try:
+        done = subprocess.run(  # noqa: S603 - a number and a name
+            words, capture_output=True, timeout=_SECONDS, env=dict(environment), check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False  # nobody knows; scontrol says what it thinks of it
+    return done.returncode == 0 and done.stdout.decode(errors="replace").strip() in ("COMPLETING", "CANCELLED")

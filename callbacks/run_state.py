@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from trainwright.callbacks.phases import SAVING, Phases
 from trainwright.callbacks.save_name import SaveName
 from trainwright.callbacks.save_options import save_problems
 from trainwright.callbacks.save_records import SaveRecord, SaveRecords
@@ -27,7 +29,7 @@ from trainwright.checkpoint.groups import gloo_group
 from trainwright.checkpoint.held import HeldState
 from trainwright.checkpoint.manifest import Manifest
 from trainwright.checkpoint.memory import NeighbourCopies
-from trainwright.checkpoint.retention import Retention
+from trainwright.checkpoint.retention import Retention, may_delete
 from trainwright.checkpoint.retention import apply as apply_retention
 from trainwright.checkpoint.save import Content
 from trainwright.checkpoint.storage import clean_up, join_path
@@ -375,6 +377,11 @@ class RunStateCheckpoint(Checkpoint):
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
+        phases: Phases | None = getattr(trainer, "phases", None)  # Lightning's own Trainer has none
+        with nullcontext() if phases is None else phases.within(SAVING):
+            self._save_step(trainer)
+
+    def _save_step(self, trainer: Trainer) -> None:
         begin = time.perf_counter()
         self._settle(trainer)
         assert self._saver is not None
@@ -386,7 +393,7 @@ class RunStateCheckpoint(Checkpoint):
         self._saved_step = step
         content = self._collect(trainer)
         content.about |= {"metrics": metrics, "saved_by": _MARK}
-        self._saver.save(content, path, self._clear_older)
+        self._saver.save(content, path, self._clear_older, self._takes_a_place)
         self._blocked = time.perf_counter() - begin
         self._settle_at = step + 1
         if not self.asynchronous:
@@ -409,10 +416,15 @@ class RunStateCheckpoint(Checkpoint):
         assert self._saver is not None
         self._saver.prepare(strategy.run_state(checkpoint).tensors)
 
-    def _clear_older(self, newest: Manifest) -> None:
-        """On the first rank, once the newest is there: verify it, then delete those that need not be kept."""
+    def _takes_a_place(self, newest: Manifest) -> bool:
+        """On the first rank: whether the newest makes others needless, so that it must be whole."""
         assert self._pending is not None
-        apply_retention(self._folder, self.retention, self._pending.path, among=_is_by_callback)
+        return bool(may_delete(self._folder, self.retention, self._pending.path, among=_is_by_callback))
+
+    def _clear_older(self, newest: Manifest) -> None:
+        """On the first rank, once all have read the newest back: delete those that need not be kept."""
+        assert self._pending is not None
+        apply_retention(self._folder, self.retention, self._pending.path, verified=True, among=_is_by_callback)
 
     def _settle_if_done(self, trainer: Trainer) -> None:
         if self._pending is None or self._step < self._settle_at:

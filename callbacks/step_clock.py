@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainwright.callbacks.phases import Phases
+from trainwright.callbacks.phases import BACKWARD, FORWARD, Phases
 
 # What the phases that the Trainer tells of are counted as; others (validation) are no part of a step.
 _KIND_OF = {"data": "data", "forward": "compute", "backward": "compute", "optimizer": "compute", "hooks": "hooks"}
@@ -33,11 +33,34 @@ class PhaseClock:
         self._kind_of = kind_of
         self._kind = self._waits.kind = begins_as
         self._since = self._spans.mark()
-        self._end: Callable[[], None] = phases.listen(self.begin)
+        self._interrupted = begins_as
+        self._ends: list[Callable[[], None]] = [phases.listen(self.begin)]
+
+    def split_pipeline(self, strategy: Any) -> None:
+        """Count as backward what stages of a pipeline do backward, which the loop does not see: to it all is forward.
+
+        Args:
+            strategy: any; nothing happens if it has no pipeline.
+        """
+        listen = getattr(strategy, "listen_to_stages", None)
+        if listen is not None:
+            self._ends.append(listen(self))
+
+    def stage_begins(self, what: str, micro_batch: int, stage: int) -> None:
+        """See :class:`~trainwright.strategies.pipeline.timeline.HearsStages`."""
+        if what != FORWARD:
+            self._interrupted = self._kind
+            self.begin(BACKWARD)
+
+    def stage_ends(self, what: str, micro_batch: int, stage: int) -> None:
+        """See :class:`~trainwright.strategies.pipeline.timeline.HearsStages`."""
+        if what != FORWARD:
+            self._turn(self._interrupted)
 
     def stop(self) -> None:
         """Measure no more."""
-        self._end()
+        for end in self._ends:
+            end()
         self._waits.stop()
 
     def refresh(self) -> None:

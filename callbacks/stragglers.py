@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from trainwright.callbacks.step_clock import KINDS, StepClock
 from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
+from trainwright.callbacks.windows import Measuring
 
 # Steps at the beginning that are left out: they compile, warm caches and make connections.
 _WARM_UP = 1
+# Slow ranks that a message names.
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Straggler:
         return f"{who} {what}"
 
 
-class Stragglers(Callback):
+class Stragglers(Measuring):
     """Tell, every few steps and at the end, which rank is slower than its peers and why.
 
     Each rank sums up for what it spends the time of its steps: computing, waiting for data, hooks of callbacks and the
@@ -171,14 +174,6 @@ class Stragglers(Callback):
         if self._clock is not None and self._done > 0:
             self._tell(trainer, self._steps.next_number(trainer) - 1)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """End measuring; what is left of a window is not told, since the others need not be here."""
-        self._stop()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End measuring."""
-        self._stop()
-
     def _stop(self) -> None:
         if self._clock is not None:
             self._clock.stop()
@@ -204,7 +199,9 @@ class Stragglers(Callback):
     def _say(self, step: int) -> None:
         found = {(each.rank, each.kind) for each in self.stragglers}
         if found - self._said:
-            rank_zero_warn(f"Step {step}: {'; '.join(map(str, self.stragglers))}.")
+            more = len(self.stragglers) - _SHOWN
+            rest = f"; and {more} more" if more > 0 else ""
+            rank_zero_warn(f"Step {step}: {'; '.join(map(str, self.stragglers[:_SHOWN]))}{rest}.")
         self._said = found
 
 
@@ -216,26 +213,51 @@ def find_stragglers(times: Sequence[StepTimes], layout: Any, threshold: float) -
         layout: of these ranks (:class:`~trainwright.strategies.layout.Layout`); ``None``: all are peers.
         threshold: part of a step.
     """
-    places = [{} if layout is None else layout.coordinates(rank) for rank in range(len(times))]
+    of_a_stage = len(times) if layout is None else layout.world_size // layout.pipeline
+    stages = [rank // of_a_stage for rank in range(len(times))]
+    usual = {
+        kind: {
+            stage: _Medians(values) for stage, values in _by_stage([getattr(e, kind) for e in times], stages).items()
+        }
+        for kind in KINDS
+    }
     found = []
     for rank, own in enumerate(times):
-        stage = places[rank].get("pipeline")
-        peers = [each for other, each in enumerate(times) if other != rank and places[other].get("pipeline") == stage]
-        if not peers or not own.total:
+        if not own.total or not usual[KINDS[0]][stages[rank]].has_others:
             continue
-        behind = [
-            Straggler(rank, _place(places[rank], layout), kind, getattr(own, kind), _median(peers, kind), own.total)
-            for kind in KINDS
-        ]
-        worst = max(behind, key=lambda each: each.share)
-        if worst.share >= threshold:
-            found.append(worst)
+        others = {kind: usual[kind][stages[rank]].without(getattr(own, kind)) for kind in KINDS}
+        kind = max(KINDS, key=lambda each: getattr(own, each) - others[each])
+        taken, middle = getattr(own, kind), others[kind]
+        if (taken - middle) / own.total >= threshold:
+            place = "" if layout is None else _place(layout.coordinates(rank), layout)
+            found.append(Straggler(rank, place, kind, taken, middle, own.total))
     return sorted(found, key=lambda each: each.share, reverse=True)
 
 
-def _median(times: Sequence[StepTimes], kind: str) -> float:
-    middle: float = median(getattr(each, kind) for each in times)
-    return middle
+def _by_stage(values: Sequence[float], stages: Sequence[int]) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    for value, stage in zip(values, stages, strict=True):
+        found.setdefault(stage, []).append(value)
+    return found
+
+
+class _Medians:
+    """Medians of all numbers but one: sorted once, since each of 100,000 ranks is held against all others."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._sorted = sorted(values)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there is more than one number."""
+        return len(self._sorted) > 1
+
+    def without(self, value: float) -> float:
+        """The median of the others than ``value``, which is one of the numbers."""
+        left_out = bisect_left(self._sorted, value)
+        half, is_odd = divmod(len(self._sorted) - 1, 2)
+        places = (half,) if is_odd else (half - 1, half)
+        return sum(self._sorted[place + (place >= left_out)] for place in places) / len(places)
 
 
 def _place(coordinates: dict[str, int], layout: Any) -> str:

@@ -35,8 +35,15 @@ class TensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write values under the names that put them in groups."""
-        super().log_metrics({grouped(name): value for name, value in metrics.items()}, step)
+        """Write values under the names that put them in groups; plain numbers as one event."""
+        named = {grouped(name): value for name, value in metrics.items()}
+        if not named or self._prefix or not all(isinstance(value, (int, float)) for value in named.values()):
+            super().log_metrics(named, step)
+            return
+        from torch.utils.tensorboard.summary import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in named.items()]
+        self.experiment._get_file_writer().add_summary(Summary(value=values), step)
 
 
 def grouped(name: str) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.monitor.records import tell
-from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
+from trainwright.callbacks.steps import log_metrics
+from trainwright.callbacks.windows import Measuring, Windowed
 
 
-class Bubble(Callback):
+class Bubble(Measuring, Windowed):
     """Log the part of a step for which the rank's stages of a pipeline stand idle, as ``pipeline/idle_share``.
 
     One step of each window is looked at, its last: when each forward and backward of a micro-batch began and ended. The
@@ -30,12 +31,9 @@ class Bubble(Callback):
     looks_at_parameters = False
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        require_window(every_n_steps, self)
-        self.every_n_steps = every_n_steps
+        super().__init__(every_n_steps)
         self.latest: dict[str, Any] = {}
         """What was told last; empty before the first window has ended."""
-        self._steps = StepCounter()
-        self._window = 0
         self._timeline: Any = None
         self._step: int | None = None  # that is being looked at
         self._began = 0.0
@@ -43,10 +41,11 @@ class Bubble(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See whether there is a pipeline."""
-        self._steps.start(trainer)
+        super().on_train_start(trainer, pl_module)
         make = getattr(trainer.strategy, "pipeline_timeline", None)
         self._timeline = None if make is None else make()
-        self._window = 0 if self._timeline is None else window_steps(self.every_n_steps, trainer)
+        if self._timeline is None:
+            self._window = 0
         self._step = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -54,7 +53,7 @@ class Bubble(Callback):
         if not self._window:
             return
         step = self._steps.next_number(trainer)
-        if (step + 1) % self._window == 0 and step != self._step:
+        if self._ends_window(step) and step != self._step:
             self._step, self._began, self._is_looking = step, time.time(), True
             self._timeline.start()
 
@@ -82,15 +81,11 @@ class Bubble(Callback):
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look anew."""
         self._stop()
-        self._steps.start(trainer)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Look no more."""
-        self._stop()
+        super().on_gone_back(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Look no more."""
-        self._stop()
+        super().teardown(trainer, pl_module, stage)
         self._timeline = None
 
     def _stop(self) -> None:

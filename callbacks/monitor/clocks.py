@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ def clock_offset(
     store: Any,
     prefix: str,
     rank: int,
-    world_size: int,
+    others: Sequence[int],
     clock: Callable[[], int] = time.time_ns,
     machine: str | None = None,
 ) -> int:
-    """Nanoseconds to add to this rank's clock to have that of rank 0; a collective of all ranks, over the store alone.
+    """Nanoseconds to add to this rank's clock to have that of rank 0; a collective of these ranks, over the store.
 
     Ranks on the machine of rank 0 have its clock. Each of the others asks it for its time several times, and takes the
     answer that came back soonest to be that of the middle of the time between (Cristian 1989). So the error is at most
@@ -40,14 +40,14 @@ def clock_offset(
         store: that all ranks have.
         prefix: of the keys, which nobody has used before.
         rank: of this process.
-        world_size: number of ranks.
+        others: the ranks that ask, without rank 0, which answers one after the other.
         clock: of this process, nanoseconds.
         machine: as :func:`machine_id` gives it, which is the default.
     """
     own = machine_id() if machine is None else machine
     store.set(f"{prefix}/machine/{rank}", own)
     if rank == 0:
-        for other in range(1, world_size):
+        for other in others:
             if _read(store, f"{prefix}/machine/{other}") != own:
                 _answer(store, f"{prefix}/{other}", clock)
         return 0

@@ -46,14 +46,33 @@ def _is_computed_again() -> bool:
     return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
 
 
-def operations_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> float:
-    """Floating-point operations of one call of an operator; 0 for what is no product."""
+def operations_of(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, halve_causal: bool = False
+) -> float:
+    """Floating-point operations of one call of an operator, by torch's table; 0 for what is no product.
+
+    Args:
+        func: the operator, as ``__torch_dispatch__`` gets it.
+        args, kwargs: of the call; tensors may have no memory.
+        output: of the call.
+        halve_causal: whether attention of the CPU's kernel counts half where a causal mask hides half of it, which
+            kernels leave out; ``False``: as a whole, as torch's table has it for the kernels of GPUs.
+    """
     packet = func._overloadpacket
     name = packet.__name__
-    if name == _ATTENTION_ON_CPU:
-        return float(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
-    if name == f"{_ATTENTION_ON_CPU}_backward":
-        return float(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+    if name.startswith(_ATTENTION_ON_CPU):
+        return _attention(args, kwargs, name.endswith("_backward"), halve_causal)
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=output))
     return 0.0
+
+
+def _attention(args: tuple[Any, ...], kwargs: Mapping[str, Any], is_backward: bool, halve_causal: bool) -> float:
+    query, key, value = (tuple(tensor.shape) for tensor in (args[1:4] if is_backward else args[:3]))
+    if len(query) == 4:
+        # Heads of queries that share keys and values count for themselves.
+        key, value = ((*query[:2], *shape[2:]) for shape in (key, value))
+    count = sdpa_backward_flop_count(query, query, key, value) if is_backward else sdpa_flop_count(query, key, value)
+    place = 7 if is_backward else 4
+    is_causal = kwargs.get("is_causal", args[place] if len(args) > place else False)
+    return count / 2 if is_causal and halve_causal else float(count)

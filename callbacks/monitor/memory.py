@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.monitor.records import tell
-from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
+from trainwright.callbacks.steps import log_metrics
+from trainwright.callbacks.windows import Windowed
 
 _PROC = Path("/proc/self/statm")
 
 
-class Memory(Callback):
+class Memory(Windowed):
     """Log the bytes that a rank holds, at the end of each window of optimizer steps.
 
     Told as a record ``memory`` of every rank and logged as ``memory/<name>`` of rank 0: ``host`` (resident memory of
@@ -37,32 +38,20 @@ class Memory(Callback):
     looks_at_parameters = False
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        require_window(every_n_steps, self)
-        self.every_n_steps = every_n_steps
+        super().__init__(every_n_steps)
         self.latest: dict[str, int] = {}
         """What was logged last, bytes; empty before the first window has ended."""
-        self._steps = StepCounter()
-        self._window = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count steps."""
-        self._steps.start(trainer)
-        self._window = window_steps(self.every_n_steps, trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """At the end of a window, look."""
-        step = self._steps.ended(trainer)
-        if step is None or not self._window or (step + 1) % self._window:
+        step = self._ended(trainer)
+        if step is None:
             return
         self.latest = _held(trainer)
         tell(trainer, "memory", self.latest, step + 1)
         log_metrics(trainer, {f"memory/{name}": float(value) for name, value in self.latest.items()}, step)
-
-    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count steps from there."""
-        self._steps.start(trainer)
 
 
 def _held(trainer: Any) -> dict[str, int]:

@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.callbacks.monitor.records import tell
-from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
+from trainwright.callbacks.steps import log_metrics
+from trainwright.callbacks.windows import Windowed
 
 REST = "rest"
 """What is in no block."""
 
 
-class Norms(Callback):
+class Norms(Windowed):
     """Log the L2 norms of the gradients and of the parameters of each block, and of the rest, once a window.
 
     They are those that one process would have with all of the module, however it is spread: ranks add up squares of
@@ -38,12 +39,9 @@ class Norms(Callback):
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        require_window(every_n_steps, self)
-        self.every_n_steps = every_n_steps
+        super().__init__(every_n_steps)
         self.latest: dict[str, dict[str, float]] = {}
         """``grad`` and ``param`` by block, as last logged; empty before the first window has ended."""
-        self._steps = StepCounter()
-        self._window = 0
         self._squares: Tensor | None = None  # of gradients and parameters of this rank, (2, blocks + 1)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -68,13 +66,12 @@ class Norms(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count steps."""
-        self._steps.start(trainer)
-        self._window = window_steps(self.every_n_steps, trainer)
+        super().on_train_start(trainer, pl_module)
         self._squares = None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """In the last step of a window, square what this optimizer is about to step on; nothing is sent."""
-        if not self._window or (self._steps.next_number(trainer) + 1) % self._window:
+        if not self._ends_window(self._steps.next_number(trainer)):
             return
         strategy: Any = trainer.strategy
         if self._squares is None:
@@ -102,7 +99,7 @@ class Norms(Callback):
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count steps from there."""
-        self._steps.start(trainer)
+        super().on_gone_back(trainer, pl_module)
         self._squares = None
 
 

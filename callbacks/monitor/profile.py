@@ -16,12 +16,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from trainwright.callbacks.monitor.clocks import clock_offset
 from trainwright.callbacks.monitor.records import FOLDER, tell
+from trainwright.callbacks.monitor.sample import is_sampled, sampled_ranks
 from trainwright.callbacks.monitor.traces import merged, read_trace, write_trace
 from trainwright.callbacks.steps import StepCounter, window_steps
 
 ASK = "profile"
 """Name of the file in the folder of records by which a running job is asked for a trace."""
 _STEPS = 5
+# How long rank 0 waits for the traces of others, and how often it looks.
+_PATIENCE_SECONDS, _PAUSE_SECONDS = 60.0, 0.02
 
 
 def profile_problem(steps: Any) -> str | None:
@@ -39,6 +42,9 @@ def profile_problem(steps: Any) -> str | None:
 class Profile(Callback):
     """Take a trace of torch's profiler of some optimizer steps, on all ranks, and put them together in one file.
 
+    Of more than ``most_ranks`` ranks, some that stand for all take one: a trace of a rank is some MiB a step, rank 0
+    reads them all, and asks its clock for each of them.
+
     It is written to ``<run_dir>/monitor/trace_<step>.json.gz``, which https://ui.perfetto.dev and chrome://tracing
     open. Clocks of different machines are aligned: how far they are apart is measured over the process group's store
     when the trace begins. Each rank first writes what it has to ``trace_<step>_rank_<n>.json.gz``; those that rank 0
@@ -51,19 +57,25 @@ class Profile(Callback):
     Args:
         steps: the first step of a trace, counted from 0, and the one after its last; ``None``: only when asked.
         run_dir: of the run; ``None``: off.
+        most_ranks: that take a trace, see :func:`~trainwright.callbacks.monitor.sample.is_sampled`; ``None``: all.
 
     Raises:
-        ValueError: if ``steps`` are impossible, or given without ``run_dir``.
+        ValueError: if ``steps`` are impossible, or given without ``run_dir``; if ``most_ranks`` is less than 1.
     """
 
     looks_at_parameters = False
 
-    def __init__(self, steps: Sequence[int] | None = None, run_dir: str | None = None) -> None:
+    def __init__(
+        self, steps: Sequence[int] | None = None, run_dir: str | None = None, most_ranks: int | None = 64
+    ) -> None:
         problem = None if steps is None else profile_problem(steps)
         if problem is not None:
             raise ValueError(f"Profile: steps={problem}")
         self.steps = None if steps is None else (int(steps[0]), int(steps[1]))
+        if most_ranks is not None and most_ranks < 1:
+            raise ValueError(f"Profile(most_ranks={most_ranks}) (allowed: 1 or more, or None for all ranks)")
         self.run_dir = run_dir
+        self.most_ranks = most_ranks
         self.latest: Path | None = None
         """The trace of this rank that was written last."""
         self._counter = StepCounter()
@@ -78,9 +90,13 @@ class Profile(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count steps."""
         self._counter.start(trainer)
-        self._window = 0 if self.run_dir is None else window_steps(None, trainer) or 50
         done = self._counter.next_number(trainer)
-        self._wanted = [self.steps] if self.steps is not None and self.run_dir and self.steps[0] >= done else []
+        self._window, self._wanted = 0, []
+        if self.run_dir is None or not is_sampled(trainer.global_rank, trainer.world_size, self.most_ranks):
+            return
+        self._window = window_steps(None, trainer) or 50
+        if self.steps is not None and self.steps[0] >= done:
+            self._wanted = [self.steps]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a trace that is wanted from this step on."""
@@ -92,7 +108,8 @@ class Profile(Callback):
         together = bool(getattr(trainer.strategy, "steps_are_collective", True))
         if together and _store(trainer) is not None:
             key = f"trainwright/clock/{begin}"
-            self._offset = clock_offset(_store(trainer), key, trainer.global_rank, trainer.world_size)
+            others = sampled_ranks(trainer.world_size, self.most_ranks)[1:]
+            self._offset = clock_offset(_store(trainer), key, trainer.global_rank, others)
         activities = [torch.profiler.ProfilerActivity.CPU]
         if trainer.strategy.root_device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -161,28 +178,40 @@ class Profile(Callback):
 
     def _finish(self, trainer: Trainer) -> None:
         assert self.run_dir is not None
-        profiler, self._profiler = self._profiler, None
-        profiler.stop()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
-            trace = json.loads(path.read_text(encoding="utf-8"))
         stem = Path(self.run_dir) / FOLDER / f"trace_{self._span[0]}"
-        write_trace(_of_rank(stem, trainer.global_rank), {**trace, "offset": self._offset})
-        self.latest = _of_rank(stem, trainer.global_rank)
+        self.latest = self._write(_of_rank(stem, trainer.global_rank))
+        ranks = sampled_ranks(trainer.world_size, self.most_ranks)
         together = bool(getattr(trainer.strategy, "steps_are_collective", True))
-        if together:
-            trainer.strategy.barrier()
+        if together and _store(trainer) is not None:
+            _wait_for_all(_store(trainer), f"trainwright/trace/{self._span[0]}", len(ranks), trainer.is_global_zero)
         if trainer.is_global_zero:
-            self.latest = _merge(stem, trainer.world_size)
+            self.latest = _merge(stem, ranks)
         seconds = time.perf_counter() - self._began
         steps = f"steps {self._span[0]} to {self._span[1] - 1}"
         tell(trainer, "event", {"what": "profile", "text": f"{steps}: {self.latest.name}", "seconds": seconds})
 
+    def _write(self, path: Path) -> Path:
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            exported = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(exported))
+            trace = json.loads(exported.read_text(encoding="utf-8"))
+        write_trace(path, {**trace, "offset": self._offset})
+        return path
 
-def _merge(stem: Path, world_size: int) -> Path:
-    there = {rank: _of_rank(stem, rank) for rank in range(world_size) if _of_rank(stem, rank).is_file()}
-    missing = world_size - len(there)
+
+def _wait_for_all(store: Any, key: str, ranks: int, is_first: bool) -> None:
+    """Let rank 0 wait until all have written; what is late is missed."""
+    written, end = store.add(key, 1), time.monotonic() + _PATIENCE_SECONDS
+    while is_first and written < ranks and time.monotonic() < end:
+        time.sleep(_PAUSE_SECONDS)
+        written = store.add(key, 0)
+
+
+def _merge(stem: Path, ranks: Sequence[int]) -> Path:
+    there = {rank: _of_rank(stem, rank) for rank in ranks if _of_rank(stem, rank).is_file()}
+    missing = len(ranks) - len(there)
     if missing:
         rank_zero_warn(f"Profile: the traces of {missing} rank(s) are not here, and so not in {stem.name}.json.gz.")
     traces = {rank: read_trace(path) for rank, path in there.items()}

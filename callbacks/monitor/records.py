@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from trainwright.callbacks.monitor.sample import is_sampled, sampled_ranks
 from trainwright.callbacks.steps import steps_done
 
 FOLDER = "monitor"
@@ -76,19 +78,35 @@ class MonitorFile(Callback):
 
     Args:
         run_dir: of the run; ``None``: nothing is kept.
+        most_ranks: that keep a file; of more ranks, some that stand for all do, see
+            :func:`~trainwright.callbacks.monitor.sample.is_sampled`, and rank 0 says so. ``None``: all ranks.
+
+    Raises:
+        ValueError: if ``most_ranks`` is less than 1.
     """
 
     # A strategy may have the weights of a step on their way while this one is called.
     looks_at_parameters = False
 
-    def __init__(self, run_dir: str | None = None) -> None:
+    def __init__(self, run_dir: str | None = None, most_ranks: int | None = 1024) -> None:
+        if most_ranks is not None and most_ranks < 1:
+            raise ValueError(f"MonitorFile(most_ranks={most_ranks}) (allowed: 1 or more, or None for all ranks)")
         self.run_dir = run_dir
+        self.most_ranks = most_ranks
         self._lines: list[str] = []
         self._file: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Open the file, where there is to be one."""
-        if stage == "fit" and self.run_dir is not None and self._file is None:
+        if stage != "fit" or self.run_dir is None or self._file is not None:
+            return
+        if self.most_ranks is not None and trainer.world_size > self.most_ranks:
+            rank_zero_info(
+                f"MonitorFile: of {trainer.world_size} ranks {len(sampled_ranks(trainer.world_size, self.most_ranks))} "
+                f"keep records in {records_path(self.run_dir, 0).parent}. monitor.file.most_ranks=null keeps those of "
+                "all."
+            )
+        if is_sampled(trainer.global_rank, trainer.world_size, self.most_ranks):
             self._file = _opened(records_path(self.run_dir, trainer.global_rank))
 
     def on_record(self, trainer: Trainer, record: Mapping[str, Any]) -> None:

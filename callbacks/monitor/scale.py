@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.monitor.records import tell
-from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
+from trainwright.callbacks.steps import log_metrics
+from trainwright.callbacks.windows import Windowed
 
 
-class LossScale(Callback):
+class LossScale(Windowed):
     """Log by what the loss is multiplied under ``precision="16-mixed"``, as ``loss_scale``; nothing elsewhere.
 
     Told too as a record ``scale`` (``scale``) of every rank, at the end of each window.
@@ -24,23 +25,12 @@ class LossScale(Callback):
 
     looks_at_parameters = False
 
-    def __init__(self, every_n_steps: int | None = None) -> None:
-        require_window(every_n_steps, self)
-        self.every_n_steps = every_n_steps
-        self._steps = StepCounter()
-        self._window = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count steps."""
-        self._steps.start(trainer)
-        self._window = window_steps(self.every_n_steps, trainer)
-
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """At the end of a window, look."""
-        step = self._steps.ended(trainer)
-        if step is None or not self._window or (step + 1) % self._window:
+        step = self._ended(trainer)
+        if step is None:
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is None or not scaler.is_enabled():
@@ -48,7 +38,3 @@ class LossScale(Callback):
         scale = float(scaler.get_scale())
         tell(trainer, "scale", {"scale": scale}, step + 1)
         log_metrics(trainer, {"loss_scale": scale}, step)
-
-    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count steps from there."""
-        self._steps.start(trainer)

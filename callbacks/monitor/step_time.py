@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.monitor.hook_phases import phases_of
 from trainwright.callbacks.monitor.records import tell
@@ -21,6 +21,7 @@ from trainwright.callbacks.phases import (
 )
 from trainwright.callbacks.step_clock import PhaseClock
 from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
+from trainwright.callbacks.windows import Measuring
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
 """Of a step, in the order in which they are told."""
@@ -39,7 +40,7 @@ _PART_OF = {
 _WITH_WAITS = ("data", "forward", "backward", "optimizer", "other")
 
 
-class StepTime(Callback):
+class StepTime(Measuring):
     """Log the seconds of an optimizer step by what they were spent for, averaged over windows of steps.
 
     The parts, which add up to the time of the step: ``data`` (until the next batch is there), ``forward``,
@@ -53,8 +54,8 @@ class StepTime(Callback):
 
     With a Trainer of Lightning's own, parts are as its hooks show them by the clock of the host: what its loop does
     between two of them is in ``data``, and so are checkpoints. With a strategy of Lightning's own, what is waited for
-    others is in the part in which it is. A pipeline runs forward and backward in one: both are in
-    ``forward``.
+    others is in the part in which it is. A pipeline mixes forward and backward of micro-batches: what its stages do
+    backward is ``backward``, the rest of its step ``forward``.
 
     Args:
         every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (there, 0 is off).
@@ -93,6 +94,7 @@ class StepTime(Callback):
         assert self._phases is not None
         self._done, self._is_first = 0, True
         self._clock = PhaseClock(trainer, self._phases, _PART_OF, begins_as="other")
+        self._clock.split_pipeline(trainer.strategy)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -118,14 +120,6 @@ class StepTime(Callback):
         """Tell of what is left of a window."""
         if self._clock is not None and self._done:
             self._tell(trainer, self._steps.next_number(trainer) - 1)
-        self._stop()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """End measuring."""
-        self._stop()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End measuring."""
         self._stop()
 
     def _stop(self) -> None:

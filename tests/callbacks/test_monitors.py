@@ -25,14 +25,21 @@ from trainwright.callbacks import inject, step_clock
 from trainwright.callbacks.loss_guard import LossGuard
 from trainwright.callbacks.monitor.bubble import Bubble
 from trainwright.callbacks.monitor.events import Events
-from trainwright.callbacks.monitor.flops import CountedOperations
+from trainwright.callbacks.monitor.flops import CountedOperations, operations_of
 from trainwright.callbacks.monitor.goodput import Goodput, Stretch
 from trainwright.callbacks.monitor.memory import Memory
 from trainwright.callbacks.monitor.norms import Norms
 from trainwright.callbacks.monitor.records import MonitorFile, read_records, records_path
+from trainwright.callbacks.monitor.scale import LossScale
 from trainwright.callbacks.monitor.step_time import PARTS, StepTime, parts_of
+from trainwright.callbacks.notice import Told
+from trainwright.callbacks.phases import Phases
+from trainwright.callbacks.preemption import Preempted
+from trainwright.callbacks.run_state import RunStateCheckpoint
 from trainwright.callbacks.throughput import Throughput
+from trainwright.checkpoint.snapshots import Snapshots
 from trainwright.strategies import waiting
+from trainwright.strategies.pipeline.timeline import StageTimeline, listen_to_stages
 
 QUIET = {name: value for name, value in QUIET.items() if name != "logger"}
 
@@ -164,6 +171,53 @@ def test_waits_are_communication_and_counted_once() -> None:
     assert tuple(found) == PARTS
 
 
+class Stage:
+    """A stage of a pipeline that takes known times: 1 forward, 2 backward, 4 for the backward of its weights."""
+
+    stage_index = 3
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def forward_one_chunk(self, chunk: int) -> None:
+        self.clock.now += 1.0
+
+    def backward_one_chunk(self, chunk: int) -> None:
+        self.clock.now += 2.0
+
+    def backward_weight_one_chunk(self, chunk: int) -> None:
+        self.clock.now += 4.0
+        raise ValueError("on purpose")
+
+
+def test_a_pipelines_step_is_split_and_its_timeline_taken_beside_that(clock: Clock) -> None:
+    stage, phases = Stage(clock), Phases()
+    strategy = types.SimpleNamespace(listen_to_stages=lambda listener: listen_to_stages([stage], listener))
+    trainer = types.SimpleNamespace(strategy=strategy)
+    measured = step_clock.PhaseClock(trainer, phases, {"forward": "forward", "backward": "backward"}, "other")
+    measured.split_pipeline(strategy)
+    timeline = StageTimeline([stage], torch.device("cpu"))
+    clock.now += 8.0
+    phases.begin("forward")
+    timeline.start()
+    stage.forward_one_chunk(0)
+    clock.now += 16.0  # the schedule
+    stage.backward_one_chunk(0)
+    with pytest.raises(ValueError, match="on purpose"):
+        stage.backward_weight_one_chunk(0)
+    timeline.stop()
+    stage.forward_one_chunk(1)
+    spent, waited = measured.spent_and_waited()
+    assert (spent, waited) == ({"other": 8.0, "forward": 18.0, "backward": 6.0}, {})
+    seconds, entries = timeline.take()
+    assert seconds == 23.0
+    assert [tuple(each) for each in entries] == [
+        (0.0, 1.0, "forward", 0, 3), (17.0, 19.0, "backward", 0, 3), (19.0, 23.0, "weight", 0, 3)
+    ]  # fmt: skip
+    measured.stop()
+    assert vars(stage) == {"clock": clock}
+
+
 def of_ranks(strategy: str) -> list[dict[str, Any]]:
     kept = Kept()
     fit(strategy, {}, StepTime(2), Memory(2), kept, steps=4)
@@ -186,9 +240,11 @@ def test_every_rank_tells_for_itself(ranks: Callable[..., list[Any]], strategy: 
 
 def of_stages(schedule: str) -> list[dict[str, Any]]:
     kept, bubble = Kept(), Bubble(2)
-    trainer = fit("pipeline", {"schedule": schedule, "micro_batches": 4}, bubble, kept, steps=5)
-    stages = trainer.strategy._engines.pipeline_stages if trainer.strategy._engines else []
-    assert not any("forward_one_chunk" in stage.__dict__ for stage in stages)  # nothing is left
+    fit("pipeline", {"schedule": schedule, "micro_batches": 4}, bubble, StepTime(2), kept, steps=5)
+    for record in kept.of("step"):
+        assert record["seconds"]["forward"] > 0
+        assert record["seconds"]["backward"] > 0
+        assert sum(record["seconds"].values()) == pytest.approx(record["total"])
     return kept.of("bubble")
 
 
@@ -306,6 +362,55 @@ def test_operations_per_second_and_part_of_the_peak() -> None:
     assert kept.of("rate")[-1]["mfu"] == latest["mfu"]
 
 
+def test_what_a_causal_mask_hides_counts_half_where_that_is_asked_for() -> None:
+    counted: dict[str, list[float]] = {}
+
+    class Both(CountedOperations):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            output = func(*args, **(kwargs or {}))
+            both = [operations_of(func, args, kwargs or {}, output, halve_causal=each) for each in (False, True)]
+            counted.setdefault(func._overloadpacket.__name__, both)
+            return output
+
+    query = torch.randn(2, 3, 5, 7, requires_grad=True)
+    with Both():
+        nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+    forward, backward = (values for name, values in counted.items() if "attention" in name)
+    assert forward == [2 * 2 * (2 * 3 * 5 * 5 * 7), 2 * (2 * 3 * 5 * 5 * 7)]
+    assert backward == [5 * 2 * (2 * 3 * 5 * 5 * 7), 5 * (2 * 3 * 5 * 5 * 7)]
+
+
+# ---- the loss scale --------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_scale_is_told_and_logged() -> None:
+    class Overflows(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("inf") if batch_idx == 2 else loss
+
+    written, kept = Written(), Kept()
+    trainer = Trainer(
+        max_steps=5,
+        devices=1,
+        precision="16-mixed",
+        loss_scale={"initial": 8.0, "growth_interval": 2},
+        logger=written,
+        callbacks=[LossScale(1), kept],
+        **QUIET,
+    )
+    trainer.fit(Overflows(), loader(24))
+    expected = [8.0, 16.0, 8.0, 8.0, 16.0]  # twice as large after two good steps, half after one that overflows
+    assert [(record["step"], record["scale"]) for record in kept.of("scale")] == list(enumerate(expected, 1))
+    assert written.column("loss_scale") == dict(enumerate(expected))
+
+
+def test_without_a_loss_scale_none_is_told() -> None:
+    kept = Kept()
+    fit("single", {}, LossScale(1), kept, steps=1)
+    assert kept.of("scale") == []
+
+
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
@@ -412,3 +517,42 @@ def test_validation_and_checkpoints_are_told(tmp_path: Path) -> None:
     ).fit(Regression(), loader(16), loader(4))
     assert [event["what"] for event in kept.of("event")] == ["checkpoint", "validation"] * 2
     assert all(event["seconds"] > 0 for event in kept.of("event"))
+
+
+def test_saved_run_states_are_told_with_the_time_they_took(tmp_path: Path) -> None:
+    kept = Kept()
+    saver = RunStateCheckpoint(str(tmp_path / "checkpoints"), every_n_steps=2, save_at_end=False)
+    fit("single", {}, Events(), StepTime(1), kept, saver, steps=4)
+    told = kept.of("event")
+    assert [(event["what"], event["step"]) for event in told] == [("checkpoint", 2), ("checkpoint", 4)]
+    assert all(event["seconds"] > 0 for event in told)
+    # The callback that saves is the last: the step after has it, and after the last one there is none.
+    assert [record["step"] for record in kept.of("step") if record["seconds"]["checkpoint"]] == [3]
+
+
+def test_being_told_to_end_is_no_fault() -> None:
+    class Ends(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise Preempted(Told(signal.SIGTERM, 0.0), 0)
+
+    kept = Kept()
+    with pytest.raises(Preempted):
+        fit("single", {}, Events(), kept, Ends())
+    [event] = kept.of("event")
+    assert event["what"] == "preempted"
+    assert event["text"].startswith("Preempted: ")
+
+
+def test_a_rank_that_goes_on_from_memory_says_so() -> None:
+    memory = Snapshots()
+
+    class Wants(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.copies.want(every_n_steps=2, memory=memory)
+
+    kept = Kept()
+    fit("single", {}, Wants(), steps=4)
+    held: Any = memory.newest()
+    fit("single", {}, Events(), kept, steps=5, ckpt_path=held)
+    [event] = kept.of("event")
+    assert (event["what"], event["text"]) == ("recovered", f"goes on from a copy in memory of step {held.step}")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 
 from tests.callbacks.faulty import fit
 from trainwright.callbacks.monitor.clocks import clock_offset
@@ -22,7 +26,7 @@ def test_clocks_that_are_apart_are_found_to_be() -> None:
 
     def rank(number: int, machine: str) -> None:
         ahead = apart if machine != "a" else 0
-        found[number] = clock_offset(store, "x", number, 3, lambda: time.time_ns() + ahead, machine)
+        found[number] = clock_offset(store, "x", number, [1, 2], lambda: time.time_ns() + ahead, machine)
 
     threads = [threading.Thread(target=rank, args=(each, "aab"[each])) for each in range(3)]
     for thread in threads:
@@ -49,13 +53,31 @@ def test_traces_are_put_together_by_one_clock() -> None:
     assert len({each["id"] for each in whole["traceEvents"] if each["name"] == "flow"}) == 2
 
 
+class Quick:
+    """Stands for torch's profiler, which takes seconds to start: one piece of work, from the start to the end."""
+
+    def __init__(self, **_: Any) -> None:
+        self.began = self.ended = 0
+
+    def start(self) -> None:
+        self.began = time.time_ns()
+
+    def stop(self) -> None:
+        self.ended = time.time_ns()
+
+    def export_chrome_trace(self, path: str) -> None:
+        work = {"ph": "X", "name": "mm", "pid": 7, "tid": 1, "ts": 0.0, "dur": (self.ended - self.began) / 1000}
+        Path(path).write_text(json.dumps({"baseTimeNanoseconds": self.began, "traceEvents": [work]}))
+
+
 def of_ranks(folder: str) -> list[str]:
     asked = Path(folder) / "monitor" / "profile"
     if dist.get_rank() == 0:
         asked.parent.mkdir()
         asked.write_text("2")
     dist.barrier()
-    fit("ddp", {}, Profile([1, 3], folder), steps=9, log_every_n_steps=1)
+    with mock.patch.object(torch.profiler, "profile", Quick):
+        fit("ddp", {}, Profile([1, 3], folder), steps=9, log_every_n_steps=1)
     return [] if dist.get_rank() else sorted(path.name for path in asked.parent.iterdir())
 
 
@@ -66,14 +88,25 @@ def test_one_trace_of_all_ranks_and_one_that_was_asked_for(ranks: Callable[..., 
     for name in files:
         whole = read_trace(tmp_path / "monitor" / name)
         assert whole["ranks"] == [0, 1]
-        operations = [each for each in whole["traceEvents"] if "mm" in each.get("name", "") and each.get("ph") == "X"]
-        processes: dict[int, list[float]] = {}
-        for each in operations:
-            processes.setdefault(each["pid"], []).append(each["ts"])
-        assert len(processes) == 2
+        first, second = ((each["ts"], each["ts"] + each["dur"]) for each in whole["traceEvents"])
         # The ranks keep in step, so both worked in the same time.
-        (first, second) = processes.values()
-        assert max(min(first), min(second)) < min(max(first), max(second))
+        assert max(first[0], second[0]) < min(first[1], second[1])
+        assert len({each["pid"] for each in whole["traceEvents"]}) == 2
+
+
+def test_torchs_profiler_is_asked_and_its_trace_told(tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = []
+
+    class Hears(Callback):
+        def on_record(self, trainer: Any, record: Any) -> None:
+            records.append(dict(record))
+
+    fit("single", {}, Profile([1, 2], str(tmp_path)), Hears(), steps=3)
+    whole = read_trace(tmp_path / "monitor" / "trace_1.json.gz")
+    assert any("mm" in each.get("name", "") and each.get("ph") == "X" for each in whole["traceEvents"])
+    [event] = records
+    assert (event["what"], event["text"], event["step"]) == ("profile", "steps 1 to 1: trace_1.json.gz", 2)
+    assert event["seconds"] > 0
 
 
 @pytest.mark.parametrize("steps", [[3, 1], [1], [-1, 2], [1.5, 2], "12"])

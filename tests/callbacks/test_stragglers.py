@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import time
+from statistics import median
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from tests.callbacks.modules import QUIET, Regression, Written, loader
 from tests.parity.layouts import Texts
 from trainwright.callbacks import inject
 from trainwright.callbacks.loss_guard import LossGuard
+from trainwright.callbacks.step_clock import KINDS
 from trainwright.callbacks.stragglers import StepTimes, Straggler, Stragglers, find_stragglers
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.waiting import Waits, _Interception
@@ -204,3 +207,20 @@ def test_what_is_left_of_a_window_is_told_of_the_last_step() -> None:
     watching, written = Stragglers(every_n_steps=2), Written()
     fit("single", {}, watching, steps=4, logger=written)
     assert [step for step, metrics in written.rows if "compute_seconds" in metrics] == [2, 3]
+
+
+def test_peers_are_the_others_of_a_stage_however_many() -> None:
+    draw = random.Random(3)
+    layout = Layout(pipeline=2, shard=50)
+    times = [StepTimes(draw.choice([1.0, 1.2, 1.7]), draw.random(), draw.random(), draw.random()) for _ in range(100)]
+    found = {each.rank: each for each in find_stragglers(times, layout, 0.1)}
+    for rank, own in enumerate(times):
+        peers = [times[other] for other in range(100) if other != rank and other // 50 == rank // 50]
+        behind = {kind: getattr(own, kind) - median(getattr(each, kind) for each in peers) for kind in KINDS}
+        kind = max(KINDS, key=behind.__getitem__)
+        assert (rank in found) == (behind[kind] / own.total >= 0.1)
+        if rank in found:
+            assert found[rank].kind == kind
+            assert found[rank].own - found[rank].others == pytest.approx(behind[kind])
+    shares = [each.share for each in find_stragglers(times, layout, 0.1)]
+    assert shares == sorted(shares, reverse=True)

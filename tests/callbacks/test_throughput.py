@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,53 +10,71 @@ from lightning.pytorch import Trainer as LightningTrainer
 
 from tests.callbacks.modules import QUIET, Regression, Written, loader
 from trainwright import Trainer
+from trainwright.callbacks import throughput
 from trainwright.callbacks.throughput import Throughput, num_samples
 
 QUIET = {name: value for name, value in QUIET.items() if name != "logger"}
-STEP = 0.02  # seconds
+STEP = 0.5  # seconds; sums of it are exact
+
+
+class Clock:
+    """A clock that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(throughput, "time", made)
+    return made
 
 
 class Slow(Regression):
     """Steps and validation batches of known length."""
 
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        time.sleep(STEP)
+        self.clock.now += STEP
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        time.sleep(5 * STEP)
+        self.clock.now += 5 * STEP
 
 
-def test_rates_of_windows() -> None:
+def test_rates_of_windows(clock: Clock) -> None:
     written, watched = Written(), Throughput(every_n_steps=4)
     LightningTrainer(max_steps=12, devices=1, logger=written, callbacks=[watched], **QUIET).fit(
-        Slow(), loader(96, batch_size=8)
+        Slow(clock), loader(96, batch_size=8)
     )
-    assert list(written.column("step_seconds")) == [3, 7, 11]
-    for seconds in written.column("step_seconds").values():
-        assert STEP <= seconds < 2 * STEP
-    for step, rate in written.column("samples_per_second").items():
-        assert rate == pytest.approx(8 / written.column("step_seconds")[step])
-        assert written.column("pixels_per_second")[step] == pytest.approx(4 * rate)
-    assert watched.rate == (written.column("pixels_per_second")[11], "pixels")
+    assert written.column("step_seconds") == dict.fromkeys((3, 7, 11), STEP)
+    assert written.column("samples_per_second") == dict.fromkeys((3, 7, 11), 8 / STEP)
+    assert written.column("pixels_per_second") == dict.fromkeys((3, 7, 11), 4 * 8 / STEP)
+    assert watched.rate == (4 * 8 / STEP, "pixels")
 
 
-def test_validation_does_not_count() -> None:
+def test_validation_does_not_count(clock: Clock) -> None:
     written = Written()
     LightningTrainer(
         max_steps=8, devices=1, logger=written, callbacks=[Throughput(4)], val_check_interval=2, **QUIET
-    ).fit(Slow(), loader(32, batch_size=4), loader(8, batch_size=4))
-    assert max(written.column("step_seconds").values()) < 3 * STEP
+    ).fit(Slow(clock), loader(32, batch_size=4), loader(8, batch_size=4))
+    assert written.column("step_seconds") == dict.fromkeys((3, 7), STEP)
 
 
-def test_accumulated_micro_batches_all_count() -> None:
+def test_accumulated_micro_batches_all_count(clock: Clock) -> None:
     written = Written()
     LightningTrainer(
         max_steps=4, devices=1, logger=written, callbacks=[Throughput(2)], accumulate_grad_batches=3, **QUIET
-    ).fit(Slow(), loader(48, batch_size=4))
-    rates, seconds = written.column("samples_per_second"), written.column("step_seconds")
-    assert rates[3] * seconds[3] == pytest.approx(12)
-    assert seconds[3] >= 3 * STEP
+    ).fit(Slow(clock), loader(48, batch_size=4))
+    assert written.column("step_seconds")[3] == 3 * STEP
+    assert written.column("samples_per_second")[3] == 12 / (3 * STEP)
 
 
 def test_arguments_go_before_the_modules_attributes() -> None:
@@ -94,7 +111,7 @@ def test_samples_of_a_batch(batch: Any, samples: int) -> None:
 def of_ranks() -> dict[str, float]:
     watched = Throughput(every_n_steps=3)
     Trainer(strategy="ddp", devices=dist.get_world_size(), max_steps=4, logger=False, callbacks=[watched], **QUIET).fit(
-        Slow(), loader(32, batch_size=4)
+        Regression(), loader(32, batch_size=4)
     )
     return watched.latest
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from hydra.utils import instantiate
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from trainwright.trainer.compose import compose
@@ -43,6 +45,23 @@ def test_the_layout_and_what_was_asked_for_stand_beside_the_figures(
     assert {"rate/samples_per_second", "time/step", "loss"} <= scalars
     assert not scalars & {"samples_per_second", "hp_metric"}
     assert "samples_per_second" in (tmp_path / "metrics.csv").read_text().split("\n")[0].split(",")
+
+
+def test_numbers_of_a_step_are_one_event(tmp_path: Path) -> None:
+    logger = TensorBoard(str(tmp_path))
+    logger.log_metrics({"loss": 1.5, "samples_per_second": 2.0}, 3)
+    logger.log_metrics({"val": torch.tensor(4.0)}, 4)
+    logger.log_metrics({}, 5)
+    logger.finalize("success")
+    [file] = tmp_path.glob("events*")
+    told = [each for each in EventFileLoader(str(file)).Load() if each.step]
+    assert [(each.step, [value.tag for value in each.summary.value]) for each in told] == [
+        (3, ["loss", "rate/samples_per_second"]),
+        (4, ["val"]),
+    ]
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [events.Scalars(name)[0].value for name in ("loss", "rate/samples_per_second", "val")] == [1.5, 2.0, 4.0]
 
 
 def test_names_that_have_a_group_keep_it() -> None:

@@ -49,14 +49,12 @@ def run_report_command(words: Sequence[str]) -> int:
     Returns:
         The exit code: 0 all is well, 2 the command or a path was refused.
     """
-    rest = list(words)
-    verb = next(word for word in rest if word in HELP)
-    rest.remove(verb)
-    if "-h" in rest or "--help" in rest:
-        print(HELP[verb], end="")
+    if "-h" in words or "--help" in words:
+        print(HELP[next(word for word in words if word in HELP)], end="")
         return OK
     try:
-        return _report(rest) if verb == "report" else _watch(rest)
+        arguments = parse(words)
+        return _report(arguments) if arguments.verb == "report" else _watch(arguments)
     except _RefusedError as error:
         print(f"trainwright: {error}", file=sys.stderr)
     return REFUSED
@@ -73,11 +71,32 @@ class _Parser(argparse.ArgumentParser):
         raise _RefusedError(f"{message}; `{self.prog} --help` shows how the command is typed")
 
 
-def _report(words: Sequence[str]) -> int:
-    parser = _Parser(prog="trainwright report", add_help=False, allow_abbrev=False)
-    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=Path)
-    parser.add_argument("--out", metavar="FILE", type=Path)
-    arguments = parser.parse_intermixed_args(list(words))
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Understand what was typed.
+
+    Args:
+        words: what was typed after `trainwright`, `report` or `watch` included.
+
+    Raises:
+        ValueError: if it is not understood.
+    """
+    rest = list(words)
+    verb = next(word for word in rest if word in HELP)
+    rest.remove(verb)
+    parser = _Parser(prog=f"trainwright {verb}", add_help=False, allow_abbrev=False)
+    if verb == "report":
+        parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=Path)
+        parser.add_argument("--out", metavar="FILE", type=Path)
+    else:
+        parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+        parser.add_argument("--every", metavar="SECONDS", type=float, default=2.0)
+        parser.add_argument("--once", action="store_true")
+    arguments = parser.parse_intermixed_args(rest)
+    arguments.verb = verb
+    return arguments
+
+
+def _report(arguments: argparse.Namespace) -> int:
     from trainwright.trainer.report.page import PAGE_FILE, write_page
     from trainwright.trainer.report.records import is_run
 
@@ -100,12 +119,7 @@ def _report(words: Sequence[str]) -> int:
     return OK
 
 
-def _watch(words: Sequence[str]) -> int:
-    parser = _Parser(prog="trainwright watch", add_help=False, allow_abbrev=False)
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
-    parser.add_argument("--every", metavar="SECONDS", type=float, default=2.0)
-    parser.add_argument("--once", action="store_true")
-    arguments = parser.parse_intermixed_args(list(words))
+def _watch(arguments: argparse.Namespace) -> int:
     if not arguments.every >= 0.1:
         raise _RefusedError(f"--every {arguments.every:g}: seconds between two looks must be at least 0.1")
     if arguments.run_dir.exists() and not arguments.run_dir.is_dir():

@@ -85,7 +85,7 @@ def content_of(runs: Sequence[RunRecord]) -> Content:
     rated = [sections.rates(run) for run in runs]
     names = list(dict.fromkeys(name for run in runs for name in sorted(run.metrics)))
     for name in sorted(names, key=lambda name: (name != "loss", name != "val_loss")):
-        if name == "epoch":
+        if name == "epoch" or sections.is_norm(name):
             continue
         chart = curve_chart(
             name, {run.label: (number % COLOURS, run.metrics.get(name, [])) for number, run in enumerate(runs)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -74,7 +74,7 @@ class RunRecord:
         settings: its leaves in order, `strategy.shard` -> `2`.
         command: the words after `trainwright`; None if they were not kept.
         metrics: column -> (step, value).
-        monitor: rank -> records.
+        monitor: rank -> records, of steps that were made again the later ones alone.
         events: in the order of time.
         checkpoints: in the order of steps.
         plan: plan.json; None if there is none.
@@ -146,7 +146,7 @@ def read_run(path: Path, label: str) -> RunRecord:
         settings=dict(islice(_leaves(config), _MOST_KEYS)),
         command=read_command(path),
         metrics=metrics.columns,
-        monitor=monitor.by_rank,
+        monitor={rank: lasting(records) for rank, records in monitor.by_rank.items()},
         events=tuple(read_events(path, monitor.by_rank, checkpoints)),
         checkpoints=tuple(checkpoints),
         plan=plan,
@@ -216,12 +216,65 @@ def read_events(path: Path, monitor: Mapping[int, list[dict[str, Any]]], checkpo
             event = Event(time, what, text, None if step is None else int(step), rank, number_of(record.get("seconds")))
             events.setdefault((f"{what} {text}", event.step if step is not None else time), event)
     found = [*events.values(), *_restarts(path / "logs" / "restarts.log")]
+    names = {saved.step: f"{saved.name} was saved" for saved in checkpoints}
+    found = [replace(event, text=names.get(event.step, "")) if _is_unnamed(event) else event for event in found]
     noted = {event.step for event in found if event.what == "checkpoint"}
     for saved in checkpoints:
         time = _time_of(saved.created)
         if time is not None and saved.step not in noted:
             found.append(Event(time, "checkpoint", f"{saved.name} was saved", saved.step))
     return sorted(found, key=lambda event: event.time)
+
+
+def _is_unnamed(event: Event) -> bool:
+    return event.what == "checkpoint" and not event.text
+
+
+def lasting(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of a rank in which each step is told once: where a run went back, the newer ones count.
+
+    Of a window that reaches beyond the step from which training went on, the part before it is left. Events and
+    goodput are of the clock, not of steps: they stay.
+    """
+    found: list[dict[str, Any] | None] = []
+    of_kind: dict[str, list[int]] = {}  # places of records that count, by step
+    for record in records:
+        step = number_of(record.get("step"))
+        if step is not None and record["kind"] not in _OF_THE_CLOCK:
+            places = of_kind.setdefault(record["kind"], [])
+            window = max(number_of(record.get("steps")) or 1.0, 1.0) if record["kind"] == "step" else 1.0
+            _cut(found, places, step - window)
+            places.append(len(found))
+        found.append(record)
+    return [record for record in found if record is not None]
+
+
+_OF_THE_CLOCK = ("event", "goodput")
+
+
+def _cut(found: list[dict[str, Any] | None], places: list[int], done: float) -> None:
+    """Take away what the records at ``places`` tell of steps after the first ``done`` ones."""
+    while places:
+        record = found[places[-1]]
+        assert record is not None
+        step = number_of(record["step"]) or 0.0
+        if step <= done:
+            return
+        left = _until(record, done) if record["kind"] == "step" else None
+        found[places[-1]] = left
+        if left is not None:
+            return
+        places.pop()
+
+
+def _until(record: Mapping[str, Any], done: float) -> dict[str, Any] | None:
+    """What is left of a window where only its steps up to the number ``done`` count; None: nothing."""
+    steps, seconds = number_of(record.get("steps")) or 1.0, record.get("seconds")
+    left = steps - ((number_of(record["step"]) or 0.0) - done)
+    if left <= 0 or not isinstance(seconds, Mapping):
+        return None
+    kept = {part: value * left / steps for part, each in seconds.items() if (value := number_of(each)) is not None}
+    return {**record, "step": done, "steps": left, "seconds": kept, "total": sum(kept.values())}
 
 
 def layout_of(config: Mapping[str, Any], checkpoints: list[Saved]) -> Layout | None:

@@ -18,6 +18,7 @@ from trainwright.trainer.report.charts import amount, curve_chart, downsampled, 
 from trainwright.trainer.report.command import run_report_command
 from trainwright.trainer.report.ending import write_report
 from trainwright.trainer.report.page import build_page, labels_of
+from trainwright.trainer.report.records import lasting
 
 
 def test_curves_hold_the_numbers_of_the_file(tmp_path):
@@ -296,7 +297,7 @@ def test_every_fit_ends_with_a_page(tmp_path, monkeypatch, capsys, fails):
             raise RuntimeError("why")
         return {}
 
-    monkeypatch.setattr(run, "_run_here", here)
+    monkeypatch.setattr(run, "run_here", here)
     cfg = compose("digits", [f"run_dir={tmp_path / 'run'}"])
     with pytest.raises(RuntimeError, match="why") if fails else nullcontext():
         run.launch(cfg, "fit")
@@ -315,3 +316,33 @@ def test_a_rank_of_several_stages_has_one_row(tmp_path):
         ["stage 0, rank 0", "forward", "0"], ["stage 2, rank 0", "forward", "0"], ["stage 2, rank 0", "backward", "0"],
         ["rank 0", "optimizer", ""],
     ]  # fmt: skip
+
+
+def test_steps_that_were_made_again_count_once():
+    def window(step, steps, seconds):
+        return {"kind": "step", "step": step, "steps": steps, "seconds": {"forward": seconds}, "total": seconds}
+
+    other = {"kind": "event", "step": 60, "what": "fault"}
+    memory = [{"kind": "memory", "step": step, "host": step} for step in (50, 100, 50)]
+    records = [window(50, 50, 5.0), memory[0], window(100, 50, 10.0), memory[1], other]
+    # Went on from step 80, then from step 20.
+    assert lasting([*records, window(81, 1, 1.0)]) == [
+        *records[:2], {**window(80, 30, 6.0), "step": 80.0}, *records[3:], window(81, 1, 1.0)
+    ]  # fmt: skip
+    again = lasting([*records, window(81, 1, 1.0), window(21, 1, 1.0), memory[2]])
+    assert again == [window(20, 20, 2.0), other, window(21, 1, 1.0), memory[2]]
+
+
+def test_norms_are_drawn_by_block(tmp_path):
+    path = small_run(tmp_path / "run")
+    names = [f"norm/{what}/{block}" for what in ("grad", "param") for block in ("b.0", "b.1", "all")]
+    rows = ["1,2,3,10,20,30,8,9", "1.5,2.5,3.5,10,20,40,16,19"]
+    (path / "metrics.csv").write_text("\n".join([",".join([*names, "loss_scale", "step"]), *rows]) + "\n")
+    text = build_page([path])
+    page = Parsed(text)
+    assert page.table("block", "gradient") == [
+        ["b.0", "1.5", "10", "0.15"], ["b.1", "2.5", "20", "0.125"], ["all", "3.5", "40", "0.0875"]
+    ]  # fmt: skip
+    assert "L2 norm of gradients by step. all: 2 values, from 3 to 3.5" in text
+    assert "loss_scale by step. run: 2 values, from 8 to 16" in text
+    assert "norm/grad" not in page.text
