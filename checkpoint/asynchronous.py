@@ -8,18 +8,20 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import torch
 import torch.distributed as dist
 
 from trainwright.checkpoint.dealing import Dealer
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.manifest import Manifest
+from trainwright.checkpoint.distinct import any_of_ranks, problems_of_ranks
+from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from trainwright.checkpoint.manifest import Manifest, verify
 from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.save import Content, write
+from trainwright.checkpoint.retention import KEPT
+from trainwright.checkpoint.save import Content, dealt_out, write
 from trainwright.checkpoint.staging import Staged, Staging
 
 After = Callable[[Manifest], None]
-Write = Callable[[Content, str, dist.ProcessGroup | None], Manifest]
+ReadBackIf = Callable[[Manifest], bool]
+Write = Callable[[Content, str, dist.ProcessGroup | None], Manifest | None]
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ def save_together(
     staged: Staged | None = None,
     problem: BaseException | None = None,
     write: Write = write,
+    read_back_if: ReadBackIf | None = None,
 ) -> None:
     """Write a checkpoint, let the first rank do what comes after it, and end alike on every rank. A collective.
 
@@ -58,6 +61,9 @@ def save_together(
         staged: waited for before ``content`` is read.
         problem: why this rank has nothing to contribute; then nothing is written.
         write: writes a checkpoint.
+        read_back_if: asked on the first rank, but given on all or none: whether what comes after depends on what was
+            published being whole. Then all ranks read it back, each a share of the files, and ``after`` is called if
+            it is; ``None``: nothing is read.
 
     Raises:
         CheckpointError: on every rank, if anything failed on any of them.
@@ -69,8 +75,8 @@ def save_together(
             problem = error
     _agree(problem, path, group)
     manifest = write(content, path, group)
-    problem = None
-    if after is not None and (group is None or dist.get_rank(group) == 0):
+    problem = None if read_back_if is None else _read_back(manifest, path, group, read_back_if)
+    if after is not None and manifest is not None and problem is None:
         try:
             after(manifest)
         except Exception as error:
@@ -78,14 +84,34 @@ def save_together(
     _agree(problem, path, group)
 
 
+def _read_back(
+    manifest: Manifest | None, path: str, group: dist.ProcessGroup | None, read_back_if: ReadBackIf
+) -> BaseException | None:
+    """Why what was published cannot be relied on; on the first rank. A collective."""
+    problem: BaseException | None = None
+    wanted = False
+    try:
+        wanted = manifest is not None and read_back_if(manifest)
+    except Exception as error:
+        problem = error
+    if not any_of_ranks(wanted, group):
+        return problem
+    share = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    try:
+        wrong = verify(path, part=share)
+    except CheckpointError as error:
+        wrong = [str(error)]
+    found = problems_of_ranks(wrong or None, group)
+    if manifest is None or not found:
+        return None
+    return DamagedCheckpoint(path, [*(text for texts in found.values() for text in texts), KEPT])
+
+
 def _agree(problem: BaseException | None, path: str, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank if one has a problem."""
-    texts: list[str | None] = [None if problem is None else str(problem) or type(problem).__name__]
-    if group is not None:
-        own, texts = texts[0], [None] * dist.get_world_size(group)
-        dist.all_gather_object(texts, own, group=group)
-    if any(text is not None for text in texts):
-        causes = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
+    found = problems_of_ranks(None if problem is None else str(problem) or type(problem).__name__, group)
+    if found:
+        causes = "; ".join(f"rank {rank}: {text}" for rank, text in found.items())
         raise CheckpointError(f"Saving {path} failed: {causes}") from problem
 
 
@@ -107,14 +133,21 @@ class BlockingSaver:
     def __init__(self, group: Callable[[], dist.ProcessGroup | None], write: Write = write) -> None:
         self._group = group
         self._write = write
+        self._dealer: Dealer | None = None
         self._saved: Saved | None = None
 
-    def save(self, content: Content, path: str, after: After | None = None) -> None:
+    def save(
+        self, content: Content, path: str, after: After | None = None, read_back_if: ReadBackIf | None = None
+    ) -> None:
         """Write ``content``; how that ended is to be taken. A collective."""
         begin = time.perf_counter()
         error: CheckpointError | None = None
         try:
-            save_together(content, path, self._group(), after, write=self._write)
+            group = self._group()
+            if self._dealer is None or self._dealer.group is not group:
+                self._dealer = Dealer(group)
+            content = dealt_out(content, self._dealer)
+            save_together(content, path, group, after, write=self._write, read_back_if=read_back_if)
         except CheckpointError as failure:
             error = failure
         taken = time.perf_counter() - begin
@@ -189,7 +222,9 @@ class AsyncSaver:
         self._preparing = threading.Thread(target=run, name="trainwright-prepare", daemon=True)
         self._preparing.start()
 
-    def save(self, content: Content, path: str, after: After | None = None) -> None:
+    def save(
+        self, content: Content, path: str, after: After | None = None, read_back_if: ReadBackIf | None = None
+    ) -> None:
         """Copy ``content`` and let it be written; returns when the copy is made. A collective.
 
         The caller must have taken the outcome of the save before (:meth:`take`), so that no error is lost.
@@ -198,6 +233,7 @@ class AsyncSaver:
             content: what this rank holds; it may change as soon as this returns.
             path: of the checkpoint.
             after: called on the first rank, in the thread, with what was published.
+            read_back_if: see :func:`save_together`; asked in the thread.
         """
         begin = time.perf_counter()
         self.wait()
@@ -209,7 +245,7 @@ class AsyncSaver:
         def run() -> None:
             error: CheckpointError | None = None
             try:
-                save_together(own, path, self._group, after, staged, problem, self._write)
+                save_together(own, path, self._group, after, staged, problem, self._write, read_back_if)
             except CheckpointError as failure:
                 error = failure
             except BaseException as failure:  # torch's CheckpointException is no Exception; here nothing may get lost
@@ -222,12 +258,12 @@ class AsyncSaver:
         self._thread.start()
 
     def _stage(self, content: Content) -> tuple[Content, Staged | None, BaseException | None]:
-        tensors = self._connect().deal(content.tensors)
+        content = dealt_out(content, self._connect())
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
         try:
-            staged = self._staging.stage(tensors)
+            staged = self._staging.stage(content.tensors)
         except Exception as error:  # no memory; the other ranks must hear of it, or they would wait for this one
             return content, None, error
         return replace(content, tensors=staged.tensors), staged, None
@@ -260,10 +296,7 @@ class AsyncSaver:
         Args:
             group: a gloo group of all ranks, not the one of this saver; ``None``: this process alone.
         """
-        busy = torch.tensor(int(self.in_flight is not None))
-        if group is not None:
-            dist.all_reduce(busy, op=dist.ReduceOp.MAX, group=group)
-        return not busy.item()
+        return not any_of_ranks(self.in_flight is not None, group)
 
     def take(self) -> Saved | None:
         """How the last save ended, once; ``None`` if none has ended since. Waits for one that is on its way."""

@@ -2,90 +2,220 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
+from trainwright.checkpoint.distinct import any_of_ranks, kin_of, to_first
 from trainwright.checkpoint.parts import TensorParts
 
-Box = tuple[str, tuple[int, ...], tuple[int, ...], int]
-"""Key of the tensor, offsets and sizes of the box, bytes."""
+OF_RANK = "rank/"
+"""Prefix of the keys of what a rank has of its own, before its number: ``rank/3/...``."""
+# In the place of the number where ranks are compared: those that differ by it alone are dealt to as one.
+_OWN = "rank/*/"
+
+
+class Box(NamedTuple):
+    """A box of a tensor, without its values.
+
+    Args:
+        key: of the tensor.
+        offsets: of the box in the whole.
+        sizes: of the box.
+        num_bytes: of its elements.
+        shape: of the whole.
+        dtype: of the whole, such as ``float32``.
+    """
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    num_bytes: int
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Kin:
+    """Ranks that hold the same, such as those that hold one shard in all replicas.
+
+    Args:
+        ranks: in order.
+        boxes: that each of them holds; with ``rank/*/`` before what is a rank's own.
+    """
+
+    ranks: Sequence[int]
+    boxes: Sequence[Box]
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Who writes what.
+
+    Args:
+        own: positions of the boxes that this rank writes, among all that it holds.
+        kins: all ranks, those that hold the same together; on the first rank alone.
+        winners: which kin writes a box that several hold, by its number.
+    """
+
+    own: frozenset[int]
+    kins: Sequence[Kin]
+    winners: Mapping[Box, int]
+
+    def written(self) -> Iterator[tuple[Box, int]]:
+        """Each box of the checkpoint and the rank that writes it. On the first rank alone."""
+        for number, kin in enumerate(self.kins):
+            writers = share_out(kin.boxes, len(kin.ranks), number, self.winners)
+            for position, box in enumerate(kin.boxes):
+                if box.key.startswith(_OWN):
+                    rest = box.key.removeprefix(_OWN)
+                    yield from ((box._replace(key=f"{OF_RANK}{rank}/{rest}"), rank) for rank in kin.ranks)
+                elif position in writers:
+                    yield box, kin.ranks[writers[position]]
 
 
 class Dealer:
     """Leaves each rank those of its boxes that it shall write, so that nobody copies what another one writes.
 
     Where all ranks hold the same (data parallel training), each then copies a part only. Who holds what seldom changes
-    during a run, so the deal is kept, and the ranks agree by one number that it still holds.
+    during a run, so the deal is kept, and the ranks agree by one number that it still holds. When it is made, ranks
+    that hold the same speak through the first of them: what is sent grows with what differs, not with the ranks.
 
     Args:
         group: a gloo group of all ranks; ``None``: this process alone, which keeps everything.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+        self.group = group
+        self.last: Deal | None = None
+        """The deal that holds; ``None`` before the first."""
         self._boxes: list[Box] | None = None
-        self._own: frozenset[int] = frozenset()
 
     def deal(self, tensors: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
         """The boxes of ``tensors`` that this rank shall write. A collective."""
-        if self._group is None or dist.get_world_size(self._group) == 1:
-            return dict(tensors)
-        boxes = boxes_of(tensors)
-        changed = torch.tensor(int(boxes != self._boxes))
-        dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._group)
-        if changed:
-            self._own = frozenset(self._agree(boxes))
+        rank = 0 if self.group is None else dist.get_rank(self.group)
+        boxes = boxes_of(tensors, rank)
+        if any_of_ranks(boxes != self._boxes, self.group):
+            self.last = agree(boxes, self.group)
             self._boxes = boxes
-        return _keep(tensors, self._own)
-
-    def _agree(self, boxes: list[Box]) -> list[int]:
-        group = self._group
-        assert group is not None
-        ranks, first = dist.get_world_size(group), dist.get_global_rank(group, 0)
-        is_first = dist.get_rank(group) == 0
-        held: list[list[Box] | None] | None = [None] * ranks if is_first else None
-        dist.gather_object(boxes, held, dst=first, group=group)
-        shares: list[list[int]] | None = share_out([b or [] for b in held]) if held is not None else None
-        own: list[list[int] | None] = [None]
-        dist.scatter_object_list(own, shares, src=first, group=group)
-        assert own[0] is not None
-        return own[0]
+        assert self.last is not None
+        return _keep(tensors, self.last.own)
 
 
-def boxes_of(tensors: Mapping[str, TensorParts]) -> list[Box]:
-    """The boxes of a rank, in order."""
+def agree(boxes: list[Box], group: dist.ProcessGroup | None) -> Deal:
+    """Settle who writes what. A collective.
+
+    Args:
+        boxes: of this rank, in order, see :func:`boxes_of`.
+        group: a gloo group of all ranks; ``None``: this process alone.
+    """
+    if group is None:
+        return Deal(frozenset(range(len(boxes))), [Kin([0], boxes)], {})
+    own = json.dumps(boxes, separators=(",", ":")).encode()
+    kin = kin_of(own, group)
+    of_rank, rank = kin.of_rank, dist.get_rank(group)
+    members: list[list[int]] = [[] for _ in kin.firsts]
+    for each, number in enumerate(of_rank):
+        members[number].append(each)
+    held = [_boxes(json.loads(text)) for text in to_first(own, kin, group)]
+    kins = [Kin(ranks, known) for ranks, known in zip(members, held, strict=False)]
+    told: list[Any] = [list(choose_writers(kins).items()) if kins else None]
+    dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
+    winners = dict(told[0])
+    mine = of_rank[rank]
+    place = members[mine].index(rank)
+    writers = share_out(boxes, len(members[mine]), mine, winners)
+    own_boxes = {position for position, box in enumerate(boxes) if box.key.startswith(_OWN)}
+    return Deal(frozenset(own_boxes | {p for p, writer in writers.items() if writer == place}), kins, winners)
+
+
+def _boxes(plain: list[list[Any]]) -> list[Box]:
     return [
-        (key, tuple(offsets), tuple(box.shape), box.numel() * box.element_size())
+        Box(key, tuple(offsets), tuple(sizes), num_bytes, tuple(shape), dtype)
+        for key, offsets, sizes, num_bytes, shape, dtype in plain
+    ]
+
+
+def boxes_of(tensors: Mapping[str, TensorParts], rank: int = 0) -> list[Box]:
+    """The boxes of a rank, in order.
+
+    Args:
+        tensors: what it holds.
+        rank: its number, which is left out of the keys of what is its own.
+    """
+    mine = f"{OF_RANK}{rank}/"
+    return [
+        Box(
+            _OWN + key.removeprefix(mine) if key.startswith(mine) else key,
+            tuple(offsets),
+            tuple(box.shape),
+            box.numel() * box.element_size(),
+            parts.shape,
+            str(parts.dtype).removeprefix("torch."),
+        )
         for key, parts in tensors.items()
         for offsets, box in parts.parts
     ]
 
 
-def share_out(held: Sequence[Sequence[Box]]) -> list[list[int]]:
-    """Give each box to one of the ranks that hold it, so that ranks write about as many bytes.
+def choose_writers(kins: Sequence[Kin]) -> dict[Box, int]:
+    """Which kin writes a box that several hold, by its number, so that ranks write about as many bytes.
 
-    The largest boxes are given first, each to the holder that has least so far.
+    The largest boxes are given first, each to the holder whose ranks have least so far. What only one holds leaves
+    nothing to choose; it counts before the others are dealt.
+    """
+    holders: dict[Box, list[int]] = {}
+    for number, kin in enumerate(kins):
+        for box in kin.boxes:
+            if not box.key.startswith(_OWN):
+                holders.setdefault(box, []).append(number)
+    load = [0.0] * len(kins)
+    for number, kin in enumerate(kins):
+        alone = sum(box.num_bytes for box in kin.boxes if len(holders.get(box, ())) == 1)
+        own = sum(box.num_bytes for box in kin.boxes if box.key.startswith(_OWN))
+        load[number] = own + alone / len(kin.ranks)
+    winners = {}
+    shared = [box for box, numbers in holders.items() if len(numbers) > 1]
+    for box in sorted(shared, key=lambda box: (-box.num_bytes, box)):
+        number = min(holders[box], key=lambda number: (load[number], number))
+        winners[box] = number
+        load[number] += box.num_bytes / len(kins[number].ranks)
+    return winners
+
+
+def share_out(
+    boxes: Sequence[Box], ranks: int, number: int = 0, winners: Mapping[Box, int] | None = None
+) -> dict[int, int]:
+    """Give each box to one of the ranks that hold the same, so that they write about as many bytes.
+
+    The largest boxes are given first, each to the rank that has least so far.
 
     Args:
-        held: the boxes of each rank.
+        boxes: that each of them holds.
+        ranks: how many they are.
+        number: of these kin.
+        winners: which kin writes a box that several hold.
 
     Returns:
-        For each rank the positions of the boxes that it got.
+        Position of a box -> which of the ranks writes it; without what is a rank's own, or written by other kin.
     """
-    holders: dict[Box, list[tuple[int, int]]] = {}
-    for rank, boxes in enumerate(held):
-        for position, box in enumerate(boxes):
-            holders.setdefault(box, []).append((rank, position))
-    shares: list[list[int]] = [[] for _ in held]
-    load = [0] * len(held)
-    # Boxes that only one rank holds leave nothing to choose; they count before the others are dealt.
-    for box in sorted(holders, key=lambda box: (len(holders[box]) > 1, -box[3], box)):
-        rank, position = min(holders[box], key=lambda place: (load[place[0]], place[0]))
-        shares[rank].append(position)
-        load[rank] += box[3]
-    return [sorted(share) for share in shares]
+    winners = winners or {}
+    dealt = [
+        position
+        for position, box in enumerate(boxes)
+        if not box.key.startswith(_OWN) and winners.get(box, number) == number
+    ]
+    load = [(0, rank) for rank in range(ranks)]
+    shares = {}
+    for position in sorted(dealt, key=lambda position: (-boxes[position].num_bytes, boxes[position])):
+        least, rank = load[0]
+        shares[position] = rank
+        heapq.heapreplace(load, (least + boxes[position].num_bytes, rank))
+    return shares
 
 
 def _keep(tensors: Mapping[str, TensorParts], positions: frozenset[int]) -> dict[str, TensorParts]:
@@ -96,6 +226,7 @@ def _keep(tensors: Mapping[str, TensorParts], positions: frozenset[int]) -> dict
             if position in positions:
                 own.append(part)
             position += 1
-        if own:
-            kept[key] = TensorParts(parts.shape, parts.dtype, own)
+        if own:  # what is kept whole may know how to be read: an import is not in memory yet
+            is_whole = len(own) == len(parts.parts)
+            kept[key] = parts if is_whole else TensorParts(parts.shape, parts.dtype, own)
     return kept

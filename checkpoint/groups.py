@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
+
+# Ranks above which those of a group connect when they first send each other something. Each rank connecting to each
+# takes as many open files as there are ranks, in every group; collectives send to few.
+_MOST_CONNECTIONS = 128
+# Read by torch when it makes a group.
+_CONNECT_LATE = "TORCH_GLOO_LAZY_INIT"
 
 
 def gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
@@ -22,8 +30,22 @@ def gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """
     if dist.get_backend() == dist.Backend.GLOO:
         dist.barrier()
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    with _connections(dist.get_world_size()):
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     return group
+
+
+@contextmanager
+def _connections(ranks: int) -> Iterator[None]:
+    """Within it, gloo connects ranks late if they are many; unless the environment says something else."""
+    if ranks <= _MOST_CONNECTIONS or _CONNECT_LATE in os.environ:
+        yield
+        return
+    os.environ[_CONNECT_LATE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_CONNECT_LATE]
 
 
 class WorldGroup:

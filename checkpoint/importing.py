@@ -32,6 +32,8 @@ from trainwright.checkpoint.tree import reference
 WEIGHTS = "state_dict"
 # Keys under which tools put a model's weights in a file that holds more.
 _NESTED = (WEIGHTS, "model_state_dict", "model", "module")
+# torchtitan puts the weights themselves beside it.
+_BESIDE = "optimizer"
 _LIGHTNING = "pytorch-lightning_version"
 _KINDS = (
     "a .safetensors file or a folder of them, a Hugging Face folder, a Lightning .ckpt file, a torch file with "
@@ -167,19 +169,25 @@ def _weights_of(loaded: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     if loaded and all(isinstance(value, Tensor) for value in loaded.values()):
         return loaded
     nested = [key for key in _NESTED if isinstance(loaded.get(key), Mapping) and _has_tensors(loaded[key])]
+    if not nested and _has_tensors(loaded) and isinstance(loaded.get(_BESIDE), Mapping):
+        weights = {key: value for key, value in loaded.items() if isinstance(value, Tensor)}
+        _tell_left_out(source, "the weights at its top level", [key for key in loaded if key not in weights])
+        return weights
     if not nested:
         kinds = sorted({type(value).__name__ for value in loaded.values()})
         raise CheckpointError(
             f"{source} holds no weights that are found: values of the kinds {', '.join(kinds) or 'none'} under "
             f"{', '.join(map(str, list(loaded)[:8]))}. Save {{name: tensor}} with torch.save, and import that."
         )
-    others = [str(key) for key in loaded if key != nested[0]]
+    _tell_left_out(source, f"the weights under {nested[0]!r}", [key for key in loaded if key != nested[0]])
+    found: Mapping[str, Any] = loaded[nested[0]]
+    return found
+
+
+def _tell_left_out(source: str, taken: str, others: Sequence[object]) -> None:
     if others:
-        warnings.warn(
-            f"Of {source} the weights under {nested[0]!r} are imported; left out: {', '.join(others)}.", stacklevel=2
-        )
-    weights: Mapping[str, Any] = loaded[nested[0]]
-    return weights
+        left_out = ", ".join(map(str, others))
+        warnings.warn(f"Of {source} {taken} are imported; left out: {left_out}.", stacklevel=3)
 
 
 def _has_tensors(values: Mapping[str, Any]) -> bool:

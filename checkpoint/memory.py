@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.checkpoint.distinct import of_all_ranks, problems_of_ranks
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.held import HeldState
 from trainwright.checkpoint.parts import TensorParts
@@ -219,23 +220,22 @@ class _Ring:
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank."""
-        values = [value]
-        if self._group is not None:
-            values = [None] * self.size
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+        return [value] if self._group is None else of_all_ranks(value, self._group)
 
     def agree(self, problem: BaseException | None) -> None:
         """Raise on every rank if one has a problem."""
-        texts = self.gather(None if problem is None else str(problem) or type(problem).__name__)
-        causes = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
-        if causes:
-            raise CheckpointError("; ".join(causes)) from problem
+        found = problems_of_ranks(None if problem is None else str(problem) or type(problem).__name__, self._group)
+        if found:
+            raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in found.items())) from problem
 
     def exchange(self, own: tuple[Tensor, Tensor], arena: Arena) -> tuple[Tensor, Tensor]:
         """Send what is this rank's to its keeper; get what this rank is to keep, the second part into ``arena``."""
         keeper, kept = (self._rank + self.distance) % self.size, (self._rank - self.distance) % self.size
-        lengths = self.gather([part.numel() for part in own])[kept]
+        sizes = torch.tensor([part.numel() for part in own])
+        theirs = torch.empty_like(sizes)
+        for pending in (*self._start(dist.isend, sizes, keeper), *self._start(dist.irecv, theirs, kept)):
+            pending.wait()
+        lengths = theirs.tolist()
         problem: BaseException | None = None
         parts: list[Tensor] = []
         try:

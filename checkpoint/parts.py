@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 Part = tuple[tuple[int, ...], Tensor]
 
@@ -15,8 +14,8 @@ Part = tuple[tuple[int, ...], Tensor]
 class TensorParts:
     """What one rank holds of a tensor: boxes of the whole, each a tensor (mostly a view) of this rank's.
 
-    It speaks DCP's protocol of checkpointable objects, so a planner of ``torch.distributed.checkpoint`` saves it and
-    loads into it like any sharded tensor. A DTensor could not say it all: a packed projection that is cut section by
+    It speaks DCP's protocol of checkpointable objects, so a planner of ``torch.distributed.checkpoint``
+    loads into it as into any sharded tensor. A DTensor could not say it all: a packed projection that is cut section by
     section leaves a rank with several boxes.
 
     Args:
@@ -58,17 +57,6 @@ class TensorParts:
         raise KeyError(f"no box at {tuple(offsets or ())}, only at {[own for own, _ in self.parts]}")
 
     # ---- the protocol of torch.distributed.checkpoint ---------------------------------------------------------------
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        size, properties = torch.Size(self.shape), TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offsets), tensor.shape) for offsets, tensor in self.parts]

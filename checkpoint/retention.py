@@ -74,6 +74,30 @@ class Retention:
         return [each for each, _ in sorted(judged, key=lambda pair: sign * pair[1])[: self.keep_best]]
 
 
+KEPT = "(older checkpoints were kept because of this)"
+"""What is said where the newest is not whole."""
+
+
+def may_delete(
+    folder: str | os.PathLike[str],
+    retention: Retention,
+    newest: str | os.PathLike[str],
+    *,
+    among: Callable[[Found], bool] | None = None,
+) -> list[Found]:
+    """What :func:`apply` with the same arguments would delete if the newest is whole.
+
+    Raises:
+        CheckpointError: if the newest is not there.
+    """
+    newest = _real(newest)
+    manifest = read_manifest(newest)
+    rivals = [each for each in list_checkpoints(folder) if _kind(each.manifest) == _kind(manifest)]
+    rivals = rivals if among is None else [each for each in rivals if among(each)]
+    stays = {newest} | _linked(folder)
+    return [each for each in retention.doomed(rivals) if _real(each.path) not in stays]
+
+
 def apply(
     folder: str | os.PathLike[str],
     retention: Retention,
@@ -102,16 +126,11 @@ def apply(
         DamagedCheckpoint: if the newest is not as it was written. Nothing is deleted then.
         CheckpointError: if the newest is not there, or something cannot be deleted.
     """
-    newest = _real(newest)
-    manifest = read_manifest(newest)
-    rivals = [each for each in list_checkpoints(folder) if _kind(each.manifest) == _kind(manifest)]
-    rivals = rivals if among is None else [each for each in rivals if among(each)]
-    stays = {newest} | _linked(folder)
-    doomed = [each for each in retention.doomed(rivals) if _real(each.path) not in stays]
+    doomed = may_delete(folder, retention, newest, among=among)
     # Nothing is read back when nothing depends on it.
-    problems = verify(newest, manifest) if doomed and not verified else []
+    problems = verify(_real(newest)) if doomed and not verified else []
     if problems:
-        raise DamagedCheckpoint(newest, [*problems, "(older checkpoints were kept because of this)"])
+        raise DamagedCheckpoint(_real(newest), [*problems, KEPT])
     for each in doomed:
         remove(each.path)
     return [each.path for each in doomed]

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from trainwright.checkpoint.dcp import TENSORS, PartsSavePlanner, RunStateWriter, StoredMetadata, to_json
+from trainwright.checkpoint.dcp import TENSORS, problem_of, to_json
+from trainwright.checkpoint.dealing import Deal, Dealer
+from trainwright.checkpoint.distinct import problems_of_ranks
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.manifest import FileRecord, Manifest
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.storage import PendingFolder, free_bytes
 from trainwright.checkpoint.write_errors import size_text
+from trainwright.checkpoint.writing import file_of, stored_by, write_parts
 
 STATE = "state.json"
 
-# One process needs no group, and DCP says so at every save.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
-T = TypeVar("T")
+# Numbers of the record of a file: whether there is one, its size, and its hash.
+_RECORD = 4
 
 
 @dataclass
@@ -38,11 +38,13 @@ class Content:
             is written.
         tensors: the boxes of tensors that this rank holds, by key. Ranks may hold the same box; one writes it.
         about: what the manifest says of the checkpoint, as JSON; that of the first rank is written.
+        deal: who writes what, where ``tensors`` are what this rank shall write; ``None``: that is not settled.
     """
 
     tree: Any
     tensors: dict[str, TensorParts]
     about: dict[str, Any] = field(default_factory=dict)
+    deal: Deal | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -54,8 +56,17 @@ class Content:
         return replace(self, tensors={key: parts.map(function) for key, parts in self.tensors.items()})
 
 
-def write(content: Content, path: str, group: dist.ProcessGroup | None = None) -> Manifest:
+def dealt_out(content: Content, dealer: Dealer) -> Content:
+    """What this rank shall write of ``content``. A collective."""
+    return replace(content, tensors=dealer.deal(content.tensors), deal=dealer.last)
+
+
+def write(content: Content, path: str, group: dist.ProcessGroup | None = None) -> Manifest | None:
     """Write a checkpoint and publish it; it blocks until it can be read. A collective.
+
+    What each rank sends does not grow with the number of ranks: the bytes that it writes, the record of its file, and
+    whether anything is wrong. Who writes what is settled by :mod:`trainwright.checkpoint.dealing`, at every call unless
+    ``content`` has been dealt out.
 
     Args:
         content: what this rank holds; it must not change meanwhile.
@@ -63,46 +74,57 @@ def write(content: Content, path: str, group: dist.ProcessGroup | None = None) -
         group: a gloo group of all ranks that nothing else uses meanwhile; ``None``: this process alone.
 
     Returns:
-        What was published, on every rank.
+        What was published, on the first rank; ``None`` on the others.
 
     Raises:
         CheckpointError: on every rank, if one of them failed; nothing new is there then, and what was there is whole.
     """
     rank = 0 if group is None else dist.get_rank(group)
-    pending = _meet(path, rank, group)
-    published: list[Manifest] = []
-
-    def publish(records: list[FileRecord], stored: Mapping[str, StoredMetadata]) -> None:
-        published.append(_publish(pending, content, records, stored))
-
-    writer = RunStateWriter(pending, rank, publish, lambda needed: _refuse_full(path, needed))
+    content = content if content.deal is not None else dealt_out(content, Dealer(group))
+    pending = _meet(path, rank, group, _sum_of(content, group))
     try:
-        dcp.save(
-            content.tensors,
-            storage_writer=writer,
-            planner=PartsSavePlanner(),
-            process_group=group,
-            no_dist=group is None,
-        )
-    except CheckpointException as error:
+        return _write_together(pending, content, path, rank, group)
+    except CheckpointError:
         if rank == 0:
             pending.discard()
-        raise _plain(error, path) from error
+        raise
     except BaseException:
         pending.discard()
         raise
-    return _told(published[0] if published else None, group)
 
 
-def _meet(path: str, rank: int, group: dist.ProcessGroup | None) -> PendingFolder:
-    """Let the first rank make the folder and tell the others."""
+def _write_together(
+    pending: PendingFolder, content: Content, path: str, rank: int, group: dist.ProcessGroup | None
+) -> Manifest | None:
+    record, manifest = None, None
+    problem: BaseException | None = None
+    try:
+        record = write_parts(pending, rank, content.tensors) if content.tensors else None
+    except BaseException as error:  # the others must hear of it, or they would wait for this rank
+        problem = error
+    _end_alike(problem, path, group)
+    records = _records(record, pending, group)
+    if rank == 0:
+        try:
+            manifest = _publish(pending, content, records)
+        except BaseException as error:
+            problem = error
+    _end_alike(problem, path, group)
+    return manifest
+
+
+def _meet(path: str, rank: int, group: dist.ProcessGroup | None, needed: int) -> PendingFolder:
+    """Let the first rank make the folder, if there is room, and tell the others."""
     pending, answer = None, ""
     if rank == 0:
         try:
             pending = PendingFolder.create(path)
+            _refuse_full(path, needed)
             answer = f"token {pending.token}"
         except Exception as error:
             answer = f"error {error}"
+            if pending is not None:
+                pending.discard()
             if group is None:
                 raise
     kind, _, text = _told(answer, group).partition(" ")
@@ -111,20 +133,57 @@ def _meet(path: str, rank: int, group: dist.ProcessGroup | None) -> PendingFolde
     return pending if pending is not None else PendingFolder.join(path, text)
 
 
-def _told(value: T | None, group: dist.ProcessGroup | None) -> T:
+def _told(value: str, group: dist.ProcessGroup | None) -> str:
     """What the first rank of the group says."""
     if group is None:
-        assert value is not None
         return value
     values = [value]
     dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
-    assert values[0] is not None
     return values[0]
 
 
-def _publish(
-    pending: PendingFolder, content: Content, records: list[FileRecord], stored: Mapping[str, StoredMetadata]
-) -> Manifest:
+def _sum_of(content: Content, group: dist.ProcessGroup | None) -> int:
+    """Bytes of the tensors of all ranks."""
+    own = 0
+    with suppress(Exception):  # writing it will fail, and say why; the others must not wait for this rank here
+        own = content.num_bytes
+    total = torch.tensor(own, dtype=torch.int64)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return int(total)
+
+
+def _records(record: FileRecord | None, pending: PendingFolder, group: dist.ProcessGroup | None) -> list[FileRecord]:
+    """The records of the files of all ranks, on the first; 32 bytes from each."""
+    if group is None:
+        return [] if record is None else [record]
+    own = torch.zeros(_RECORD, dtype=torch.int64)
+    if record is not None:
+        octets = bytes.fromhex(record.hash)
+        halves = [int.from_bytes(half, "big", signed=True) for half in (octets[:8], octets[8:])]
+        own = torch.tensor([1, record.size, *halves])
+    is_first = dist.get_rank(group) == 0
+    everyone = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))] if is_first else None
+    dist.gather(own, everyone, dst=dist.get_global_rank(group, 0), group=group)
+    if everyone is None:
+        return []
+    found = []
+    for rank, (is_there, size, *halves) in enumerate(torch.stack(everyone).tolist()):
+        if is_there:
+            name = file_of(rank)
+            digest = b"".join(half.to_bytes(8, "big", signed=True) for half in halves).hex()
+            found.append(FileRecord(name, size, digest, rank, pending.stored_name(name)))
+    return found
+
+
+def _publish(pending: PendingFolder, content: Content, records: list[FileRecord]) -> Manifest:
+    assert content.deal is not None
+    stored = stored_by(content.deal)
+    names = {record.name for record in records}
+    for key, tensor in stored.items():
+        problem = problem_of(tensor, names)
+        if problem is not None:
+            raise CheckpointError(f"{key} of shape {tensor.shape}, as the ranks hold it, {problem}.")
     state = json.dumps(content.tree, allow_nan=False, separators=(",", ":")).encode()
     files = [*records, pending.write_file(STATE, state, rank=0), pending.write_file(TENSORS, to_json(stored), rank=0)]
     about = {
@@ -146,11 +205,18 @@ def _refuse_full(path: str, needed: int) -> None:
         )
 
 
-def _plain(error: CheckpointException, path: str) -> CheckpointError:
-    """DCP's error, which is no ``Exception``, in the words of the ranks that failed."""
-    texts = {rank: str(cause) or type(cause).__name__ for rank, (cause, _) in error.failures.items()}
-    if len(set(texts.values())) == 1 and all(isinstance(c, CheckpointError) for c, _ in error.failures.values()):
-        ranks = ", ".join(map(str, texts))
-        return CheckpointError(f"{next(iter(texts.values()))} (rank {ranks})")
+def _end_alike(problem: BaseException | None, path: str, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank if one has a problem, in the words of the ranks that have."""
+    own = None if problem is None else (str(problem) or type(problem).__name__, isinstance(problem, CheckpointError))
+    found = problems_of_ranks(own, group)
+    if problem is not None and not isinstance(problem, Exception):
+        raise problem
+    if not found:
+        return
+    texts = {rank: text for rank, (text, _) in found.items()}
+    if len(set(texts.values())) == 1 and all(is_plain for _, is_plain in found.values()):
+        raise CheckpointError(f"{next(iter(texts.values()))} (rank {', '.join(map(str, texts))})") from problem
     causes = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
-    return CheckpointError(f"The checkpoint {path} was not written; what was there before is untouched. {causes}")
+    raise CheckpointError(
+        f"The checkpoint {path} was not written; what was there before is untouched. {causes}"
+    ) from problem

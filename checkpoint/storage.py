@@ -146,6 +146,10 @@ class PendingFolder:
             raise CheckpointError(f"{token!r} is no token of a checkpoint being written; pass on PendingFolder.token.")
         return cls(target, token)
 
+    def stored_name(self, name: str) -> str:
+        """What a file is called in the folder, where that is not ``name``; ``""``: it is."""
+        return self._files.stored_name(name)
+
     def create_file(self, name: str, rank: int, size: int | None = None) -> SealedFile:
         """A new file of the checkpoint.
 

@@ -7,6 +7,7 @@ import os
 import signal
 import struct
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,6 +60,8 @@ def forked(work: Callable[[Callable[[int], None]], Any]) -> Iterator[Child]:
             code = 0
         except SystemExit as error:
             code = int(error.code or 0)
+        except BaseException:
+            traceback.print_exc()  # what the parent sees is that the child has ended
         finally:
             os._exit(code)
     os.close(sending)

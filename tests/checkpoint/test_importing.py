@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.deepspeed_files import make_trained, write_deepspeed
 from tests.checkpoint.saved import LanguageModule, Losses, loader, logits, model, save
@@ -44,6 +45,18 @@ def test_a_safetensors_file(tmp_path):
     assert written == tmp_path / "run.ckpt"
     assert equal(weights_of(written), tensors)
     assert RunState.open(str(written)).about["kind"] == "weights"
+
+
+def test_weights_beside_the_optimizer_in_a_folder_of_dcp(tmp_path):
+    """As torchtitan saves: the names of the model at the top level, the rest in mappings beside them."""
+    weights = {"layers.0.wq.weight": torch.randn(3, 4), "norm.weight": torch.randn(4)}
+    moments = {f"state.{name}.exp_avg": torch.zeros_like(value) for name, value in weights.items()}
+    dcp.save({**weights, "optimizer": moments, "train_state": {"step": 5}}, checkpoint_id=tmp_path / "step-5")
+    with pytest.raises(CheckpointError, match="pickle"):
+        import_checkpoint(str(tmp_path / "step-5"), tmp_path / "run.ckpt")
+    with pytest.warns(UserWarning, match="left out: optimizer, train_state"):
+        path = import_checkpoint(str(tmp_path / "step-5"), tmp_path / "run.ckpt", trust=True)
+    assert equal(weights_of(path), weights)
 
 
 def test_there_and_back_to_the_bit(tmp_path):

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainwright.checkpoint.dealing import boxes_of, share_out
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.staging import Staging, lay_out
 
@@ -108,28 +107,3 @@ def test_a_copy_from_a_device_keeps_the_values_of_its_moment():
         assert staged.tensors["a"].parts[0][1].unique().tolist() == [value]
         assert staged.block.is_pinned()
         source.zero_()
-
-
-# ---- who writes what ------------------------------------------------------------------------------------------------
-
-
-def test_what_all_hold_is_shared_out_evenly():
-    boxes = [(f"w{index}", (0,), (size,), 4 * size) for index, size in enumerate([100, 90, 50, 40, 10, 10])]
-    shares = share_out([boxes, boxes, boxes])
-    assert sorted(position for share in shares for position in share) == list(range(6))
-    loads = [sum(boxes[position][3] for position in share) for share in shares]
-    assert max(loads) - min(loads) <= 40
-
-
-def test_what_one_rank_holds_alone_stays_with_it_and_counts():
-    shared = [(f"w{index}", (0,), (10,), 40) for index in range(4)]
-    alone = ("rank/1/rng", (0,), (50,), 200)
-    shares = share_out([shared, [alone, *shared]])
-    assert shares == [[0, 1, 2, 3], [0]]
-
-
-def test_boxes_of_one_tensor_may_go_to_several_ranks():
-    tensors = {"a": TensorParts((4,), torch.float32, [((0,), torch.ones(2)), ((2,), torch.ones(2))])}
-    boxes = boxes_of(tensors)
-    assert boxes == [("a", (0,), (2,), 8), ("a", (2,), (2,), 8)]
-    assert share_out([boxes, boxes]) == [[0], [1]]

@@ -101,7 +101,9 @@ def test_members_of_number_enums_become_numbers():
 
 
 @pytest.mark.parametrize(
-    "value", [object(), threading.Lock(), print, namedtuple("P", "x")(1), np.array([object()]), Colour], ids=repr
+    "value",
+    [object(), threading.Lock(), print, namedtuple("P", "x")(1), np.array([object()]), Colour],
+    ids=["object", "lock", "function", "namedtuple", "array of objects", "class"],
 )
 def test_what_is_no_plain_data_is_refused_by_its_path(value):
     with pytest.raises(UnsupportedValueError, match="callbacks/Mine/1/x is a .*state_dict"):

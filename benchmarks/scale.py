@@ -1,0 +1,374 @@
+"""What a run costs a rank as ranks become many: CPU seconds, bytes and messages at 10, 1,000 and 100,000 ranks.
+
+No such number of processes is started. One process plays one rank of a world that is not there: its process group is
+torch's fake one, which ends collectives at once, so that what this rank does and sends is real and what it waits for is
+not; what rank 0 makes of the others is computed from what they would say. Connections of gloo are counted between
+threads, of as many ranks as fit.
+
+Run: python -m benchmarks.scale [--ranks 10 1000 100000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from trainwright.callbacks.communication import size_of
+from trainwright.callbacks.monitor.clocks import clock_offset
+from trainwright.callbacks.monitor.sample import sampled_ranks
+from trainwright.callbacks.replica_check import _Holders
+from trainwright.callbacks.stragglers import StepTimes, find_stragglers
+from trainwright.checkpoint import groups as gloo_groups
+from trainwright.checkpoint.dcp import from_json, to_json
+from trainwright.checkpoint.dealing import Box, Deal, Kin, choose_writers, share_out
+from trainwright.checkpoint.distinct import of_all_ranks, problems_of_ranks
+from trainwright.checkpoint.records import FileRecord, Manifest
+from trainwright.checkpoint.save import Content, write
+from trainwright.checkpoint.writing import stored_by
+from trainwright.strategies.communication.calls import Call, listen
+from trainwright.strategies.communication.costs import least_bytes
+from trainwright.strategies.groups import LayoutGroups
+from trainwright.strategies.layout import Layout
+from trainwright.strategies.same_model import refuse_other_models
+from trainwright.trainer.report.files import MonitorFiles
+
+RANKS = (10, 1_000, 100_000)
+# Tensors of the model whose states are saved: parameters, and two of the optimizer for each.
+_PARAMETERS, _ROWS = 48, 4096
+# Threads that connect to each other by gloo.
+_GLOO_RANKS = (4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one thing costs one rank.
+
+    Args:
+        seconds: of the CPU in this process, so that it does not matter what else the machine does.
+        bytes: that it sends, or that the file has; ``None``: none.
+        messages: collectives, or requests to a store; ``None``: none.
+        files: that the run has of it; ``None``: none.
+    """
+
+    seconds: float
+    bytes: float | None = None
+    messages: int | None = None
+    files: int | None = None
+
+    def __str__(self) -> str:
+        parts = [f"{self.seconds:.4f} s"]
+        if self.bytes is not None:
+            parts.append(size_of(self.bytes))
+        if self.messages is not None:
+            parts.append(f"{self.messages:,} msg")
+        if self.files is not None:
+            parts.append(f"{self.files:,} files")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that is measured.
+
+    Args:
+        name: of it.
+        when: how often it happens.
+        measure: for a layout.
+    """
+
+    name: str
+    when: str
+    measure: Callable[[Layout], Cost]
+
+
+def layout_of(ranks: int) -> Layout:
+    """Hybrid sharding as it would be: a state on some ranks, and copies of it on the rest."""
+    shard = next(size for size in (32, 8, 2, 1) if ranks % size == 0 and size * size <= ranks)
+    return Layout(replicate=ranks // shard, shard=shard)
+
+
+@contextmanager
+def world(ranks: int, rank: int = 0) -> Iterator[None]:
+    """This process as a rank among others that are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def sent() -> Iterator[list[Call]]:
+    """The collectives that are called meanwhile."""
+    calls: list[Call] = []
+    end = listen(calls.append)
+    try:
+        yield calls
+    finally:
+        end()
+
+
+def _cost(begin: float, calls: Sequence[Call]) -> Cost:
+    taken = time.process_time() - begin
+    total = sum(least_bytes(call.kind, call.size, call.group.size(), 1) for call in calls if call.kind != "barrier")
+    return Cost(taken, total, len(calls))
+
+
+# ---- start-up -------------------------------------------------------------------------------------------------------
+
+
+def groups_of_layout(layout: Layout) -> Cost:
+    """The mesh of a layout and its process groups."""
+    with world(layout.world_size), sent() as calls:
+        begin = time.process_time()
+        LayoutGroups(layout, "cpu").mesh(("replicate",), ("shard",))
+        return _cost(begin, calls)
+
+
+def same_model(layout: Layout) -> Cost:
+    """Whether all ranks have one model."""
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(_PARAMETERS // 2)))
+    with world(layout.world_size), sent() as calls:
+        begin = time.process_time()
+        refuse_other_models(module, torch.device("cpu"))
+        return _cost(begin, calls)
+
+
+class CountingStore(dist.Store):  # type: ignore[misc]
+    """Counts what a rank asks of a store, which is in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = dist.HashStore()
+        self.messages = 0
+
+    def set(self, key: str, value: str) -> None:
+        """Count and pass on."""
+        self.messages += 1
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Count and pass on."""
+        self.messages += 1
+        found: bytes = self.store.get(key)
+        return found
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
+        """Count and pass on."""
+        self.messages += 1
+        self.store.wait(keys, timeout)
+
+
+def clocks(layout: Layout) -> Cost:
+    """Rank 0 tells its time to the ranks that take a trace."""
+    store, ranks = CountingStore(), sampled_ranks(layout.world_size, 64)
+    for rank in ranks[1:]:
+        store.store.set(f"x/machine/{rank}", "elsewhere")
+        for turn in range(8):
+            store.store.set(f"x/{rank}/ask/{turn}", "?")
+    begin = time.process_time()
+    clock_offset(store, "x", 0, ranks[1:])
+    return Cost(time.process_time() - begin, None, store.messages)
+
+
+# ---- while training -------------------------------------------------------------------------------------------------
+
+
+def stragglers(layout: Layout) -> Cost:
+    """The ranks that are slower than their peers, of four numbers from each."""
+    draw = random.Random(1)
+    times = [StepTimes(1.0 + draw.random() / 100, 0.01, 0.01, 0.1) for _ in range(layout.world_size)]
+    begin = time.process_time()
+    find_stragglers(times, layout, 0.1)
+    return Cost(time.process_time() - begin, 16.0 * (layout.world_size - 1), 1)
+
+
+def replicas(layout: Layout) -> Cost:
+    """Whether replicas hold the same, once it is known who holds what."""
+    digests = {(box.key, box.offsets, box.sizes): bytes(16) for box in _boxes(layout, 0)}
+    holders = _Holders()
+    holders._sets = [tuple(ranks) for ranks in layout.groups("replicate")]
+    holders._boxes = sorted(digests)
+    holders._members = {holders._sets[0]: holders._boxes}
+    with world(layout.world_size), sent() as calls:
+        begin = time.process_time()
+        holders.differences(digests, torch.device("cpu"))
+        return _cost(begin, calls)
+
+
+def problems(layout: Layout) -> Cost:
+    """Whether anything is wrong on any rank, while nothing is."""
+    with world(layout.world_size), sent() as calls:
+        begin = time.process_time()
+        problems_of_ranks(None, dist.group.WORLD)
+        return _cost(begin, calls)
+
+
+def said(layout: Layout) -> Cost:
+    """What all ranks say, while all say the same."""
+    with world(layout.world_size), sent() as calls:
+        begin = time.process_time()
+        of_all_ranks({"loss": 1.0}, dist.group.WORLD)
+        return _cost(begin, calls)
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def _boxes(layout: Layout, shard: int) -> list[Box]:
+    """What the ranks of a shard hold: rows of parameters and of two states of each, and what all hold."""
+    first, last = (_ROWS * place // layout.shard for place in (shard, shard + 1))
+    kinds = [f"{kind}/blocks.{number}.weight" for number in range(_PARAMETERS) for kind in ("w", "o/exp_avg", "o/sq")]
+    boxes = [
+        Box(kind, (first, 0), (last - first, 512), (last - first) * 2048, (_ROWS, 512))
+        for kind in (kinds if first < last else [])
+    ]
+    scalars = [Box(f"o/step.{number}", (), (), 4, ()) for number in range(_PARAMETERS)]
+    own = [
+        Box(f"rank/*/{name}", (0,), (size,), size, (size,), "uint8") for name, size in (("torch", 5056), ("np", 2500))
+    ]
+    return [*boxes, *scalars, *own]
+
+
+def _kins(layout: Layout) -> list[Kin]:
+    if layout.replicate == 1:
+        return [Kin([rank], _boxes(layout, rank)) for rank in range(layout.world_size)]
+    lines = layout.groups("replicate")
+    return [Kin(ranks, _boxes(layout, number)) for number, ranks in enumerate(lines)]
+
+
+def deal(layout: Layout) -> Cost:
+    """Who writes what, on rank 0, from what those say who differ; bytes that it is told."""
+    kins = _kins(layout)
+    begin = time.process_time()
+    winners = choose_writers(kins)
+    share_out(kins[0].boxes, len(kins[0].ranks), 0, winners)
+    taken = time.process_time() - begin
+    told = sum(60 * len(kin.boxes) for kin in kins) + 24 * layout.world_size
+    return Cost(taken, told, len(kins))
+
+
+def metadata(layout: Layout) -> Cost:
+    """`tensors.json` and `manifest.json`: made, written down and read again."""
+    kins = _kins(layout)
+    begin = time.process_time()
+    stored = stored_by(Deal(frozenset(), kins, choose_writers(kins)))
+    text = to_json(stored)
+    names = {box.file for tensor in stored.values() for box in tensor.boxes}
+    files = {name: FileRecord(name, 10**6, "0" * 32, 0) for name in names}
+    manifest = Manifest(files).to_bytes()
+    from_json(text, Manifest.from_bytes(manifest).files, "")
+    return Cost(time.process_time() - begin, len(text) + len(manifest), None, len(files))
+
+
+def save(layout: Layout) -> Cost:
+    """What rank 0 sends to save a state again, and how long it takes, its tensors apart."""
+    with tempfile.TemporaryDirectory() as folder, world(layout.world_size), sent() as calls:
+        content = Content({}, {}, {}, Deal(frozenset(), [], {}))
+        begin = time.process_time()
+        write(content, f"{folder}/checkpoint", dist.group.WORLD)
+        return _cost(begin, calls)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def monitors(layout: Layout) -> Cost:
+    """Reading the records of ten windows that a report is made of."""
+    ranks = sampled_ranks(layout.world_size, 1024)
+    line = '{"time":1.0,"step":50,"kind":"step","seconds":{"forward":0.1,"backward":0.2},"total":0.3,"steps":50}\n'
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for rank in ranks:
+            (folder / f"rank_{rank}.jsonl").write_text(line * 10)
+        begin = time.process_time()
+        MonitorFiles(folder).update()
+        return Cost(time.process_time() - begin, len(line) * 10 * len(ranks), None, len(ranks))
+
+
+ITEMS = (
+    Item("process groups and mesh", "once", groups_of_layout),
+    Item("one model on all ranks", "once", same_model),
+    Item("clocks, on rank 0", "a trace", clocks),
+    Item("stragglers", "100 steps", stragglers),
+    Item("replica check, hashing apart", "1000 steps", replicas),
+    Item("is anything wrong", "a save", problems),
+    Item("what all ranks say", "a save", said),
+    Item("deal, on rank 0", "first save", deal),
+    Item("save, beside tensors", "a save", save),
+    Item("tensors.json, manifest", "a save", metadata),
+    Item("records, and a report of them", "a window", monitors),
+)
+
+
+# ---- connections ----------------------------------------------------------------------------------------------------
+
+
+def connections(ranks: int, late: bool) -> tuple[int, int]:
+    """Open files of each rank in a group of gloo, and requests to the store, after an all-reduce and a barrier."""
+    os.environ.pop(gloo_groups._CONNECT_LATE, None)
+    if late:
+        os.environ[gloo_groups._CONNECT_LATE] = "1"
+    store = dist.HashStore()
+    made: list[dist.ProcessGroupGloo | None] = [None] * ranks
+    before = len(os.listdir("/proc/self/fd"))
+
+    def join(rank: int) -> None:
+        group = made[rank] = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=60))
+        group.allreduce([torch.ones(1)]).wait()
+        group.barrier().wait()
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    opened = len(os.listdir("/proc/self/fd")) - before
+    keys = store.num_keys()
+    made.clear()
+    os.environ.pop(gloo_groups._CONNECT_LATE, None)
+    return opened // ranks, keys
+
+
+def main() -> None:
+    """Measure all and print it."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    worlds = parser.parse_args().ranks
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    console = Console(width=150)
+    table = Table(title="What it costs a rank", title_justify="left", box=None, pad_edge=False)
+    for name in ("", "when", *(f"{ranks:,} ranks ({layout_of(ranks)})" for ranks in worlds)):
+        table.add_column(name)
+    for item in ITEMS:
+        console.print(f"{item.name} ...", style="dim")
+        table.add_row(item.name, item.when, *(str(item.measure(layout_of(ranks))) for ranks in worlds))
+    console.print(table)
+    table = Table(title="Open files of a rank in a gloo group, keys in its store", title_justify="left", box=None)
+    for name in ("ranks", "all connect", "connect when used"):
+        table.add_column(name, justify="right")
+    for ranks in _GLOO_RANKS:
+        cells = ["{} files, {} keys".format(*connections(ranks, late)) for late in (False, True)]
+        table.add_row(str(ranks), *cells)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

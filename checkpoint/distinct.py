@@ -1,0 +1,151 @@
+"""What ranks tell each other where most say the same: each says it in few bytes, and what is said is sent once.
+
+``all_gather_object`` sends what each rank says to every rank, padded to the longest. Of 100,000 ranks that have nothing
+to say, each unpickles 100,000 answers.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+# torch has renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Numbers by which ranks say what they have to say: its hash (128 bits) and its length.
+_WORDS = 3
+_CPU = torch.device("cpu")
+
+
+def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None, device: torch.device = _CPU) -> list[Any]:
+    """What every rank of a group says, by rank. A collective.
+
+    Each rank sends 24 bytes to each, and then what is said, once for all who say it. Nothing more is sent where all say
+    the same. Ranks that said the same share one object, which is not to be changed.
+
+    Args:
+        value: what this rank says; it can be pickled.
+        group: ``None``: all ranks.
+        device: where collectives of the group run.
+    """
+    if dist.get_world_size(group) == 1:
+        return [value]
+    own = pickle.dumps(value)
+    kin = kin_of(own, group, device)
+    if len(kin.lengths) == 1:
+        return [value] * len(kin.of_rank)
+    begins = [0, *accumulate(kin.lengths)]
+    block = torch.zeros(begins.pop(), dtype=torch.uint8, device=device)
+    rank = dist.get_rank(group)
+    mine = kin.of_rank[rank]
+    if kin.firsts[mine] == rank:
+        block[begins[mine] : begins[mine] + len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+    dist.all_reduce(block, group=group)
+    octets = block.cpu().numpy()
+    # What ranks of one run tell each other, as torch's own collectives of objects read it.
+    said = [
+        pickle.loads(octets[begin : begin + length].tobytes())  # noqa: S301
+        for begin, length in zip(begins, kin.lengths, strict=True)
+    ]
+    return [said[number] for number in kin.of_rank]
+
+
+def any_of_ranks(value: bool, group: dist.ProcessGroup | None, device: torch.device = _CPU) -> bool:
+    """Whether it is so on any rank. A collective of one number; ``group`` is ``None`` where this process is alone."""
+    if group is None:
+        return value
+    flag = torch.tensor(int(value), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    return bool(flag.item())
+
+
+def problems_of_ranks(problem: Any, group: dist.ProcessGroup | None) -> dict[int, Any]:
+    """What is wrong, by rank; empty if nothing is. A collective of one number while nothing is.
+
+    Args:
+        problem: of this rank; ``None``: none.
+        group: of the CPU; ``None``: this process is alone.
+    """
+    if not any_of_ranks(problem is not None, group):
+        return {}
+    said = [problem] if group is None else of_all_ranks(problem, group)
+    return {rank: each for rank, each in enumerate(said) if each is not None}
+
+
+@dataclass(frozen=True)
+class Kin:
+    """Which ranks say the same.
+
+    Args:
+        of_rank: by rank, a number that those have in common who say the same; numbered by their first ranks.
+        firsts: by that number, the first rank.
+        lengths: by that number, the bytes of what they say.
+    """
+
+    of_rank: list[int]
+    firsts: list[int]
+    lengths: list[int]
+
+
+def kin_of(own: bytes, group: dist.ProcessGroup | None, device: torch.device = _CPU) -> Kin:
+    """Find out which ranks have the same bytes. A collective of 24 bytes from each.
+
+    Args:
+        own: of this rank.
+        group: ``None``: all ranks.
+        device: where collectives of the group run.
+    """
+    digest = xxhash.xxh3_128_digest(own)
+    words = [int.from_bytes(digest[:8], "little", signed=True), int.from_bytes(digest[8:], "little", signed=True)]
+    mine = torch.tensor([*words, len(own)], dtype=torch.int64, device=device)
+    everyone = torch.empty(dist.get_world_size(group) * _WORDS, dtype=torch.int64, device=device)
+    _all_gather(everyone, mine, group=group)
+    return _numbered(everyone.view(-1, _WORDS).cpu())
+
+
+def _numbered(words: Tensor) -> Kin:
+    known: dict[tuple[int, int, int], int] = {}
+    of_rank: list[int] = []
+    firsts: list[int] = []
+    lengths: list[int] = []
+    for rank, (high, low, length) in enumerate(words.tolist()):
+        number = known.setdefault((high, low, length), len(known))
+        if number == len(firsts):
+            firsts.append(rank)
+            lengths.append(length)
+        of_rank.append(number)
+    return Kin(of_rank, firsts, lengths)
+
+
+def to_first(own: bytes, kin: Kin, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Bring what is said to the first rank, once for all who say it; empty on the others. A collective.
+
+    Args:
+        own: bytes of this rank.
+        kin: of these bytes, see :func:`kin_of`.
+        group: of the CPU; ``None``: all ranks.
+    """
+    rank = dist.get_rank(group)
+    if rank != 0:
+        if kin.firsts[kin.of_rank[rank]] == rank:
+            dist.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), _global(0, group), group=group)
+        return []
+    found = []
+    for first, length in zip(kin.firsts, kin.lengths, strict=True):
+        if first == 0:
+            found.append(own)
+            continue
+        block = torch.empty(length, dtype=torch.uint8)
+        dist.recv(block, _global(first, group), group=group)
+        found.append(block.numpy().tobytes())
+    return found
+
+
+def _global(rank: int, group: dist.ProcessGroup | None) -> int:
+    return rank if group is None else dist.get_global_rank(group, rank)
