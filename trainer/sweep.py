@@ -1,25 +1,31 @@
 """`--multirun`: every combination of the given values, one run after the other."""
 
+from __future__ import annotations
+
 import itertools
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from trainwright.trainer.auto import Choice
 from trainwright.trainer.compose import compose_checked, config_loader, quote_paths
 from trainwright.trainer.deepspeed_config.report import Report
 from trainwright.trainer.deepspeed_config.tell import tell_import
 from trainwright.trainer.inject_words import is_inject
+from trainwright.trainer.launch.engines import starts_together, uses_engine
 from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.forkserver import start_forkserver
 from trainwright.trainer.problems import ConfigError
-from trainwright.trainer.run import launch, plan, prepare
+from trainwright.trainer.report.ending import write_report
+from trainwright.trainer.run import choose, launch, prepare
 from trainwright.trainer.run_directory import command_words, timestamp, write_command
 
 MULTIRUN = Path("multirun")
@@ -50,6 +56,15 @@ class Job:
         values = ",".join(self.varied)
         safe = re.sub(r"[^\w.,=+-]", "_", values)[:120]
         return f"{self.number}_{safe}" if safe else str(self.number)
+
+
+@dataclass(frozen=True)
+class _Composed:
+    """The configuration of a job, with what was chosen for it and what was imported."""
+
+    cfg: DictConfig
+    choice: Choice | None
+    report: Report | None
 
 
 def expand(overrides: Sequence[str], config_dir: str | Path | None = None) -> list[Job]:
@@ -86,7 +101,8 @@ def expand(overrides: Sequence[str], config_dir: str | Path | None = None) -> li
 
 
 def run_sweep(verb: str, overrides: Sequence[str], config_dir: str | Path | None = None) -> int:
-    """Check all jobs, then run one after the other, each in its own processes and its own directory.
+    """Check all jobs, then run one after the other, each in its own processes and its own directory, or all together
+    where an engine does so (`launch=slurm`: as an array).
 
     A job that fails does not stop the others.
 
@@ -103,23 +119,63 @@ def run_sweep(verb: str, overrides: Sequence[str], config_dir: str | Path | None
     """
     jobs = expand(overrides, config_dir)
     configurations = _compose_all(jobs, verb, config_dir)
-    start_forkserver()
-    failed: list[Job] = []
-    for job, (cfg, report) in zip(jobs, configurations, strict=True):
-        print(f"job {job.number + 1} of {len(jobs)}: {job.title}", flush=True)
-        if not _run_job(cfg, verb, report, command_words(verb, job.overrides, config_dir)):
-            failed.append(job)
-    above = Path(configurations[0][0].run_dir).parent
-    print(f"\n{len(jobs) - len(failed)} of {len(jobs)} jobs ended well; their directories are in {above}")
+    if not all(uses_engine(each.cfg) for each in configurations):
+        start_forkserver()
+    start_all = starts_together([each.cfg for each in configurations])
+    if start_all is not None:
+        failed = _run_together(start_all, jobs, configurations, verb, config_dir)
+    else:
+        failed = _run_in_turn(jobs, configurations, verb, config_dir)
+    above = Path(configurations[0].cfg.run_dir).parent
+    waited = all(each.cfg.launch.get("wait", True) for each in configurations)
+    went = "ended well" if waited else "were submitted"
+    if not all(each.cfg.launch.get("submit", True) for each in configurations):
+        went = "were written"
+    print(f"\n{len(jobs) - len(failed)} of {len(jobs)} jobs {went}; their directories are in {above}")
     for job in failed:
         print(f"failed: job {job.number + 1} ({job.title}), {above / job.directory_name}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _compose_all(
-    jobs: Sequence[Job], verb: str, config_dir: str | Path | None
-) -> list[tuple[DictConfig, Report | None]]:
-    configurations: list[tuple[DictConfig, Report | None]] = []
+def _run_in_turn(
+    jobs: Sequence[Job],
+    configurations: Sequence[_Composed],
+    verb: str,
+    config_dir: str | Path | None,
+) -> list[Job]:
+    """Run one job after the other; returns those that failed."""
+    failed: list[Job] = []
+    for job, composed in zip(jobs, configurations, strict=True):
+        print(f"job {job.number + 1} of {len(jobs)}: {job.title}", flush=True)
+        if not _run_job(composed, verb, command_words(verb, job.overrides, config_dir)):
+            failed.append(job)
+    return failed
+
+
+def _run_together(
+    start_all: Callable[..., list[Any]],
+    jobs: Sequence[Job],
+    configurations: Sequence[_Composed],
+    verb: str,
+    config_dir: str | Path | None,
+) -> list[Job]:
+    """Hand all jobs to an engine that starts them together; returns those that failed."""
+    prepared: list[DictConfig] = []
+    for job, composed in zip(jobs, configurations, strict=True):
+        print(f"job {job.number + 1} of {len(jobs)}: {job.title}", flush=True)
+        prepared.append(_prepared(composed, verb, command_words(verb, job.overrides, config_dir)))
+    folder = Path(prepared[0].run_dir).parent / prepared[0].launch.kind
+    ends = start_all(prepared, verb, folder, [f"{job.number + 1} " for job in jobs])
+    for cfg, end in zip(prepared, ends, strict=True):
+        if isinstance(end, Exception):
+            print(f"trainwright: {end}\n", file=sys.stderr, flush=True)
+        if verb == "fit" and cfg.report and end is not None:
+            write_report(Path(cfg.run_dir))
+    return [job for job, end in zip(jobs, ends, strict=True) if isinstance(end, Exception)]
+
+
+def _compose_all(jobs: Sequence[Job], verb: str, config_dir: str | Path | None) -> list[_Composed]:
+    configurations: list[_Composed] = []
     problems: dict[str, list[str]] = {}
     base: Path | None = None
     for job in jobs:
@@ -128,8 +184,9 @@ def _compose_all(
         if result.cfg is not None and result.guessed:
             base = base or (Path(result.cfg.run_dir) if result.cfg.run_dir else MULTIRUN / timestamp())
             result.cfg.run_dir = str(base / job.directory_name)
-            found += plan(result.cfg, verb)[1]
-            configurations.append((result.cfg, result.import_report))
+            choice, wrong = choose(result.cfg, verb)
+            found += wrong
+            configurations.append(_Composed(result.cfg, choice, result.import_report))
         for problem in found:
             problems.setdefault(problem, []).append(job.title)
     if problems:
@@ -143,12 +200,19 @@ def _compose_all(
     return configurations
 
 
-def _run_job(cfg: DictConfig, verb: str, report: Report | None, words: Sequence[str]) -> bool:
+def _prepared(job: _Composed, verb: str, words: Sequence[str]) -> DictConfig:
+    """Make the run directory of a job, and say what was chosen for it."""
+    prepared = prepare(job.cfg, verb, choice=job.choice)
+    write_command(Path(prepared.run_dir), words)
+    tell_import(job.report, sys.stdout, Path(prepared.run_dir))
+    for line in job.choice.lines if job.choice is not None else ():
+        print(line, flush=True)
+    return prepared
+
+
+def _run_job(job: _Composed, verb: str, words: Sequence[str]) -> bool:
     try:
-        prepared = prepare(cfg, verb)
-        write_command(Path(prepared.run_dir), words)
-        tell_import(report, sys.stdout, Path(prepared.run_dir))
-        launch(prepared, verb, own_processes=True)
+        launch(_prepared(job, verb, words), verb, own_processes=True)
     except (RankError, ConfigError) as error:
         print(f"trainwright: {error}\n", file=sys.stderr, flush=True)
         return False

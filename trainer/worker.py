@@ -99,8 +99,9 @@ def build_trainer(
     if cfg.compression.name != OFF:
         begin["compression"] = compression_of(cfg)
     has_end = cfg.max_steps is not None or cfg.max_epochs is not None
+    strategy = {str(key): value for key, value in cfg.strategy.items() if key != "checks"}  # they were run by now
     return Trainer(
-        strategy=instantiate(cfg.strategy, _convert_="all", **begin),
+        strategy=instantiate(strategy, _convert_="all", **begin),
         devices=cfg.devices,
         num_nodes=cfg.nodes,
         accelerator=cfg.accelerator,

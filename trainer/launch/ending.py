@@ -81,12 +81,13 @@ def _impossible_here(cfg: DictConfig, verb: str, environment: Mapping[str, str])
         )
     if verb != "fit" or not preemption.requeue:
         return
-    if job_of(environment) is None:
+    in_job_of_its_own = cfg.launch.kind == "slurm"  # which keeps the run directory, and goes on in it
+    if job_of(environment) is None and not in_job_of_its_own:
         yield (
             "preemption.requeue=true outside SLURM (SLURM_JOB_ID is not set): there is no job to requeue; type "
-            "preemption.requeue=false"
+            "preemption.requeue=false, or launch=slurm"
         )
-    if cfg.resume is None:
+    if cfg.resume is None and not in_job_of_its_own:
         yield (
             "preemption.requeue=true without resume=auto: the job that is requeued would not go on from what is saved; "
             "type resume=auto, with a run_dir=... of its own"

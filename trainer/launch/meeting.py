@@ -25,6 +25,10 @@ from torch.distributed import Store, TCPStore, rendezvous
 from trainwright.trainer.launch.launcher import Launcher
 from trainwright.trainer.launch.rendezvous import ADDRESS, LocalStore
 
+STORE = "TRAINWRIGHT_STORE"
+"""Variable with address and port, as JSON, of a store that lives as long as the run; torch's is then left alone."""
+HOST_ADDRESS = "TRAINWRIGHT_ADDRESS"
+"""Variable with the address of this machine by which the others reach it."""
 _PLACE = "trainwright/meeting"
 _JOINED = "trainwright/joined"
 # Longest wait for the other ranks.
@@ -67,7 +71,9 @@ def is_elastic(environment: Mapping[str, str]) -> bool:
 def _open(launcher: Launcher) -> LocalStore:
     """On rank 0: a store at an address that the other machines reach; on one machine, that only it reaches."""
     address, told = ADDRESS, ADDRESS
-    if launcher.world_size > launcher.local_world_size:
+    if HOST_ADDRESS in os.environ:
+        address = told = os.environ[HOST_ADDRESS]
+    elif launcher.world_size > launcher.local_world_size:
         address = told = _own_address()
         if address.startswith("127.") or address == "::1":
             # The name of the machine stands for the machine itself here; elsewhere it is its address.
@@ -114,6 +120,9 @@ def _enter(address: str, port: int) -> None:
 
 def _launchers_store(launcher: Launcher) -> Store:
     """A client of the store that the launcher has told the ranks of."""
+    if STORE in os.environ:
+        host, number = json.loads(os.environ[STORE])
+        return TCPStore(host, number, is_master=False, timeout=TIMEOUT)
     address, port = _address(launcher)
     url = f"tcp://{address}:{port}?rank={launcher.rank}&world_size={launcher.world_size}"
     store: Store

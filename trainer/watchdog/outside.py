@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 
+from trainwright.checkpoint.distinct import of_all_ranks
 from trainwright.trainer.watchdog.limits import HangLimits
 
 _SECONDS_TO_END = 5.0
@@ -70,10 +70,8 @@ def agree(trainer: Trainer, places: list[dict[str, Any]] | None) -> dict[str, An
         trainer: of this rank.
         places: of the ranks of this machine, which local rank 0 has; ``None`` on the others.
     """
-    told: list[Any] = [(trainer.node_rank, places)]
-    if trainer.world_size > 1:
-        told *= trainer.world_size
-        dist.all_gather_object(told, (trainer.node_rank, places))
-    of_nodes = dict(found for found in told if found[1] is not None)
+    own = None if places is None else (trainer.node_rank, places)  # one rank of a machine speaks for it
+    told = [own] if trainer.world_size == 1 else of_all_ranks(own, device=trainer.strategy.root_device)
+    of_nodes = dict(found for found in told if found is not None)
     place: dict[str, Any] = of_nodes[trainer.node_rank][trainer.local_rank]
     return place
