@@ -47,7 +47,7 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory(prefix="trainwright-benchmark-") as folder:
-        places = [_Place(rank, world_size, threads, backend, folder, _free_port()) for rank in range(world_size)]
+        places = [_Place(rank, world_size, threads, backend, folder, free_port()) for rank in range(world_size)]
         pipes = [context.Pipe(duplex=False) for _ in places]
         processes = [
             context.Process(target=_rank_main, args=(place, sender, function, args))
@@ -146,7 +146,8 @@ def _run(place: _Place, function: Callable[..., Any], args: tuple[Any, ...]) -> 
             dist.destroy_process_group()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -21,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
-from trainwright.recipes.corpus import default_cache_dir, find_corpus, join_files, num_windows, split_by_position
+from benchmarks.peers.windows import Windows
 from trainwright.recipes.gpt_model import GPT, GPTConfig
 from trainwright.recipes.schedule import learning_rate_factor
 
@@ -55,24 +53,6 @@ class PlainRun:
     autocast: bool = False
     clip: float = 1.0
     path: str | None = None
-
-
-class Windows(Dataset[Tensor]):
-    """The training part of the text in windows of ``seq_len + 1`` bytes."""
-
-    def __init__(self, path: str | None, seq_len: int, held_out: float = 0.05) -> None:
-        file = join_files(find_corpus(path), default_cache_dir())
-        begin, end = split_by_position(file.stat().st_size, held_out).train
-        self.seq_len = seq_len
-        self.windows = num_windows(end - begin, seq_len)
-        self._bytes = np.memmap(Path(file), dtype=np.uint8, mode="r")
-
-    def __len__(self) -> int:
-        return self.windows
-
-    def __getitem__(self, index: int) -> Tensor:
-        start = index * self.seq_len
-        return torch.from_numpy(self._bytes[start : start + self.seq_len + 1].copy())
 
 
 class PlainTraining:

@@ -3,8 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import resume, resume_anywhere
+from trainwright.trainer.cli import main
 
 
 def test_a_run_that_goes_on_is_measured(tmp_path):
@@ -29,8 +31,17 @@ def test_every_layout_is_written_once_and_read_once():
     assert {place.ranks for place in resume_anywhere.PLACES.values()} == {1, 2, 3, 4, 8}
 
 
+def in_this_process(command: list[str], environment: dict[str, str], folder: Path) -> None:
+    """What a command does that is a process of its own in the benchmark; half of its time is importing."""
+    assert command[1:3] == ["-m", "trainwright"]
+    assert main(command[3:]) == 0
+
+
 def test_one_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume_anywhere, "STOP", 2)
     monkeypatch.setattr(resume_anywhere, "END", 4)
+    monkeypatch.setattr(resume_anywhere, "run_command", in_this_process)
+    # It would start torch's pool of threads here, and what later tests fork from this process could use none.
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     (row,) = resume_anywhere.measure([("single", "ddp-2")], tmp_path)
     assert row["worst"] <= resume_anywhere.TOLERANCE
