@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help install train test lint types check clean
+.PHONY: help install train test lint types docs check snippets clean
 
 # The first interpreter that answers and is a supported version: a name can exist and still not run
 # (version managers leave such stubs), so each is asked rather than looked up.
@@ -15,6 +15,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed.stamp
 TYPED := build/typed
+# Processes that `make check` runs tests in.
+WORKERS ?= 2
 
 help:  ## Say what each target does
 	@grep -E '^[a-z]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*  ## (.*)/  make \1\t\2/'
@@ -32,13 +34,13 @@ $(BIN)/python:
 
 # The stamp makes a second `make install` cost nothing until a dependency changes.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,recipes,huggingface]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs,recipes,huggingface]'
 	@touch $@
 
 train: install  ## Train the gpt recipe on two processes with DDP
 	$(BIN)/trainwright fit recipe=gpt strategy=ddp devices=2
 
-test: install lint types check  ## Run the linters, the type checker and the whole test suite
+test: install lint types docs check  ## Run the linters, the type checker, the documentation and the whole test suite
 
 lint: install  ## Check style and formatting
 	$(BIN)/ruff check .
@@ -51,8 +53,22 @@ types: install  ## Check the types of the installed package
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target $(TYPED) .
 	MYPYPATH=$(TYPED) $(BIN)/mypy -p trainwright | sed -E 's#^$(TYPED)/trainwright/([a-z_]+/)#\1#; s#^$(TYPED)/##'
 
+# Strict: a page outside of the navigation, a link or an anchor that leads nowhere is an error, as is whatever a page
+# would load from elsewhere.
+docs: install  ## Build the documentation site into build/site, offline
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@! grep -rEo --include='*.html' '<(script|link|img|iframe)[^>]* (src|href)="?(https?:)?//[^ >]*' build/site
+
+# Most tests wait for one process at a time, so two at once take little longer than one. Those that
+# depend on times (`alone`, in tests/conftest.py) follow one after the other. Both parts run, whatever fails.
 check: install  ## Run the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	status=0; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not alone' || status=1; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m alone || status=1; \
+	exit $$status
+
+snippets: install  ## Really run the commands of the documentation, small (minutes; not part of make test)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.docs.snippets
 
 clean:  ## Remove what building and testing leave (not .venv, not runs)
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,109 @@
+"""The folder that a reader of a page has: a project of their own, and runs that have been made in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.trainer.checkpoints import write_checkpoint
+
+PACKAGE = """
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class MyModule(pl.LightningModule):
+    def __init__(self, optimizer=None, layers=2, dropout=0.0):
+        super().__init__()
+        self.optimizer = optimizer
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(layers))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+
+class MyData(pl.LightningDataModule):
+    def __init__(self, batch_size=4):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=self.batch_size)
+"""
+CHECKS = "def data(cfg, num_data_ranks):\n    return []\n"
+RECIPE = """# @package _global_
+# A recipe of a reader's own.
+name: mine
+max_steps: 4
+micro_batch_size: 4
+module:
+  _target_: my_package.MyModule
+  optimizer: ${optimizer}
+  layers: 4
+data:
+  _target_: my_package.MyData
+  batch_size: ${micro_batch_size}
+"""
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 1,
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+}
+RUN = "2026-01-31_14-05-09"
+
+
+def write_project(folder: Path, files: dict[str, str]) -> None:
+    """Write what a reader has typed and been given.
+
+    Args:
+        folder: that commands are typed in.
+        files: that the page itself shows, by path; they take the place of those of the same name.
+    """
+    own = {
+        "my_package/__init__.py": PACKAGE,
+        "my_package/checks.py": CHECKS,
+        "my_conf/recipe/mine.yaml": RECIPE,
+        "ds_config.json": json.dumps(DEEPSPEED),
+        "my_texts/one.txt": "Some text of a reader's own.\n" * 4000,
+    }
+    for name, text in {**own, **files}.items():
+        path = folder / name
+        assert path.resolve().is_relative_to(folder.resolve()), f"{name}: outside of the reader's folder"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def write_runs(folder: Path) -> None:
+    """Checkpoints of a few bytes, where runs of a reader have left theirs: enough to compose with."""
+    for recipe in ("gpt", "digits", "mine"):
+        write_checkpoint(folder / "runs" / recipe / RUN / "checkpoints" / "step=2000", step=2000)
+        (folder / "runs" / recipe / RUN / "monitor").mkdir()
+    write_checkpoint(folder / "imported")
+
+
+def leave_behind(words: Sequence[str], folder: Path) -> None:
+    """Write the checkpoint that a command would have left, for those that come after it on the page.
+
+    Args:
+        words: program and arguments.
+        folder: that it was typed in.
+    """
+    keys = dict(word.split("=", 1) for word in words if "=" in word)
+    left = None
+    if "fit" in words[:3] and "recipe" in keys:
+        step = keys.get("max_steps", "")
+        run = keys.get("run_dir", f"runs/{keys['recipe']}/{RUN}")
+        left = f"{run}/checkpoints/step={step if step.isdecimal() else 2000}"
+    elif words[1:3] == ["checkpoint", "import"] and "--to" in words:
+        left = words[words.index("--to") + 1]
+    if left is not None and not Path(left).is_absolute() and not (folder / left).exists():
+        write_checkpoint(folder / left)

@@ -1,0 +1,75 @@
+"""docs/keys.md and docs/configuration.md against the configuration that they tell of."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from trainwright.trainer import document as keys
+from trainwright.trainer.compose import choices_of, config_loader, group_names
+from trainwright.trainer.config import RunConfig
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_page_of_keys_is_up_to_date() -> None:
+    how = "python -m trainwright.trainer.document docs/keys.md"
+    assert (DOCS / "keys.md").read_text(encoding="utf-8") == keys.document(), f"type {how}"
+
+
+def test_it_has_every_key_and_every_choice() -> None:
+    text = keys.document()
+    for item in fields(RunConfig):
+        assert f"| `{item.name}` |" in text or f"\n### {item.name}\n" in text, item.name
+    loader = config_loader()
+    for group in group_names(loader):
+        section = text.split(f"\n### {group}\n")[1].split("\n### ")[0]
+        for choice in choices_of(loader, group):
+            assert f"\n| `{choice}`" in section, (group, choice)
+
+
+def test_its_links_lead_to_headings() -> None:
+    text = keys.document()
+    headings = {keys._anchor(line.lstrip("# ")) for line in text.splitlines() if line.startswith("#")}
+    assert set(re.findall(r"\(#([^)]+)\)", text)) <= headings
+
+
+@dataclass
+class Above:
+    """What is built on."""
+
+    # Of all.
+    first: int = 1
+
+
+@dataclass
+class Inner:
+    # Marked *so* and <so>, see docs/planning.md.
+    deep: str | None = None
+
+
+@dataclass
+class Type(Above):
+    """`kind=one|two`: what it is."""
+
+    # A list | of them.
+    second: list[str] = field(default_factory=lambda: ["a"])
+    inner: Inner = field(default_factory=Inner)
+
+
+def test_a_type_is_told() -> None:
+    text = "\n".join(keys._keys_of_schema(Type, "kind"))
+    assert text.startswith("\n#### `kind=one|two`\n\nWhat it is.")
+    assert "[What is built on](#what-is-built-on)" in text
+    assert r"| `kind.second` | `[a]` | list | A list \| of them. |" in text
+    meaning = r"Marked \*so\* and &lt;so>, see [planning.md](planning.md)."
+    assert f"| `kind.inner.deep` | `null` | text or null | {meaning} |" in text
+    assert "kind.first" not in text
+
+
+def test_the_table_of_groups_is_whole() -> None:
+    text = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| \[`(\w+)`\]\(keys\.md#(\w+)\)", text, flags=re.MULTILINE)
+    assert sorted(group for group, _ in told) == group_names(config_loader())
+    assert all(group == anchor for group, anchor in told)
