@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from tests.imported import forget_modules_of
 from tests.pool import RankPool, all_processes, end_left_processes, end_marked_processes
 
 # Every process a test starts, and every one that starts, inherits this variable: so one that was left can be found even
@@ -39,6 +40,46 @@ EXPECTED_VARIABLES = {
     "KMP_DUPLICATE_LIB_OK",  # by importing scikit-learn
     "KMP_INIT_AT_FORK",
 }
+
+
+# Files and folders whose tests compare speeds, learn how long something takes, hold limits against a clock, or start
+# whole commands and tell or force them to end: beside others they would find other times than there are. `make check`
+# runs them after the others, one by one.
+ALONE = (
+    "benchmarks",
+    "callbacks/test_connections.py",
+    "callbacks/test_run_state.py",
+    "callbacks/test_stragglers.py",
+    "callbacks/test_throughput.py",
+    "checkpoint/test_asynchronous.py",
+    "checkpoint/test_kill.py",
+    "faults",
+    "parity/test_balance.py",
+    "test_conftest.py",
+    "test_pool.py",
+    "trainer/doctor",
+    "trainer/test_auto.py",
+    "trainer/test_balance.py",
+    "trainer/test_launch.py",
+    "trainer/test_lease_service.py",
+    "trainer/test_meeting.py",
+    "trainer/test_probe.py",
+    "trainer/test_replacing.py",
+    "trainer/test_signals.py",
+    "trainer/test_supervisor.py",
+    "trainer/test_verify.py",
+    "trainer/test_watchdog.py",
+    "trainer/test_watchdog_stops.py",
+)
+_TESTS = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what must run alone."""
+    alone = tuple(_TESTS / name for name in ALONE)
+    for item in items:
+        if any(item.path == each or each in item.path.parents for each in alone):
+            item.add_marker("alone")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -65,6 +106,15 @@ def ranks(pool: RankPool) -> Callable[..., list[Any]]:
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test works in an empty folder of its own, so nothing it writes by default lands in the repository."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _no_modules_left(tmp_path: Path) -> Iterator[None]:
+    """What a test imports from its folder is not there for the next, whose own folder has modules of the same names."""
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+    forget_modules_of(tmp_path)
 
 
 @pytest.fixture(autouse=True)

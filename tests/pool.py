@@ -245,6 +245,9 @@ def _clean_process(case: Case) -> Iterator[None]:
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
+        # Which names the next groups get. Only the end of a default group puts it back: one that was never made, since
+        # ranks did not meet, leaves it higher than it is on the ranks of the next case.
+        dist.distributed_c10d._world.group_count = 0
         gc.collect()
         forget_meshes()
         _restore_torch()

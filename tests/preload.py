@@ -15,7 +15,21 @@ import torch.optim.swa_utils  # noqa: F401
 # Lightning looks through all installed packages for plugins whenever a Trainer is made; they stay the same here.
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)  # type: ignore[assignment]
 
-LOADED = ("trainwright.trainer.trainer", "trainwright.strategies.ddp", "trainwright.strategies.one_axis")
+LOADED = (
+    "trainwright.trainer.worker",
+    "trainwright.strategies.ddp",
+    "trainwright.strategies.one_axis",
+    # What cases need beside it. Each rank would import it anew, and so would each that takes a burdened one's place.
+    "pytest",
+    "tests.parity.layouts",
+    "tests.parity.layout_modules",
+    "torch._functorch.aot_autograd",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+)
 for name in LOADED:
     # A module that does not import is reported by the test that needs it; the server must live on.
     with suppress(Exception):

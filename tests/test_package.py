@@ -16,6 +16,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
+from setuptools import Distribution
+from setuptools.config.pyprojecttoml import apply_configuration
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -128,6 +130,34 @@ def test_files_that_are_no_code_are_installed_too():
         if file.is_file() and file.suffix not in (".py", ".pyc")
     }
     assert there == installed
+
+
+def test_a_wheel_holds_the_package_and_nothing_else(tmp_path, monkeypatch):
+    """What setuptools itself would put into one, without building it."""
+    monkeypatch.chdir(ROOT)
+    found = Distribution({"script_name": "setup.py"})
+    apply_configuration(found, "pyproject.toml")
+    found.command_options["egg_info"] = {"egg_base": ("test", str(tmp_path))}
+    built = found.get_command_obj("build_py")
+    built.ensure_finalized()
+    files = {Path(file).relative_to(built.build_lib) for file in built.get_outputs(include_bytecode=False)}
+    kinds = {".py": 0, ".yaml": 0, ".j2": 0, ".css": 0, ".typed": 0}
+    for file in files:
+        assert file.parts[0] == "trainwright"
+        kinds[file.suffix if file.suffix else file.name] += 1
+    inside = [file for folder in FOLDER_OF.values() for file in (ROOT / folder).glob("*.py")]
+    assert kinds[".py"] == len(inside)
+    assert kinds[".yaml"] == len(list((ROOT / "conf").glob("**/*.yaml")))
+    templates = list((ROOT / "trainer" / "report" / "templates").iterdir())
+    assert kinds[".j2"] + kinds[".css"] == len(templates) > 0
+    assert Path("trainwright/py.typed") in files
+    assert found.metadata.license_files == ["LICENSE"]
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+def test_the_changelog_tells_of_this_version():
+    assert re.search(rf"^## \[{re.escape(PROJECT['project']['version'])}\] - \d{{4}}-\d{{2}}-\d{{2}}$",
+                     (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)  # fmt: skip
 
 
 @pytest.mark.parametrize("module", sorted(modules()))
@@ -254,7 +284,7 @@ def test_constraints_hold_everything_that_is_installed():
 def dependencies_of(name: str) -> set[str]:
     from importlib.metadata import requires
 
-    extras = ("dev", "recipes") if name == "trainwright" else ("",)
+    extras = ("dev", "docs", "recipes") if name == "trainwright" else ("",)
     requirements = [Requirement(text) for text in requires(name) or ()]
     return {
         canonical(r.name) for r in requirements for e in extras if r.marker is None or r.marker.evaluate({"extra": e})

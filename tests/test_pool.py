@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,17 @@ def pid():
 def make_own_group():
     dist.init_process_group("gloo")
     return sum_over_ranks(1.0)[1].tolist()
+
+
+def fail_to_meet():
+    """The other rank never comes; torch has counted the group by then."""
+    with pytest.raises(RuntimeError):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=0.1))
+    return dist.distributed_c10d._world.group_count
+
+
+def groups_counted():
+    return dist.distributed_c10d._world.group_count
 
 
 def draw():
@@ -130,6 +142,11 @@ def test_ranks_are_reused(ranks):
 
 def test_case_can_make_its_own_group(ranks):
     assert ranks(make_own_group, 2, init_group=False) == [[3.0, 3.0]] * 2
+
+
+def test_a_group_that_was_never_made_is_not_counted(ranks):
+    assert ranks(fail_to_meet, 1, init_group=False) == [1]
+    assert ranks(groups_counted, 1, init_group=False) == [0]
 
 
 def test_case_begins_with_the_same_seed(ranks):

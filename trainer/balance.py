@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from trainwright.callbacks.step_clock import StepClock
 from trainwright.callbacks.steps import StepCounter
+from trainwright.callbacks.windows import Measuring
 from trainwright.strategies.base import LayoutStrategy
 from trainwright.strategies.registry import strategy_names
 from trainwright.trainer.balance_options import AUTO, FIXED, NONE, BalanceArgument, BalanceOptions, balance_options
@@ -29,6 +30,8 @@ from trainwright.trainer.shares import Bounds, ShareSchedule, is_worth_it
 
 # Steps at the beginning that are left out: they compile, warm caches and make connections.
 _WARM_UP = 1
+# Shares that a message lists.
+_SHOWN = 16
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Measured:
     drawn: int
 
 
-class Balance(Callback):
+class Balance(Measuring):
     """Deals the samples of a step to data ranks by their speed; made by ``Trainer(balance=...)``.
 
     With ``"auto"``, every ``every_steps`` optimizer steps all ranks tell each other for how long they computed
@@ -155,14 +158,6 @@ class Balance(Callback):
         self._steps.start(trainer)
         self._forget_window()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """End measuring."""
-        self._stop()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End measuring."""
-        self._stop()
-
     def _stop(self) -> None:
         if self._clock is not None:
             self._clock.stop()
@@ -200,7 +195,7 @@ class Balance(Callback):
         self.schedule.change(epoch, first, self._seconds)
         rank_zero_info(
             f"Step {trainer.global_step}: of the {self._wave_size} samples that are computed at a time, the data ranks "
-            f"get {', '.join(map(str, self.shares))} from batch {first} of epoch {epoch} on."
+            f"get {_listed(self.shares)} from batch {first} of epoch {epoch} on."
         )
 
     def _of_all_ranks(self, own: Measured) -> list[Measured]:
@@ -231,6 +226,13 @@ class Balance(Callback):
             return
         self.schedule.start(state["dealt_by"])
         self._seconds = state["measured"]
+
+
+def _listed(shares: Sequence[int]) -> str:
+    """The shares of the first data ranks, and between which those of the others are."""
+    shown = ", ".join(map(str, shares[:_SHOWN]))
+    rest = shares[_SHOWN:]
+    return f"{shown} and {len(rest)} others {min(rest)} to {max(rest)}" if rest else shown
 
 
 def _per_sample(everyone: Sequence[Measured], ranks: int) -> list[float] | None:

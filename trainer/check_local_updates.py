@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.strategies.communication.options import OFF, chosen_already
+from trainwright.strategies.communication.options import OFF, chosen_already, replicas_step_alone
 from trainwright.strategies.compression.options import OFF as UNCOMPRESSED
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.local_updates.rules import (
@@ -39,6 +39,8 @@ def local_update_refusals(cfg: DictConfig, verb: str, layout: Layout | None) -> 
     problems = local_update_problems(_ours(plain), _PREFIX)
     if plain.get("communication", OFF) != OFF:
         problems.append(chosen_already(plain["communication"]))
+    if plain.get("average_by"):
+        problems.append(replicas_step_alone(plain["average_by"]))
     if verb == "fit":
         problems += [*_layout_problems(cfg, layout), *_compression_problems(cfg), *_beside(cfg)]
     return problems

@@ -41,7 +41,9 @@ def _on_own_ranks(cfg: DictConfig) -> bool:
     return bool(cfg.strategy.get("server_ranks") == OWN)
 
 
-def recovery_problems(cfg: DictConfig, verb: str, layout: Layout | None, has_launcher: bool) -> list[str]:
+def recovery_problems(
+    cfg: DictConfig, verb: str, layout: Layout | None, has_launcher: bool, tells_layout: bool = True
+) -> list[str]:
     """What speaks against `launch.recovery`, `launch.spares` and `launch.mtbf`.
 
     Args:
@@ -49,8 +51,14 @@ def recovery_problems(cfg: DictConfig, verb: str, layout: Layout | None, has_lau
         verb: fit, validate, test or predict.
         layout: closed; None = not known, or refused elsewhere.
         has_launcher: whether torchrun or SLURM has started this process.
+        tells_layout: whether the configuration of the strategy tells a layout, possible or not.
     """
     problems = [] if cfg.launch.recovery != REPLICAS else list(_against_replicas(cfg, verb, layout, has_launcher))
+    if cfg.launch.recovery == REPLICAS and not tells_layout:
+        problems.append(
+            f"launch.recovery=replicas with {cfg.strategy.get('_target_')}: its configuration does not tell which "
+            "ranks hold copies of the same; type launch.recovery=restart, or derive the class from one of Trainwright's"
+        )
     if cfg.launch.recovery == REJOIN:
         problems += _against_rejoining(cfg, verb, has_launcher)
     if not is_positive(cfg.launch.mtbf):

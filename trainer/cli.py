@@ -90,6 +90,8 @@ def _wants_several_processes(words: Sequence[str]) -> bool:
     """A guess from the words alone: the fork server can start before anything is composed. A wrong one costs time."""
     if any(word in words for word in ("-h", "--help", "--version", "--print-config", "--cfg", "layout", "plan")):
         return False
+    if any(word.startswith("launch=") and word not in ("launch=local", "launch=resilient") for word in words):
+        return False  # others start the ranks, elsewhere
     several = any(word.startswith("devices=") and word != "devices=1" for word in words)
     several |= any(word == "launch=resilient" or word.startswith("launch.max_restarts=") for word in words)
     return several or "-m" in words or "--multirun" in words or "verify" in words

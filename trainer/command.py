@@ -104,7 +104,7 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
         else:
             traceback.print_exc()
         return FAILED
-    if _speaks(launcher) and verb != "fit":  # after fit, the callbacks of the group monitor say it
+    if _speaks(launcher) and verb != "fit" and result.has_ended:  # after fit, the callbacks of the group monitor say it
         _say_where(result, verb)
     return OK
 

@@ -44,7 +44,10 @@ _REFERRED = {
 # Plain keys that strategy=auto leaves as they are where they were typed.
 _NOT_CHOSEN = ("micro_batch_size",)
 # Typed keys whose value is a mapping from names of the user's.
-_OPEN_MAPPINGS = re.compile(r"(strategy\.(plan|batch_dims)|preemption\.url_headers)[.=]")
+_OPEN_MAPPINGS = re.compile(
+    r"(strategy\.(plan|batch_dims)|preemption\.url_headers|launch\.(env|sbatch|resources|ranks|runtime_env|volumes"
+    r"|secret_env|labels|annotations|node_selector))[.=]"
+)
 # Keys whose value is a path. Paths of checkpoints have an = in them (step=4), which Hydra takes in quotes only.
 _PATH_WITH_EQUALS = re.compile(
     r"(?P<key>\+{0,2}(?:ckpt_path|init_from|run_dir))=(?P<path>[^'\"\[\]{}(),$]*=[^'\"\[\]{}(),$]*)"
@@ -114,7 +117,8 @@ def compose_checked(overrides: Sequence[str], config_dir: str | Path | None = No
     if problems:
         return Composition(problems=problems)
     faults = take_inject(overrides)
-    loader, typed, expansion = config_loader(config_dir), quote_paths(faults.rest), None
+    loader, expansion = config_loader(config_dir), None
+    typed = _sizes_of_models(loader, quote_paths(faults.rest))
     if asks_for_file(typed):
         expansion = expand(typed, lambda without: _Composer(loader).compose(without).cfg)
         typed = expansion.overrides
@@ -141,6 +145,17 @@ def quote_paths(overrides: Sequence[str]) -> list[str]:
     """Overrides with quotes around paths that Hydra would not understand without."""
     matches = [(text, _PATH_WITH_EQUALS.fullmatch(text)) for text in overrides]
     return [text if match is None else f"{match['key']}={_quoted(match['path'])}" for text, match in matches]
+
+
+def _sizes_of_models(loader: ConfigLoaderImpl, overrides: Sequence[str]) -> list[str]:
+    """`model=70b` is `size=70b`: people name a model by its size, and a size is no family of models."""
+    models, sizes = choices_of(loader, "model"), choices_of(loader, "size")
+
+    def meant(text: str) -> str:
+        group, _, name = text.partition("=")
+        return f"size={name}" if group == "model" and name in sizes and name not in models else text
+
+    return [meant(text) for text in overrides]
 
 
 def config_loader(config_dir: str | Path | None = None) -> ConfigLoaderImpl:
@@ -284,12 +299,24 @@ class _Composer:
             is_number = not isinstance(value, (str, list))
             return f"{text.split('=', 1)[0]}={_quoted(names[0])}" if is_number else text
         for name in unknown:
-            self._add(f"{group}={name}: unknown choice; {did_you_mean(name, choices, _plural(group))}")
+            meant = self._choice_of_another(name, group)
+            allowed = meant or did_you_mean(name, choices, _plural(group))
+            self._add(f"{group}={name}: unknown choice; {allowed}")
         guess = nearest(unknown[0], choices)
         if guess is None or len(values) > 1:
             self._give_up_on(group)
             return f"{group}={_quoted(choices[0])}" if group == "recipe" and choices else None
         return f"{group}={_quoted(guess)}"
+
+    def _choice_of_another(self, name: str, group: str) -> str:
+        """What to type where a choice is one of another group, like model=70b for size=70b; empty if it is of none."""
+        found = [other for other in self.groups if other != group and name in choices_of(self.loader, other)]
+        if not found:
+            return ""
+        own = f"{_plural(group)}: {', '.join(choices_of(self.loader, group))}"
+        return (
+            f"{name} is a choice of {' and of '.join(found)}, type {' or '.join(f'{o}={name}' for o in found)}; {own}"
+        )
 
     def _unknown(self, text: str, key: str, head: str) -> str | None:
         allowed = sorted({*_PLAIN_KEYS, *self.groups})

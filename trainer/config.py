@@ -19,6 +19,7 @@ SCHEMA_NAME = "_schema"
 PRECISIONS = ("32", "bf16-mixed", "bf16-true", "16-mixed")
 ACCELERATORS = ("auto", "cpu", "gpu")
 PARTITIONS = ("interleave", "range", "hash")
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 AUTO_TARGET = "trainwright.trainer.auto"
 
 
@@ -35,6 +36,9 @@ class _BlockConfig:
     checkpoint_modules: list[str] | None = None
     # Compile each block with torch.compile; false = off.
     compile: bool = False
+    # Functions that look at the configuration before a process starts, as package.module:function, of a strategy of
+    # your own; [] = none. Its class is not given them.
+    checks: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -53,8 +57,13 @@ class DDPConfig(_BlockConfig):
     find_unused_parameters: bool = False
     # Largest bucket of gradients that is sent at once, in MiB; null = 25, or what communication=auto finds.
     bucket_mib: float | None = None
-    # How gradients are averaged: advise = measure some steps and links, and recommend something (communication.json);
-    # auto = also choose what changes no numbers but by rounding (the size of buckets); none = off.
+    # How gradients are averaged over replicas: all_reduce, reduce_scatter (and all-gather) or hierarchical (within a
+    # node, then across nodes); null = all_reduce, or what communication=auto finds to be fastest.
+    average_by: str | None = None
+    # Neighbouring ranks that share a node, for hierarchical averages; null = devices.
+    ranks_per_node: int | None = None
+    # Ways to average gradients: advise = measure some steps and links, and recommend something (communication.json);
+    # auto = also choose what changes no numbers but by rounding (average_by, the size of buckets); none = off.
     communication: str = "none"
 
 
@@ -110,8 +119,16 @@ class ZeroConfig(_BlockConfig):
     find_unused_parameters: bool = False
     # Largest bucket of gradients that is sent at once (stages 1 and 2), in MiB; small models take smaller ones.
     bucket_mib: float = 25.0
-    # How gradients are averaged: advise = measure some steps and links, and recommend something (communication.json);
-    # auto = also choose what changes no numbers but by rounding (nothing so far); none = off.
+    # Blocks whose parameters are gathered ahead of the one that computes (stage 3), each in memory of its own; 0 =
+    # none, null = as FSDP2 does (1 on CUDA, 0 on the CPU), or what communication=auto finds.
+    prefetch: int | None = None
+    # How gradients are averaged over replicas: all_reduce, reduce_scatter (and all-gather) or hierarchical (within a
+    # node, then across nodes); null = all_reduce, or what communication=auto finds to be fastest.
+    average_by: str | None = None
+    # Neighbouring ranks that share a node, for hierarchical averages; null = devices.
+    ranks_per_node: int | None = None
+    # Ways to average gradients: advise = measure some steps and links, and recommend something (communication.json);
+    # auto = also choose what changes no numbers but by rounding (average_by of stages 1 and 2, prefetch); none = off.
     communication: str = "none"
 
 
@@ -194,6 +211,10 @@ class AutoConfig:
     loss_parallel: bool | None = None
     # Largest bucket of gradients that is sent at once (ddp, stages 1 and 2), in MiB; null = what fits the links.
     bucket_mib: float | None = None
+    # How gradients are averaged over replicas: all_reduce, reduce_scatter or hierarchical; null = what fits the links.
+    average_by: str | None = None
+    # Blocks whose parameters stage 3 gathers ahead; null = what fits the links and the memory.
+    prefetch: int | None = None
     # Plain keys that are not chosen: micro_batch_size, which is among them where it is typed; [] = none.
     keep: list[str] = field(default_factory=list)
     # Names (patterns with *) of the repeated blocks, like model.layers.*; null = found in the model.
@@ -378,9 +399,9 @@ class OneBitCompressionConfig(CompressionConfig):
 
 @dataclass
 class LaunchConfig:
-    """`launch=local|torchrun`: who starts the ranks."""
+    """`launch=local|torchrun`: who starts the ranks; those of other engines have more keys."""
 
-    # local = this command starts them, torchrun = torchrun or srun does.
+    # local = this command starts them, torchrun = torchrun or srun does; else the engine, as the yaml has it.
     kind: str = "local"
     # TCP port of the rendezvous on 127.0.0.1 (launch=local); null = a free one.
     port: int | None = None
@@ -420,6 +441,190 @@ class LaunchConfig:
     # Seconds that a phase may take of which nothing is known yet: setup, the first steps, the first validation, the
     # first checkpoint (hang_timeout=auto).
     hang_first_timeout: float = 1800.0
+
+
+@dataclass
+class MultinodeLaunchConfig(LaunchConfig):
+    """`launch=multinode`: an agent of torchrun on each host, started over ssh."""
+
+    kind: str = "multinode"
+    # Hosts as ssh calls them, like [a,b], or with the ranks that each has room for, like {a:8,b:8}; localhost = this
+    # machine, without ssh.
+    hosts: Any = MISSING
+    # Command in front of a host and what is run there; [] = none: all hosts are addresses of this machine.
+    ssh: list[str] = field(default_factory=lambda: list(_SSH))
+    # Python on the hosts; null = the path of the one that runs this command.
+    python: str | None = None
+    # Folder that the ranks work in; null = the one that this command runs in.
+    workdir: str | None = None
+    # Address, or address:port, at which agents meet, of the first host or of this machine; null = the first host's
+    # address and a free port.
+    rdzv_endpoint: str | None = None
+    # Network interface of the hosts that agents and ranks talk over, like eth0; null = the one that ssh came by.
+    interface: str | None = None
+    # Variables of this process that the ranks get: names, or patterns with *.
+    forward_env: list[str] = field(default_factory=lambda: ["OMP_NUM_THREADS", "NCCL_*", "GLOO_*", "TORCH_*"])
+    # Variables that the ranks get; they stand in config.yaml, so secrets belong into forward_env.
+    env: dict[str, str] = field(default_factory=dict)
+    # Fewest hosts to go on with when one is lost; null = always all.
+    min_nodes: int | None = None
+    # Seconds that a host has to answer.
+    connect_timeout: float = 60.0
+
+
+@dataclass
+class SlurmLaunchConfig(LaunchConfig):
+    """`launch=slurm`: one SLURM job of this run, with one task on each machine, which starts its ranks."""
+
+    kind: str = "slurm"
+    # slurm, or local = processes of this machine that submitit takes for a job, to try it without SLURM.
+    cluster: str = "slurm"
+    # Partition of the job; null = the default of the cluster, as with all of these.
+    partition: str | None = None
+    # Longest time of the job: minutes, or as sbatch takes it (1-12:00:00); null = that of the partition.
+    time: str | None = None
+    # Account that pays.
+    account: str | None = None
+    # Quality of service.
+    qos: str | None = None
+    # Features that machines must have.
+    constraint: str | None = None
+    # Share machines with no other job; false = off.
+    exclusive: bool = False
+    # GPUs of each machine; null = devices where accelerator=gpu, else none is asked for.
+    gpus_per_node: int | None = None
+    # CPU cores of each machine (of its one task).
+    cpus_per_task: int | None = None
+    # Memory of each machine, GiB.
+    mem_gb: float | None = None
+    # Container of the tasks, for clusters with Pyxis or the like; null = none.
+    container_image: str | None = None
+    # What the container sees of the file system, like [/data:/data]; [] = what the cluster has set.
+    container_mounts: list[str] = field(default_factory=list)
+    # Python of the tasks, as a shell takes it; null = that of this command.
+    python: str | None = None
+    # Lines of the batch script before the tasks start, like [module load cuda]; [] = none.
+    setup: list[str] = field(default_factory=list)
+    # Other options of sbatch, like {reservation: mine, mail-type: END}; {} = none.
+    sbatch: dict[str, Any] = field(default_factory=dict)
+    # Other options of srun, like [--mpi=none]; [] = none.
+    srun: list[str] = field(default_factory=list)
+    # Seconds before the end of the time at which the ranks are told by preemption.signals; null =
+    # preemption.deadline_seconds and 10 more.
+    signal_seconds: int | None = None
+    # Jobs of --multirun, which are one array, that run at once; null = as many as there is room for.
+    array_parallelism: int | None = None
+    # Show the logs until the job ends, and cancel it with Ctrl-C; false = end once it is submitted.
+    wait: bool = True
+    # Seconds between two questions to SLURM for the state of the job.
+    poll_seconds: float = 5.0
+
+
+@dataclass
+class RayLaunchConfig(LaunchConfig):
+    """`launch=ray`: an actor of Ray for each rank."""
+
+    kind: str = "ray"
+    # local = a cluster of this machine for this run, auto = the one that this machine belongs to, or ray://host:port or
+    # host:port.
+    address: str = "local"
+    # CPU cores of each rank.
+    cpus_per_rank: float = 1.0
+    # GPUs of each rank; null = 1 where accelerator=gpu, else none.
+    gpus_per_rank: float | None = None
+    # Memory of each rank, GiB; null = it is not counted.
+    memory_gb_per_rank: float | None = None
+    # Other resources of each rank, as the cluster names them, like {fast_network: 1}; {} = none.
+    resources: dict[str, float] = field(default_factory=dict)
+    # What single ranks need in place of that: rank -> cpus, gpus, memory_gb and names of other resources, like
+    # {3: {cpus: 8, gpus: 0}}; {} = all the same.
+    ranks: dict[int, Any] = field(default_factory=dict)
+    # Where groups of ranks (nodes of them, devices in each) go: PACK (few machines), SPREAD, STRICT_PACK (one machine)
+    # or STRICT_SPREAD (each another one).
+    placement: str = "PACK"
+    # Seconds to wait for room in the cluster; then the run goes on with fewer devices (launch.min_devices), or ends.
+    placement_seconds: float = 300.0
+    # Environment of the actors, as ray.init takes it; {} = as it is, for clusters of one machine or whose machines see
+    # the same files.
+    runtime_env: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class KubernetesLaunchConfig(LaunchConfig):
+    """`launch=kubernetes`: a job of pods, one for each machine; each has an agent of torchrun."""
+
+    kind: str = "kubernetes"
+    # What is rendered: trainjob (Kubeflow Trainer), pytorchjob (Training Operator) or jobset (JobSet alone).
+    job: str = "trainjob"
+    # Image of the containers, with this version of trainwright and your own code in it.
+    image: str | None = MISSING
+    # Claim of the volume (ReadWriteMany on several nodes) that the run directory lies on.
+    claim: str | None = MISSING
+    # Where the pods mount that volume, and work: a relative run_dir lies under it.
+    mount: str = "/workspace"
+    # Send the job to the cluster and show what its pods say; false = write kubernetes.yaml into the run directory.
+    submit: bool = False
+    # Context of the kubeconfig; null = the current one.
+    context: str | None = None
+    # Namespace; null = that of the context (submit=true), or of kubectl.
+    namespace: str | None = None
+    # Name of the job; null = made of the names of run and run directory.
+    job_name: str | None = None
+    # GPUs of each pod; null = as many as devices with accelerator=gpu, else none.
+    gpus: int | None = None
+    # Name of the resource that they are.
+    gpu_resource: str = "nvidia.com/gpu"
+    # CPUs of each pod, like 16 or 500m; null = not said.
+    cpu: str | None = None
+    # Memory of each pod, like 64Gi; null = not said.
+    memory: str | None = None
+    # Shared memory of each pod (/dev/shm), like 16Gi; null = what the cluster gives, 64 MiB.
+    shm: str | None = "8Gi"
+    # More resources of each pod, like {rdma/ib: 1}; {} = none.
+    resources: dict[str, Any] = field(default_factory=dict)
+    # More volumes: claim -> path, like {data: /data}; {} = none.
+    volumes: dict[str, str] = field(default_factory=dict)
+    # Variables of the pods; they stand in the manifest, so no secrets.
+    env: dict[str, str] = field(default_factory=dict)
+    # Variables from secrets of the cluster: variable -> secret/key, like {WANDB_API_KEY: wandb/key}; {} = none.
+    secret_env: dict[str, str] = field(default_factory=dict)
+    # Labels of job and pods, like {kueue.x-k8s.io/queue-name: team}; {} = none.
+    labels: dict[str, str] = field(default_factory=dict)
+    # Annotations of the pods; {} = none.
+    annotations: dict[str, str] = field(default_factory=dict)
+    # Labels that nodes must have; {} = any node.
+    node_selector: dict[str, str] = field(default_factory=dict)
+    # Tolerations, as in a manifest: [{key: gpu, operator: Exists, effect: NoSchedule}]; [] = none.
+    tolerations: list[dict[str, str]] = field(default_factory=list)
+    # Service account of the pods; null = the namespace's own.
+    service_account: str | None = None
+    # Secrets to fetch the image with; [] = none.
+    image_pull_secrets: list[str] = field(default_factory=list)
+    # Always, IfNotPresent or Never; null = what the cluster does.
+    image_pull_policy: str | None = None
+    # Python in the image.
+    python: str = "python"
+    # TCP port of the first pod at which the agents meet.
+    rdzv_port: int = 29400
+    # Seconds that pods wait for the first one, images are fetched meanwhile.
+    start_timeout: float = 1800.0
+    # What becomes of a pod whose ranks have failed for good (job=pytorchjob): Never, or OnFailure = its container is
+    # started again.
+    restart_policy: str = "Never"
+    # How often the operator starts the job's pods again (jobset: all of them together).
+    backoff_limit: int = 0
+    # Fewest pods to go on with (job=pytorchjob); null = always all.
+    min_nodes: int | None = None
+    # Seconds after which the cluster deletes an ended job; null = it stays.
+    ttl_seconds: int | None = None
+    # Kind of the training runtime (job=trainjob): ClusterTrainingRuntime or TrainingRuntime.
+    runtime_kind: str = "ClusterTrainingRuntime"
+    # Its name.
+    runtime: str = "torch-distributed"
+    # With submit=true, what Ctrl-C does: delete the job, or leave it running.
+    on_interrupt: str = "delete"
+    # Seconds between two looks at the job.
+    poll_seconds: float = 2.0
 
 
 @dataclass
@@ -552,13 +757,15 @@ class LinkConfig:
     latency: float | None = None
     # Bytes per second that one device sends, in one direction.
     bandwidth: float | None = None
+    # Seconds of one collective beside its messages; null = they are in latency.
+    call: float | None = None
 
 
 @dataclass
 class DeviceConfig:
     """`device=auto|h100|...`: the device that plans are made for (docs/planning.md) and `mfu` is held against."""
 
-    # auto = what this machine has.
+    # auto = what this machine has: as trainwright profile has measured it in this folder, or published figures.
     name: str = MISSING
     # Memory of one device, bytes.
     memory_bytes: int | None = None
@@ -578,6 +785,17 @@ class DeviceConfig:
     host_bandwidth: float | None = None
     # Memory of the host for each device, bytes.
     host_memory_bytes: int | None = None
+    # Seconds that starting an operation of torch takes, whatever its size; null = not counted.
+    operation_seconds: float | None = None
+    # Seconds that gathering a block's parameters or reducing its gradients takes beside the collective; null = not
+    # counted.
+    gather_seconds: float | None = None
+    # Part of a core that each rank had, where more ranks than cores were measured; null = 1, a device for each.
+    share: float | None = None
+    # What trainwright profile has measured: the name of the GPU, or the number of cores; null = published or assumed.
+    measured_on: str | None = None
+    # Where the profile is from, which device=auto tells; null = from its name.
+    source: str | None = None
 
 
 @dataclass
@@ -682,6 +900,10 @@ def register_schema() -> None:
     store.store(group="compression", name="_powersgd", node=PowerSGDCompressionConfig)
     store.store(group="compression", name="_onebit", node=OneBitCompressionConfig)
     store.store(group="launch", name="_launch", node=LaunchConfig)
+    store.store(group="launch", name="_multinode", node=MultinodeLaunchConfig)
+    store.store(group="launch", name="_slurm", node=SlurmLaunchConfig)
+    store.store(group="launch", name="_ray", node=RayLaunchConfig)
+    store.store(group="launch", name="_kubernetes", node=KubernetesLaunchConfig)
     store.store(group="preemption", name="_preemption", node=PreemptionConfig)
     store.store(group="trainer", name="_trainer", node=TrainerConfig)
     store.store(group="device", name="_device", node=DeviceConfig)

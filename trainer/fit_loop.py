@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
@@ -23,6 +22,7 @@ from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from trainwright.callbacks.verdict import GoBack, tell_gone_back
+from trainwright.checkpoint.distinct import of_all_ranks
 from trainwright.checkpoint.held import HeldState
 from trainwright.trainer.cursor import Cursor, LoaderCursor, Skipped, differences, permission, refusal
 from trainwright.trainer.loop import LeanEpochLoop
@@ -36,12 +36,14 @@ from trainwright.trainer.reading import (
     resume_samples,
     resume_states,
 )
-from trainwright.trainer.remembered_logs import reset_metrics, shared_out
+from trainwright.trainer.remembered_logs import reset_metrics, shared_out, summed_up
 
 if TYPE_CHECKING:
     from trainwright.trainer.leased_batches import LeasedBatchSampler
     from trainwright.trainer.trainer import Trainer
 
+MOST_LOGGED = 256
+"""Data ranks of which a checkpoint holds what each has logged; of more it holds the sum (the greatest, the least)."""
 _COUNTS = ("ready", "started", "processed", "completed")
 
 
@@ -280,10 +282,21 @@ class ResumableFitLoop(_FitLoop):
         """What each data rank gives, in order of the ranks; a collective unless this rank is apart."""
         if self._data_ranks == 1 or getattr(self.trainer.strategy, "is_apart", False):
             return [state] * self._data_ranks
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (self._data_rank, state), group=self.trainer.agreement_group())
-        by_rank = dict(gathered)
+        by_rank = dict(of_all_ranks((self._data_rank, state), self.trainer.agreement_group()))
         return [by_rank[rank] for rank in range(self._data_ranks)]
+
+    def _logged_of_data_ranks(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each data rank has logged; of many, what all have together, as for a run on other data ranks."""
+        if self._data_ranks <= MOST_LOGGED or getattr(self.trainer.strategy, "is_apart", False):
+            return self.of_data_ranks(mine)
+        group, rank = self.trainer.agreement_group(), int(self.trainer.global_rank)
+        layout = getattr(self.trainer.strategy, "layout", None)
+        counts = layout is None or rank == layout.group_of(rank, "pipeline", "context", "tensor")[-1]
+        told = of_all_ranks(mine["metrics"] if counts and self._data_rank == 0 else None, group)
+        metrics = next(each for each in told if each is not None)
+        # Of rank 0 alone there is a value like any other's.
+        entries = [entry for entry in mine["collected"] if self._data_rank == 0 or not entry["rank_zero_only"]]
+        return [{"metrics": metrics, "collected": summed_up(entries, counts, group)}]
 
     def _describe(self, accumulation: int) -> list[LoaderCursor]:
         assert self._combined_loader is not None
@@ -317,7 +330,7 @@ class ResumableFitLoop(_FitLoop):
         }
         return {
             "cursor": cursor.to_json(),
-            "logged": self.of_data_ranks(mine),
+            "logged": self._logged_of_data_ranks(mine),
             "reloaded": self._last_train_dl_reload_epoch,
             **({} if self.trainer.balance is None else {"balance": self.trainer.balance.state()}),
             # Of the epoch that comes next nothing has been begun.

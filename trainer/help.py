@@ -1,9 +1,10 @@
 """What `trainwright --help` and `trainwright <verb> --help` say."""
 
 import inspect
+import itertools
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields
 from pathlib import Path
@@ -70,13 +71,12 @@ def help_of_verb(verb: str, config_dir: str | Path | None = None) -> str:
     """
     loader = config_loader(config_dir)
     groups = group_names(loader)
-    ordered = [name for name in _GROUP_ORDER if name in groups] + [name for name in groups if name not in _GROUP_ORDER]
     parts = [
         f"trainwright {verb}: {_VERBS[verb]}.",
         f"usage: trainwright {verb} recipe=<name> [key=value ...] [options]",
         _options(verb),
         "groups (type group=choice; the default has a *):",
-        *(_group(loader, name) for name in ordered),
+        *(_group(loader, name) for name in in_order(groups)),
         "keys (type key=value):",
         *_keys_of(RunConfig),
         *(("keys of verify alone:", *_keys_of(VerifyOptions, "verify.")) if verb == "verify" else ()),
@@ -85,6 +85,11 @@ def help_of_verb(verb: str, config_dir: str | Path | None = None) -> str:
         _examples(verb),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def in_order(groups: Sequence[str]) -> list[str]:
+    """Groups as they are listed: those that most runs choose from first."""
+    return [*(name for name in _GROUP_ORDER if name in groups), *(name for name in groups if name not in _GROUP_ORDER)]
 
 
 def field_comments(schema: type) -> dict[str, str]:
@@ -105,14 +110,19 @@ def field_comments(schema: type) -> dict[str, str]:
 
 
 def description_of(loader: ConfigLoaderImpl, group: str, choice: str) -> str:
-    """The first comment line of a choice's yaml; empty when it has none."""
+    """The comment that a choice's yaml begins with; empty when it has none."""
     for source in loader.get_sources():
         if source.scheme() == "structured" or not source.is_config(f"{group}/{choice}"):
             continue
-        for line in _read(source, f"{group}/{choice}.yaml"):
-            if line.startswith("#") and "@package" not in line:
-                return line.lstrip("# ").strip()
+        lines = (line for line in _read(source, f"{group}/{choice}.yaml") if "@package" not in line)
+        comment = " ".join(line.lstrip("# ").strip() for line in itertools.takewhile(_is_comment, lines))
+        if comment:
+            return comment
     return ""
+
+
+def _is_comment(line: str) -> bool:
+    return line.startswith("#")
 
 
 def _read(source: Any, name: str) -> Iterator[str]:
@@ -140,7 +150,7 @@ def _options(verb: str) -> str:
         return """options:
   --json              print the plan as one JSON document, and nothing else, on standard output
   --html FILE         also write the plan as one page with pictures
-  --prove             build the first layout for one rank at full size, without memory, and compare the bytes
+  --prove             build the first layout at full size, without memory, and compare the bytes of a rank or two
   --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes, devices and other groups
   --print-config      print the resolved configuration and end
   --help, --version"""
@@ -153,7 +163,7 @@ def _options(verb: str) -> str:
 
 def _group(loader: ConfigLoaderImpl, name: str) -> str:
     choices = choices_of(loader, name)
-    default = _default_choice(loader, name)
+    default = default_choice(loader, name)
     width = max((len(choice) for choice in choices), default=0) + 3
     lines = [f"  {name}"]
     for choice in choices:
@@ -164,7 +174,8 @@ def _group(loader: ConfigLoaderImpl, name: str) -> str:
     return "\n".join(lines)
 
 
-def _default_choice(loader: ConfigLoaderImpl, group: str) -> str | None:
+def default_choice(loader: ConfigLoaderImpl, group: str) -> str | None:
+    """The choice of a group that a run has when none is given; None when it has none."""
     primary = loader.repository.load_config("config")
     assert primary is not None
     items = primary.defaults_list or []

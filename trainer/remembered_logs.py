@@ -10,9 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor, nn
 from torchmetrics import Metric
+
+from trainwright.checkpoint.distinct import of_all_ranks
 
 Entry = dict[str, Any]
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
@@ -80,6 +83,49 @@ def reset_metrics(entries: Sequence[Entry], module: nn.Module) -> None:
         metric = _metric_of(entry, module)
         if metric is not None:
             metric.reset()
+
+
+def summed_up(entries: Sequence[Entry], counts: bool, group: dist.ProcessGroup) -> list[Entry]:
+    """What all data ranks have collected, as if one had: what :func:`shared_out` deals out again. A collective.
+
+    Each rank sends some numbers for each value, however many ranks there are. Means and sums are those of float64.
+
+    Args:
+        entries: of this rank.
+        counts: whether this rank speaks for its data rank, which others may share with it.
+        group: a gloo group of all ranks.
+    """
+    told = of_all_ranks([_form(entry) for entry in entries] if counts else None, group)
+    forms: dict[tuple[str, str], Entry] = {}
+    for form in (form for each in {id(each): each for each in told}.values() for form in each or ()):
+        forms.setdefault((form["fx"], form["name"]), form)
+    own = {(entry["fx"], entry["name"]): entry for entry in entries} if counts else {}
+    sums = torch.zeros(len(forms), 2, dtype=torch.float64)
+    peaks = torch.full((len(forms),), -torch.inf, dtype=torch.float64)
+    for row, key in enumerate(forms):
+        entry = own.get(key)
+        if entry is None or entry["metric"] is not None:
+            continue
+        sums[row] = torch.tensor([float(entry["value"]), entry["count"] or 0.0], dtype=torch.float64)
+        peaks[row] = -float(entry["value"]) if entry["reduce"] == "min" else float(entry["value"])
+    dist.all_reduce(sums, group=group)
+    dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
+    rows = zip(sums.tolist(), peaks.tolist(), strict=True)
+    numbers = zip(forms.values(), rows, strict=True)
+    return [_filled(form, total, count, peak) for form, ((total, count), peak) in numbers]
+
+
+def _form(entry: Entry) -> Entry:
+    """An entry without its numbers, the same on ranks that log the same."""
+    return {**entry, "value": None, "count": None if entry["count"] is None else 0.0}
+
+
+def _filled(form: Entry, total: float, count: float, peak: float) -> Entry:
+    if form["metric"] is not None:
+        return {name: value for name, value in form.items() if name != "value"}
+    value = {"max": peak, "min": -peak}.get(form["reduce"], total)
+    is_whole = "int" in form["dtype"] or form["dtype"] == "bool"
+    return {**form, "value": round(value) if is_whole else value, "count": None if form["count"] is None else count}
 
 
 def shared_out(by_rank: Sequence[Sequence[Entry]], rank: int, ranks: int) -> list[Entry]:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.trainer.auto import Choice, decide, write_plan
+from trainwright.trainer.auto import Choice, decide, hand_over, write_plan
 from trainwright.trainer.candidates import AUTO
 from trainwright.trainer.check_resume import decide_resume, going_on_in_place, saved_global_batch
 from trainwright.trainer.launch.begun import begun_run
+from trainwright.trainer.launch.ends import begins_again
+from trainwright.trainer.launch.engines import engine_of, uses_engine
 from trainwright.trainer.launch.external import agree
 from trainwright.trainer.launch.interrupt import Interrupted
 from trainwright.trainer.launch.launcher import Launcher, detect_launcher
@@ -20,7 +22,7 @@ from trainwright.trainer.launch.sizes import resized, size_problems
 from trainwright.trainer.launch.watch import ShutdownWatch
 from trainwright.trainer.problems import ConfigError
 from trainwright.trainer.report.ending import write_report
-from trainwright.trainer.run_directory import default_run_dir, read_config, write_config
+from trainwright.trainer.run_directory import default_run_dir, forget_beginning, read_config, write_config
 from trainwright.trainer.validate import Surroundings, resolve_devices, validate
 
 
@@ -31,10 +33,12 @@ class RunResult:
     Attributes:
         run_dir: where everything it wrote is.
         metrics: the last value of every metric that was logged, by name.
+        has_ended: false where the run was handed to an engine that goes on without this process.
     """
 
     run_dir: Path
     metrics: dict[str, float] = field(default_factory=dict)
+    has_ended: bool = True
 
 
 def run(cfg: DictConfig, verb: str = "fit") -> RunResult:
@@ -61,10 +65,16 @@ def run(cfg: DictConfig, verb: str = "fit") -> RunResult:
     return launch(prepare(cfg, verb), verb)
 
 
-def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None) -> DictConfig:
+def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None, choice: Choice | None = None) -> DictConfig:
     """Check a configuration, decide and make the run directory, write config.yaml there.
 
     Where a launcher has started the ranks again, the run that they were in goes on instead, as it was configured.
+
+    Args:
+        cfg: as `trainwright.compose` returns it.
+        verb: fit, validate, test or predict.
+        launcher: what has started this process as a rank; None when it is to start ranks itself.
+        choice: that :func:`choose` has made and put into `cfg`.
 
     Returns:
         The resolved configuration: without interpolations, `run_dir`, `devices` and `ckpt_path` final.
@@ -77,9 +87,12 @@ def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None) -> Dic
         begun = begun_run(name, cfg.run_dir, launcher.agents)
         if begun is not None:
             return _go_on(begun, verb, launcher)
-    planned, problems, choice = _planned(cfg, verb, launcher)
+    planned, problems, made = _planned(cfg, verb, launcher)
+    choice = made or choice
     if problems:
         raise ConfigError(problems)
+    if choice is not None and choice.smaller is not None and verb == "fit":
+        planned, choice = _tried(cfg, planned, choice, launcher)
     resolved = OmegaConf.create(OmegaConf.to_container(planned, resolve=True))
     assert isinstance(resolved, DictConfig)
     try:
@@ -89,6 +102,40 @@ def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None) -> Dic
     except OSError as error:
         raise ConfigError([f"run_dir={resolved.run_dir}: {error.strerror}; type another run_dir=..."]) from error
     return resolved
+
+
+def begin_or_go_on(run_dir: Path, verb: str, launcher: Launcher) -> DictConfig:
+    """The configuration of a run that an engine has begun; of its next attempt where its ranks were started again.
+
+    Args:
+        run_dir: with the resolved `config.yaml`.
+        verb: fit, validate, test or predict.
+        launcher: what has started the ranks.
+    """
+    return _go_on(run_dir, verb, launcher) if begins_again(run_dir) else read_config(run_dir)
+
+
+def _tried(
+    cfg: DictConfig, planned: DictConfig, choice: Choice, launcher: Launcher | None
+) -> tuple[DictConfig, Choice]:
+    """Try the micro-batch that was chosen, then smaller ones, until one fits."""
+    from trainwright.trainer import probe
+
+    asked = cfg.copy()
+    OmegaConf.set_readonly(asked, False)
+    asked.micro_batch_size = AUTO  # a sweep has put the choice into it
+    tried: list[probe.Probed] = []
+    while True:
+        tried.append(probe.try_out(planned, launcher))
+        if tried[-1].fits is not False:
+            return planned, probe.told(choice, tried)
+        most = tried[-1].next_of(choice.smaller or ())
+        if most is None:
+            raise ConfigError([probe.refusal(tried)])
+        planned, problems, smaller = _planned(asked, "fit", launcher, most)
+        if problems or smaller is None:
+            raise ConfigError(problems)
+        choice = smaller
 
 
 def _go_on(run_dir: Path, verb: str, launcher: Launcher) -> DictConfig:
@@ -115,8 +162,24 @@ def plan(cfg: DictConfig, verb: str, launcher: Launcher | None = None) -> tuple[
     return planned, problems
 
 
+def choose(cfg: DictConfig, verb: str) -> tuple[Choice | None, list[str]]:
+    """Put what `auto` stands for into a configuration that is prepared later, so that it is not planned twice.
+
+    Args:
+        cfg: as `trainwright.compose` returns it; changed in place where something was chosen.
+        verb: fit, validate, test or predict.
+
+    Returns:
+        What was chosen, for :func:`prepare`; and everything that is wrong.
+    """
+    planned, problems, choice = _planned(cfg, verb)
+    if choice is not None and not problems:
+        hand_over(planned, cfg)
+    return choice, problems
+
+
 def _planned(
-    cfg: DictConfig, verb: str, launcher: Launcher | None = None
+    cfg: DictConfig, verb: str, launcher: Launcher | None = None, most_samples: int | None = None
 ) -> tuple[DictConfig, list[str], Choice | None]:
     cfg = cfg.copy()
     OmegaConf.set_readonly(cfg, False)
@@ -125,8 +188,10 @@ def _planned(
     problems = decide_resume(cfg, verb)
     if cfg.run_dir is None:
         cfg.run_dir = str(default_run_dir("unnamed" if OmegaConf.is_missing(cfg, "name") else cfg.name))
-    surroundings = Surroundings(verb, None if launcher is None else launcher.world_size)
-    choice, undecided = decide(cfg, surroundings)
+    surroundings = Surroundings(verb)
+    if launcher is not None:
+        surroundings = Surroundings(verb, launcher.world_size, launcher.local_world_size)
+    choice, undecided = decide(cfg, surroundings, most_samples)
     if undecided:
         return cfg, [*problems, *undecided], None  # without a layout the rest says nothing
     problems += validate(cfg, surroundings)
@@ -152,31 +217,60 @@ def launch(cfg: DictConfig, verb: str, launcher: Launcher | None = None, *, own_
             that is to be restarted after failures has one in any case.
     """
     writes_page = verb == "fit" and cfg.report and (launcher is None or launcher.rank == 0)
+    metrics: dict[str, float] | None
     try:
-        if launcher is None and (cfg.devices > 1 or own_processes or cfg.launch.max_restarts != 0):
+        if launcher is None and uses_engine(cfg):
+            metrics = engine_of(cfg).launch(cfg, verb)
+        elif launcher is None and (cfg.devices > 1 or own_processes or cfg.launch.max_restarts != 0):
             from trainwright.trainer.launch.local import launch_local
 
             metrics = launch_local(cfg, verb)
         else:
-            metrics = _run_here(cfg, verb)
+            metrics = run_here(cfg, verb)
+    except ConfigError:
+        # An engine that cannot reach its machines, or is refused by them: nothing was started.
+        forget_beginning(Path(cfg.run_dir))
+        raise
     except Exception:
         if writes_page:
             write_report(Path(cfg.run_dir))
         raise
+    if metrics is None:
+        return RunResult(Path(cfg.run_dir), has_ended=False)
     if writes_page:
         write_report(Path(cfg.run_dir))
     return RunResult(Path(cfg.run_dir), metrics)
 
 
-def _run_here(cfg: DictConfig, verb: str) -> dict[str, float]:
-    """Run in this process, and turn its ways of being interrupted into one."""
+def run_here(
+    cfg: DictConfig, verb: str, on_exception: Callable[[BaseException], None] | None = None
+) -> dict[str, float]:
+    """Run in this process, and turn its ways of being interrupted into one.
+
+    Args:
+        cfg: as `prepare` returns it.
+        verb: fit, validate, test or predict.
+        on_exception: told of an exception as soon as it appears, before anything is torn down.
+
+    Returns:
+        The metrics of the end, by name.
+
+    Raises:
+        Interrupted: if this process was told to end.
+    """
     from trainwright.callbacks.preemption import Preempted
     from trainwright.trainer.worker import run_verb
 
     seen: list[BaseException] = []
+
+    def see(error: BaseException) -> None:
+        seen.append(error)
+        if on_exception is not None:
+            on_exception(error)
+
     stop = _watch(cfg.launch.grace_seconds)
     try:
-        return run_verb(cfg, verb, on_exception=seen.append)
+        return run_verb(cfg, verb, on_exception=see)
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT) from None
     except Preempted as ended:

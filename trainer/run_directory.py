@@ -61,6 +61,16 @@ def write_config(cfg: DictConfig) -> Path:
     return write_config_file(cfg, run_dir)
 
 
+def forget_beginning(run_dir: Path) -> None:
+    """Let a directory hold no run in which nothing was started, so that the same command may be typed again.
+
+    One that an earlier run was in keeps what there is.
+    """
+    if not (run_dir / f"{Path(CONFIG_FILE).stem}.1.yaml").exists():
+        for name in (CONFIG_FILE, COMMAND_FILE, PLAN_FILE):
+            (run_dir / name).unlink(missing_ok=True)
+
+
 def write_config_file(cfg: DictConfig, folder: Path) -> Path:
     """Write a resolved configuration into a folder, in the place of one that is there; returns the path of the file."""
     path = folder / CONFIG_FILE

@@ -5,6 +5,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,21 @@ def targets_in(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def class_of(node: Any) -> str:
     """Name of the class that a part of a configuration builds; empty where it builds none."""
     return str(node.get("_target_", "")).rsplit(".", 1)[-1] if isinstance(node, DictConfig) else ""
+
+
+def lineage(target: str) -> Iterator[str]:
+    """Dotted paths of a class and of those that it builds on, nearest first, as far as their source tells.
+
+    Args:
+        target: dotted path of the class; where it is only imported there, that import is followed.
+    """
+    waiting, seen = [target], {target}
+    while waiting:
+        path = waiting.pop(0)
+        yield path
+        found = [base for base in _bases(path) if base not in seen]
+        seen.update(found)
+        waiting += found
 
 
 def problem_of_target(key: str, target: str) -> str | None:
@@ -86,9 +102,13 @@ def _find_spec(name: str, search: Any) -> ModuleSpec | None:
     """As importlib.util.find_spec, which however imports the parent packages of a dotted name."""
     if search is None:
         try:
-            return importlib.util.find_spec(name)
+            known = importlib.util.find_spec(name)
         except (ValueError, ImportError):
             return None
+        # Of a module that is loaded it repeats where that was found. Where that file is gone, ranks find another one or
+        # none, and so must a run that goes on in a new process.
+        if known is None or not _is_gone(known):
+            return known
     for finder in sys.meta_path:
         spec = finder.find_spec(name, search)
         if spec is not None:
@@ -96,13 +116,65 @@ def _find_spec(name: str, search: Any) -> ModuleSpec | None:
     return None
 
 
-def _top_level_names(spec: ModuleSpec) -> _Names | None:
-    """Names bound at the top of a module's source; None when they cannot be known by reading."""
+def _is_gone(spec: ModuleSpec) -> bool:
+    return spec.has_location and spec.origin is not None and not Path(spec.origin).exists()
+
+
+def _bases(path: str) -> list[str]:
+    """Dotted paths of what a class is derived from, or of what its name is imported from; [] where nothing tells."""
+    parts = path.split(".")
+    spec, consumed = _deepest_module(parts)
+    tree = None if spec is None or consumed != len(parts) - 1 else _tree(spec)
+    if spec is None or tree is None:
+        return []
+    module, name, imported = ".".join(parts[:-1]), parts[-1], _imported(tree, spec, ".".join(parts[:-1]))
+    for node in _top_level_nodes(tree):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            written = [ast.unparse(base) for base in node.bases if isinstance(base, (ast.Name, ast.Attribute))]
+            heads = [text.partition(".") for text in written]
+            return [imported.get(head, f"{module}.{head}") + dot + rest for head, dot, rest in heads]
+    return [imported[name]] if name in imported else []
+
+
+def _imported(tree: ast.Module, spec: ModuleSpec, module: str) -> dict[str, str]:
+    """What names that a module imports stand for, by dotted path."""
+    package = module if spec.submodule_search_locations is not None else module.rpartition(".")[0]
+    found: dict[str, str] = {}
+    for node in _top_level_nodes(tree):
+        if isinstance(node, ast.ImportFrom):
+            try:
+                source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            except ImportError:
+                continue  # beyond the outermost package
+            found.update({alias.asname or alias.name: f"{source}.{alias.name}" for alias in node.names})
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                head = alias.name.split(".")[0]
+                found[alias.asname or head] = alias.name if alias.asname else head
+    return found
+
+
+def _tree(spec: ModuleSpec) -> ast.Module | None:
+    """The source of a module; None when it cannot be read."""
     if not spec.origin or not spec.origin.endswith(".py"):
         return None
     try:
-        tree = ast.parse(Path(spec.origin).read_bytes())
+        state = Path(spec.origin).stat()
+        return _parsed(spec.origin, state.st_mtime_ns, state.st_size)
     except (OSError, SyntaxError, ValueError):
+        return None
+
+
+@lru_cache(maxsize=64)
+def _parsed(origin: str, changed: int, size: int) -> ast.Module:
+    # The last two tell a file from what it was before.
+    return ast.parse(Path(origin).read_bytes())
+
+
+def _top_level_names(spec: ModuleSpec) -> _Names | None:
+    """Names bound at the top of a module's source; None when they cannot be known by reading."""
+    tree = _tree(spec)
+    if tree is None:
         return None
     defined: set[str] = set()
     imported: set[str] = set()

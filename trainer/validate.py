@@ -28,6 +28,7 @@ from trainwright.strategies.layout import Layout
 from trainwright.trainer.batch import solve_accumulation
 from trainwright.trainer.candidates import AUTO
 from trainwright.trainer.check_balance import balance_problems
+from trainwright.trainer.check_communication import communication_refusals
 from trainwright.trainer.check_compression import compression_refusals
 from trainwright.trainer.check_guard import guard_refusals
 from trainwright.trainer.check_hangs import hang_problems
@@ -39,15 +40,22 @@ from trainwright.trainer.check_restarts import restart_problems
 from trainwright.trainer.check_resume import resume_problems
 from trainwright.trainer.config import ACCELERATORS, PARTITIONS, PRECISIONS
 from trainwright.trainer.inject_words import inject_problems
+from trainwright.trainer.launch import engines
 from trainwright.trainer.launch.ending import preemption_refusals
 from trainwright.trainer.loss_scale import loss_scale_problems
 from trainwright.trainer.machine import num_gpus, port_is_taken
 from trainwright.trainer.planning.profiles import profile_problems
 from trainwright.trainer.problems import did_you_mean
 from trainwright.trainer.run_directory import holds_run
-from trainwright.trainer.targets import class_of, problem_of_target, targets_in
+from trainwright.trainer.targets import class_of, lineage, problem_of_target, targets_in
 
 VERBS = ("fit", "validate", "test", "predict")
+# Layouts of strategies that have no options for one, and of classes that build on them.
+_LAYOUTS = {
+    "SingleDeviceStrategy": Layout(),
+    "DDPStrategy": Layout(replicate=-1),
+    "ParameterServerStrategy": Layout(replicate=-1),
+}
 # Lightning's; their subclasses are refused by the ranks.
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 
@@ -59,10 +67,12 @@ class Surroundings:
     Attributes:
         verb: fit, validate, test or predict.
         world_size: number of ranks that torchrun or SLURM has started; None when this command starts them.
+        local_world_size: number of these on a machine; None as above, or where it does not matter.
     """
 
     verb: str = "fit"
     world_size: int | None = None
+    local_world_size: int | None = None
 
 
 def validate(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
@@ -87,7 +97,7 @@ def validate(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     if not missing_code:
         problems += _model(resolved, surroundings)
         problems += local_update_refusals_of_module(resolved, surroundings.verb)
-    return problems + _checks_of_recipe(resolved, surroundings, in_order=not problems)
+    return problems + _own_checks(resolved, surroundings, in_order=not problems)
 
 
 def problems_before_layout(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
@@ -125,10 +135,8 @@ def layout_of(strategy: Any) -> Layout | None:
     sizes = {axis.name: strategy[axis.name] for axis in fields(Layout) if axis.name in strategy}
     if sizes:
         return Layout(**sizes)
-    target = str(strategy.get("_target_", ""))
-    if target.endswith("SingleDeviceStrategy"):
-        return Layout()
-    return Layout(replicate=-1) if target.endswith(("DDPStrategy", "ParameterServerStrategy")) else None
+    names = (path.rpartition(".")[2] for path in lineage(str(strategy.get("_target_", ""))))
+    return next((_LAYOUTS[name] for name in names if name in _LAYOUTS), None)
 
 
 def num_data_ranks(cfg: DictConfig, world_size: int) -> int:
@@ -199,7 +207,7 @@ def _known_words(cfg: DictConfig, _: Surroundings) -> list[str]:
     words: list[tuple[str, Any, tuple[str | int, ...], str]] = [
         ("accelerator", cfg.accelerator, ACCELERATORS, "accelerators"),
         ("precision", cfg.precision, PRECISIONS, "precisions"),
-        ("launch.kind", cfg.launch.kind, ("local", "torchrun"), "kinds"),
+        ("launch.kind", cfg.launch.kind, ("local", "torchrun", *engines.kinds()), "kinds"),
         ("launch.recovery", cfg.launch.recovery, RECOVERIES, "choices"),
     ]
     for key, allowed in (
@@ -222,7 +230,7 @@ def _known_words(cfg: DictConfig, _: Surroundings) -> list[str]:
 
 
 def _devices_there(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    if surroundings.world_size is not None or cfg.accelerator not in ("auto", "gpu"):
+    if surroundings.world_size is not None or cfg.accelerator not in ("auto", "gpu") or engines.uses_engine(cfg):
         return []
     gpus = num_gpus()
     if gpus == 0:
@@ -238,7 +246,7 @@ def _devices_there(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
 def _launcher(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     started = surroundings.world_size
     if started is None:
-        return _own_launch(cfg)
+        return engines.engine_problems(cfg, surroundings.verb) if engines.uses_engine(cfg) else _own_launch(cfg)
     if cfg.devices == "auto" or not isinstance(cfg.devices, int) or started == cfg.devices * cfg.nodes:
         return []
     return [
@@ -358,6 +366,14 @@ def closed_layout(cfg: DictConfig, surroundings: Surroundings) -> Layout | None:
         return None  # refused as a layout
 
 
+def _tells_layout(strategy: Any) -> bool:
+    """Whether the layout, possible or not, is known before a process starts."""
+    try:
+        return layout_of(strategy) is not None
+    except ValueError:
+        return True
+
+
 def _is_hybrid(strategy: Any) -> bool:
     return all(axis.name in strategy for axis in fields(Layout))
 
@@ -400,6 +416,11 @@ def _balance(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
 
 def _compression(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     return compression_refusals(cfg, closed_layout(cfg, surroundings))
+
+
+def _communication(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
+    devices = resolve_devices(cfg) if _has_world_size(cfg) else None
+    return communication_refusals(cfg, closed_layout(cfg, surroundings), devices)
 
 
 def _sequence(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
@@ -492,7 +513,12 @@ def _inject(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
 
 
 def _restarts(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    return restart_problems(cfg, surroundings.verb, has_launcher=surroundings.world_size is not None)
+    return restart_problems(cfg, surroundings.verb, has_launcher=_restarts_ranks_itself(cfg, surroundings))
+
+
+def _restarts_ranks_itself(cfg: DictConfig, surroundings: Surroundings) -> bool:
+    """Whether whoever has started the ranks was told by the user, and not by `launch`, how often to do so."""
+    return surroundings.world_size is not None and not engines.uses_engine(cfg)
 
 
 def _preemption(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
@@ -500,8 +526,8 @@ def _preemption(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
 
 
 def _recovery(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    layout = closed_layout(cfg, surroundings)
-    return recovery_problems(cfg, surroundings.verb, layout, has_launcher=surroundings.world_size is not None)
+    layout, has_launcher = closed_layout(cfg, surroundings), surroundings.world_size is not None
+    return recovery_problems(cfg, surroundings.verb, layout, has_launcher, _tells_layout(cfg.strategy))
 
 
 def _local_updates(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
@@ -561,14 +587,14 @@ def _targets(plain: Any) -> Iterator[str]:
             yield problem
 
 
-def _checks_of_recipe(cfg: DictConfig, surroundings: Surroundings, in_order: bool) -> list[str]:
-    """Run the functions under `checks`, even when something else is wrong, so that all is said at once."""
+def _own_checks(cfg: DictConfig, surroundings: Surroundings, in_order: bool) -> list[str]:
+    """Run the checks of recipe and strategy, even when something else is wrong, so that all is said at once."""
     try:
         ranks = num_data_ranks(cfg, world_size_of(cfg, surroundings)) if _has_world_size(cfg) else 1
     except ValueError:
         ranks = 1  # the layout has been refused; what does not depend on it is still worth saying
     problems: list[str] = []
-    for path in cfg.checks:
+    for path in (*cfg.checks, *(cfg.strategy.get("checks") or ())):
         module, _, name = str(path).partition(":")
         try:
             function = getattr(importlib.import_module(module), name)
@@ -603,6 +629,7 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     _pipeline_batch,
     _balance,
     _compression,
+    _communication,
     _local_updates,
     _sequence,
     _with_cut_module,

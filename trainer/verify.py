@@ -5,21 +5,17 @@ its own and through the normal launch. What is compared, and by what measure, st
 `trainwright.trainer.verify_compare`.
 """
 
-import contextlib
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.trainer.bare_training import only_training, temporary_folder, train_apart
 from trainwright.trainer.check_local_updates import difference_from_one_process
 from trainwright.trainer.launch.launcher import detect_launcher
-from trainwright.trainer.launch.scratch import scratch
 from trainwright.trainer.problems import ConfigError
-from trainwright.trainer.run import launch, plan
-from trainwright.trainer.run_directory import write_config
+from trainwright.trainer.run import plan
 from trainwright.trainer.validate import Surroundings, num_data_ranks, world_size_of
 from trainwright.trainer.verify_options import VerifyOptions
 from trainwright.trainer.verify_report import VerifyReport
@@ -27,21 +23,6 @@ from trainwright.trainer.verify_report import VerifyReport
 _DEFAULTS = VerifyOptions()
 _SINGLE = {"_target_": "trainwright.strategies.single.SingleDeviceStrategy"}
 _RECORDER = "trainwright.trainer.verify_record.Recorder"
-# What a run does beside training, or counts in micro-batches of a rank, which are other samples on every layout.
-_OFF: dict[str, Any] = {
-    "val_check_interval": None,
-    "check_val_every_n_epoch": 1,
-    "num_sanity_val_steps": 0,
-    "limit_train_batches": None,
-    "limit_val_batches": 0,
-    "overfit_batches": 0.0,
-    "fast_dev_run": False,
-    "min_epochs": None,
-    "min_steps": None,
-    "max_time": None,
-    "profiler": None,
-    "enable_model_summary": False,
-}
 
 
 def verify(
@@ -64,14 +45,14 @@ def verify(
         Interrupted: if this process was told to end by a signal.
     """
     say = on_progress or (lambda text: None)
-    with _temporary_folder() as folder:
+    with temporary_folder("verify") as folder:
         planned = _planned(cfg, options, folder)
         layout = _settled(planned, options, folder / "layout")
         say(f"{options.steps} step(s) on {layout.devices} process(es) with {_class_of(layout.strategy)}")
-        _train(layout)
+        train_apart(layout)
         reference = _one_process(planned, options, folder)
         say(f"{options.steps} step(s) on one process")
-        _train(reference)
+        train_apart(reference)
         say("comparing")
         return _compare(layout, folder, options)
 
@@ -103,15 +84,6 @@ def problems_of(cfg: DictConfig, options: VerifyOptions) -> list[str]:
     return problems
 
 
-@contextlib.contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="verify-", dir=scratch()))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _planned(cfg: DictConfig, options: VerifyOptions, folder: Path) -> DictConfig:
     """The configuration of the layout with everything decided that decides on samples; interpolations still in it."""
     problems = problems_of(cfg, options)
@@ -133,13 +105,8 @@ def _planned(cfg: DictConfig, options: VerifyOptions, folder: Path) -> DictConfi
 
 def _settled(planned: DictConfig, options: VerifyOptions, run_dir: Path, *, one_process: bool = False) -> DictConfig:
     """Resolve, then leave nothing but the training of `steps` steps and the recorder."""
-    resolved = OmegaConf.create(OmegaConf.to_container(planned, resolve=True))
-    assert isinstance(resolved, DictConfig)
-    resolved.run_dir, resolved.max_steps, resolved.max_epochs = str(run_dir), options.steps, None
-    resolved.checkpoint, resolved.monitor, resolved.guard, resolved.logger = {}, {}, {}, {}
     recorder = {"_target_": _RECORDER, "folder": str(run_dir / "record"), "watch_execution": one_process}
-    resolved.callbacks = {"recorder": recorder}
-    resolved.trainer.update(_OFF)
+    resolved = only_training(planned, options.steps, run_dir, {"recorder": recorder})
     if one_process:
         resolved.strategy, resolved.devices, resolved.nodes = _SINGLE, 1, 1
     return resolved
@@ -157,11 +124,6 @@ def _one_process(planned: DictConfig, options: VerifyOptions, folder: Path) -> D
         planned = planned.copy()
         planned.micro_batch_size = wave
     return _settled(planned, options, folder / "one", one_process=True)
-
-
-def _train(cfg: DictConfig) -> None:
-    write_config(cfg)
-    launch(cfg, "fit", own_processes=True)
 
 
 def _compare(layout_cfg: DictConfig, folder: Path, options: VerifyOptions) -> VerifyReport:

@@ -330,11 +330,11 @@ def test_a_save_that_fails_names_the_last_good_checkpoint(
     from trainwright.callbacks import run_state
 
     class Full(run_state.BlockingSaver):
-        def save(self, content: Any, path: str, after: Any = None) -> None:
+        def save(self, content: Any, path: str, *more: Any) -> None:
             if path.endswith("step=3"):
                 self._saved = Saved(path, CheckpointError("no space left"), 0.0, 0.0)
             else:
-                super().save(content, path, after)
+                super().save(content, path, *more)
 
     monkeypatch.setattr(run_state, "BlockingSaver", Full)
     trainer, module = trainer_of([RunStateCheckpoint(str(tmp_path), every_n_steps=2), Told("on_train_batch_end", 3)])

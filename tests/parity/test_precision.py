@@ -71,7 +71,7 @@ def train_in(strategy: str, precision: str, accumulation: int) -> dict[str, Any]
 # On two ranks every precision under every strategy. What more ranks change (how rows are split, how much is summed up)
 # does not ask for the precision: there each strategy and each precision stands once, together with another on four than
 # on eight ranks.
-ON_FOUR = zip(STRATEGIES, itertools.cycle(PRECISIONS[1:] + PRECISIONS[:1]), strict=False)
+ON_FOUR = list(zip(STRATEGIES, itertools.cycle(PRECISIONS[1:] + PRECISIONS[:1]), strict=False))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_every_precision_under_every_strategy(ranks, strategy, precision, ranks_
         assert found["losses"][-1] < found["losses"][0]
 
 
-@pytest.mark.parametrize(("strategy", "precision"), zip(STRATEGIES, itertools.cycle(PRECISIONS), strict=False))
+@pytest.mark.parametrize(("strategy", "precision"), list(zip(STRATEGIES, itertools.cycle(PRECISIONS), strict=False)))
 def test_eight_ranks(ranks, strategy, precision):
     # Of each strategy and each precision once: what they are together is held against one process above.
     for found in ranks(train_in, 8, strategy, precision, 1, timeout=240):

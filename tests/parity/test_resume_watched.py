@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -16,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from tests.parity.harness import make_trainer, world_size
+from trainwright.trainer import fit_loop
 from trainwright.trainer.remembered_logs import shared_out
 
 SAMPLES, BATCH = 24, 4  # six steps an epoch
@@ -204,19 +207,24 @@ def test_loaders_are_made_anew_in_the_same_epochs(tmp_path: Path, hook: str, aft
     assert [epochs[1:] for epochs in made] == [[2, 4], [2, 4]]
 
 
-def mean_of_epoch(path: str, saves: bool) -> dict[str, float]:
+def mean_of_epoch(path: str, saves: bool, most_logged: int = fit_loop.MOST_LOGGED) -> dict[str, float]:
     torch.manual_seed(5)
     module = Net()
     module.net[2] = nn.Identity()
-    fit(module, [Saver(path, "batch", 4)] if saves else [], None if saves else path, max_steps=6)
+    with mock.patch.object(fit_loop, "MOST_LOGGED", most_logged):
+        fit(module, [Saver(path, "batch", 4)] if saves else [], None if saves else path, max_steps=6)
     return module.ends[0][1]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("before", "after", "most_logged"), [(1, 2, 256), (2, 1, 256), (2, 2, 256), (2, 1, 1), (2, 2, 1)]
+)
 def test_means_of_an_epoch_go_on_over_other_ranks(
-    ranks: Callable[..., list[Any]], tmp_path: Path, before: int, after: int
+    ranks: Callable[..., list[Any]], tmp_path: Path, before: int, after: int, most_logged: int
 ) -> None:
-    whole = ranks(mean_of_epoch, before, str(tmp_path / "state"), True, init_group=before > 1)
+    whole = ranks(mean_of_epoch, before, str(tmp_path / "state"), True, most_logged, init_group=before > 1)
+    kept = json.loads((tmp_path / "state/state.json").read_text())["loops"]["fit_loop"]["state_dict"]["logged"]
+    assert len(kept) == (1 if before > most_logged else before)
     found = ranks(mean_of_epoch, after, str(tmp_path / "state"), False, init_group=after > 1)
     for one in found:
         for name in ("train_epoch", "worst") if before == after else ("train_epoch",):

@@ -81,10 +81,8 @@ REFUSED: list[tuple[list[str], list[str]]] = [
 
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(validate, "num_gpus", lambda: 0)
     monkeypatch.setattr("trainwright.trainer.cli.start_forkserver", lambda: None)  # nothing is to be started
-    sys.modules.pop("my_module", None)
     return write_project(tmp_path)
 
 

@@ -20,7 +20,6 @@ QUIET = ("monitor=none", "logger=csv", "trainer.log_every_n_steps=1")
 
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(validate, "num_gpus", lambda: 0)
     return write_project(tmp_path)
 

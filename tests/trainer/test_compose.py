@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import sys
@@ -14,6 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from tests.trainer.project import RECIPE, write_project
+from trainwright.strategies.layout import Layout
 from trainwright.trainer import config as schema
 from trainwright.trainer import machine, run, validate
 from trainwright.trainer.compose import choices_of, compose, compose_checked, config_loader, group_names
@@ -28,7 +30,7 @@ from trainwright.trainer.run_directory import (
     write_config,
 )
 from trainwright.trainer.sweep import expand
-from trainwright.trainer.targets import problem_of_target
+from trainwright.trainer.targets import lineage, problem_of_target
 
 SCHEMAS = [
     schema.RunConfig,
@@ -55,8 +57,6 @@ SCHEMAS = [
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's configuration directory beside their module, on a machine without a GPU."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    # An earlier test may have imported the module of its own project, whose source is gone.
-    monkeypatch.delitem(sys.modules, "my_module", raising=False)
     monkeypatch.setattr(validate, "num_gpus", lambda: 0)
     return write_project(tmp_path)
 
@@ -134,6 +134,12 @@ def test_a_recipe_outside_the_package(conf: Path) -> None:
     assert problems(conf, "strategy=zero3", "devices=2") == []
 
 
+def test_a_model_may_be_named_by_its_size() -> None:
+    by_model, by_size = (compose("llama_3d", [word]) for word in ("model=350m", "size=350m"))
+    assert by_model == by_size
+    assert by_model != compose("llama_3d")
+
+
 @pytest.mark.parametrize("precision", ["32", "bf16-mixed", "bf16-true", "16-mixed"])
 def test_precision_is_chosen_by_its_name(conf: Path, precision: str) -> None:
     assert mine(conf, f"precision={precision}").precision == precision
@@ -145,6 +151,7 @@ def test_precision_is_chosen_by_its_name(conf: Path, precision: str) -> None:
         (["strategy=zer3"], ["strategy=zer3", "did you mean zero3?", "zero1, zero2, zero3"]),
         (["recipe=gtp"], ["recipe=gtp", "did you mean gpt?", "digits", "mine"]),
         (["precision=fp8"], ["precision=fp8", "16-mixed, 32, bf16-mixed, bf16-true"]),
+        (["size=llama"], ["llama is a choice of model, type model=llama", "sizes: 125m, 175b"]),
         (["max_stepz=4"], ["max_stepz=4", "did you mean max_steps?", "global_batch_size", "run_dir"]),
         (["strategie=ddp"], ["strategie=ddp", "did you mean strategy?"]),
         (["strategy=zero3", "strategy.shrd=2"], ["strategy.shrd=2", "did you mean shard?", "replicate, shard, stage"]),
@@ -366,6 +373,43 @@ def test_own_group_and_strategy(conf: Path) -> None:
     assert cfg.strategy.nodes_per_pod == 8
 
 
+def test_own_strategy_that_builds_on_ours(conf: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_strategies").mkdir()
+    (tmp_path / "my_strategies/__init__.py").write_text("raise RuntimeError('imported')\n")
+    (tmp_path / "my_strategies/base.py").write_text(
+        "import trainwright as tw\nfrom torch import nn\nclass Base(Mixin, tw.DDPStrategy): ...\n"
+    )
+    (tmp_path / "my_strategies/own.py").write_text(
+        "from .base import Base as Near\nclass Own(Near): ...\nclass Other: ...\n"
+    )
+    importlib.invalidate_caches()  # folders that change within a tick of the clock look unchanged
+    assert "trainwright.strategies.ddp.DDPStrategy" in lineage("my_strategies.own.Own")
+    assert list(lineage("my_strategies.own.Other")) == ["my_strategies.own.Other"]
+    assert list(lineage("nowhere.Class")) == ["nowhere.Class"]
+    replicas = ("launch=resilient", "launch.recovery=replicas", "devices=2")
+    (conf / "strategy").mkdir()
+    (conf / "strategy/own.yaml").write_text("_target_: my_strategies.own.Own\n")
+    (conf / "strategy/other.yaml").write_text("_target_: my_strategies.own.Other\n")
+    assert validate.layout_of(mine(conf, "strategy=own").strategy) == Layout(replicate=-1)
+    assert problems(conf, "strategy=own", *replicas) == []
+    # Nobody knows whether there are replicas, so it must not be taken for a restart without a word.
+    [found] = problems(conf, "strategy=other", *replicas)
+    assert found.startswith("launch.recovery=replicas with my_strategies.own.Other: its configuration does not tell")
+
+
+def test_functions_of_an_own_strategy_look_at_the_configuration(conf: Path, tmp_path: Path) -> None:
+    (tmp_path / "even.py").write_text(
+        "def ranks(cfg, num_data_ranks):\n    return [f'{num_data_ranks} ranks'] if num_data_ranks % 2 else []\n"
+    )
+    (conf / "strategy").mkdir()
+    typed = "defaults: [_ddp, _self_]\n_target_: trainwright.strategies.ddp.DDPStrategy\nchecks: [even:ranks]\n"
+    (conf / "strategy/typed.yaml").write_text(typed)
+    (conf / "strategy/plain.yaml").write_text(typed.replace("defaults: [_ddp, _self_]\n", ""))
+    for name in ("typed", "plain"):
+        assert problems(conf, f"strategy={name}", "devices=2") == []
+        assert problems(conf, f"strategy={name}", "devices=3") == ["3 ranks"]
+
+
 def test_targets_are_found_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     package = tmp_path / "loud"
@@ -381,6 +425,27 @@ def test_targets_are_found_without_importing_them(tmp_path: Path, monkeypatch: p
     assert problem_of_target("module", "collections.OrderedDict") is None
     (package / "open.py").write_text("from os import *\n")
     assert problem_of_target("module", "loud.open.anything") is None
+
+
+def test_targets_in_modules_whose_source_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank imports what is there now, whatever this process has loaded."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    monkeypatch.syspath_prepend(str(second))
+    monkeypatch.syspath_prepend(str(first))
+    (first / "moved_module.py").write_text("class Old: ...\n", encoding="utf-8")
+    try:
+        importlib.import_module("moved_module")
+        assert problem_of_target("module", "moved_module.Old") is None
+        (first / "moved_module.py").unlink()
+        assert "there is no module 'moved_module'" in str(problem_of_target("module", "moved_module.Old"))
+        (second / "moved_module.py").write_text("class New: ...\n", encoding="utf-8")
+        importlib.invalidate_caches()
+        assert problem_of_target("module", "moved_module.New") is None
+        assert "moved_module has no 'Old'" in str(problem_of_target("module", "moved_module.Old"))
+    finally:
+        sys.modules.pop("moved_module", None)
 
 
 def test_what_the_run_directory_keeps(conf: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,6 @@ def test_no_rank_ever_holds_the_whole_model(ranks, options):
 
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(validate, "num_gpus", lambda: 0)
     return write_project(tmp_path)
 

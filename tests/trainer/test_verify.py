@@ -36,7 +36,6 @@ TOLERANCE = 1e-5
 
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(validate, "num_gpus", lambda: 0)
     shutil.copy(Path(__file__).with_name("faulty.py"), tmp_path)
     return write_project(tmp_path)

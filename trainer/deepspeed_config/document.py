@@ -50,7 +50,7 @@ def _row(keys: list[Key]) -> str:
         names = ", ".join(f"`{key.path}`" for key in keys)
     first = keys[0]
     native = f"`{_cell(first.becomes)}`" if first.becomes else ""
-    return f"| {names} | {first.status} | {native} | {_cell(first.note)} |"
+    return f"| {names} | {first.status} | {native} | {_cell(first.note).replace('<', '&lt;')} |"
 
 
 def _cell(text: str) -> str:

@@ -174,7 +174,7 @@ ZERO = within(
     *_STAGE_3,
     *alike(
         APPROXIMATED,
-        "The next block is gathered ahead, whatever its size.",
+        "Counted in blocks: FSDP2 gathers the next one ahead; strategy.prefetch says how many.",
         prefetch_bucket_size=WHOLE,
     ),
     Key(
@@ -182,7 +182,7 @@ ZERO = within(
         WHOLE,
         APPROXIMATED,
         "",
-        "The next block is gathered ahead, whatever its size.",
+        "Counted in blocks: FSDP2 gathers the next one ahead; strategy.prefetch says how many.",
         auto=_CHOSEN,
     ),
     Key(

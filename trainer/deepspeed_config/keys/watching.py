@@ -186,12 +186,14 @@ PROFILERS = (
             BOOL,
             UNSUPPORTED,
             "",
-            "Nothing is tuned by trial runs; trainwright fit -m runs combinations, trainwright layout compares bytes.",
+            "Nothing is tuned by trial runs: trainwright plan ranks all layouts by prediction, strategy=auto trains "
+            "with the best of them, micro_batch_size=auto with the largest micro-batch that fits; trainwright fit "
+            "-m runs combinations.",
             harmless=(False,),
         ),
         *alike(
             UNSUPPORTED,
-            "Of trial runs that are not made.",
+            "Of trial runs that are not made; trainwright plan predicts instead.",
             fast=BOOL,
             results_dir=TEXT,
             exps_dir=TEXT,
@@ -216,7 +218,7 @@ PROFILERS = (
             "model_info",
             *alike(
                 UNSUPPORTED,
-                "Of trial runs that are not made.",
+                "Of trial runs that are not made; trainwright plan looks at the module itself.",
                 profile=BOOL,
                 num_params=WHOLE,
                 hidden_size=WHOLE,
