@@ -29,13 +29,14 @@ from trainwright.strategies.context_order import SequenceOrder
 from trainwright.strategies.context_slices import Rows, SequenceSlice, make_whole
 from trainwright.strategies.plan import ModelPlan
 from trainwright.strategies.split_randomness import SplitRandomness, draws_randomly
+from trainwright.strategies.tensor_rules import head_counts
 
 __all__ = ["METHODS", "ContextParallel", "validate_context"]
 
 _ATTENTION = F.scaled_dot_product_attention
 
 
-def validate_context(module: nn.Module, plan: ModelPlan, size: int, method: str, heads: int | None) -> list[str]:
+def validate_context(module: nn.Module, plan: ModelPlan, size: int, method: str, tensor: int = 1) -> list[str]:
     """Problems of splitting the sequences of ``module`` over ``size`` ranks; empty when it is possible.
 
     Args:
@@ -43,7 +44,8 @@ def validate_context(module: nn.Module, plan: ModelPlan, size: int, method: str,
         plan: its blocks.
         size: ranks of the context axis; 1 is off.
         method: how attention is computed, one of :data:`METHODS`.
-        heads: query heads that a rank holds (those of the model divided by the tensor axis); ``None``: unknown.
+        tensor: size of the tensor axis, which divides heads first; 1 is off. Heads are those of attentions that
+            tell them (:func:`~trainwright.strategies.tensor_rules.head_counts`); of others, the first step does.
     """
     if size == 1:
         return []
@@ -55,8 +57,9 @@ def validate_context(module: nn.Module, plan: ModelPlan, size: int, method: str,
             f"context={size}, but no repeated blocks were found in {type(module).__name__}. Name them: "
             "strategy.blocks=['model.layers.*']"
         )
-    if method == "ulysses" and heads is not None and heads % size:
-        problems.append(heads_problem(heads, heads, size) or "")
+    if method == "ulysses":
+        for heads, kv_heads in sorted(set(head_counts(module, plan).values())):
+            problems += filter(None, [heads_problem(heads // tensor, max(kv_heads // tensor, 1), size)])
     for name, submodule in module.named_modules():
         config = getattr(submodule, "config", None)
         chosen = getattr(config, "_attn_implementation", None)

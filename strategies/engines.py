@@ -109,7 +109,7 @@ def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: Eng
                 "use expert=1"
             )
     if layout.context > 1:
-        problems += validate_context(module, plan, layout.context, options.attention, None)
+        problems += validate_context(module, plan, layout.context, options.attention, layout.tensor)
     return problems
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from trainwright.strategies.plan_code import reads_of
 from trainwright.strategies.plan_names import parent_of
+from trainwright.strategies.tensor_rules import COUNTS_OF_HEADS, HEAD_WIDTHS
 
 # Names under which attention keeps its projections of queries, keys, values, and back.
 _ATTENTION = (
@@ -56,17 +57,11 @@ _POINTWISE = (
     nn.Softplus, nn.Softsign, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.LogSigmoid, nn.Dropout, nn.Identity,
 )  # fmt: skip
 
-# Attributes that count heads, and attributes that count features of all heads.
-_COUNTS = (
-    "num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "num_q_heads", "n_q_heads",
-    "num_query_heads", "kv_heads", "n_kv_heads", "n_kv_head", "num_kv_heads", "num_key_value_heads", "n_local_heads",
-    "n_local_kv_heads", "num_local_heads",
-)  # fmt: skip
+# Attributes that measure features of all heads.
 _FEATURES = (
     "split_size", "all_head_size", "embed_dim", "inner_dim", "n_embd", "hidden_size", "hidden_dim", "d_model", "dim",
     "kv_dim", "q_dim", "q_size", "kv_size", "attn_dim", "num_features",
 )  # fmt: skip
-_HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "dim_head", "d_head", "dim_per_head", "d_kv")
 
 
 @dataclass(frozen=True)
@@ -179,13 +174,13 @@ def _are_projections(shapes: list[tuple[int, int] | None], back_inputs: int) -> 
 def _splits_heads(sub: nn.Module) -> bool:
     """Whether its code takes the number of heads from itself or from the tensors, not from a configuration."""
     reads = reads_of(type(sub))
-    from_config = [name for name in reads.config if name in _COUNTS or name in _FEATURES]
+    from_config = [name for name in reads.config if name in COUNTS_OF_HEADS or name in _FEATURES]
     return not from_config and not any(p is not None for p in sub._parameters.values())
 
 
 def _works_by_head(sub: nn.Module, projections: tuple[str, ...]) -> bool:
     """Whether further children work on one head at a time; one that mixes heads forbids to split these."""
-    width = next((value for name in _HEAD_WIDTHS if isinstance(value := getattr(sub, name, None), int)), None)
+    width = next((value for name in HEAD_WIDTHS if isinstance(value := getattr(sub, name, None), int)), None)
     others = [child for name, child in sub.named_children() if name not in projections]
     return all(width is not None and tuple(p.shape) == (width,) for child in others for p in child.parameters())
 
@@ -293,7 +288,7 @@ def _counting(sub: nn.Module, widths: set[int]) -> tuple[str, ...]:
     for name, value in vars(sub).items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             continue
-        counts = name in _COUNTS and (not reads.known or name in reads.attributes)
+        counts = name in COUNTS_OF_HEADS and (not reads.known or name in reads.attributes)
         measures = name in _FEATURES and name in reads.shaping and value in widths
         if measures or (counts and any(width % value == 0 for width in widths)):
             found.append(name)

@@ -16,7 +16,14 @@ from trainwright.strategies.plan import ModelPlan
 
 STYLES = ("colwise", "rowwise", "colwise_gather", "vocabulary", "packed_colwise")
 # Attributes by which attention modules of many libraries call the width of one head.
-_HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "d_head", "dim_head")
+HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "dim_head", "d_head", "dim_per_head", "d_kv")
+# Those by which modules call their number of heads.
+COUNTS_OF_HEADS = (
+    "num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "num_q_heads", "n_q_heads",
+    "num_query_heads", "kv_heads", "n_kv_heads", "n_kv_head", "num_kv_heads", "num_key_value_heads", "n_local_heads",
+    "n_local_kv_heads", "num_local_heads",
+)  # fmt: skip
+_ATTENDS = re.compile(r"attn|attention", re.IGNORECASE)
 # Names and classes of modules whose output at one position depends on other positions.
 _MIXES = re.compile(r"attn|attention|conv\dd|rnn|lstm|gru|mamba|ssm|mixer", re.IGNORECASE)
 
@@ -315,10 +322,25 @@ def _implied_heads(module: nn.Module, plan: ModelPlan) -> Iterator[tuple[tuple[s
             yield (_star(name), "num_heads"), part.num_heads
         elif parse_style(style)[0] in ("colwise", "packed_colwise") and is_projection(part):
             parent = module.get_submodule(site_name(module, name))
-            width = next((w for key in _HEAD_WIDTHS if isinstance(w := getattr(parent, key, None), int) and w > 0), 1)
+            width = next((w for key in HEAD_WIDTHS if isinstance(w := getattr(parent, key, None), int) and w > 0), 1)
             for length in splits(part, style)["weight"].sections or (features(part)[1],):
                 if width > 1 and length % width == 0:
                     yield (_star(name), f"outputs/{width}"), length // width
+
+
+def head_counts(module: nn.Module, plan: ModelPlan) -> dict[str, tuple[int, int]]:
+    """Query heads and key/value heads of each attention that tells them, by the pattern of its name."""
+    counts: dict[str, set[int]] = {}
+    for name, attributes in plan.heads.items():
+        part = module.get_submodule(name)
+        values = {getattr(part, attribute, None) for attribute in attributes if attribute in COUNTS_OF_HEADS}
+        counts.setdefault(_star(name), set()).update(value for value in values if isinstance(value, int))
+    for (name, attribute), count in _implied_heads(module, plan):
+        # A width of heads may stand in a block that has its feed-forward network beside its attention.
+        owner = name if attribute == "num_heads" else name.rpartition(".")[0]
+        if attribute == "num_heads" or _ATTENDS.search(owner.rpartition(".")[2]):
+            counts.setdefault(owner, set()).add(count)
+    return {name: (max(values), min(values)) for name, values in counts.items() if values}
 
 
 def _tie_problems(module: nn.Module, plan: ModelPlan) -> Iterator[str]:

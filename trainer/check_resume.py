@@ -15,7 +15,7 @@ from trainwright.checkpoint.paths import is_remote, local_path
 from trainwright.checkpoint.storage import Folder
 from trainwright.checkpoint.write_errors import free_bytes, size_text
 from trainwright.trainer.candidates import AUTO, LAST, RUN_STATE, newest_good
-from trainwright.trainer.run_directory import CHECKPOINTS, runs_of
+from trainwright.trainer.run_directory import CHECKPOINTS, RUNS, runs_of
 
 _SAFETENSORS = ".safetensors"
 # Files that torch writes and reads; the only thing that can be behind http.
@@ -137,15 +137,15 @@ def _find_newest(cfg: DictConfig, verb: str) -> list[str]:
             f"resume={AUTO} to do so where there is none"
         ]
     return [
-        f"ckpt_path={LAST}: no run of {_name(cfg)} under runs/{_name(cfg)}/ has a checkpoint; leave ckpt_path out to "
-        "start afresh, or type ckpt_path=<path>"
+        f"ckpt_path={LAST}: no run of {run_name(cfg)} under {RUNS / run_name(cfg)}/ has a checkpoint; leave ckpt_path "
+        "out to start afresh, or type ckpt_path=<path>"
     ]
 
 
 def _folders(cfg: DictConfig) -> list[str]:
     """Where to look: folders that the configuration names, then those of `run_dir`, or of all runs of this recipe."""
     given = cfg.run_dir is not None
-    runs = [Path(cfg.run_dir)] if given else runs_of(_name(cfg))
+    runs = [Path(cfg.run_dir)] if given else runs_of(run_name(cfg))
     folders = [*_dirpaths(cfg, of_every_run=not given), *(str(run / CHECKPOINTS) for run in runs)]
     return list(dict.fromkeys(folders))
 
@@ -160,7 +160,8 @@ def _dirpaths(cfg: DictConfig, *, of_every_run: bool) -> Iterator[str]:
                 yield str(cfg.checkpoint[name].dirpath)
 
 
-def _name(cfg: DictConfig) -> str:
+def run_name(cfg: DictConfig) -> str:
+    """What a run is called where its recipe does not say."""
     return "unnamed" if OmegaConf.is_missing(cfg, "name") else str(cfg.name)
 
 
@@ -229,7 +230,7 @@ def _problem_of_folder(cfg: DictConfig, path: Path) -> str | None:
 
 def _advice(cfg: DictConfig) -> str:
     # The directory of the run is decided by now, whether it was given or not.
-    everywhere = [*_folders(cfg), *(str(run / CHECKPOINTS) for run in runs_of(_name(cfg)))]
+    everywhere = [*_folders(cfg), *(str(run / CHECKPOINTS) for run in runs_of(run_name(cfg)))]
     newest, _ = newest_good(everywhere)
     return f"the newest of {cfg.name}: ckpt_path={newest}" if newest else f"{cfg.name} has none under runs/ yet"
 

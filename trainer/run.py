@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.trainer.auto import Choice, decide, hand_over, write_plan
 from trainwright.trainer.candidates import AUTO
-from trainwright.trainer.check_resume import decide_resume, going_on_in_place, saved_global_batch
+from trainwright.trainer.check_resume import decide_resume, going_on_in_place, run_name, saved_global_batch
 from trainwright.trainer.launch.begun import begun_run
 from trainwright.trainer.launch.ends import begins_again
 from trainwright.trainer.launch.engines import engine_of, uses_engine
@@ -22,7 +22,13 @@ from trainwright.trainer.launch.sizes import resized, size_problems
 from trainwright.trainer.launch.watch import ShutdownWatch
 from trainwright.trainer.problems import ConfigError
 from trainwright.trainer.report.ending import write_report
-from trainwright.trainer.run_directory import default_run_dir, forget_beginning, read_config, write_config
+from trainwright.trainer.run_directory import (
+    default_run_dir,
+    forget_beginning,
+    make_default_run_dir,
+    read_config,
+    write_config,
+)
 from trainwright.trainer.validate import Surroundings, resolve_devices, validate
 
 
@@ -83,8 +89,7 @@ def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None, choice
         ConfigError: with everything that is wrong.
     """
     if launcher is not None:
-        name = "unnamed" if OmegaConf.is_missing(cfg, "name") else cfg.name
-        begun = begun_run(name, cfg.run_dir, launcher.agents)
+        begun = begun_run(run_name(cfg), cfg.run_dir, launcher.agents)
         if begun is not None:
             return _go_on(begun, verb, launcher)
     planned, problems, made = _planned(cfg, verb, launcher)
@@ -93,6 +98,8 @@ def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None, choice
         raise ConfigError(problems)
     if choice is not None and choice.smaller is not None and verb == "fit":
         planned, choice = _tried(cfg, planned, choice, launcher)
+    if cfg.run_dir is None:
+        planned.run_dir = str(_made_run_dir(run_name(cfg)))
     resolved = OmegaConf.create(OmegaConf.to_container(planned, resolve=True))
     assert isinstance(resolved, DictConfig)
     try:
@@ -102,6 +109,13 @@ def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None, choice
     except OSError as error:
         raise ConfigError([f"run_dir={resolved.run_dir}: {error.strerror}; type another run_dir=..."]) from error
     return resolved
+
+
+def _made_run_dir(name: str) -> Path:
+    try:
+        return make_default_run_dir(name)
+    except OSError as error:
+        raise ConfigError([f"{error.filename}: {error.strerror}; type run_dir=... to write elsewhere"]) from error
 
 
 def begin_or_go_on(run_dir: Path, verb: str, launcher: Launcher) -> DictConfig:
@@ -187,7 +201,7 @@ def _planned(
         cfg.run_dir = str(Path(cfg.run_dir).expanduser())
     problems = decide_resume(cfg, verb)
     if cfg.run_dir is None:
-        cfg.run_dir = str(default_run_dir("unnamed" if OmegaConf.is_missing(cfg, "name") else cfg.name))
+        cfg.run_dir = str(default_run_dir(run_name(cfg)))
     surroundings = Surroundings(verb)
     if launcher is not None:
         surroundings = Surroundings(verb, launcher.world_size, launcher.local_world_size)

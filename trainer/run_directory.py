@@ -13,9 +13,10 @@ runs/<name>/<date>_<time>/
     predictions.pt     written by `predict`
 """
 
+import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -32,7 +33,18 @@ PLAN_FILE = "plan.json"
 
 def default_run_dir(name: str, now: datetime | None = None) -> Path:
     """`runs/<name>/<date>_<time>`, with a number behind it when that second already has a run."""
-    return _free(RUNS / name / timestamp(now))
+    return next(path for path in _numbered(RUNS / name / timestamp(now)) if not path.exists())
+
+
+def make_default_run_dir(name: str) -> Path:
+    """Make the default run directory: this process alone gets it, even where others start in the same second."""
+    for path in _numbered(RUNS / name / timestamp()):
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("numbers have no end")
 
 
 def timestamp(now: datetime | None = None) -> str:
@@ -118,12 +130,10 @@ def newest_run_with_checkpoint(name: str) -> Path | None:
     return next((path for path in runs_of(name) if newest_checkpoint(path) is not None), None)
 
 
-def _free(path: Path) -> Path:
-    candidate, number = path, 1
-    while candidate.exists():
-        candidate = path.with_name(f"{path.name}-{number}")
-        number += 1
-    return candidate
+def _numbered(path: Path) -> Iterator[Path]:
+    yield path
+    for number in itertools.count(1):
+        yield path.with_name(f"{path.name}-{number}")
 
 
 def _keep(path: Path) -> None:

@@ -15,6 +15,7 @@ from trainwright.recipes.gpt_model import GPT, GPTConfig
 from trainwright.strategies.blocks import checkpoint_activations, find_blocks
 from trainwright.strategies.context_engine import METHODS, ContextParallel, sequence_dim, validate_context
 from trainwright.strategies.plan import ModelPlan
+from trainwright.strategies.plan_sources import make_plan
 
 LENGTH = 24
 VOCABULARY = 40
@@ -364,14 +365,18 @@ def test_arguments_are_cut_where_their_positions_are(shape, dtype, name, dim):
 
 def test_impossible_splits_are_refused_early():
     plan = ModelPlan(blocks=("net.blocks.0", "net.blocks.1"))
-    assert validate_context(Decoder(), plan, 2, "ring", 4) == []
-    assert validate_context(Decoder(), ModelPlan(), 1, "nothing", 4) == []
-    (problem,) = validate_context(Decoder(), plan, 2, "rings", 4)
+    assert validate_context(Decoder(), plan, 2, "ring") == []
+    assert validate_context(Decoder(), ModelPlan(), 1, "nothing") == []
+    (problem,) = validate_context(Decoder(), plan, 2, "rings")
     assert "'rings' (allowed: 'ring', 'ulysses', 'gather')" in problem
-    (problem,) = validate_context(Decoder(), plan, 3, "ulysses", 4)
+    plan = make_plan(Decoder(), {}, needs=["blocks"])
+    assert validate_context(Decoder(), plan, 2, "ulysses") == []
+    (problem,) = validate_context(Decoder(), plan, 3, "ulysses")
     assert "4 query heads" in problem
     assert "context of 1, 2, 4" in problem
-    (problem,) = validate_context(Decoder(), ModelPlan(), 2, "ring", 4)
+    (problem,) = validate_context(Decoder(), plan, 4, "ulysses", tensor=2)
+    assert "2 query heads" in problem
+    (problem,) = validate_context(Decoder(), ModelPlan(), 2, "ring")
     assert "no repeated blocks" in problem
-    problems = validate_context(Llama(attention="eager"), plan, 2, "ring", 4)
+    problems = validate_context(Llama(attention="eager"), plan, 2, "ring")
     assert any("attn_implementation='eager'" in p and "'sdpa'" in p for p in problems)

@@ -26,6 +26,10 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["strategy=pipeline", "devices=2", "strategy.split=[3,2]"], ["split=[3, 2]", "4 in all", "[2, 2]"]),
     (["strategy=expert", "devices=2"], ["strategy.expert needs experts", "GPTModule", "To start from"]),
     (["recipe=moe", "strategy=expert", "devices=2", "module.config.experts=5"], ["expert=2", "5 experts", "1, 5"]),
+    (
+        ["strategy=context", "devices=4", "strategy.attention=ulysses", "module.config.heads=2"],
+        ["context 4 for GPTModule", "'ulysses' and 2 query heads", "context of 1, 2;", "'ring'"],
+    ),
     (["strategy=tensor", "devices=2", "strategy.loss_parallel=true"], ["splits no output head", "loss_parallel=false"]),
     (["strategy=pipeline", "devices=2", "strategy.blocks=[model.layers.*]"], ["model.layers.*", "model.blocks"]),
     # ---- options: values

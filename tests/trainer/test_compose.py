@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from tests.trainer.project import RECIPE, write_project
 from trainwright.strategies.layout import Layout
 from trainwright.trainer import config as schema
-from trainwright.trainer import machine, run, validate
+from trainwright.trainer import machine, run, run_directory, validate
 from trainwright.trainer.compose import choices_of, compose, compose_checked, config_loader, group_names
 from trainwright.trainer.help import description_of, field_comments, help_of_verb, overview
 from trainwright.trainer.launch.launcher import Launcher
@@ -469,6 +469,17 @@ def test_run_directories_of_one_second_differ() -> None:
     now = datetime(2026, 1, 31, 14, 5, 9)
     default_run_dir("mine", now).mkdir()
     assert default_run_dir("mine", now) == Path("runs/mine/2026-01-31_14-05-09-1")
+
+
+def test_runs_that_start_in_the_same_second_have_directories_of_their_own(
+    conf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_directory, "timestamp", lambda now=None: "2026-01-31_14-05-09")
+    # What each of them sees before the others have made theirs.
+    monkeypatch.setattr(run, "default_run_dir", lambda name: Path("runs/mine/free"))
+    found = [run.prepare(mine(conf), "fit").run_dir for _ in range(3)]
+    assert found == [f"runs/mine/2026-01-31_14-05-09{number}" for number in ("", "-1", "-2")]
+    assert all(read_config(each).run_dir == each for each in found)
 
 
 def test_newest_checkpoint_of_the_newest_run() -> None:
