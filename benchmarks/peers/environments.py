@@ -31,12 +31,14 @@ class Environment:
     Args:
         name: of the peer's package; its version stands in ``constraints/<name>.txt``.
         variables: environment variables, for installing and for running.
+        build: packages that building the peer needs, installed before it.
         options: of ``pip install``.
         prepare: Python that runs once after it, such as building what would else be built by the first run.
     """
 
     name: str
     variables: dict[str, str] = field(default_factory=dict)
+    build: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     prepare: str | None = None
 
@@ -75,13 +77,7 @@ class Environment:
         shutil.rmtree(folder, ignore_errors=True)
         venv.create(folder, with_pip=True)
         _share_packages(folder)
-        command = [
-            *(str(folder / "bin" / "python"), "-m", "pip", "install", "--no-input", "--disable-pip-version-check"),
-            *("--constraint", str(_CONSTRAINTS / f"{self.name}.txt"), *self.options),
-            # Also a request, so that pip rather gives up than takes another torch.
-            *(f"torch=={version('torch').partition('+')[0]}", self.name),
-        ]
-        commands = [command, *([[command[0], "-c", self.prepare]] if self.prepare else [])]
+        commands = self._commands(str(folder / "bin" / "python"))
         with (folder / "install.log").open("w+") as log:
             for each in commands:
                 environment = {**os.environ, **self.environment(cache)}
@@ -96,6 +92,19 @@ class Environment:
                     return False
         (folder / _DONE).write_text(self.version())
         return True
+
+    def _commands(self, python: str) -> list[list[str]]:
+        pip = [
+            *(python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"),
+            *("--constraint", str(_CONSTRAINTS / f"{self.name}.txt")),
+        ]
+        # torch is also a request, so that pip rather gives up than takes another one.
+        commands = [[*pip, *self.options, f"torch=={version('torch').partition('+')[0]}", self.name]]
+        if self.build:
+            commands.insert(0, [*pip, *self.build])
+        if self.prepare:
+            commands.append([python, "-c", self.prepare])
+        return commands
 
 
 def _share_packages(folder: Path) -> None:
@@ -121,7 +130,10 @@ if get_accelerator().device_name() == "cpu":
 
 ENVIRONMENTS = {
     "accelerate": Environment("accelerate"),
-    "deepspeed": Environment("deepspeed", {"DS_BUILD_OPS": "0"}, ("--no-build-isolation",), _BUILD_COLLECTIVES),
+    # Its build asks for torch, so it is built in this environment; a new one's setuptools may make no wheels.
+    "deepspeed": Environment(
+        "deepspeed", {"DS_BUILD_OPS": "0"}, ("setuptools",), ("--no-build-isolation",), _BUILD_COLLECTIVES
+    ),
     "torchtitan": Environment("torchtitan"),
 }
 
