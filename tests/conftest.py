@@ -29,6 +29,10 @@ from tests.pool import RankPool, all_processes, end_left_processes, end_marked_p
 MARK = "TRAINWRIGHT_TEST_SESSION"
 os.environ[MARK] = uuid.uuid4().hex
 
+# A shell starts its background jobs with SIGINT ignored, and so would be each command that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Written by Lightning's seed_everything, which passes the seed on to workers so; by importing torch or scikit-learn; by
 # pytest.
 EXPECTED_VARIABLES = {

@@ -166,8 +166,11 @@ def test_a_count_of_ones_own(path):
     check([train("single", 3, "own", token_count=path)], one_process("own"))
 
 
-def test_the_loss_of_one_process_bit_for_bit():
-    assert train("single", 1).losses == one_process().losses
+def test_the_loss_of_one_process():
+    losses, expected = train("single", 1).losses, one_process().losses
+    assert losses[0] == expected[0], "before the first step there is nothing to differ by"
+    # Its gradient is that of a sum, divided once: rounded elsewhere than that of a mean, as processors go.
+    assert losses == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("strategy", SEVERAL)

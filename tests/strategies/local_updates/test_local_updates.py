@@ -91,5 +91,6 @@ def test_warmup_is_ddp(ranks: Any, kind: str) -> None:
     ddp = ranks(fit, 2, "ddp", {}, optimizer="adamw", steps=4, **clip)
     local = ranks(fit, world, "diloco", options, optimizer="adamw", steps=6, **clip)
     for each in local:
-        assert max(map(difference, each.own[:4], ddp[0].own)) < TIGHT
+        # AdamW divides by the root of small numbers, and so enlarges in which order gradients were summed.
+        assert max(map(difference, each.own[:4], ddp[0].own)) < 1e-5
     assert difference(local[0].own[4], local[-1].own[4]) > 1e-4  # the first step that each made by itself
