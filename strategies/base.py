@@ -32,7 +32,7 @@ from trainwright.strategies.held import trained_boxes
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.loading import teach_lightning
 from trainwright.strategies.pipeline.timeline import HearsStages, StageTimeline
-from trainwright.strategies.precision import adapt_precision
+from trainwright.strategies.precision import FullPrecision, adapt_precision
 from trainwright.strategies.same_model import refuse_other_models
 from trainwright.strategies.state import whole_tensor
 from trainwright.strategies.waiting import Waits
@@ -367,11 +367,19 @@ class LayoutStrategy(RunStateStrategy):
     @property
     def precision_plugin(self) -> Precision:
         """The precision plugin; Lightning's own are exchanged for those that know of sharded gradients."""
-        return super().precision_plugin
+        plugin = self._precision_plugin
+        return super().precision_plugin if plugin is None else plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = adapt_precision(plugin)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``training_step``."""
+        module = self.lightning_module
+        if module is not None and self.model is module and type(self._precision_plugin) is FullPrecision:
+            return module.training_step(*args, **kwargs)  # without the contexts that would do nothing
+        return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Backward of one micro-batch, weighted by ``loss_factor``."""

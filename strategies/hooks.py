@@ -27,6 +27,7 @@ class HookTable:
         self._module = trainer.lightning_module
         self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
         self._listeners: dict[str, tuple[list[Hook], Hook | None]] = {}
+        self._overridden: dict[str, bool] = {}
 
     def listeners(self, hook: str) -> tuple[list[Hook], Hook | None]:
         """The callbacks' methods and the module's method for ``hook``; the latter is ``None`` if not overridden."""
@@ -38,7 +39,9 @@ class HookTable:
 
     def module_overrides(self, hook: str) -> bool:
         """Whether the user's module has a ``hook`` of its own."""
-        return _overrides(self._module, hook, LightningModule)
+        if hook not in self._overridden:
+            self._overridden[hook] = _overrides(self._module, hook, LightningModule)
+        return self._overridden[hook]
 
     def data_overrides(self, hook: str) -> bool:
         """Whether the user's module or data module has a data ``hook`` of its own."""
@@ -47,7 +50,8 @@ class HookTable:
 
     def call(self, hook: str, *args: Any) -> Any:
         """Call all listeners of ``hook``; what the module returns is returned."""
-        callbacks, own = self.listeners(hook)
+        known = self._listeners.get(hook)
+        callbacks, own = self.listeners(hook) if known is None else known
         if not callbacks and own is None:
             return None
         names = self._module.__dict__  # past nn.Module.__setattr__, which is slow

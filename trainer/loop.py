@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from trainwright.trainer.leased_batches import LeasedBatchSampler
 
 
+_UNWEIGHED = nullcontext()
+
+
 class LossScale:
     """Divides the loss of a micro-batch so that gradients are means over the samples of the whole optimizer step."""
 
@@ -60,6 +63,10 @@ class LossScale:
         self._accumulation = accumulation
         self._whole_step = whole_step
         self._regular = float("inf") if dealer is None else dealer.regular_waves
+
+    def is_regular(self, batch_idx: int) -> bool:
+        """Whether all ranks have all samples of the ``batch_idx``-th micro-batch: nothing is weighed."""
+        return self._dealer is None or batch_idx < self._regular
 
     def divisor(self, batch_idx: int) -> float:
         """Divisor for the ``batch_idx``-th micro-batch of the epoch: the accumulation, unless samples are missing."""
@@ -215,8 +222,11 @@ class _LeanClosure:
             self._zero_grad_if_due(module)
         before, names["_current_fx_name"] = names["_current_fx_name"], "training_step"
         loop.phases.begin(FORWARD)
-        with loop.observed(self._args[0], self._batch_idx):
+        if loop.token_weights is None:
             output = strategy.training_step(*self._args)
+        else:
+            with loop.observed(self._args[0], self._batch_idx):
+                output = strategy.training_step(*self._args)
         names["_current_fx_name"] = before
         if output is None:
             _refuse_none(trainer)
@@ -373,6 +383,13 @@ class LeanEpochLoop(_TrainingEpochLoop):
     # ---- leases ---------------------------------------------------------------------------------------------------
 
     @property
+    def done(self) -> bool:
+        """Whether the epoch is over."""
+        if not self._restarting and not self.trainer.should_stop:
+            return self._is_training_done  # what Lightning comes to, asked once a micro-batch
+        return bool(super().done)
+
+    @property
     def _is_training_done(self) -> bool:
         # The samples of all workers count against max_steps, not the steps of this one.
         return self._num_ready_batches_reached() if self._leased is not None else bool(super()._is_training_done)
@@ -443,7 +460,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
             super().advance(data_fetcher)
             return
         trainer, hooks, progress = self.trainer, self.hooks, self.batch_progress
-        self.val_loop.restarting = False
+        if self.val_loop.restarting:
+            self.val_loop.restarting = False  # of all loops in it too, which takes a while
         batch, _, _ = next(data_fetcher)
         self.phases.begin(HOOKS)
         batch_idx = progress.current.ready
@@ -451,7 +469,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         batch = self._to_device(batch)
         progress.increment_ready()
         connector = trainer._logger_connector
-        connector.on_batch_start(batch)
+        self._begin_results(connector, batch)
         if batch is None:
             self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
             outputs: Any = None
@@ -501,6 +519,9 @@ class LeanEpochLoop(_TrainingEpochLoop):
         return validating and self._should_check_val_fx(data_fetcher)
 
     def _weighed(self, batch_idx: int) -> AbstractContextManager[None]:
+        scale = self.automatic_optimization.loss_scale
+        if scale is None or scale.is_regular(batch_idx):
+            return _UNWEIGHED
         if self._is_padding(batch_idx):
             # It only keeps this rank in step with others and weighs nothing, also in what the user logs of it.
             return self._results.padding()
@@ -537,6 +558,12 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+    def _begin_results(self, connector: Any, batch: Any) -> None:
+        """The connector's ``on_batch_start``, which asks three times in which stage the Trainer is."""
+        connector._first_loop_iter = connector._first_loop_iter is None
+        results = self._results
+        results.batch, results.batch_size, results.dataloader_idx = batch, None, None
 
     def _record(self, connector: Any) -> None:
         if self._results:
