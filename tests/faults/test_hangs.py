@@ -99,8 +99,9 @@ def test_another_call_than_the_others() -> None:
 def test_a_call_that_one_rank_leaves_out() -> None:
     with watched_ranks(hanging.with_own_calls, 2, "left_out", "zero3") as ranks:
         found = ranks.hang()
-    assert "all_reduce (3 x float32)" in first_line(found)
-    assert "one of them left a call out" in first_line(found)
+    assert re.search(r"all_reduce (#\d+ )?\(3 x float32\)", first_line(found))
+    # On a slow machine the other rank comes to a call of another group before it is looked at; then it is known who.
+    assert re.search("one of them left a call out|rank 1 left out", first_line(found))
 
 
 def test_a_call_left_out_of_another_group() -> None:
