@@ -24,10 +24,12 @@ from trainwright.trainer.candidates import AUTO
 from trainwright.trainer.config import AUTO_TARGET
 from trainwright.trainer.launch.apart import call_apart
 from trainwright.trainer.launch.sizes import size_problems
+from trainwright.trainer.override_words import in_shell, typed
 from trainwright.trainer.planning.limits import OFFLOADS, Limits
 from trainwright.trainer.problems import ConfigError
 from trainwright.trainer.run_directory import PLAN_FILE
-from trainwright.trainer.validate import Surroundings, closed_layout, problems_before_layout, validate, world_size_of
+from trainwright.trainer.validate import problems_before_layout, validate
+from trainwright.trainer.world import Surroundings, closed_layout, world_size_of
 
 NEAR = 0.03
 """Part of a step by which predictions must differ for the faster layout to be taken before the simpler one."""
@@ -306,7 +308,7 @@ def _apply(cfg: DictConfig, candidate: Mapping[str, Any], batch: int) -> list[st
         value = OmegaConf.to_container(asked).get(key)  # type: ignore[union-attr]
         if key in node and value not in (None, {}, node[key]):
             node[key] = value
-            words.append(f"strategy.{key}={_typed(value)}")
+            words.append(f"strategy.{key}={typed(value)}")
     cfg.strategy = node
     cfg.micro_batch_size, cfg.global_batch_size = candidate["micro_batch_size"], batch
     cfg.accumulation.steps = None
@@ -346,23 +348,12 @@ def _composed(words: Sequence[str]) -> DictConfig:
     return node
 
 
-def _typed(value: Any) -> str:
-    """A value as Hydra's command line takes it."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_typed(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(_typed(each) for each in value) + "]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else str(value)
-
-
 def _choice(document: dict[str, Any], chosen: Mapping[str, Any], words: Sequence[str], limits: Limits) -> Choice:
     ranked = document["ranked"]
     lines = (
         f"strategy=auto: {_what(chosen)}: {_predicted(document, chosen)}.",
         f"because: {_why(ranked, chosen, limits)}",
-        f"the same by hand: {' '.join(_quoted(word) for word in words)}",
+        f"the same by hand: {' '.join(in_shell(word) for word in words)}",
     )
     document = {**document, "chosen": dict(chosen), "explicit": list(words), "lines": list(lines), "measured": None}
     return Choice(lines, tuple(words), document)
@@ -404,10 +395,6 @@ def _why(ranked: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any], limits:
 def _later(other: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
     slower = other["seconds"]["step"] / chosen["seconds"]["step"] - 1
     return f"{other['title']}, {100 * slower:.1f} % slower"
-
-
-def _quoted(word: str) -> str:
-    return f"'{word}'" if any(sign in word for sign in "{}[]* ") else word
 
 
 def size_text(size: float) -> str:

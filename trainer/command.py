@@ -21,7 +21,7 @@ from trainwright.trainer.launch.launcher import Launcher, detect_launcher
 from trainwright.trainer.problems import ConfigError, did_you_mean
 from trainwright.trainer.run import RunResult, launch, plan, prepare
 from trainwright.trainer.run_directory import command_words, write_command
-from trainwright.trainer.validate import VERBS, Surroundings, closed_layout
+from trainwright.trainer.world import VERBS, Surroundings, closed_layout
 
 OK, FAILED, REFUSED = 0, 1, 2
 VERIFY, LAYOUT, PLAN, CHECKPOINT = "verify", "layout", "plan", "checkpoint"

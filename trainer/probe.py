@@ -22,7 +22,7 @@ from trainwright.trainer.doctor.machine import machine_facts
 from trainwright.trainer.launch.engines import uses_engine
 from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.launcher import Launcher
-from trainwright.trainer.validate import Surroundings, num_data_ranks, world_size_of
+from trainwright.trainer.world import Surroundings, num_data_ranks, world_size_of
 
 SAFE = 0.95
 """Part of the memory that is there which the steps may take; later samples may be longer, and pieces do not fit."""

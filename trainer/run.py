@@ -29,7 +29,8 @@ from trainwright.trainer.run_directory import (
     read_config,
     write_config,
 )
-from trainwright.trainer.validate import Surroundings, resolve_devices, validate
+from trainwright.trainer.validate import validate
+from trainwright.trainer.world import Surroundings, resolve_devices
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from trainwright.trainer.check_local_updates import difference_from_one_process
 from trainwright.trainer.launch.launcher import detect_launcher
 from trainwright.trainer.problems import ConfigError
 from trainwright.trainer.run import plan
-from trainwright.trainer.validate import Surroundings, num_data_ranks, world_size_of
 from trainwright.trainer.verify_options import VerifyOptions
 from trainwright.trainer.verify_report import VerifyReport
+from trainwright.trainer.world import Surroundings, num_data_ranks, world_size_of
 
 _DEFAULTS = VerifyOptions()
 _SINGLE = {"_target_": "trainwright.strategies.single.SingleDeviceStrategy"}

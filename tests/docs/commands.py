@@ -19,7 +19,7 @@ from unittest.mock import patch
 from torch.distributed.run import get_args_parser
 
 from tests.docs.blocks import ROOT
-from trainwright.trainer import checkpoint_command, command, validate
+from trainwright.trainer import checkpoint_command, command, machine
 from trainwright.trainer.auto import is_auto
 from trainwright.trainer.check_resume import decide_resume
 from trainwright.trainer.compose import compose_checked
@@ -32,9 +32,10 @@ from trainwright.trainer.problems import ConfigError
 from trainwright.trainer.report.command import parse as parse_report
 from trainwright.trainer.run import plan
 from trainwright.trainer.sweep import expand
-from trainwright.trainer.validate import Surroundings, problems_before_layout
+from trainwright.trainer.validate import problems_before_layout
 from trainwright.trainer.verify import problems_of as problems_of_verify
 from trainwright.trainer.verify_options import take_options
+from trainwright.trainer.world import Surroundings
 
 # Programs of others that the documentation calls; nothing is said of their options.
 OTHERS = frozenset(
@@ -69,7 +70,7 @@ def problems_of(words: Sequence[str], sbatch: str = "") -> list[str]:
         return [f"{program}: no test knows this command; mark the block <!-- not run: why -->, or teach commands.py"]
     gpus = 8 if "accelerator=gpu" in words else 0
     try:
-        with patch.object(validate, "num_gpus", return_value=gpus):
+        with patch.object(machine, "num_gpus", return_value=gpus):
             return known[program]()
     except ConfigError as error:
         return list(error.problems)

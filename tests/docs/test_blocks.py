@@ -24,7 +24,7 @@ from tests.docs.commands import configured, problems_of
 from tests.docs.executed import run_blocks, run_script
 from tests.docs.project import leave_behind, write_project, write_runs
 from tests.docs.shell import commands_of, sbatch_options
-from trainwright.trainer import validate
+from trainwright.trainer import machine
 from trainwright.trainer.compose import compose_checked
 from trainwright.trainer.launch import engines
 
@@ -50,7 +50,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], P
     """The folder of somebody who follows a page, on a machine that has what the page asks for."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.syspath_prepend(str(REPOSITORY))  # python -m benchmarks.overhead
-    monkeypatch.setattr(validate, "num_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
     for kind, entry in engines._ENGINES.items():
         monkeypatch.setitem(engines._ENGINES, kind, dataclasses.replace(entry, packages=()))
     which = shutil.which

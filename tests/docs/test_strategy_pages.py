@@ -24,11 +24,13 @@ from trainwright.strategies.registry import strategy_names
 from trainwright.strategies.tensor_rules import plan_splits
 from trainwright.trainer.config import register_schema
 from trainwright.trainer.layout_report import StateRules, bytes_of_ranks
+from trainwright.trainer.planning.cost import Cut
 from trainwright.trainer.planning.experts import part_that_travels
-from trainwright.trainer.planning.facts import Cut
-from trainwright.trainer.planning.memory import StateTable, Work, share_of
 from trainwright.trainer.planning.profiles import profile_named
+from trainwright.trainer.planning.share import share_of
+from trainwright.trainer.planning.state import StateTable
 from trainwright.trainer.planning.time import bubble_of, step_time
+from trainwright.trainer.planning.work import Work
 
 ROOT = Path(__file__).parents[2]
 DOCS, YAMLS = ROOT / "docs", ROOT / "conf" / "strategy"

@@ -18,7 +18,7 @@ from tests.parity.test_strategies import bit_differences
 from trainwright.strategies.layout import Layout
 from trainwright.trainer import run
 from trainwright.trainer.compose import compose, compose_checked
-from trainwright.trainer.validate import Surroundings, closed_layout
+from trainwright.trainer.world import Surroundings, closed_layout
 
 PAGE = Path(__file__).parents[2] / "docs" / "add_a_strategy.md"
 CASE = Case("decoder-adamw", accumulation=3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.trainer.project import environment, write_project
-from trainwright.trainer import validate
+from trainwright.trainer import machine
 from trainwright.trainer.check_layout import engine_options, meta_module
 from trainwright.trainer.cli import main
 from trainwright.trainer.compose import compose
@@ -85,7 +85,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
 
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(validate, "num_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
     monkeypatch.setattr("trainwright.trainer.cli.start_forkserver", lambda: None)  # nothing is to be started
     return write_project(tmp_path)
 

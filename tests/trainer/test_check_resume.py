@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from tests.trainer.checkpoints import RANK_FILE, cut_short, flip_bit, write_checkpoint
 from tests.trainer.project import environment, run_command, write_project
 from trainwright.checkpoint import write_errors
-from trainwright.trainer import check_resume, config, partition, run, validate
+from trainwright.trainer import check_resume, config, machine, partition, run
 from trainwright.trainer.command import run_command as main
 from trainwright.trainer.compose import compose
 
@@ -27,7 +27,7 @@ RUN = "runs/mine/2026-01-01/checkpoints"
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's configuration directory beside their module, on a machine without a GPU."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(validate, "num_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
     return write_project(tmp_path)
 
 
@@ -242,9 +242,9 @@ def test_the_launching_process_needs_no_torch(conf: Path) -> None:
     write_checkpoint(f"{RUN}/step=1", 1)
     script = (
         "import sys\n"
-        "from trainwright.trainer import validate, run\n"
+        "from trainwright.trainer import machine, run\n"
         "from trainwright.trainer.compose import compose\n"
-        "validate.num_gpus = lambda: 0\n"
+        "machine.num_gpus = lambda: 0\n"
         f"cfg, problems = run.plan(compose('mine', ['resume=auto'], config_dir={str(conf)!r}), 'fit')\n"
         "assert cfg.ckpt_path.endswith('step=1'), problems\n"
         "assert not {'torch', 'lightning', 'fsspec'} & set(sys.modules)\n"

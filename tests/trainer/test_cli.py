@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.trainer.project import environment, run_command, write_project
-from trainwright.trainer import validate
+from trainwright.trainer import machine
 from trainwright.trainer.cli import main
 
 QUIET = ("monitor=none", "logger=csv", "trainer.log_every_n_steps=1")
@@ -20,7 +20,7 @@ QUIET = ("monitor=none", "logger=csv", "trainer.log_every_n_steps=1")
 
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(validate, "num_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
     return write_project(tmp_path)
 
 

@@ -17,15 +17,13 @@ from omegaconf import DictConfig, OmegaConf
 from tests.trainer.project import RECIPE, write_project
 from trainwright.strategies.layout import Layout
 from trainwright.trainer import config as schema
-from trainwright.trainer import machine, run, run_directory, validate
+from trainwright.trainer import machine, run, run_directory, world
 from trainwright.trainer.compose import choices_of, compose, compose_checked, config_loader, group_names
 from trainwright.trainer.help import description_of, field_comments, help_of_verb, overview
 from trainwright.trainer.launch.launcher import Launcher
 from trainwright.trainer.problems import ConfigError
 from trainwright.trainer.run_directory import (
     default_run_dir,
-    newest_checkpoint,
-    newest_run_with_checkpoint,
     read_config,
     write_config,
 )
@@ -57,7 +55,7 @@ SCHEMAS = [
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's configuration directory beside their module, on a machine without a GPU."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(validate, "num_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
     return write_project(tmp_path)
 
 
@@ -261,11 +259,11 @@ def test_without_a_recipe() -> None:
 
 
 def test_more_devices_than_gpus(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "num_gpus", lambda: 1)
+    monkeypatch.setattr(machine, "num_gpus", lambda: 1)
     [found] = problems(conf, "strategy=ddp", "devices=2")
     assert found == "devices=2 on a machine with one GPU; type devices=1, or accelerator=cpu"
     assert problems(conf, "strategy=ddp", "devices=2", "accelerator=cpu") == []
-    monkeypatch.setattr(validate, "num_gpus", lambda: 4)
+    monkeypatch.setattr(machine, "num_gpus", lambda: 4)
     [found] = problems(conf, "strategy=ddp", "devices=8", "accelerator=gpu")
     assert "machine with 4 GPUs; type devices=4" in found
     planned, _ = run.plan(mine(conf, "strategy=ddp", "devices=auto"), "fit")
@@ -390,7 +388,7 @@ def test_own_strategy_that_builds_on_ours(conf: Path, tmp_path: Path) -> None:
     (conf / "strategy").mkdir()
     (conf / "strategy/own.yaml").write_text("_target_: my_strategies.own.Own\n")
     (conf / "strategy/other.yaml").write_text("_target_: my_strategies.own.Other\n")
-    assert validate.layout_of(mine(conf, "strategy=own").strategy) == Layout(replicate=-1)
+    assert world.layout_of(mine(conf, "strategy=own").strategy) == Layout(replicate=-1)
     assert problems(conf, "strategy=own", *replicas) == []
     # Nobody knows whether there are replicas, so it must not be taken for a restart without a word.
     [found] = problems(conf, "strategy=other", *replicas)
@@ -480,23 +478,6 @@ def test_runs_that_start_in_the_same_second_have_directories_of_their_own(
     found = [run.prepare(mine(conf), "fit").run_dir for _ in range(3)]
     assert found == [f"runs/mine/2026-01-31_14-05-09{number}" for number in ("", "-1", "-2")]
     assert all(read_config(each).run_dir == each for each in found)
-
-
-def test_newest_checkpoint_of_the_newest_run() -> None:
-    assert newest_run_with_checkpoint("mine") is None
-    for run_name, names in (("2026-01-01", ["a.ckpt"]), ("2026-01-02", ["b.ckpt", "c.ckpt"]), ("2026-01-03", [])):
-        folder = Path("runs/mine") / run_name / "checkpoints"
-        folder.mkdir(parents=True)
-        for number, name in enumerate(names):
-            (folder / name).touch()
-            os.utime(folder / name, (number, number))
-    newest = newest_run_with_checkpoint("mine")
-    assert newest == Path("runs/mine/2026-01-02")
-    assert newest_checkpoint(newest) == newest / "checkpoints/c.ckpt"
-    (newest / "checkpoints/last.ckpt").symlink_to("b.ckpt")
-    os.utime(newest / "checkpoints/b.ckpt", (9, 9))
-    assert newest_checkpoint(newest) == newest / "checkpoints/b.ckpt"
-    assert newest_checkpoint(Path("nowhere")) is None
 
 
 def test_ckpt_path_last(conf: Path) -> None:

@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from tests.trainer.project import environment
-from trainwright.trainer import validate
+from trainwright.trainer import machine, validate
 from trainwright.trainer.cli import main
 from trainwright.trainer.compose import Composition, compose_checked
 from trainwright.trainer.deepspeed_config.document import BEGIN, END, markdown_table, with_table
@@ -30,7 +30,7 @@ from trainwright.trainer.deepspeed_config.report import Line, Report
 from trainwright.trainer.deepspeed_config.table import TABLE, key_of, names_within
 from trainwright.trainer.deepspeed_config.translate import translate
 from trainwright.trainer.deepspeed_config.typed import hydra_value
-from trainwright.trainer.validate import Surroundings
+from trainwright.trainer.world import Surroundings
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((Path(__file__).parent / "deepspeed_configs").glob("*.json"))
@@ -39,7 +39,7 @@ DOCUMENTED = (Path(__file__).parent / "deepspeed_configs" / "documented_keys.txt
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "num_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
 
 
 GPT = Recipe(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.trainer.project import run_command, write_project
 from trainwright.callbacks import inject
-from trainwright.trainer import run, validate
+from trainwright.trainer import machine, run
 from trainwright.trainer.compose import compose, compose_checked
 from trainwright.trainer.inject_words import SentenceError, make_faults, read, take_inject
 from trainwright.trainer.problems import ConfigError
@@ -18,7 +18,7 @@ from trainwright.trainer.sweep import expand
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(validate, "num_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
     return write_project(tmp_path)
 
 

@@ -17,7 +17,7 @@ from tests.parity.layouts import Texts
 from tests.trainer.project import write_project
 from trainwright.recipes.gpt import GPTModule
 from trainwright.recipes.gpt_model import GPTConfig
-from trainwright.trainer import validate
+from trainwright.trainer import machine
 from trainwright.trainer.cli import main
 from trainwright.trainer.layout_report import OptimizerStates, StateRules, bytes_of_ranks
 
@@ -107,7 +107,7 @@ def test_no_rank_ever_holds_the_whole_model(ranks, options):
 
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(validate, "num_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
     return write_project(tmp_path)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.trainer.project import command, environment, write_project
-from trainwright.trainer import validate
+from trainwright.trainer import machine
 from trainwright.trainer.cli import main
 from trainwright.trainer.verify_compare import (
     FLOOR,
@@ -36,7 +36,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(validate, "num_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
     shutil.copy(Path(__file__).with_name("faulty.py"), tmp_path)
     return write_project(tmp_path)
 

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainwright.trainer.launch.launcher import detect_launcher
-from trainwright.trainer.validate import resolve_devices
+from trainwright.trainer.world import resolve_devices
 
 # The choice of the group with the fewest arguments, all of which every optimizer takes.
 LEAST_OPTIMIZER = "adagrad"

@@ -26,7 +26,7 @@ from trainwright.trainer.launch.records import Beginning, read_result
 from trainwright.trainer.launch.restart_log import RestartLog
 from trainwright.trainer.launch.restarts import RestartPolicy, Setback, Stop
 from trainwright.trainer.launch.supervisor import Ended, Monitor
-from trainwright.trainer.validate import Surroundings, closed_layout
+from trainwright.trainer.world import Surroundings, closed_layout
 
 # Seconds between two looks at the mailbox; ends of processes are noticed at once.
 _LOOK_SECONDS = 0.1

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.trainer.candidates import AUTO
-from trainwright.trainer.validate import Surroundings, num_data_ranks, validate
+from trainwright.trainer.validate import validate
+from trainwright.trainer.world import Surroundings, num_data_ranks
 
 
 def resized(cfg: DictConfig, devices: int, samples: int | None, nodes: int = 1) -> DictConfig:

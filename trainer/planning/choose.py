@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.strategies.communication.advice import best_bucket_bytes
 from trainwright.strategies.hybrid_rules import micro_batches_for
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.pipeline.schedules import stages_per_rank_of
-from trainwright.trainer.planning.facts import Cut, FactsError
+from trainwright.trainer.planning.cost import Cut
 from trainwright.trainer.planning.limits import Limits
-from trainwright.trainer.planning.memory import Held, Work, held_by, in_flight
-from trainwright.trainer.planning.profiles import DeviceProfile, LinkProfile, profile_of
-from trainwright.trainer.planning.search import USABLE, Candidate, Plan, Searched, held_at_step, plan
-from trainwright.trainer.planning.sending import average_by, prefetch
+from trainwright.trainer.planning.memory import Held
+from trainwright.trainer.planning.plan import Candidate, Plan
+from trainwright.trainer.planning.profiles import profile_of, shared_by
+from trainwright.trainer.planning.search import plan
+from trainwright.trainer.planning.searched import Searched
+from trainwright.trainer.planning.sending import average_by, bucket_mib, prefetch
+from trainwright.trainer.planning.sizes import divisors_of
 from trainwright.trainer.planning.table import as_dict, candidate_as_dict, extras, reasons
-from trainwright.trainer.planning.time import StepTime, link_of, step_time
+from trainwright.trainer.planning.time import StepTime
+from trainwright.trainer.planning.without_memory import FactsError
+from trainwright.trainer.planning.work import Work
 from trainwright.trainer.problems import ConfigError
-from trainwright.trainer.validate import Surroundings, closed_layout
-
-_MIB = 2**20
-# Bytes; smaller buckets cost more in calls than the model of links knows.
-_LEAST_BUCKET = 2**18
-# Of ZeRO: one that is packed, and those on their way.
-_BUCKETS_AT_ONCE = 3
+from trainwright.trainer.world import Surroundings, closed_layout
 
 
 def ranked_layouts(asked: dict[str, Any], limits: Limits) -> dict[str, Any]:
@@ -58,31 +55,6 @@ def _sending(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def bucket_mib(plan: Plan, candidate: Candidate) -> float | None:
-    """The size of buckets of gradients for which a step waits least over the links of the profile, in MiB.
-
-    Small ones leave little to send when backward has ended, large ones pay latency less often, see
-    :func:`~trainwright.strategies.communication.advice.best_bucket_bytes`. ZeRO packs gradients into some of them at
-    once, for which there must be memory.
-
-    Args:
-        plan: of the candidate.
-        candidate: of its layouts.
-
-    Returns:
-        None where gradients are not sent in buckets: one rank, stage 3, layouts that cut the module.
-    """
-    if candidate.strategy not in ("ddp", "zero1", "zero2"):
-        return None
-    axis = "replicate" if candidate.strategy == "ddp" else "state"
-    size = 4.0 * plan.parameters
-    best = max(best_bucket_bytes(link_of(plan.profile, candidate.layout, axis), size), _LEAST_BUCKET)
-    if candidate.strategy != "ddp":
-        free = max(USABLE * plan.profile.memory_bytes - candidate.memory.total, 0.0)
-        best = min(best, candidate.work.bucket_bytes + free / _BUCKETS_AT_ONCE)
-    return float(f"{best / _MIB:.3g}")
-
-
 def largest_micro_batch(asked: dict[str, Any], most: int | None = None) -> dict[str, Any]:
     """The largest micro-batch with which the layout of a configuration fits.
 
@@ -111,14 +83,9 @@ def largest_micro_batch(asked: dict[str, Any], most: int | None = None) -> dict[
     sizes = [size for size in _sizes(samples, parts) if most is None or size <= most]
     for size in sizes:
         work = _work(cfg, layout, size // parts, samples // size, parts)
-        held = _held(searched, work, cost)
-        if held.total <= searched.capacity and held.host <= searched.profile.host_memory_bytes:
-            seconds = step_time(searched.table, cost, work, searched.shares(work), searched.profile, cfg.precision)
-            chosen = Candidate(
-                _name(cfg), work, cut, held, seconds, cfg.global_batch_size,
-                at_step=held_at_step(searched.table, cost, work, searched.shares(work)),
-            )  # fmt: skip
-            document = _document(searched, chosen, above)
+        held = searched.held(work, cost)
+        if searched.fits(held):
+            document = _document(searched, searched.candidate(_name(cfg), work, cut, cost, held), above)
             if above is None and most is not None:
                 document["why"] = "larger ones did not fit when they were tried."
             return {**document, "smaller": [each for each in sizes if each < size]}
@@ -154,7 +121,7 @@ def predicted_step(asked: dict[str, Any]) -> StepTime:
         cost = searched.facts.of(_cut(cfg, layout))
     except FactsError as error:
         raise ConfigError([str(error)]) from error
-    return step_time(searched.table, cost, work, searched.shares(work), searched.profile, cfg.precision)
+    return searched.time_of(work, cost)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -168,37 +135,8 @@ def _on_this_machine(asked: dict[str, Any]) -> DictConfig:
         profile = profile_of(cfg)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
-    cfg.device = asdict(_shared_by(profile, cfg.devices))
+    cfg.device = asdict(shared_by(profile, cfg.devices))
     return cfg
-
-
-def _shared_by(profile: DeviceProfile, ranks: int) -> DeviceProfile:
-    """A profile for nodes of so many ranks. Where these are more than cores, they share them and their memory.
-
-    One that was measured with more ranks than cores is of such shares; fewer ranks have larger ones, up to a core each.
-    """
-    most = max(profile.devices_per_node, 1)
-    profile = replace(profile, devices_per_node=ranks)
-    part = min(most / ranks, 1 / profile.share)
-    if part == 1 or not profile.is_cpu:
-        return profile
-    return replace(
-        profile,
-        memory_bytes=int(most / ranks * profile.memory_bytes),
-        host_memory_bytes=int(most / ranks * profile.host_memory_bytes),
-        flops={kind: part * each for kind, each in profile.flops.items()},
-        memory_bandwidth=part * profile.memory_bandwidth,
-        operation_seconds=profile.operation_seconds / part,
-        gather_seconds=profile.gather_seconds / part,
-        within=_slowed(profile.within, part),
-        across=_slowed(profile.across, part),
-        share=part * profile.share,
-    )
-
-
-def _slowed(link: LinkProfile, part: float) -> LinkProfile:
-    """Cores carry messages, too."""
-    return LinkProfile(link.latency / part, link.bandwidth * part, link.call / part)
 
 
 def _told(plan: Plan, candidate: Candidate) -> dict[str, Any]:
@@ -222,7 +160,7 @@ def _document(searched: Searched, chosen: Candidate, above: tuple[int, Held] | N
         global_batch_size=cfg.global_batch_size,
         ranked=(chosen,),
         refused=(),
-        parameters=sum(parameter.numel() for parameter in searched.module.parameters()),
+        parameters=searched.parameters,
     )
     why, following = "all samples of a rank fit at once", None
     if above is not None:
@@ -271,9 +209,7 @@ def _sizes(samples: int, parts: int) -> list[int]:
                 f"strategy.micro_batches={parts}; type another global_batch_size"
             ]
         )
-    rest = samples // parts
-    small = [d for d in range(1, math.isqrt(rest) + 1) if rest % d == 0]
-    return [parts * d for d in sorted({*small, *(rest // d for d in small)}, reverse=True)]
+    return [parts * size for size in reversed(divisors_of(samples // parts))]
 
 
 def _work(cfg: DictConfig, layout: Layout, micro_batch: int, rounds: int, parts: int) -> Work:
@@ -294,19 +230,6 @@ def _work(cfg: DictConfig, layout: Layout, micro_batch: int, rounds: int, parts:
         bool(strategy.get("no_sync_accumulation")),
         prefetch=strategy.get("prefetch"),
     )
-
-
-def _held(searched: Searched, work: Work, cost: Any) -> Held:
-    pipeline, shares = work.layout.pipeline, searched.shares(work)
-    places = (0, pipeline - 1) if pipeline > 1 else (0,)
-    found = [
-        held_by(
-            searched.table, cost, work, share,
-            in_flight(work.schedule, pipeline, work.stages_per_rank, work.parts, place),
-        )
-        for share, place in zip(shares, places, strict=True)
-    ]  # fmt: skip
-    return max(found, key=lambda held: held.total)
 
 
 def _name(cfg: DictConfig) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from html import escape
 from itertools import islice
 
-from trainwright.trainer.planning.search import USABLE, Candidate, Plan
-from trainwright.trainer.planning.table import SHOWN, command_of, extras, grouped, headline, utilization
+from trainwright.trainer.planning.memory import KINDS
+from trainwright.trainer.planning.plan import USABLE, Candidate, Plan
+from trainwright.trainer.planning.table import SHOWN, cells_of, command_of, grouped, headline
 
 _GIB = 2**30
-_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 _TIMES = ("compute", "exposed", "bubble", "optimizer")
 _TIME_NAMES = {
     "compute": "computing",
@@ -19,6 +19,9 @@ _TIME_NAMES = {
 }
 # Apart from each other for eyes that see no red or green, on white and on black (Okabe and Ito, 2008).
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#8c8c8c")
+_COLUMNS = (
+    "#", "layout", "s/step", "samples/s", "MFU", "waits", "bubble", "GiB", "micro-batch", "accumulation", "with",
+)  # fmt: skip
 _WIDTH, _ROW, _BAR, _LEFT = 720, 34, 18, 250
 _MOST_RANKS = 64
 
@@ -50,15 +53,15 @@ def as_page(plan: Plan) -> str:
             _key([_TIME_NAMES[name] for name in _TIMES]),
             _bars(shown, [[getattr(each.time, name) for name in _TIMES] for each in shown], "s", None),
             "<h2>GiB of the fullest rank</h2>",
-            _key(_KINDS),
+            _key(KINDS),
             _bars(
                 shown,
-                [[getattr(each.memory, kind) / _GIB for kind in _KINDS] for each in shown],
+                [[getattr(each.memory, kind) / _GIB for kind in KINDS] for each in shown],
                 "GiB",
                 USABLE * plan.profile.memory_bytes / _GIB,
             ),
             f"<h2>Ranks of the first</h2>{_grid(shown[0])}",
-            f"<h2>To type for the first</h2><code>{escape(command_of(plan, shown[0]))}</code>",
+            f"<h2>To type for the first</h2><code>{escape(command_of(shown[0]))}</code>",
             "<h2>The first layouts</h2>",
             _table(plan, shown),
         ]
@@ -141,37 +144,11 @@ def _grid(candidate: Candidate) -> str:
 
 
 def _table(plan: Plan, shown: tuple[Candidate, ...]) -> str:
-    head = (
-        "#",
-        "layout",
-        "s/step",
-        "samples/s",
-        "MFU",
-        "waits",
-        "bubble",
-        "GiB",
-        "micro-batch",
-        "accumulation",
-        "with",
-    )
     rows = []
     for number, each in enumerate(shown, 1):
-        time = each.time
-        cells = (
-            str(number),
-            each.title,
-            f"{time.total:.3g}",
-            f"{each.samples_per_second:.4g}",
-            f"{100 * utilization(plan, each):.0f} %",
-            f"{100 * time.exposed / time.total:.0f} %",
-            f"{100 * time.bubble / time.total:.0f} %",
-            f"{each.memory.total / _GIB:.1f}",
-            str(each.work.micro_batch),
-            f"{each.accumulation}" if each.work.parts == 1 else f"{each.accumulation} x {each.work.parts}",
-            ", ".join(extras(each)),
-        )
+        cells = (str(number), *cells_of(plan, each))
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    header = "".join(f'<th scope="col">{name}</th>' for name in head)
+    header = "".join(f'<th scope="col">{name}</th>' for name in _COLUMNS)
     return f'<div class="scroll"><table><tr>{header}</tr>{"".join(rows)}</table></div>'
 
 

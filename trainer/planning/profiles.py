@@ -186,6 +186,39 @@ def _numbers(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [*found, *((key, values.get(key) or 0.0) for key in ("operation_seconds", "gather_seconds"))]
 
 
+def shared_by(profile: DeviceProfile, ranks: int) -> DeviceProfile:
+    """A profile for nodes of so many ranks. Where these are more than cores, they share them and their memory.
+
+    One that was measured with more ranks than cores is of such shares; fewer ranks have larger ones, up to a core each.
+
+    Args:
+        profile: of the devices of this machine.
+        ranks: that run on it.
+    """
+    most = max(profile.devices_per_node, 1)
+    profile = replace(profile, devices_per_node=ranks)
+    part = min(most / ranks, 1 / profile.share)
+    if part == 1 or not profile.is_cpu:
+        return profile
+    return replace(
+        profile,
+        memory_bytes=int(most / ranks * profile.memory_bytes),
+        host_memory_bytes=int(most / ranks * profile.host_memory_bytes),
+        flops={kind: part * each for kind, each in profile.flops.items()},
+        memory_bandwidth=part * profile.memory_bandwidth,
+        operation_seconds=profile.operation_seconds / part,
+        gather_seconds=profile.gather_seconds / part,
+        within=_slowed(profile.within, part),
+        across=_slowed(profile.across, part),
+        share=part * profile.share,
+    )
+
+
+def _slowed(link: LinkProfile, part: float) -> LinkProfile:
+    """Cores carry messages, too."""
+    return LinkProfile(link.latency / part, link.bandwidth * part, link.call / part)
+
+
 def profile_named(name: str) -> DeviceProfile:
     """A profile of the package by the name of its file.
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +32,7 @@ from trainwright.strategies.blocks import checkpoint_activations
 from trainwright.strategies.engines import EngineOptions, Engines
 from trainwright.strategies.gathering import gather_ahead, parameter_groups
 from trainwright.strategies.groups import LayoutGroups
+from trainwright.strategies.hybrid_rules import cuts_module
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.pipeline.form import Form, take_apart
 from trainwright.strategies.pipeline.gates import Gates, StagePass
@@ -41,10 +41,20 @@ from trainwright.strategies.reducer import GradientReducer
 from trainwright.strategies.shards import ParameterShard
 from trainwright.trainer.check_layout import build_on_meta
 from trainwright.trainer.planning.experts import assume_routing
-from trainwright.trainer.planning.facts import LiveCounter, autocast_of, default_dtype, fake_world, quiet
-from trainwright.trainer.planning.memory import Held, Work, bucket_bytes, in_flight, moments
+from trainwright.trainer.planning.live import LiveCounter, local
+from trainwright.trainer.planning.memory import Held, moments
 from trainwright.trainer.planning.order import FORWARD, INPUTS, Action, actions_of, until_fullest
-from trainwright.trainer.planning.search import Candidate, Searched
+from trainwright.trainer.planning.plan import Candidate
+from trainwright.trainer.planning.searched import Searched
+from trainwright.trainer.planning.without_memory import (
+    autocast_of,
+    default_dtype,
+    fake_world,
+    loss_of,
+    quiet,
+    without_trainer,
+)
+from trainwright.trainer.planning.work import Work, bucket_bytes
 
 WITHIN = 0.05
 """Part by which counted and predicted bytes may differ."""
@@ -171,9 +181,8 @@ def _predicted(searched: Searched, candidate: Candidate, place: int) -> Held:
     """What a rank holds at its fullest moment before the optimizer steps."""
     work = candidate.work
     cost = searched.facts.near(candidate.cut)
-    live = in_flight(work.schedule, work.layout.pipeline, work.stages_per_rank, work.parts, place)
     share = next(share for share in searched.shares(work) if share.place == place)
-    found = moments(searched.table, cost, work, share, live)
+    found = moments(searched.table, cost, work, share)
     return max(found[:-1], key=lambda held: held.total)
 
 
@@ -215,7 +224,6 @@ class _Rank:
         # Asked before there is a world: it has one of its own.
         form = self._searched.facts.handed_on(self._cut, work.micro_batch) if work.has_pipeline else None
         with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings(action="ignore"))
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(quiet())
             stack.enter_context(default_dtype(precision))
@@ -224,7 +232,7 @@ class _Rank:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             step.to_empty(device="cpu")
             counter = LiveCounter()
-            counter.watch([_local(parameter) for parameter in step.parameters()])
+            counter.watch([local(parameter) for parameter in step.parameters()])
             with counter:
                 averaging = _Averaging(step, work, self._shards())
                 run: Callable[[bool], None] = _Pass(self, step, averaging)
@@ -234,7 +242,7 @@ class _Rank:
                     counter.reset_peak()
                     with contextlib.nullcontext() if ends else averaging.unfinished():
                         run(begins)
-            return counter.peak, sum(_bytes_of(_local(parameter)) for parameter in step.parameters())
+            return counter.peak, sum(local(parameter).nbytes for parameter in step.parameters())
 
     # ---- what it holds ----------------------------------------------------------------------------------------------
 
@@ -244,7 +252,7 @@ class _Rank:
         groups = LayoutGroups(work.layout, "cpu")
         self._mesh = groups.mesh(("replicate",), ("shard", "context"))
         self._expert_mesh = groups.mesh(("replicate",), ("expert_shard",)) if work.layout.expert > 1 else self._mesh
-        module.__dict__["log"] = module.__dict__["log_dict"] = lambda *args, **kwargs: None
+        without_trainer(module)
         if self._searched.cfg.precision == "bf16-true":
             module.to(torch.bfloat16)
         blocks = {name: module.get_submodule(name) for name in self._searched.facts.blocks}
@@ -259,8 +267,7 @@ class _Rank:
 
     @property
     def _is_cut(self) -> bool:
-        layout = self._work.layout
-        return layout.pipeline * layout.tensor * layout.context * layout.expert > 1
+        return cuts_module(self._work.layout)
 
     def _cut_module(self, groups: LayoutGroups) -> Engines:
         module, cut, work, said = self._module, self._cut, self._work, self._searched.said
@@ -347,15 +354,6 @@ def _micro_batches(work: Work) -> list[tuple[bool, bool]]:
     if work.rounds > 1:  # those that follow find what the second finds
         return [(True, False), (False, True)]
     return [(True, True)] * (1 if work.has_pipeline else 2)  # the first step leaves gradients that the second finds
-
-
-def _local(parameter: Tensor) -> Tensor:
-    local: Tensor = getattr(parameter, "_local_tensor", parameter)
-    return local
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _call(function: Callable[[], Any]) -> Any:
@@ -447,7 +445,7 @@ class _Averaging:
 
 
 def _reducer(shards: Sequence[ParameterShard], work: Work) -> GradientReducer:
-    whole = sum(_bytes_of(shard.parameter) for shard in shards)
+    whole = sum(shard.parameter.nbytes for shard in shards)
     return GradientReducer(shards, shards[0].mesh, int(bucket_bytes(work, whole)))
 
 
@@ -469,7 +467,7 @@ class _Pass:
 
     def __call__(self, begins: bool) -> None:
         """Run; gradients of the step before are dropped after forward, as Lightning does, if a step begins."""
-        loss = _loss_of(self._rank.forward(self._step))
+        loss = loss_of(self._rank.forward(self._step))
         if begins:
             self._averaging.zero()
         loss.backward()
@@ -516,7 +514,7 @@ class _PipelinePass:
             output = self._rank.forward(self._step)
         finally:
             self._gates.current = None
-        outputs = (_loss_of(output),) if run.is_last else take_apart(output, self._names[run.span.stop - 1])[1]
+        outputs = (loss_of(output),) if run.is_last else take_apart(output, self._names[run.span.stop - 1])[1]
         self._waiting[stage, part] = outputs, leaves
 
     def _backward(self, stage: int, part: int) -> None:
@@ -525,8 +523,3 @@ class _PipelinePass:
         torch.autograd.backward(wanted, [torch.empty_like(output) for output in wanted])
         for leaf in leaves:
             leaf.grad = None  # sent
-
-
-def _loss_of(output: Any) -> Tensor:
-    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
-    return loss

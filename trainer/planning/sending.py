@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
-from trainwright.strategies.communication.advice import FASTER, Link
+from trainwright.strategies.communication.advice import FASTER, Link, best_bucket_bytes
 from trainwright.strategies.communication.ahead import BlockTimes, best_depth
 from trainwright.strategies.communication.options import HIERARCHICAL, copies_of_a_node
 from trainwright.strategies.layout import Layout
+from trainwright.trainer.planning.plan import USABLE, Candidate, Plan
 from trainwright.trainer.planning.profiles import DeviceProfile
-from trainwright.trainer.planning.search import USABLE, Candidate, Plan
 from trainwright.trainer.planning.time import collective, link_of
+
+_MIB = 2**20
+# Bytes; smaller buckets cost more in calls than the model of links knows.
+_LEAST_BUCKET = 2**18
+# Of ZeRO: one that is packed, and those on their way.
+_BUCKETS_AT_ONCE = 3
+
+
+def bucket_mib(plan: Plan, candidate: Candidate) -> float | None:
+    """The size of buckets of gradients for which a step waits least over the links of the profile, in MiB.
+
+    Small ones leave little to send when backward has ended, large ones pay latency less often, see
+    :func:`~trainwright.strategies.communication.advice.best_bucket_bytes`. ZeRO packs gradients into some of them at
+    once, for which there must be memory.
+
+    Args:
+        plan: of the candidate.
+        candidate: of its layouts.
+
+    Returns:
+        None where gradients are not sent in buckets: one rank, stage 3, layouts that cut the module.
+    """
+    if candidate.strategy not in ("ddp", "zero1", "zero2"):
+        return None
+    axis = "replicate" if candidate.strategy == "ddp" else "state"
+    size = 4.0 * plan.parameters
+    best = max(best_bucket_bytes(link_of(plan.profile, candidate.layout, axis), size), _LEAST_BUCKET)
+    if candidate.strategy != "ddp":
+        free = max(USABLE * plan.profile.memory_bytes - candidate.memory.total, 0.0)
+        best = min(best, candidate.work.bucket_bytes + free / _BUCKETS_AT_ONCE)
+    return float(f"{best / _MIB:.3g}")
 
 
 def average_by(plan: Plan, candidate: Candidate) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -11,27 +10,15 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from trainwright.trainer.planning.search import USABLE, Candidate, Plan, Refusal
+from trainwright.trainer.override_words import in_shell
+from trainwright.trainer.planning.memory import KINDS
+from trainwright.trainer.planning.plan import USABLE, Candidate, Plan, Refusal
 
 SHOWN = 10
 _SHOWN_REASONS, _SHOWN_NAMES = 6, 3
 # More columns than any table has.
 _NO_WIDTH = 10_000
-_GIB, _MIB = 2**30, 2**20
-_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
-
-
-def as_text(plan: Plan, width: int | None = None) -> str:
-    """The whole answer of `trainwright plan`.
-
-    Args:
-        plan: what was found.
-        width: columns, at the least; None: as many as the tables need.
-    """
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    print_plan(plan, console)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text
+_GIB = 2**30
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -46,7 +33,7 @@ def print_plan(plan: Plan, console: Console) -> None:
             console.print(table)
         console.print("\nwhat to type for the first:", style="bold")
         assert plan.best is not None
-        console.print(f"  {command_of(plan, plan.best)}", soft_wrap=True, markup=False)
+        console.print(f"  {command_of(plan.best)}", soft_wrap=True, markup=False)
     for note in plan.notes:
         console.print(f"\n{note}", soft_wrap=True, markup=False)
     if plan.refused:
@@ -72,13 +59,9 @@ def headline(plan: Plan) -> list[str]:
     ]
 
 
-def command_of(plan: Plan, candidate: Candidate) -> str:
+def command_of(candidate: Candidate) -> str:
     """The overrides of a candidate in one line."""
-    return " ".join(_quoted(word) for word in candidate.overrides)
-
-
-def _quoted(word: str) -> str:
-    return f"'{word}'" if any(sign in word for sign in "{}[] ") else word
+    return " ".join(in_shell(word) for word in candidate.overrides)
 
 
 def _layouts(plan: Plan) -> Table:
@@ -89,21 +72,25 @@ def _layouts(plan: Plan) -> Table:
         table.add_column(name, justify="right", overflow="fold")
     table.add_column("with")
     for number, each in enumerate(plan.ranked[:SHOWN], 1):
-        time = each.time
-        table.add_row(
-            str(number),
-            each.title,
-            f"{time.total:.3g}",
-            f"{each.samples_per_second:.4g}",
-            f"{100 * utilization(plan, each):.0f} %",
-            f"{100 * time.exposed / time.total:.0f} %",
-            f"{100 * time.bubble / time.total:.0f} %",
-            f"{each.memory.total / _GIB:.1f}",
-            str(each.work.micro_batch),
-            str(each.accumulation) if each.work.parts == 1 else f"{each.accumulation} x {each.work.parts}",
-            ", ".join(extras(each)),
-        )
+        table.add_row(str(number), *cells_of(plan, each))
     return table
+
+
+def cells_of(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
+    """A row of the table of layouts, behind its number: what the candidate is, takes and needs, for people."""
+    time, work = candidate.time, candidate.work
+    return (
+        candidate.title,
+        f"{time.total:.3g}",
+        f"{candidate.samples_per_second:.4g}",
+        f"{100 * utilization(plan, candidate):.0f} %",
+        f"{100 * time.exposed / time.total:.0f} %",
+        f"{100 * time.bubble / time.total:.0f} %",
+        f"{candidate.memory.total / _GIB:.1f}",
+        str(work.micro_batch),
+        str(candidate.accumulation) if work.parts == 1 else f"{candidate.accumulation} x {work.parts}",
+        ", ".join(extras(candidate)),
+    )
 
 
 def extras(candidate: Candidate) -> list[str]:
@@ -119,8 +106,7 @@ def extras(candidate: Candidate) -> list[str]:
 
 def utilization(plan: Plan, candidate: Candidate) -> float:
     """Model operations per second as a part of what the devices can do at most."""
-    profile = plan.profile
-    peak = profile.flops_at(plan.precision) / profile.efficiency * plan.world_size
+    peak = plan.profile.peak_at(plan.precision) * plan.world_size
     return candidate.time.flops / candidate.time.total / peak
 
 
@@ -132,12 +118,12 @@ def _details(plan: Plan) -> Table:
         title="\nGiB of the fullest rank at its fullest moment, and seconds of waiting (of sending) by axis in a step",
     )  # fmt: skip
     table.add_column("#", justify="right")
-    for name in (*_KINDS, "moment"):
+    for name in (*KINDS, "moment"):
         table.add_column(name, justify="right", overflow="fold")
     for axis in axes:
         table.add_column(axis, justify="right", overflow="fold")
     for number, each in enumerate(shown, 1):
-        memory = [f"{getattr(each.memory, kind) / _GIB:.1f}" for kind in _KINDS]
+        memory = [f"{getattr(each.memory, kind) / _GIB:.1f}" for kind in KINDS]
         waits = [_wait(each, axis) for axis in axes]
         table.add_row(str(number), *memory, each.memory.moment, *waits)
     return table
@@ -227,7 +213,7 @@ def candidate_as_dict(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "samples_per_second": candidate.samples_per_second,
         "mfu": utilization(plan, candidate),
         "bytes": {
-            **{kind: getattr(memory, kind) for kind in _KINDS},
+            **{kind: getattr(memory, kind) for kind in KINDS},
             "host": memory.host,
             "total": memory.total,
             "moment": memory.moment,

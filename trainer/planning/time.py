@@ -14,9 +14,11 @@ from trainwright.strategies.communication.advice import Link, overlapped
 from trainwright.strategies.communication.costs import least_bytes
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.pipeline.schedules import CHOICES
-from trainwright.trainer.planning.facts import Part, Pass
-from trainwright.trainer.planning.memory import Share, StateTable, UnitState, Work, share_of, state_of
+from trainwright.trainer.planning.cost import Part, Pass
 from trainwright.trainer.planning.profiles import DeviceProfile
+from trainwright.trainer.planning.share import Share, share_of
+from trainwright.trainer.planning.state import StateTable, UnitState, state_of
+from trainwright.trainer.planning.work import Work
 
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "send": 0}
 # Of the seconds that a collective is hidden behind computing, the part by which the two slow each other down: mean
@@ -25,7 +27,6 @@ _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 
 _INTERFERENCE = 0.19
 # Schedules whose sends torch waits for right away; the others run while the next micro-batch computes.
 _WAITS_FOR_SENDS = ("gpipe", "1f1b")
-# Attributes by which modules call the experts that a token goes to.
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def step_time(
     traffic: dict[str, Traffic] = {}
     _add(traffic, _within_passes(cost, work, share, profile, micro_batches))
     _add(traffic, _of_pipeline(cost, work, profile, compute))
-    _add(traffic, _of_state(work, blocks, outside, heaviest, passes, profile, len(share.stages)))
+    _add(traffic, _of_state(work, blocks, outside, heaviest, passes, profile))
     update = _update(work, blocks + outside, profile)
     if profile.share < 1 and work.has_pipeline:
         rest = update + sum(each.exposed for each in traffic.values())
@@ -219,9 +220,7 @@ class _Passes:
     def __init__(self, cost: Pass, work: Work, share: Share, profile: DeviceProfile, precision: str) -> None:
         self.share = share
         flops = profile.flops_at(precision)
-        parts = [(cost.blocks[kind], count) for kind, count in share.blocks.items()]
-        parts += [(cost.before, 1)] if share.has_first else []
-        parts += [(cost.after, 1)] if share.has_last else []
+        parts = _parts_of(cost, share)
         samples = work.micro_batch
         width = profile.memory_bandwidth
         self.forward = samples * sum(count * part.flops for part, count in parts) / flops
@@ -238,6 +237,14 @@ class _Passes:
     @property
     def seconds(self) -> float:
         return self.forward + self.backward
+
+
+def _parts_of(cost: Pass, share: Share) -> list[tuple[Part, int]]:
+    """The parts of a pass that a rank runs, each with how often."""
+    parts = [(cost.blocks[kind], count) for kind, count in share.blocks.items()]
+    parts += [(cost.before, 1)] if share.has_first else []
+    parts += [(cost.after, 1)] if share.has_last else []
+    return parts
 
 
 def _with_starting(work: float, starting: float, profile: DeviceProfile) -> float:
@@ -260,11 +267,8 @@ def _within_passes(
 ) -> dict[str, Traffic]:
     """What blocks send along the tensor, the context and the expert axis; computing waits for all of it."""
     traffic: dict[str, Traffic] = {}
-    parts: list[tuple[Part, int]] = [(cost.blocks[kind], count) for kind, count in share.blocks.items()]
-    parts += [(cost.before, 1)] if share.has_first else []
-    parts += [(cost.after, 1)] if share.has_last else []
     links = {axis: link_of(profile, work.layout, axis) for axis in ("tensor", "context", "expert")}
-    for part, count in parts:
+    for part, count in _parts_of(cost, share):
         for (name, kind), sent in part.sent.items():
             axis = "expert" if name == "context-expert" else name  # where these are the same ranks
             if axis not in links:
@@ -303,7 +307,6 @@ def _of_state(
     heaviest: UnitState,
     passes: _Passes,
     profile: DeviceProfile,
-    stages: int,
 ) -> dict[str, Traffic]:
     """Gradients, and parameters that are gathered, along the shard and the replicate axis."""
     layout, state = work.layout, blocks + outside

@@ -12,7 +12,8 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from trainwright.trainer.planning.page import as_page
-from trainwright.trainer.planning.search import Plan, plan
+from trainwright.trainer.planning.plan import Plan
+from trainwright.trainer.planning.search import plan
 from trainwright.trainer.planning.table import as_dict, print_plan
 from trainwright.trainer.problems import ConfigError
 

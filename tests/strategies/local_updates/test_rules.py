@@ -15,10 +15,11 @@ from trainwright import DiLoCoStrategy, LocalSGDStrategy, compose
 from trainwright.strategies.local_updates.fragments import fragment_of
 from trainwright.strategies.local_updates.schedule import Schedule
 from trainwright.trainer.check_local_updates import local_update_refusals_of_module
-from trainwright.trainer.validate import Surroundings, validate
+from trainwright.trainer.validate import validate
 from trainwright.trainer.verify import problems_of
 from trainwright.trainer.verify_options import VerifyOptions
 from trainwright.trainer.worker import build_trainer
+from trainwright.trainer.world import Surroundings
 
 REFUSED: list[tuple[list[str], tuple[str, ...]]] = [
     (["strategy=local_sgd", "strategy.sync_every=0"], ("strategy.sync_every=0", "at least 1")),

@@ -21,9 +21,13 @@ from trainwright.strategies.hybrid_rules import micro_batches_for
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.pipeline.schedules import stages_per_rank_of
 from trainwright.strategies.plan import ModelPlan
+from trainwright.trainer.planning.cost import Cut
 from trainwright.trainer.planning.experts import EVEN, Routing, part_that_travels
-from trainwright.trainer.planning.facts import Cut, ModelFacts
-from trainwright.trainer.planning.memory import Held, StateTable, Work, in_flight, moments, share_of
+from trainwright.trainer.planning.facts import ModelFacts
+from trainwright.trainer.planning.memory import Held, moments
+from trainwright.trainer.planning.share import share_of
+from trainwright.trainer.planning.state import StateTable
+from trainwright.trainer.planning.work import Work
 
 
 @dataclass
@@ -193,8 +197,7 @@ class Predictor:
         found = []
         for rank in range(layout.pipeline):
             share = share_of(kinds, spans, layout.pipeline, schedule, rank)
-            live = in_flight(schedule, layout.pipeline, per_rank, parts, rank)
-            found.append(moments(self.table, cost, work, share, live))
+            found.append(moments(self.table, cost, work, share))
         return found
 
     def layout_of(self, case: LayoutCase, world_size: int) -> Layout:

@@ -13,11 +13,12 @@ from omegaconf import DictConfig
 from trainwright.trainer.cli import main
 from trainwright.trainer.compose import compose
 from trainwright.trainer.planning import prove as proving
-from trainwright.trainer.planning.facts import LiveCounter
-from trainwright.trainer.planning.memory import in_flight
+from trainwright.trainer.planning.in_flight import in_flight
+from trainwright.trainer.planning.live import LiveCounter
 from trainwright.trainer.planning.order import BACKWARD, FORWARD, actions_of, until_fullest
+from trainwright.trainer.planning.plan import Candidate
 from trainwright.trainer.planning.prove import Proof, prove
-from trainwright.trainer.planning.search import Candidate, plan
+from trainwright.trainer.planning.search import plan
 
 DENSE = ("recipe=llama_3d", "devices=4", "device=cpu", "accelerator=cpu", "global_batch_size=16")
 EXPERTS = ("recipe=moe", "devices=4", "device=cpu", "accelerator=cpu", "precision=bf16-mixed", "module.meta=true")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
 from functools import cache
@@ -11,21 +12,24 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from rich.console import Console
 
 from tests.trainer.project import write_project
 from trainwright.callbacks.throughput import Throughput
 from trainwright.strategies.layout import Layout
-from trainwright.trainer import machine, validate
+from trainwright.trainer import machine
 from trainwright.trainer.cli import main
 from trainwright.trainer.compose import compose
 from trainwright.trainer.doctor.profile import to_yaml
-from trainwright.trainer.planning.facts import Cut, FactsError, ModelFacts
-from trainwright.trainer.planning.memory import _simulated as simulated
-from trainwright.trainer.planning.memory import in_flight
+from trainwright.trainer.planning.cost import Cut
+from trainwright.trainer.planning.facts import ModelFacts
+from trainwright.trainer.planning.in_flight import in_flight, passes_of
+from trainwright.trainer.planning.plan import Plan
 from trainwright.trainer.planning.profiles import MEASURED, profile_from, profile_named, profile_of, profile_of_gpu
-from trainwright.trainer.planning.search import Plan, plan
-from trainwright.trainer.planning.table import as_text
+from trainwright.trainer.planning.search import plan
+from trainwright.trainer.planning.table import print_plan
 from trainwright.trainer.planning.time import bubble_of, collective, link_of
+from trainwright.trainer.planning.without_memory import FactsError
 from trainwright.trainer.run import plan as checked
 from trainwright.trainer.worker import build_trainer
 
@@ -132,7 +136,7 @@ def test_passes_in_flight_are_those_of_torchs_order(schedule: str, ranks: int, p
     for rank in range(ranks):
         computed = in_flight(schedule, ranks, stages, parts, rank)
         if stages == 2:
-            assert computed == simulated(schedule, ranks, stages, parts, rank)
+            assert computed == max(each.live for each in passes_of(schedule, ranks, stages, parts, rank))
         assert computed == {"gpipe": parts, "1f1b": min(parts, ranks - rank)}.get(schedule, computed)
 
 
@@ -236,7 +240,9 @@ def test_a_profile_that_cannot_be_used_is_refused() -> None:
 
 
 def test_no_column_is_cut_where_there_is_no_terminal() -> None:
-    text = as_text(planned(*SMALL), 80)
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    print_plan(planned(*SMALL), console)
+    text = console.file.getvalue()
     assert "…" not in text
     title = planned(*SMALL).ranked[0].title
     assert title in text, "a row is one line"
@@ -250,7 +256,7 @@ def test_no_column_is_cut_where_there_is_no_terminal() -> None:
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(validate, "num_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
     return write_project(tmp_path)
 
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from trainwright.strategies.layout import Layout
-from trainwright.trainer.planning.memory import Held, UnitState, Work
+from trainwright.trainer.planning.memory import Held
+from trainwright.trainer.planning.plan import Candidate, Plan
 from trainwright.trainer.planning.profiles import DeviceProfile, LinkProfile
-from trainwright.trainer.planning.search import Candidate, Plan
 from trainwright.trainer.planning.sending import average_by, one_level, prefetch, two_levels
+from trainwright.trainer.planning.state import UnitState
 from trainwright.trainer.planning.time import StepTime, collective, link_of
+from trainwright.trainer.planning.work import Work
 
 PROFILE = DeviceProfile(
     "made up", 80 * 2**30, {"float32": 1e14}, 3e12, 0.5, 8,

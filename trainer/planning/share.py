@@ -1,0 +1,54 @@
+"""What a rank of a pipeline has of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from trainwright.strategies.pipeline.schedules import stages_of_rank
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has of the model: the units of its stages.
+
+    Args:
+        stages: for each stage, how many blocks of each kind.
+        has_first, has_last: whether it holds what stands before and after the blocks.
+        place: along the pipeline.
+    """
+
+    stages: tuple[tuple[tuple[int, int], ...], ...]
+    has_first: bool
+    has_last: bool
+    place: int = 0
+
+    @cached_property
+    def blocks(self) -> dict[int, int]:
+        """Kind -> how many."""
+        found: dict[int, int] = {}
+        for stage in self.stages:
+            for kind, count in stage:
+                found[kind] = found.get(kind, 0) + count
+        return found
+
+
+def share_of(kinds: Sequence[int], spans: Sequence[range], pipeline: int, schedule: str, rank: int) -> Share:
+    """What rank ``rank`` of a pipeline has.
+
+    Args:
+        kinds: of all blocks, in order.
+        spans: blocks of each stage.
+        pipeline: ranks.
+        schedule: its name.
+        rank: place along the pipeline.
+    """
+    mine = stages_of_rank(rank, pipeline, len(spans), schedule) if pipeline > 1 else [0]
+    counted = []
+    for stage in mine:
+        counts: dict[int, int] = {}
+        for index in spans[stage]:
+            counts[kinds[index]] = counts.get(kinds[index], 0) + 1
+        counted.append(tuple(sorted(counts.items())))
+    return Share(tuple(counted), 0 in mine, len(spans) - 1 in mine, rank)
