@@ -263,7 +263,7 @@ class _Composer:
             self._add(f"{text}: settings of Hydra have no effect here; the directory of the run is set by run_dir=...")
             return None
         if override.type == OverrideType.DEL:
-            return self._examine_deletion(override, key, text)
+            return self._examine_deletion(key, text)
         if key in self.groups and not (key in _PLAIN_KEYS and isinstance(override.value(), dict)):
             return self._examine_choice(override, key, text)
         if head not in _PLAIN_KEYS and head not in self.groups:
@@ -276,7 +276,7 @@ class _Composer:
         if head in _DECISIVE:
             self.result.guessed = False
 
-    def _examine_deletion(self, override: Override, key: str, text: str) -> str | None:
+    def _examine_deletion(self, key: str, text: str) -> str | None:
         free = {"module", "data", "callbacks", "checkpoint", "monitor", "guard", "logger", "optimizer"}
         if key.split(".")[0] in free or key in self.groups:
             return text
@@ -356,7 +356,7 @@ class _Composer:
 
     def _render(self, faults: list[_Fault], cfg: DictConfig | None) -> None:
         for fault in faults:
-            self._add(_render_fault(fault, cfg, self.groups))
+            self._add(_render_fault(fault, cfg))
 
 
 def _fault_of(error: Exception, overrides: Sequence[str]) -> tuple[_Fault, str | None]:
@@ -378,7 +378,7 @@ def _fault_of(error: Exception, overrides: Sequence[str]) -> tuple[_Fault, str |
     return _Fault("", "", "other", message), None
 
 
-def _render_fault(fault: _Fault, cfg: DictConfig | None, groups: Sequence[str]) -> str:
+def _render_fault(fault: _Fault, cfg: DictConfig | None) -> str:
     match fault.kind:
         case "unknown key":
             return _render_unknown_key(fault, cfg)

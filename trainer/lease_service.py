@@ -193,9 +193,7 @@ class LeaseService:
         if peer.worker is None:
             self._admit(peer, message)
             return
-        if name == "dead":
-            self._tell_dead(int(message["worker"]))
-        elif name == "end":
+        if name == "end":
             self._ending = self._ending or (int(message["number"]), time.monotonic() - float(message["age"]))
             self._let_go_on()
         elif name == "bye":
@@ -231,10 +229,6 @@ class LeaseService:
         self._living[worker] = peer
         self._gone.discard(worker)
         self._answer(peer, {"done": self._done})
-
-    def _tell_dead(self, worker: int) -> None:
-        if worker in self._living:
-            self._lose(self._living[worker])
 
     def _open(self, peer: _Peer, message: Message) -> None:
         """Begin an epoch; who comes later finds it begun."""
@@ -376,10 +370,6 @@ class LeaseDesk:
     def tell_end(self, number: int, age: float) -> None:
         """Tell that the run is to end, see :attr:`heard`; the first notice counts."""
         self._tell("end", number=number, age=age)
-
-    def tell_dead(self, worker: int) -> None:
-        """Tell that a worker died, for those who know before its connection is lost."""
-        self._tell("dead", worker=worker)
 
     def close(self) -> None:
         """Say goodbye: what this worker holds goes to others."""

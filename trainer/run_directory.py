@@ -22,8 +22,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.trainer.candidates import newest_good
-
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
 COMMAND_FILE = "command.json"
@@ -110,24 +108,10 @@ def read_config(folder: Path | str) -> DictConfig:
     return cfg
 
 
-def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest checkpoint of a run that nothing speaks against; None when there is none.
-
-    Unfinished ones do not count, and damaged ones are passed over as far as their sizes tell.
-    """
-    found, _ = newest_good([str(run_dir / CHECKPOINTS)], for_fit=False)
-    return None if found is None else Path(found)
-
-
 def runs_of(name: str) -> list[Path]:
     """The directories of the runs of a recipe under runs/<name>/ that have checkpoints or had them, newest first."""
     folder = RUNS / name
     return sorted((path.parent for path in folder.glob(f"*/{CHECKPOINTS}")), reverse=True)
-
-
-def newest_run_with_checkpoint(name: str) -> Path | None:
-    """The newest directory under runs/<name>/ that has a checkpoint; None when there is none."""
-    return next((path for path in runs_of(name) if newest_checkpoint(path) is not None), None)
 
 
 def _numbered(path: Path) -> Iterator[Path]:

@@ -79,7 +79,7 @@ def test_times_of_the_first_steps_are_not_learned(tmp_path: Path) -> None:
 
 def _progress(**values: Any) -> Progress:
     plain = {"process": 1, "rank": 0, "running": True, "phase": phases.FORWARD, "step": 0, "micro_batches": 0}
-    return Progress(**{**plain, "changes": 0, "changed_at": 0.0, "longest": {}, **values})
+    return Progress(**{**plain, "changes": 0, "longest": {}, **values})
 
 
 def test_the_longest_time_of_any_rank_is_what_counts() -> None:

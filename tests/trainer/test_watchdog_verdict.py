@@ -38,7 +38,7 @@ def rank(
 ) -> Evidence:
     box = {"phase": phases.FORWARD, "step": 5, "micro_batches": 6, "running": True}
     box |= {name: more.pop(name) for name in list(more) if name in box}
-    progress = Progress(process=100 + number, rank=number, changes=1, changed_at=0.0, longest={}, **box)
+    progress = Progress(process=100 + number, rank=number, changes=1, longest={}, **box)
     known = {name: Group(name, "replicate", ranks) for name, ranks in (groups or {"1": (0, 1)}).items()}
     thread = Thread("MainThread", True, state, (frame,))
     answer = Answer((thread,), calls, known, on_accelerator) if answers else None

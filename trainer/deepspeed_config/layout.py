@@ -39,11 +39,6 @@ class Chosen:
     replicates: bool
     data_ranks: int | None
 
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether something but samples and state is split."""
-        return bool(self.axes)
-
 
 def translate_layout(t: Translation, precision: str) -> Chosen:
     """Decide the strategy and its keys."""
@@ -68,7 +63,7 @@ def translate_layout(t: Translation, precision: str) -> Chosen:
     t.say(STAGE, MAPPED)
     t.say(_ZERO, MAPPED)
     groups = _mics(t, stage)
-    _offload(t, stage, STAGE)
+    _offload(t, stage)
     _buckets(t, stage, precision)
     _unused(t, stage)
     _hpz(t)
@@ -154,7 +149,7 @@ def _mics(t: Translation, stage: int) -> int | None:
     return size
 
 
-def _offload(t: Translation, stage: int, by: str) -> None:
+def _offload(t: Translation, stage: int) -> None:
     parameters = _device(t, "offload_param", ("cpu_offload_param", "cpu_offload_params"))
     optimizer = _device(t, "offload_optimizer", ("cpu_offload",))
     zenflow = next(iter(t.paths(f"{_ZERO}.zenflow")), None)

@@ -96,7 +96,7 @@ def _available(memory: int) -> int:
 
 def judge_machine(facts: MachineFacts, demand: Demand) -> list[Finding]:
     """Cores, memory and the start of processes, against the ranks of this machine."""
-    return [_cores(facts, demand), _memory(facts, demand), _start_method(facts, demand)]
+    return [_cores(facts, demand), _memory(facts, demand), _start_method(facts)]
 
 
 def _cores(facts: MachineFacts, demand: Demand) -> Finding:
@@ -150,7 +150,7 @@ def _memory(facts: MachineFacts, demand: Demand) -> Finding:
     )
 
 
-def _start_method(facts: MachineFacts, demand: Demand) -> Finding:
+def _start_method(facts: MachineFacts) -> Finding:
     found = f"processes of loaders start by {facts.start_method} on {facts.platform}"
     if facts.platform != "linux":
         return warning(

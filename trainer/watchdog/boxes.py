@@ -45,7 +45,7 @@ PHASES = (
 )
 _INDEX = {name: index for index, name in enumerate(PHASES)}
 # Doubles of one box: twelve of what the rank is doing, then the longest time that each phase took.
-_PROCESS, _STATE, _RANK, _PHASE, _STEP, _MICRO_BATCHES, _CHANGES, _CHANGED_AT = range(8)
+_PROCESS, _STATE, _RANK, _PHASE, _STEP, _MICRO_BATCHES, _CHANGES = range(7)
 _LONGEST = 12
 _DOUBLES = 32
 _BOX_BYTES = 8 * _DOUBLES
@@ -66,7 +66,6 @@ class Progress:
         step: optimizer steps that the run had made, those before a resume included.
         micro_batches: micro-batches that this process has begun.
         changes: number of phases that this process has begun.
-        changed_at: when the last one began, by ``time.monotonic()``, which processes of a machine share.
         longest: phase -> longest time it took so far, in seconds; what has not been seen is absent.
     """
 
@@ -77,7 +76,6 @@ class Progress:
     step: int
     micro_batches: int
     changes: int
-    changed_at: float
     longest: dict[str, float]
 
 
@@ -116,7 +114,6 @@ class Boxes:
             step=int(values[_STEP]),
             micro_batches=int(values[_MICRO_BATCHES]),
             changes=int(values[_CHANGES]),
-            changed_at=values[_CHANGED_AT],
             longest={name: seconds for name, seconds in zip(PHASES, longest, strict=True) if seconds > 0},
         )
 
@@ -160,7 +157,7 @@ class Box:
         self._phase = _INDEX[SETUP]
         self._since = time.monotonic()
         self.learning = False
-        values[_RANK], values[_CHANGED_AT], values[_PROCESS] = rank, self._since, os.getpid()
+        values[_RANK], values[_PROCESS] = rank, os.getpid()
         values[_STATE] = _RUNNING
 
     @property
@@ -179,7 +176,6 @@ class Box:
         self._since = now
         self._phase = index = _INDEX.get(phase, _OTHER)
         values[_PHASE] = index
-        values[_CHANGED_AT] = now
         values[_CHANGES] += 1.0
 
     def count(self, step: int) -> None:

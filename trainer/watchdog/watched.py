@@ -13,7 +13,7 @@ _STOPPED_SECONDS = 1.0
 # Of the time between two looks this much counts towards it. So three looks at least have seen the stop, and a monitor
 # that was suspended for a moment, and is continued before its ranks, looks once more.
 _LONGEST_STOPPED_LOOK = 0.5
-_NOTHING = Progress(0, -1, False, SETUP, 0, 0, 0, 0.0, {})
+_NOTHING = Progress(process=0, rank=-1, running=False, phase=SETUP, step=0, micro_batches=0, changes=0, longest={})
 
 
 class Watched:
