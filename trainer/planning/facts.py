@@ -39,6 +39,7 @@ from trainwright.trainer.planning.without_memory import (
     FactsError,
     autocast_of,
     default_dtype,
+    fake_tensors,
     fake_world,
     give_storage,
     quiet,
@@ -216,9 +217,7 @@ class ModelFacts:
             if layout.world_size > 1:
                 stack.enter_context(fake_world(layout.world_size))
             if not with_values:
-                from torch._subclasses.fake_tensor import FakeTensorMode
-
-                stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                stack.enter_context(fake_tensors())
             last = Last()
             module = self._sample(active, last, with_values)
             batch = self._real_batch(samples) if with_values else self.resized(samples)

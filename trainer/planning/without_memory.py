@@ -61,6 +61,13 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
         forget_meshes()
 
 
+def fake_tensors() -> Any:
+    """The mode in which new tensors have shapes and no memory; others may be computed with."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 @contextlib.contextmanager
 def default_dtype(precision: str) -> Iterator[None]:
     """New tensors get the dtype that they get in a run of this precision."""

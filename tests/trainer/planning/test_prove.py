@@ -13,9 +13,6 @@ from omegaconf import DictConfig
 from trainwright.trainer.cli import main
 from trainwright.trainer.compose import compose
 from trainwright.trainer.planning import prove as proving
-from trainwright.trainer.planning.in_flight import in_flight
-from trainwright.trainer.planning.live import LiveCounter
-from trainwright.trainer.planning.order import BACKWARD, FORWARD, actions_of, until_fullest
 from trainwright.trainer.planning.plan import Candidate
 from trainwright.trainer.planning.prove import Proof, prove
 from trainwright.trainer.planning.search import plan
@@ -91,66 +88,3 @@ def test_the_command_fails_where_bytes_differ(
     assert main(words) == (0 if counted == 100.0 else 1)
     assert proof.text() in capsys.readouterr().out
     assert ("as predicted" in proof.text()) == (counted == 100.0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The order of a pipeline's passes
-
-
-ORDERS = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("looped_bfs", 2)]
-
-
-@pytest.mark.parametrize(("schedule", "stages"), ORDERS)
-@pytest.mark.parametrize(("ranks", "parts"), [(2, 6), (4, 4), (4, 8)])
-def test_actions_are_those_of_the_schedule_as_far_as_it_gets_fuller(
-    schedule: str, stages: int, ranks: int, parts: int
-) -> None:
-    for rank in range(ranks):
-        actions = actions_of(schedule, ranks, stages, parts, rank)
-        for kind in (FORWARD, BACKWARD):
-            passes = {(each.stage, each.part) for each in actions if each.kind == kind}
-            assert passes == {(rank + ranks * n, part) for n in range(stages) for part in range(parts)}
-        assert len(actions) == 2 * stages * parts
-        first = until_fullest(actions)
-        assert first == actions[: len(first)]
-        assert most_live(first) == most_live(actions) == in_flight(schedule, ranks, stages, parts, rank)
-        graded = [len({each.stage for each in some[:-1] if each.kind == BACKWARD}) for some in (first, actions)]
-        assert graded[0] == graded[1]
-
-
-def most_live(actions: object) -> int:
-    live = most = 0
-    for each in actions:  # type: ignore[attr-defined]
-        live += 1 if each.kind == FORWARD else -1
-        most = max(most, live)
-    return most
-
-
-def test_only_what_makes_it_fuller_is_run() -> None:
-    few = until_fullest(actions_of("1f1b", 4, 1, 1000, 1))
-    assert [each.kind for each in few] == [FORWARD] * 3 + [BACKWARD, FORWARD, BACKWARD]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Counting
-
-
-def test_storages_count_while_they_are_there_as_large_as_they_are() -> None:
-    counter = LiveCounter()
-    with counter:
-        kept = torch.ones(100)
-        torch.ones(1000)
-        assert (counter.now, counter.peak) == (400, 4400)
-        view = kept[:50]
-        assert counter.now == 400
-        kept.untyped_storage().resize_(0)
-        assert counter.now == 0
-        counter.reset_peak()
-        kept.untyped_storage().resize_(800)
-        assert (counter.now, counter.peak) == (800, 800)
-        del kept
-        assert counter.now == 800, "a view holds it"
-        del view
-        assert counter.now == 0
-    torch.ones(10).untyped_storage().resize_(0)
-    assert counter.now == 0

@@ -1,0 +1,17 @@
+"""Plans that several tests look at; each is made once."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from trainwright.trainer.compose import compose
+from trainwright.trainer.planning.plan import Plan
+from trainwright.trainer.planning.search import plan
+
+SMALL = ("recipe=llama_3d", "devices=8", "device=cpu", "accelerator=cpu", "global_batch_size=16")
+
+
+@cache
+def planned(*words: str) -> Plan:
+    """The plan for these overrides."""
+    return plan(compose(None, words))

@@ -1,0 +1,30 @@
+"""What a pass of a module costs, found without a Trainer and without memory."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from trainwright.trainer.planning.cost import Cut
+from trainwright.trainer.planning.facts import ModelFacts
+from trainwright.trainer.planning.without_memory import FactsError
+
+
+class NeedsTrainer(pl.LightningModule):
+    """Reads in its step what only a run has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(batch).mean() * self.trainer.max_steps
+
+
+def test_a_module_that_needs_a_trainer_says_so() -> None:
+    with torch.device("meta"):
+        module = NeedsTrainer()
+    facts = ModelFacts(module, torch.zeros(2, 4), 2)
+    with pytest.raises(FactsError, match="training_step of NeedsTrainer cannot be run without a Trainer"):
+        facts.of(Cut())

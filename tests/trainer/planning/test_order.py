@@ -1,0 +1,53 @@
+"""The order of a pipeline's passes, and how many of them are in flight."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainwright.trainer.planning.in_flight import in_flight, passes_of
+from trainwright.trainer.planning.order import BACKWARD, FORWARD, actions_of, until_fullest
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"])
+@pytest.mark.parametrize(("ranks", "parts"), [(2, 4), (4, 8)])
+def test_passes_in_flight_are_those_of_torchs_order(schedule: str, ranks: int, parts: int) -> None:
+    stages = 2 if schedule in ("interleaved_1f1b", "looped_bfs") else 1
+    for rank in range(ranks):
+        computed = in_flight(schedule, ranks, stages, parts, rank)
+        if stages == 2:
+            assert computed == max(each.live for each in passes_of(schedule, ranks, stages, parts, rank))
+        assert computed == {"gpipe": parts, "1f1b": min(parts, ranks - rank)}.get(schedule, computed)
+
+
+ORDERS = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("looped_bfs", 2)]
+
+
+@pytest.mark.parametrize(("schedule", "stages"), ORDERS)
+@pytest.mark.parametrize(("ranks", "parts"), [(2, 6), (4, 4), (4, 8)])
+def test_actions_are_those_of_the_schedule_as_far_as_it_gets_fuller(
+    schedule: str, stages: int, ranks: int, parts: int
+) -> None:
+    for rank in range(ranks):
+        actions = actions_of(schedule, ranks, stages, parts, rank)
+        for kind in (FORWARD, BACKWARD):
+            passes = {(each.stage, each.part) for each in actions if each.kind == kind}
+            assert passes == {(rank + ranks * n, part) for n in range(stages) for part in range(parts)}
+        assert len(actions) == 2 * stages * parts
+        first = until_fullest(actions)
+        assert first == actions[: len(first)]
+        assert most_live(first) == most_live(actions) == in_flight(schedule, ranks, stages, parts, rank)
+        graded = [len({each.stage for each in some[:-1] if each.kind == BACKWARD}) for some in (first, actions)]
+        assert graded[0] == graded[1]
+
+
+def most_live(actions: object) -> int:
+    live = most = 0
+    for each in actions:  # type: ignore[attr-defined]
+        live += 1 if each.kind == FORWARD else -1
+        most = max(most, live)
+    return most
+
+
+def test_only_what_makes_it_fuller_is_run() -> None:
+    few = until_fullest(actions_of("1f1b", 4, 1, 1000, 1))
+    assert [each.kind for each in few] == [FORWARD] * 3 + [BACKWARD, FORWARD, BACKWARD]
