@@ -7,11 +7,9 @@ typed keys deleted with `~`, and a user's file that would be shadowed by one of 
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
@@ -25,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from trainwright.trainer.compose_faults import Fault, extra_keys, fault_of, first_line, key_of, render_fault
 from trainwright.trainer.config import AUTO_TARGET, RunConfig, register_schema
 from trainwright.trainer.deepspeed_config.expand import Expansion, asks_for_file, expand
 from trainwright.trainer.deepspeed_config.report import Report
@@ -197,16 +196,6 @@ def choices_of(loader: ConfigLoaderImpl, group: str) -> list[str]:
     return [name for name in names if not name.startswith("_")]
 
 
-@dataclass
-class _Fault:
-    """An override that did not fit, rendered once the rest is composed and the valid names are known."""
-
-    text: str
-    key: str
-    kind: str
-    detail: str = ""
-
-
 class _Composer:
     """Composes, and learns what is wrong by leaving out one faulty override after the other."""
 
@@ -226,7 +215,7 @@ class _Composer:
         self._load_without_faults(good)
         if self.result.cfg is not None:
             _remember_typed(self.result.cfg, overrides)
-            self.result.problems += list(_extra_keys(self.result.cfg))
+            self.result.problems += list(extra_keys(self.result.cfg))
             self.result.problems += _choices_without_effect(overrides, self.result.cfg)
         return self.result
 
@@ -250,7 +239,7 @@ class _Composer:
         try:
             override = self.parser.parse_override(text)
         except HydraException as error:
-            self._add(f"{text}: this is not key=value ({_first_line(error)}); type for example max_steps=100")
+            self._add(f"{text}: this is not key=value ({first_line(error)}); type for example max_steps=100")
             self.result.guessed = False
             return None
         if override.is_sweep_override():
@@ -334,107 +323,29 @@ class _Composer:
         return kept
 
     def _load_without_faults(self, overrides: list[str]) -> None:
-        faults: list[_Fault] = []
+        faults: list[Fault] = []
         remaining = list(overrides)
         while True:
             try:
                 cfg = self.loader.load_configuration("config", remaining, RunMode.RUN, from_shell=False)
                 break
             except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-                fault, culprit = _fault_of(error, remaining)
+                fault, culprit = fault_of(error, remaining)
                 faults.append(fault)
                 if culprit is None:
                     self._render(faults, None)
                     self.result.guessed = False
                     return
                 remaining.remove(culprit)
-                self._give_up_on(re.split(r"[.@/]", _key_of(culprit))[0])
+                self._give_up_on(re.split(r"[.@/]", key_of(culprit))[0])
         with open_dict(cfg):
             cfg.pop("hydra", None)
         self.result.cfg = cfg
         self._render(faults, cfg)
 
-    def _render(self, faults: list[_Fault], cfg: DictConfig | None) -> None:
+    def _render(self, faults: list[Fault], cfg: DictConfig | None) -> None:
         for fault in faults:
-            self._add(_render_fault(fault, cfg))
-
-
-def _fault_of(error: Exception, overrides: Sequence[str]) -> tuple[_Fault, str | None]:
-    """What Hydra complained of, and the override at fault (None when it is in a file)."""
-    message = str(error)
-    unknown = re.search(r"Could not override '([^']+)'", message)
-    wrong = re.search(r"Error merging override (.+)", message)
-    in_file = re.search(r"In '([^']+)': \w+ raised while composing config:\s*(.*)", message, re.DOTALL)
-    if unknown:
-        culprit = next((text for text in overrides if _key_of(text) == unknown[1]), None)
-        kind = "absent group" if "No match in the defaults list" in message else "unknown key"
-        return _Fault(culprit or unknown[1], unknown[1], kind), culprit
-    if wrong:
-        culprit = next((text for text in overrides if text == wrong[1].strip()), None)
-        key = _key_of(culprit or wrong[1])
-        return _Fault(culprit or wrong[1], key, "wrong value", _first_line(error.__cause__ or error)), culprit
-    if in_file:
-        return _Fault(in_file[1], in_file[1], "file", in_file[2]), None
-    return _Fault("", "", "other", message), None
-
-
-def _render_fault(fault: _Fault, cfg: DictConfig | None) -> str:
-    match fault.kind:
-        case "unknown key":
-            return _render_unknown_key(fault, cfg)
-        case "absent group":
-            used = f"the recipe {cfg.get('name', '?')!r}" if cfg is not None else "the recipe"
-            return f"{fault.text}: {used} has no group {fault.key!r}; leave it out, or choose a recipe that has it"
-        case "wrong value":
-            given = fault.text.split("=", 1)[1]
-            if _schema_at(fault.key) is None:  # a key of a group, whose type its choice decides
-                return f"{fault.text}: {fault.detail}"
-            return f"{fault.text}: {given!r} is not {_expected(fault.key)}; type for example {_example(fault.key)}"
-        case "file":
-            return _render_file_fault(fault)
-    return f"the configuration cannot be composed: {_without_search_path(fault.detail)}"
-
-
-def _render_unknown_key(fault: _Fault, cfg: DictConfig | None) -> str:
-    parent, _, last = fault.key.rpartition(".")
-    node = OmegaConf.select(cfg, parent) if cfg is not None and parent else None
-    if not isinstance(node, DictConfig):
-        return f"{fault.text}: there is no key {fault.key!r}; `--print-config` shows all there are"
-    names = [str(name) for name in node if name != "_target_"]
-    text = f"{fault.text}: {parent} has no key {last!r}; {did_you_mean(last, names, f'keys of {parent}')}"
-    if OmegaConf.get_type(node) is dict:
-        text += f" (to add it: +{fault.text.lstrip('+')})"
-    return text
-
-
-def _render_file_fault(fault: _Fault) -> str:
-    unknown = re.search(r"Key '([^']+)' (?:not in '(\w+)'|is not in struct)", fault.detail)
-    if not unknown:
-        return f"in {fault.text}.yaml: {_without_search_path(fault.detail)}"
-    full_key = re.search(r"full_key: (\S+)", fault.detail)
-    parent = full_key[1].rpartition(".")[0] if full_key else ""
-    schema = _schema_at(parent)
-    names = [item.name for item in fields(schema)] if is_dataclass(schema) else []
-    where = f"keys of {parent}" if parent else "keys"
-    return f"in {fault.text}.yaml: there is no key {unknown[1]!r}; {did_you_mean(unknown[1], names, where)}"
-
-
-def _extra_keys(node: DictConfig, path: str = "") -> Iterator[str]:
-    """Keys that `+` put into a typed part, where nothing would read them."""
-    schema = OmegaConf.get_type(node)
-    allowed = [item.name for item in fields(schema)] if is_dataclass(schema) else None
-    for key in list(node):
-        full = f"{path}.{key}" if path else str(key)
-        if allowed is not None and key not in allowed:
-            where = f"keys of {path}" if path else "keys"
-            names = [name for name in allowed if name != "_target_"]
-            yield f"+{full}: there is no key {str(key)!r}; {did_you_mean(str(key), names, where)}"
-            continue
-        if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key):
-            continue
-        child = node[key]
-        if isinstance(child, DictConfig):
-            yield from _extra_keys(child, full)
+            self._add(render_fault(fault, cfg))
 
 
 def _choices_without_effect(overrides: Sequence[str], cfg: DictConfig) -> list[str]:
@@ -456,7 +367,7 @@ def _choices_without_effect(overrides: Sequence[str], cfg: DictConfig) -> list[s
 def _remember_typed(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Tell the choice of a layout what was typed, and what is but the default of the recipe."""
     if isinstance(cfg.strategy, DictConfig) and cfg.strategy.get("_target_") == AUTO_TARGET:
-        typed = [key for key in _NOT_CHOSEN if any(_key_of(text) == key for text in overrides)]
+        typed = [key for key in _NOT_CHOSEN if any(key_of(text) == key for text in overrides)]
         cfg.strategy.keep = sorted({*cfg.strategy.keep, *typed})
 
 
@@ -466,8 +377,7 @@ def _problems_of_config_dir(config_dir: str | Path | None) -> list[str]:
     folder = Path(config_dir).expanduser()
     if not folder.is_dir():
         return [f"--config-dir {config_dir}: there is no such folder; it holds your files as <group>/<choice>.yaml"]
-    ours = Path(__file__).resolve().parent.parent / "conf"
-    ours = ours if ours.is_dir() else _conf_folder()
+    ours = _conf_folder()
     if folder.resolve() == ours.resolve():
         return []
     return [
@@ -484,39 +394,6 @@ def _conf_folder() -> Path:
     return Path(next(iter(trainwright.conf.__path__)))
 
 
-def _schema_at(path: str) -> Any:
-    """The declared type at a dotted path of RunConfig; None in free-form parts."""
-    schema: Any = RunConfig
-    for part in filter(None, path.split(".")):
-        if not is_dataclass(schema):
-            return None
-        schema = get_type_hints(schema).get(part)
-    return schema
-
-
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null (off)"}
-_EXAMPLES = {int: "2", float: "0.5", bool: "true", str: "auto", list: "[]"}
-
-
-def _expected(path: str) -> str:
-    """What a key takes, in words: "a whole number or null (off)"."""
-    declared = _schema_at(path)
-    options = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
-    return " or ".join(_WORDS.get(option, f"a {getattr(option, '__name__', option)}") for option in options)
-
-
-def _example(path: str) -> str:
-    declared = _schema_at(path)
-    if get_origin(declared) is dict:
-        return f"{path}.name=value"
-    options = get_args(declared) if get_origin(declared) in (Union, UnionType) else (get_origin(declared) or declared,)
-    return f"{path}={next((_EXAMPLES[option] for option in options if option in _EXAMPLES), 'null')}"
-
-
-def _key_of(override: str) -> str:
-    return override.lstrip("+~").split("=", 1)[0]
-
-
 def _quoted(name: str) -> str:
     return "'" + name.replace("'", r"\'") + "'"
 
@@ -526,11 +403,3 @@ def _plural(group: str) -> str:
     return {"strategy": "strategies", "accumulation": "choices", "launch": "choices", "precision": "precisions"}.get(
         last, f"{last}s"
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def _without_search_path(message: str) -> str:
-    return message.split("Config search path:")[0].strip()

@@ -6,7 +6,7 @@ import csv
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,11 @@ def number_of(value: object) -> float | None:
     except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
+
+
+def time_of(record: Mapping[str, Any]) -> float:
+    """When a record was noted, in seconds since the epoch; 0 if it does not say."""
+    return number_of(record.get("time")) or 0.0
 
 
 def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:

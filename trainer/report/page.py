@@ -18,14 +18,41 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from trainwright.trainer.report import sections
 from trainwright.trainer.report.charts import COLOURS, CurveChart, amount, curve_chart, exact
+from trainwright.trainer.report.facts import facts, newest, rates
+from trainwright.trainer.report.grid import grid
+from trainwright.trainer.report.memory import memory_by_rank, predicted_memory
+from trainwright.trainer.report.norms import is_norm, norms
+from trainwright.trainer.report.pipeline import pipeline
 from trainwright.trainer.report.records import RunRecord, read_run
+from trainwright.trainer.report.settings import command_line, settings, versions
+from trainwright.trainer.report.story import story
+from trainwright.trainer.report.times import predicted_seconds, time_by_rank, time_by_step
 
 PAGE_FILE = "report.html"
 # Pictures of metrics that are no loss and no rate, before the rest is only counted.
 _MOST_OTHERS = 24
 _RATES = ("_per_second", "step_seconds", "mfu", "goodput")
+# What the templates ask of a run.
+_SHOWN = {
+    function.__name__: function
+    for function in (
+        command_line,
+        facts,
+        grid,
+        memory_by_rank,
+        newest,
+        norms,
+        pipeline,
+        predicted_memory,
+        predicted_seconds,
+        settings,
+        story,
+        time_by_rank,
+        time_by_step,
+        versions,
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -82,10 +109,10 @@ def labels_of(run_dirs: Sequence[Path]) -> list[str]:
 def content_of(runs: Sequence[RunRecord]) -> Content:
     """Sort what was logged into pictures."""
     content = Content(f"{', '.join(run.label for run in runs)} - Trainwright report", runs)
-    rated = [sections.rates(run) for run in runs]
+    rated = [rates(run) for run in runs]
     names = list(dict.fromkeys(name for run in runs for name in sorted(run.metrics)))
     for name in sorted(names, key=lambda name: (name != "loss", name != "val_loss")):
-        if name == "epoch" or sections.is_norm(name):
+        if name == "epoch" or is_norm(name):
             continue
         chart = curve_chart(
             name, {run.label: (number % COLOURS, run.metrics.get(name, [])) for number, run in enumerate(runs)}
@@ -115,7 +142,7 @@ def render(content: Content) -> str:
     style = files("trainwright.trainer.report").joinpath("templates", "report.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     template = _environment().get_template("report.html.j2")
-    return template.render(content=content, style=Markup(style), style_hash=digest, show=sections)  # noqa: S704
+    return template.render(content=content, style=Markup(style), style_hash=digest, show=_SHOWN)  # noqa: S704
 
 
 @cache

@@ -15,8 +15,9 @@ from rich.text import Text
 
 from trainwright.trainer.report.charts import amount, duration, short
 from trainwright.trainer.report.files import MetricsFile, MonitorFiles, number_of
+from trainwright.trainer.report.memory import KINDS
 from trainwright.trainer.report.records import Event, read_checkpoints, read_config, read_events
-from trainwright.trainer.report.sections import KINDS, PARTS
+from trainwright.trainer.report.times import PARTS
 
 _MOST_RANKS = 16
 _MOST_EVENTS = 6
