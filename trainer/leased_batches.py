@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from trainwright.strategies.groups import default_store
 from trainwright.strategies.word_of_end import HeardNotice
-from trainwright.trainer.data_order import Drawn, EpochOrder, RankBatchSampler, Resumed
+from trainwright.trainer.data_order import Drawn, RankBatchSampler, Resumed
+from trainwright.trainer.epoch_order import EpochOrder
 from trainwright.trainer.lease_book import GUARANTEES, Lease
 from trainwright.trainer.lease_service import Address, LeaseDesk, LeaseService, listening_host
 from trainwright.trainer.partition import Read, add_read, what_is_left

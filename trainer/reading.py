@@ -8,14 +8,10 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 
 from trainwright.trainer.cursor import LoaderCursor
-from trainwright.trainer.data_order import (
-    DealtBatchSampler,
-    OrderedSampler,
-    RankBatchSampler,
-    Resumed,
-    ordered_sampler,
-)
+from trainwright.trainer.data_order import RankBatchSampler, Resumed
+from trainwright.trainer.dealt_batches import DealtBatchSampler
 from trainwright.trainer.leased_batches import LeasedBatchSampler
+from trainwright.trainer.loaders import OrderedSampler, ordered_sampler
 from trainwright.trainer.partition import HashPartition, Partition, RangePartition, Read, name_of_key, resolve_data_key
 from trainwright.trainer.remembered_states import RememberedStates
 from trainwright.trainer.seeded_samples import SeededSamples

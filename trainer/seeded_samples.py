@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from trainwright.trainer.data_order import DealingSampler, Drawn, run_seeded
+from trainwright.trainer.data_order import DealingSampler, Drawn
+from trainwright.trainer.epoch_order import run_seeded
 
 
 class SeededSamples(Dataset[Any]):

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from trainwright.trainer.data_order import Resumed, rebuild
+from trainwright.trainer.data_order import Resumed
+from trainwright.trainer.loaders import rebuild
 from trainwright.trainer.wrapped_loader import WrappedLoader
 
 

@@ -29,21 +29,15 @@ from trainwright.trainer.balance import Balance, make_balance
 from trainwright.trainer.balance_options import BalanceArgument
 from trainwright.trainer.batch import GlobalBatch, solve_accumulation
 from trainwright.trainer.copies import StateCopies
-from trainwright.trainer.data_order import (
-    DealtBatchSampler,
-    EpochOrder,
-    OrderedSampler,
-    RankBatchSampler,
-    can_order,
-    has_plain_batches,
-    replace_batches,
-    seed_of_run,
-)
+from trainwright.trainer.data_order import RankBatchSampler
+from trainwright.trainer.dealt_batches import DealtBatchSampler
+from trainwright.trainer.epoch_order import EpochOrder, seed_of_run
 from trainwright.trainer.evaluation import ExactEvaluationLoop, OrderedPredictionLoop
 from trainwright.trainer.even import EvenLoader
 from trainwright.trainer.fit_loop import ResumableFitLoop
 from trainwright.trainer.leased_batches import LeasedBatchSampler, SampleLeases, why_not_leased
 from trainwright.trainer.loader_workers import spare_workers
+from trainwright.trainer.loaders import OrderedSampler, can_order, has_plain_batches, replace_batches
 from trainwright.trainer.loop import LeanEpochLoop
 from trainwright.trainer.loss_scale import PRECISION as LOSS_SCALING_PRECISION
 from trainwright.trainer.loss_scale import LossScale, loss_scale_problems

@@ -8,7 +8,8 @@ import re
 import pytest
 
 from trainwright.trainer.batch import GlobalBatch, Waves, solve_accumulation
-from trainwright.trainer.data_order import EpochOrder, RankBatchSampler
+from trainwright.trainer.data_order import RankBatchSampler
+from trainwright.trainer.epoch_order import EpochOrder
 
 
 def test_accumulation_follows():

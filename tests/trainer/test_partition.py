@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from trainwright.trainer.data_order import DealtBatchSampler, EpochOrder, RankBatchSampler, Resumed
+from trainwright.trainer.data_order import RankBatchSampler, Resumed
+from trainwright.trainer.dealt_batches import DealtBatchSampler
+from trainwright.trainer.epoch_order import EpochOrder
 from trainwright.trainer.partition import (
     PARTITIONS,
     HashPartition,
