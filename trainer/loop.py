@@ -22,28 +22,23 @@ ties asynchronous workers together and hangs ranks of unequal length. Here ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch.optim import Optimizer
 
-from trainwright.callbacks.phases import BACKWARD, DATA, FORWARD, HOOKS, IDLE, OPTIMIZER, VALIDATION, Phases
-from trainwright.callbacks.verdict import DropStep
+from trainwright.callbacks.phases import DATA, HOOKS, IDLE, VALIDATION, Phases
 from trainwright.strategies.hooks import HookTable
-from trainwright.strategies.optimization import ZeroGradFirst
-from trainwright.trainer.loss_weighting import TokenWeights, refuse_impossible
+from trainwright.trainer.loss_weighting import refuse_impossible
+from trainwright.trainer.optimization import LeanOptimization, LossDivisor, forget_scaled
 from trainwright.trainer.reading import Dealer, dealer_of
 from trainwright.trainer.remembered_logs import Entry, RememberedLogs, collected, without_weight
 from trainwright.trainer.results import LeanResults, RepeatedLog
@@ -53,233 +48,6 @@ if TYPE_CHECKING:
 
 
 _UNWEIGHED = nullcontext()
-
-
-class LossScale:
-    """Divides the loss of a micro-batch so that gradients are means over the samples of the whole optimizer step."""
-
-    def __init__(self, dealer: Dealer | None, accumulation: int, whole_step: bool) -> None:
-        self._dealer = dealer
-        self._accumulation = accumulation
-        self._whole_step = whole_step
-        self._regular = float("inf") if dealer is None else dealer.regular_waves
-
-    def is_regular(self, batch_idx: int) -> bool:
-        """Whether all ranks have all samples of the ``batch_idx``-th micro-batch: nothing is weighed."""
-        return self._dealer is None or batch_idx < self._regular
-
-    def divisor(self, batch_idx: int) -> float:
-        """Divisor for the ``batch_idx``-th micro-batch of the epoch: the accumulation, unless samples are missing."""
-        if self._dealer is None or batch_idx < self._regular:
-            return self._accumulation
-        return self._dealer.loss_divisor(batch_idx, self._accumulation, self._whole_step)
-
-    def weight(self, batch_idx: int) -> float:
-        """By what to multiply this rank's mean of a micro-batch, so that the mean over ranks is that over samples."""
-        if self._dealer is None or batch_idx < self._regular:
-            return 1.0
-        return 1 / self._dealer.loss_divisor(batch_idx, 1, False)
-
-
-class LeanOptimization(_AutomaticOptimization):
-    """Forward, zero_grad, backward, optimizer step; Lightning's, with an exact divisor of the loss."""
-
-    loss_scale: LossScale | None = None
-    token_weights: TokenWeights | None = None
-    hooks: HookTable
-    phases: Phases
-
-    def run_lean(self, optimizer: Optimizer, batch_idx: int, args: tuple[Any, ...], stepping: bool) -> dict[str, Any]:
-        """As :meth:`run`, without looking up hooks that nobody has overridden."""
-        closure = _LeanClosure(self, optimizer, batch_idx, args)
-        strategy = self.trainer.strategy
-        if stepping or strategy.handles_gradient_accumulation:
-            self._step_lean(batch_idx, closure, stepping)
-        else:
-            with _block_parallel_sync_behavior(strategy, block=True):
-                closure()
-        result = closure.result
-        return {} if result is None or result.loss is None else {"loss": result.loss, **result.extra}
-
-    def _step_lean(self, batch_idx: int, closure: Callable[[], Tensor | None], stepping: bool) -> None:
-        trainer, progress = self.trainer, self.optim_progress.optimizer.step
-        module = trainer.lightning_module
-        if stepping:
-            progress.increment_ready()
-        names = module.__dict__
-        before, names["_current_fx_name"] = names["_current_fx_name"], "optimizer_step"
-        try:
-            module.optimizer_step(trainer.current_epoch, batch_idx, trainer.strategy._lightning_optimizers[0], closure)
-        except DropStep:
-            self._drop()
-        else:
-            if stepping:
-                progress.increment_completed()
-        names["_current_fx_name"] = before
-
-    def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
-        # Lightning's way, as above.
-        try:
-            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
-        except DropStep:
-            self._drop()
-
-    def _drop(self) -> None:
-        """A callback does not want the step that was about to be made; nothing has been changed by it."""
-        trainer: Any = self.trainer
-        progress = self.optim_progress.optimizer.step
-        for tracker in (progress.current, progress.total):
-            tracker.ready -= 1  # what was begun would else be counted as interrupted
-        _forget_scaled(trainer)
-        trainer.fit_loop.record_dropped()
-        trainer.fit_loop.epoch_loop.dropped = True
-
-    def _make_closure(self, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Closure:
-        first = getattr(self.trainer.strategy, "backward_in_step", False)
-        make = ZeroGradFirst._make_closure if first else _AutomaticOptimization._make_closure
-        return make(self, kwargs, optimizer, batch_idx)  # type: ignore[arg-type]
-
-    def _training_step(self, kwargs: Any) -> ClosureResult:
-        # Lightning's way (with a profiler, or dataloader_iter); the scale of the loss is ours all the same.
-        if self.loss_scale is not None:
-            strategy: Any = self.trainer.strategy
-            strategy.loss_divisor = self.loss_scale.divisor(self.trainer.fit_loop.batch_idx)
-        batch_idx = self.trainer.fit_loop.batch_idx
-        loop: Any = self.trainer.fit_loop.epoch_loop
-        with self.observed(next(iter(kwargs.values())), batch_idx), loop.weighed_logs(batch_idx):
-            result = super()._training_step(kwargs)
-        loss, divisor = result.closure_loss, float(self.trainer.accumulate_grad_batches)
-        if self.loss_scale is not None and loss is not None:
-            exact = self.loss_scale.divisor(batch_idx)
-            if exact != divisor:
-                result.closure_loss = loss * (divisor / exact)
-                result._clone_loss()
-            loss, divisor = loss * divisor, exact
-        self.weigh(result, loss, divisor)
-        return result
-
-    def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
-        backward = super()._make_backward_fn(optimizer)
-        if backward is None or self.token_weights is None:
-            return backward
-
-        def backward_and_correct(loss: Tensor) -> None:
-            backward(loss)
-            self.correct_gradients()
-
-        return backward_and_correct
-
-    # ---- loss_weighting="tokens" ----------------------------------------------------------------------------------
-
-    def observed(self, batch: Any, batch_idx: int) -> AbstractContextManager[Any]:
-        """Around ``training_step``: count its tokens, if losses are weighed by them."""
-        weights = self.token_weights
-        if weights is None:
-            return nullcontext()
-        if batch_idx % self.trainer.accumulate_grad_batches == 0:
-            weights.begin()
-        # A strategy that runs backward within the step weighs its own micro-batches.
-        return nullcontext() if weights.strategy.backward_in_step else weights.observe(batch)
-
-    def weigh(self, result: ClosureResult, output: Any, divisor: float) -> None:
-        """Before backward: exchange the loss to differentiate for the one that is weighed by its tokens."""
-        if self.token_weights is None or self._skip_backward or output is None:
-            return
-        if not self.token_weights.strategy.backward_in_step:
-            self.token_weights.weigh(result, output, padding=divisor == float("inf"))
-        if not self.trainer.fit_loop._should_accumulate():
-            self.token_weights.start()
-
-    def correct_gradients(self) -> None:
-        """After the last backward of a step: the gradients of the mean over all its tokens."""
-        if self.token_weights is not None and not self.trainer.fit_loop._should_accumulate():
-            self.token_weights.finish()
-
-
-class _LeanClosure:
-    """Forward, zero_grad and backward of one micro-batch."""
-
-    def __init__(self, loop: LeanOptimization, optimizer: Optimizer, batch_idx: int, args: tuple[Any, ...]) -> None:
-        self._loop = loop
-        self._optimizer = optimizer
-        self._batch_idx = batch_idx
-        self._args = args
-        self.result: ClosureResult | None = None
-
-    def __call__(self) -> Tensor | None:
-        if not torch.is_grad_enabled():
-            with torch.enable_grad():
-                return self()
-        loop, trainer = self._loop, self._loop.trainer
-        module = trainer.lightning_module
-        strategy: Any = trainer.strategy
-        names = module.__dict__
-        assert loop.loss_scale is not None
-        divisor = loop.loss_scale.divisor(self._batch_idx)
-        zeroes_first = getattr(strategy, "backward_in_step", False)  # Lightning's own strategies have none
-        if zeroes_first:
-            strategy.loss_divisor = divisor
-            self._zero_grad_if_due(module)
-        before, names["_current_fx_name"] = names["_current_fx_name"], "training_step"
-        loop.phases.begin(FORWARD)
-        if loop.token_weights is None:
-            output = strategy.training_step(*self._args)
-        else:
-            with loop.observed(self._args[0], self._batch_idx):
-                output = strategy.training_step(*self._args)
-        names["_current_fx_name"] = before
-        if output is None:
-            _refuse_none(trainer)
-        self.result = result = _scaled(output, divisor)
-        if loop._skip_backward:
-            return result.loss
-        if not zeroes_first:
-            self._zero_grad_if_due(module)
-        loop.weigh(result, output, divisor)
-        if result.closure_loss is not None:
-            loop.phases.begin(BACKWARD)
-            names["_current_fx_name"] = "backward"
-            strategy.backward(result.closure_loss, self._optimizer)
-            names["_current_fx_name"] = before
-        loop.correct_gradients()
-        loop.phases.begin(OPTIMIZER)
-        return result.loss
-
-    def _zero_grad_if_due(self, module: LightningModule) -> None:
-        progress, trainer = self._loop.optim_progress.optimizer.zero_grad, self._loop.trainer
-        if self._batch_idx % trainer.accumulate_grad_batches:
-            return
-        progress.increment_ready()
-        self._loop.hooks.call("on_before_zero_grad", self._optimizer)
-        progress.increment_started()
-        names = module.__dict__
-        before, names["_current_fx_name"] = names["_current_fx_name"], "optimizer_zero_grad"
-        module.optimizer_zero_grad(trainer.current_epoch, self._batch_idx, self._optimizer)
-        names["_current_fx_name"] = before
-        progress.increment_completed()
-
-
-def _forget_scaled(trainer: Trainer) -> None:
-    """A gradient scaler must not wait for the step of the gradients that it has unscaled."""
-    forget = getattr(getattr(trainer.precision_plugin, "scaler", None), "forget_unscaled", None)
-    if forget is not None:
-        forget()
-
-
-def _scaled(output: Any, divisor: float) -> ClosureResult:
-    if divisor == 1 and isinstance(output, Tensor):
-        return ClosureResult(output)  # no operation for what changes nothing
-    return ClosureResult.from_training_step_output(output, divisor)  # type: ignore[arg-type]
-
-
-def _refuse_none(trainer: Trainer) -> None:
-    if trainer.world_size > 1:
-        raise RuntimeError(
-            "training_step returned None on one of several ranks, which would leave the others waiting for its "
-            "gradients. Return a loss that counts for nothing instead, for example 0 * sum(p.sum() for p in "
-            "self.parameters())."
-        )
-    rank_zero_warn("`training_step` returned `None`: no optimizer step is made for this batch.")
 
 
 class LeanEpochLoop(_TrainingEpochLoop):
@@ -332,7 +100,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self.hooks = self.automatic_optimization.hooks = HookTable(trainer)
         if hasattr(trainer.precision_plugin, "hooks"):
             trainer.precision_plugin.hooks = self.hooks if passes_through else None
-        self.automatic_optimization.loss_scale = LossScale(
+        self.automatic_optimization.loss_divisor = LossDivisor(
             dealer,
             trainer.accumulate_grad_batches,
             # In manual optimization the user decides what a step is; then each wave stands for itself.
@@ -519,8 +287,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
         return validating and self._should_check_val_fx(data_fetcher)
 
     def _weighed(self, batch_idx: int) -> AbstractContextManager[None]:
-        scale = self.automatic_optimization.loss_scale
-        if scale is None or scale.is_regular(batch_idx):
+        loss_divisor = self.automatic_optimization.loss_divisor
+        if loss_divisor is None or loss_divisor.is_regular(batch_idx):
             return _UNWEIGHED
         if self._is_padding(batch_idx):
             # It only keeps this rank in step with others and weighs nothing, also in what the user logs of it.
@@ -529,13 +297,13 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
     def weighed_logs(self, batch_idx: int) -> AbstractContextManager[None]:
         """Around the work on a micro-batch: means over ranks of what is logged are those over samples."""
-        scale = self.automatic_optimization.loss_scale
-        weight = 1.0 if scale is None else scale.weight(batch_idx)
+        loss_divisor = self.automatic_optimization.loss_divisor
+        weight = 1.0 if loss_divisor is None else loss_divisor.weight(batch_idx)
         return nullcontext() if weight == 1 else self._results.weighed(weight)
 
     def _is_padding(self, batch_idx: int) -> bool:
-        scale = self.automatic_optimization.loss_scale
-        return scale is not None and scale.divisor(batch_idx) == float("inf")
+        loss_divisor = self.automatic_optimization.loss_divisor
+        return loss_divisor is not None and loss_divisor.divisor(batch_idx) == float("inf")
 
     def _optimize(self, batch: Any, batch_idx: int) -> Any:
         args = (batch, batch_idx) if self._step_takes_index else (batch,)
@@ -544,9 +312,9 @@ class LeanEpochLoop(_TrainingEpochLoop):
             optimizer, stepping = trainer.strategy._optimizers[0], not self._should_accumulate()
             return self.automatic_optimization.run_lean(optimizer, batch_idx, args, stepping)
         # The user calls backward; the strategy weighs the loss of a rank that has fewer samples than others.
-        strategy, scale = trainer.strategy, self.automatic_optimization.loss_scale
-        assert scale is not None
-        strategy.loss_factor = trainer.accumulate_grad_batches / scale.divisor(batch_idx)
+        strategy, loss_divisor = trainer.strategy, self.automatic_optimization.loss_divisor
+        assert loss_divisor is not None
+        strategy.loss_factor = trainer.accumulate_grad_batches / loss_divisor.divisor(batch_idx)
         return self.manual_optimization.run(dict(enumerate(args)))  # type: ignore[arg-type]
 
     def _end_epoch(self) -> None:
@@ -703,7 +471,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         for optimizer in trainer.strategy.optimizers:
             optimizer.zero_grad()
         trainer.lightning_module.zero_grad()
-        _forget_scaled(trainer)
+        forget_scaled(trainer)
 
     def reset(self) -> None:
         """Begin an epoch, or go on with one."""

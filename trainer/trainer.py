@@ -7,49 +7,35 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn, has_iterable_dataset, sized_len
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
-from lightning.pytorch.trainer.connectors.accelerator_connector import _select_auto_accelerator
-from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from torch.utils.data import DataLoader
 
 from trainwright.callbacks.communication_advice import CommunicationAdvice
 from trainwright.callbacks.phases import SAVING, Phases
 from trainwright.checkpoint.groups import WorldGroup
-from trainwright.strategies.precision import AutocastPrecision, set_loss_scale
-from trainwright.strategies.registry import make_strategy, strategy_names, strategy_target
+from trainwright.strategies.precision import set_loss_scale
+from trainwright.strategies.registry import strategy_names
+from trainwright.trainer.arguments import check_batch_options, check_partition, fp16_on_cpu, resolve_strategy
 from trainwright.trainer.balance import Balance, make_balance
 from trainwright.trainer.balance_options import BalanceArgument
 from trainwright.trainer.batch import GlobalBatch, solve_accumulation
 from trainwright.trainer.copies import StateCopies
-from trainwright.trainer.data_order import RankBatchSampler
-from trainwright.trainer.dealt_batches import DealtBatchSampler
-from trainwright.trainer.epoch_order import EpochOrder, seed_of_run
+from trainwright.trainer.data_connector import OrderedDataConnector
+from trainwright.trainer.epoch_order import seed_of_run
 from trainwright.trainer.evaluation import ExactEvaluationLoop, OrderedPredictionLoop
-from trainwright.trainer.even import EvenLoader
 from trainwright.trainer.fit_loop import ResumableFitLoop
-from trainwright.trainer.leased_batches import LeasedBatchSampler, SampleLeases, why_not_leased
-from trainwright.trainer.loader_workers import spare_workers
-from trainwright.trainer.loaders import OrderedSampler, can_order, has_plain_batches, replace_batches
+from trainwright.trainer.leased_batches import LeasedBatchSampler, SampleLeases
 from trainwright.trainer.loop import LeanEpochLoop
 from trainwright.trainer.loss_scale import PRECISION as LOSS_SCALING_PRECISION
 from trainwright.trainer.loss_scale import LossScale, loss_scale_problems
 from trainwright.trainer.loss_weighting import LossWeighting, TokenCount, make_token_weights
-from trainwright.trainer.partition import PARTITIONS, DataKey, Partition, RangePartition, resolve_data_key
-from trainwright.trainer.reading import hash_partition
-from trainwright.trainer.remembered_states import RememberedStates, state_source
+from trainwright.trainer.partition import DataKey, resolve_data_key
 from trainwright.trainer.resume import ResumeConnector
-from trainwright.trainer.seeded_samples import seed_samples as draw_seeded
 from trainwright.trainer.serving import serve
 from trainwright.trainer.signals import FlagOnSignal
-from trainwright.trainer.stream import StreamLoader, uses_stream
 
 
 class Trainer(LightningTrainer):
@@ -116,10 +102,10 @@ class Trainer(LightningTrainer):
         error_if_nonfinite: bool = False,
         **kwargs: Any,
     ) -> None:
-        _check_batch_options(global_batch_size, kwargs)
-        _check_partition(data_partition, data_key, kwargs)
-        kwargs.update(_fp16_on_cpu(kwargs))
-        super().__init__(strategy=_resolve(strategy, kwargs), **kwargs)
+        check_batch_options(global_batch_size, kwargs)
+        check_partition(data_partition, data_key, kwargs)
+        kwargs.update(fp16_on_cpu(kwargs))
+        super().__init__(strategy=resolve_strategy(strategy, kwargs), **kwargs)
         self.global_batch_size = global_batch_size
         self.uneven_steps = uneven_steps
         self.global_batch: GlobalBatch | None = None
@@ -250,278 +236,6 @@ class Trainer(LightningTrainer):
         if self.leases is not None:
             self.leases.close()
         self._agreement_group.forget()
-
-
-class OrderedDataConnector(_DataConnector):
-    """Deals samples to ranks in an order that does not depend on the layout, in place of Lightning's sampler."""
-
-    trainer: Trainer
-
-    def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
-        loader = self._prepared(dataloader, shuffle, mode)
-        _auto_add_worker_init_fn(loader, self.trainer.global_rank)
-        spare_workers(loader)
-        return loader
-
-    def _prepared(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
-        strategy = self.trainer.strategy
-        ranks, rank = getattr(strategy, "num_data_ranks", None), getattr(strategy, "data_rank", 0)
-        training = mode == RunningStage.TRAINING
-        ours = ranks is not None and self.trainer._accelerator_connector.use_distributed_sampler
-        if ours and can_order(dataloader):
-            assert ranks is not None
-            assert isinstance(dataloader, DataLoader)
-            _check_enough_samples(dataloader, ranks, mode)
-            return self._deal(dataloader, rank, ranks, mode)
-        if training:
-            self._refuse_undealt(dataloader)
-            if self.trainer.leases is not None:
-                raise ValueError(_ONLY_SINGLE_SAMPLES.format(loader=type(dataloader).__name__))
-        if ours and uses_stream(dataloader):
-            return self._deal_stream(dataloader, rank, ranks, training)  # type: ignore[arg-type]
-        loader = super()._prepare_dataloader(dataloader, shuffle, mode)
-        if ours:
-            self._settle_other(loader, int(ranks or 1), training)
-        elif training and isinstance(loader, DataLoader) and loader.batch_size:
-            self.trainer.settle_global_batch(loader.batch_size, ranks or self.trainer.world_size)
-        if training and state_source(loader) is not None:
-            _auto_add_worker_init_fn(loader, self.trainer.global_rank)
-            loader = RememberedStates(loader, lambda: self.trainer.accumulate_grad_batches)
-        return self._even(loader, ranks, training)
-
-    def _refuse_undealt(self, loader: object) -> None:
-        """Samples that we do not deal cannot be dealt, or drawn, as asked."""
-        trainer = self.trainer
-        asked = [
-            *([f"data_partition={trainer.data_partition!r}"] if trainer.data_partition != "interleave" else []),
-            *(["seed_samples=True"] if trainer.seed_samples else []),
-            *([f"balance={trainer.balance.options.kind!r}"] if trainer.balance is not None else []),
-        ]
-        if asked:
-            raise ValueError(
-                f"{' and '.join(asked)} cannot be had with this training loader ({type(loader).__name__}), whose "
-                "samples are not dealt by index: it reads a stream, has a DistributedSampler or no batches, or "
-                "use_distributed_sampler=False was set, or the strategy is not one of Trainwright's. Use a DataLoader "
-                f"over a map-style data set, or leave {' and '.join(a.split('=')[0] for a in asked)} out."
-            )
-
-    def _deal(self, loader: DataLoader[Any], rank: int, ranks: int, mode: RunningStage) -> DataLoader[Any]:
-        trainer, training = self.trainer, mode == RunningStage.TRAINING
-        sampler: OrderedSampler
-        if has_plain_batches(loader):
-            sampler = self._rank_sampler(loader, rank, ranks, mode)
-        else:
-            if training:
-                _refuse_to_deal_batches(trainer)
-            self._settle_other(loader, ranks, training)
-            sampler = DealtBatchSampler(loader.batch_sampler, trainer.data_seed, rank, ranks)
-        dealt = replace_batches(loader, sampler, mode)
-        if training:
-            current = trainer.fit_loop.epoch_loop.batch_progress.current
-            sampler.consumed = lambda: current.ready
-            # By these Lightning knows that the loader can go on in mid-epoch.
-            dealt.state_dict, dealt.load_state_dict = sampler.state_dict, sampler.load_state_dict
-            if trainer.seed_samples:
-                draw_seeded(dealt, sampler, trainer.data_seed)
-        return dealt
-
-    def _rank_sampler(self, loader: DataLoader[Any], rank: int, ranks: int, mode: RunningStage) -> RankBatchSampler:
-        trainer, training = self.trainer, mode == RunningStage.TRAINING
-        if training and trainer.leases is not None:
-            return self._leased_sampler(loader, ranks)
-        micro = loader.batch_sampler.batch_size  # type: ignore[union-attr]
-        partition = self._partition(loader.dataset) if training else None
-        group = trainer.settle_global_batch(micro, ranks, deals_samples=partition is None) if training else 0
-        step_samples = (trainer.global_batch.samples or 0) if training and trainer.global_batch is not None else 0
-        if trainer.global_batch_size is None and partition is None:
-            group = min(group, 1)
-        drop_last = loader.drop_last and mode != RunningStage.PREDICTING
-        order = EpochOrder(loader.sampler, trainer.data_seed)
-        shares = trainer.balance.shares_of(micro) if training and trainer.balance is not None else None
-        return RankBatchSampler(order, micro, rank, ranks, group, drop_last, partition, step_samples, shares)
-
-    def _leased_sampler(self, loader: DataLoader[Any], ranks: int) -> LeasedBatchSampler:
-        trainer = self.trainer
-        assert trainer.leases is not None
-        problem = why_not_leased(trainer, ranks)
-        if problem is not None:
-            raise ValueError(f"The samples of this run cannot be leased: {problem}.")
-        micro = loader.batch_sampler.batch_size  # type: ignore[union-attr]
-        accumulation = trainer.settle_global_batch(micro, ranks)
-        limit = trainer.limit_train_batches
-        most = limit * micro * ranks if isinstance(limit, int) else None
-        order = EpochOrder(loader.sampler, trainer.data_seed)
-        return LeasedBatchSampler(order, micro, accumulation, loader.drop_last, trainer.leases, most)
-
-    def _partition(self, dataset: object) -> Partition | None:
-        if self.trainer.data_partition == "interleave":
-            return None
-        if self.trainer.data_partition == "range":
-            return RangePartition()
-        return hash_partition(self.trainer.data_key, dataset)
-
-    def _deal_stream(self, loader: DataLoader[Any], rank: int, ranks: int, training: bool) -> StreamLoader:
-        trainer = self.trainer
-        assert loader.batch_size is not None
-        group = trainer.settle_global_batch(loader.batch_size, ranks) if training else 1
-        dealt = StreamLoader(loader, rank, ranks, 1 if trainer.global_batch_size is None else group)
-        _auto_add_worker_init_fn(dealt.loader, trainer.global_rank)
-        return dealt
-
-    def _settle_other(self, loader: object, ranks: int, training: bool) -> None:
-        """Global batch of a loader whose batches we do not cut."""
-        if not training:
-            return
-        batch_size = getattr(loader, "batch_size", None) or getattr(
-            getattr(loader, "batch_sampler", None), "batch_size", None
-        )
-        if batch_size is not None:
-            self.trainer.settle_global_batch(int(batch_size), ranks)
-        elif self.trainer.global_batch_size is not None:
-            raise ValueError(
-                f"global_batch_size={self.trainer.global_batch_size} needs a training loader with a batch size, but "
-                f"{type(loader).__name__} has none that can be read (batch_size). "
-                "Give the DataLoader a batch_size, or leave global_batch_size out and set accumulate_grad_batches."
-            )
-
-    def _even(self, loader: object, ranks: int | None, training: bool) -> object:
-        """Keep ranks in step over loaders that may have unequal lengths."""
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        if ranks is None or not several:
-            return loader
-        is_unknown = sized_len(loader) is None
-        lengths = torch.tensor([-1.0 if is_unknown else float(sized_len(loader) or 0)])
-        smallest = lengths.clone()
-        group = self.trainer.agreement_group()
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
-        dist.all_reduce(lengths, op=dist.ReduceOp.MAX, group=group)
-        if smallest.item() == lengths.item() and not is_unknown and not has_iterable_dataset(loader):
-            return loader
-        if training and not getattr(self.trainer.strategy, "steps_are_collective", True):
-            raise ValueError(
-                f"The training loader ({type(loader).__name__}) may give ranks unequal numbers of batches, so they "
-                f"would have to ask each other at every step, but under {type(self.trainer.strategy).__name__} as it "
-                "is set they step by themselves. Use a DataLoader over a map-style data set, or a synchronous strategy."
-            )
-        _auto_add_worker_init_fn(loader, self.trainer.global_rank)
-        return EvenLoader(loader, group, pad=not training)
-
-
-_ONLY_SINGLE_SAMPLES = (
-    "Leases are of single samples of a map-style data set, but the training loader is {loader}. Give a DataLoader with "
-    "batch_size, or turn leases off (strategy.leases=none)."
-)
-
-
-def _refuse_to_deal_batches(trainer: Trainer) -> None:
-    if trainer.data_partition != "interleave":
-        raise ValueError(
-            f"data_partition={trainer.data_partition!r} deals samples, but the training loader has a batch sampler of "
-            "its own, whose batches are dealt whole. Use data_partition='interleave', or a DataLoader with batch_size."
-        )
-    if trainer.leases is not None:
-        raise ValueError(_ONLY_SINGLE_SAMPLES.format(loader="one with a batch sampler of its own"))
-    if trainer.balance is not None:
-        raise ValueError(
-            f"balance={trainer.balance.options.kind!r} moves samples, but the training loader has a batch sampler of "
-            "its own, whose batches are dealt whole. Use balance='none', or a DataLoader with batch_size."
-        )
-
-
-def _check_partition(partition: str, data_key: object, kwargs: dict[str, Any]) -> None:
-    problems = []
-    if partition not in PARTITIONS:
-        problems.append(f"data_partition={partition!r} (allowed: {', '.join(map(repr, PARTITIONS))})")
-    elif data_key is not None and partition != "hash":
-        problems.append(
-            f"data_key={data_key!r} together with data_partition={partition!r}, which asks for no key (set "
-            "data_partition='hash', or leave data_key out)"
-        )
-    if partition != "interleave" and _has_accumulation_schedule(kwargs):
-        problems.append(
-            f"GradientAccumulationScheduler together with data_partition={partition!r}, which deals whole steps (give "
-            "one of them)"
-        )
-    if problems:
-        raise ValueError("; ".join(problems))
-
-
-def _check_enough_samples(loader: DataLoader[Any], ranks: int, mode: RunningStage) -> None:
-    samples = sized_len(loader.dataset)
-    if mode == RunningStage.TRAINING and samples is not None and samples < ranks:
-        raise ValueError(
-            f"The training data set has {samples} sample(s), fewer than the {ranks} data ranks, so some rank would "
-            f"have nothing to learn from. Use at most devices={max(samples, 1)}, or a larger data set."
-        )
-
-
-def _check_batch_options(global_batch_size: int | None, kwargs: dict[str, Any]) -> None:
-    if global_batch_size is None:
-        return
-    problems = []
-    if not isinstance(global_batch_size, int) or global_batch_size < 1:
-        problems.append(f"global_batch_size={global_batch_size!r} (allowed: a whole number of samples, 1 or more)")
-    if kwargs.get("accumulate_grad_batches", 1) != 1:
-        problems.append(
-            f"accumulate_grad_batches={kwargs['accumulate_grad_batches']} together with global_batch_size="
-            f"{global_batch_size} (give one of them: the accumulation follows from the global batch)"
-        )
-    if _has_accumulation_schedule(kwargs):
-        problems.append("GradientAccumulationScheduler together with global_batch_size (give one of them)")
-    if problems:
-        raise ValueError("; ".join(problems))
-
-
-def _has_accumulation_schedule(kwargs: dict[str, Any]) -> bool:
-    callbacks = kwargs.get("callbacks") or []
-    callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
-    return any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
-
-
-def _resolve(strategy: str | Strategy, kwargs: dict[str, Any]) -> str | Strategy:
-    if not isinstance(strategy, str):
-        return strategy
-    if strategy == "auto":
-        count = _device_count(kwargs)
-        if count is None:
-            return strategy
-        return make_strategy("single" if count == 1 else "ddp")  # type: ignore[no-any-return]
-    if strategy in strategy_names():
-        return make_strategy(strategy)  # type: ignore[no-any-return]
-    if strategy not in StrategyRegistry.available_strategies():
-        strategy_target(strategy)  # raises, naming what there is
-    return strategy
-
-
-def _accelerator_name(kwargs: dict[str, Any]) -> str | None:
-    accelerator = kwargs.get("accelerator", "auto")
-    if accelerator == "auto":
-        return _select_auto_accelerator()
-    return accelerator if isinstance(accelerator, str) else None
-
-
-def _device_count(kwargs: dict[str, Any]) -> int | None:
-    """Number of devices of the run; ``None`` where Lightning is to choose (accelerators that we know nothing of)."""
-    name = _accelerator_name(kwargs)
-    name = "cuda" if name == "gpu" and torch.cuda.is_available() else name
-    if name not in ("cpu", "cuda"):
-        return None
-    accelerator = AcceleratorRegistry[name]["accelerator"]
-    devices = kwargs.get("devices", "auto")
-    devices = accelerator.auto_device_count() if devices == "auto" else devices
-    if devices in ([], 0, "0"):
-        return None  # Lightning's own error
-    parsed = accelerator.parse_devices(devices)
-    return len(accelerator.get_parallel_devices(parsed)) * int(kwargs.get("num_nodes", 1))
-
-
-def _fp16_on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Lightning turns fp16 on CPU into bf16; torch can do it, so what was asked for is what is done."""
-    if str(kwargs.get("precision")) not in ("16-mixed", "16") or _accelerator_name(kwargs) != "cpu":
-        return {}
-    plugins = kwargs.get("plugins") or []
-    plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
-    return {"precision": None, "plugins": [*plugins, AutocastPrecision("16-mixed", "cpu")]}
 
 
 def _add_advice(trainer: Trainer) -> None:

@@ -1,0 +1,130 @@
+"""What the arguments of the Trainer mean, and which do not go together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.trainer.connectors.accelerator_connector import _select_auto_accelerator
+
+from trainwright.strategies.precision import AutocastPrecision
+from trainwright.strategies.registry import make_strategy, strategy_names, strategy_target
+from trainwright.trainer.partition import PARTITIONS
+
+
+def check_partition(partition: str, data_key: object, kwargs: dict[str, Any]) -> None:
+    """Whether samples can be dealt so.
+
+    Args:
+        partition: ``data_partition`` of the Trainer.
+        data_key: of the Trainer.
+        kwargs: its arguments for Lightning.
+
+    Raises:
+        ValueError: if not, with all problems.
+    """
+    problems = []
+    if partition not in PARTITIONS:
+        problems.append(f"data_partition={partition!r} (allowed: {', '.join(map(repr, PARTITIONS))})")
+    elif data_key is not None and partition != "hash":
+        problems.append(
+            f"data_key={data_key!r} together with data_partition={partition!r}, which asks for no key (set "
+            "data_partition='hash', or leave data_key out)"
+        )
+    if partition != "interleave" and _has_accumulation_schedule(kwargs):
+        problems.append(
+            f"GradientAccumulationScheduler together with data_partition={partition!r}, which deals whole steps (give "
+            "one of them)"
+        )
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def check_batch_options(global_batch_size: int | None, kwargs: dict[str, Any]) -> None:
+    """Whether a global batch is possible, and the only one to decide the accumulation.
+
+    Args:
+        global_batch_size: of the Trainer.
+        kwargs: its arguments for Lightning.
+
+    Raises:
+        ValueError: if not, with all problems.
+    """
+    if global_batch_size is None:
+        return
+    problems = []
+    if not isinstance(global_batch_size, int) or global_batch_size < 1:
+        problems.append(f"global_batch_size={global_batch_size!r} (allowed: a whole number of samples, 1 or more)")
+    if kwargs.get("accumulate_grad_batches", 1) != 1:
+        problems.append(
+            f"accumulate_grad_batches={kwargs['accumulate_grad_batches']} together with global_batch_size="
+            f"{global_batch_size} (give one of them: the accumulation follows from the global batch)"
+        )
+    if _has_accumulation_schedule(kwargs):
+        problems.append("GradientAccumulationScheduler together with global_batch_size (give one of them)")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _has_accumulation_schedule(kwargs: dict[str, Any]) -> bool:
+    callbacks = kwargs.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+    return any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
+
+
+def resolve_strategy(strategy: str | Strategy, kwargs: dict[str, Any]) -> str | Strategy:
+    """A strategy for its name; names of Lightning's own stay names.
+
+    Args:
+        strategy: of the Trainer.
+        kwargs: its arguments for Lightning, on whose devices ``"auto"`` depends.
+
+    Raises:
+        ValueError: if there is none of that name.
+    """
+    if not isinstance(strategy, str):
+        return strategy
+    if strategy == "auto":
+        count = _device_count(kwargs)
+        if count is None:
+            return strategy
+        return make_strategy("single" if count == 1 else "ddp")  # type: ignore[no-any-return]
+    if strategy in strategy_names():
+        return make_strategy(strategy)  # type: ignore[no-any-return]
+    if strategy not in StrategyRegistry.available_strategies():
+        strategy_target(strategy)  # raises, naming what there is
+    return strategy
+
+
+def _accelerator_name(kwargs: dict[str, Any]) -> str | None:
+    accelerator = kwargs.get("accelerator", "auto")
+    if accelerator == "auto":
+        return _select_auto_accelerator()
+    return accelerator if isinstance(accelerator, str) else None
+
+
+def _device_count(kwargs: dict[str, Any]) -> int | None:
+    """Number of devices of the run; ``None`` where Lightning is to choose (accelerators that we know nothing of)."""
+    name = _accelerator_name(kwargs)
+    name = "cuda" if name == "gpu" and torch.cuda.is_available() else name
+    if name not in ("cpu", "cuda"):
+        return None
+    accelerator = AcceleratorRegistry[name]["accelerator"]
+    devices = kwargs.get("devices", "auto")
+    devices = accelerator.auto_device_count() if devices == "auto" else devices
+    if devices in ([], 0, "0"):
+        return None  # Lightning's own error
+    parsed = accelerator.parse_devices(devices)
+    return len(accelerator.get_parallel_devices(parsed)) * int(kwargs.get("num_nodes", 1))
+
+
+def fp16_on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Lightning turns fp16 on CPU into bf16; torch can do it, so what was asked for is what is done."""
+    if str(kwargs.get("precision")) not in ("16-mixed", "16") or _accelerator_name(kwargs) != "cpu":
+        return {}
+    plugins = kwargs.get("plugins") or []
+    plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
+    return {"precision": None, "plugins": [*plugins, AutocastPrecision("16-mixed", "cpu")]}
