@@ -54,42 +54,41 @@ _RULES: dict[str, Rule] = {
 }
 
 
-def balance_option_problems(given: Mapping[str, Any], prefix: str = "balance.") -> list[str]:
+def balance_option_problems(given: Mapping[str, Any]) -> list[str]:
     """What is wrong with the options by themselves, one text each.
 
     Args:
         given: by name; those left out are at their default.
-        prefix: what stands before a name where it is typed.
     """
     unknown = sorted(set(given) - set(_RULES))
     if unknown:
-        return [f"{prefix}{name}: there is no such option (allowed: {', '.join(_RULES)})" for name in unknown]
+        return [f"balance.{name}: there is no such option (allowed: {', '.join(_RULES)})" for name in unknown]
     options = {**asdict(BalanceOptions()), **given}
-    problems = [f"{prefix}{problem}" for problem in broken_rules(_RULES, options)]
+    problems = [f"balance.{problem}" for problem in broken_rules(_RULES, options)]
     if problems:
         return problems  # what the values mean together can be judged only once each is possible
-    return [*_about_shares(options, prefix), *_without_effect(options, prefix)]
+    return [*_about_shares(options), *_without_effect(options)]
 
 
-def _about_shares(options: Mapping[str, Any], prefix: str) -> list[str]:
+def _about_shares(options: Mapping[str, Any]) -> list[str]:
     if options["kind"] == FIXED and options["shares"] is None:
-        return [f"{prefix}kind=fixed without {prefix}shares; say the parts of the data ranks: {prefix}shares=[3,1]"]
+        return ["balance.kind=fixed without balance.shares; say the parts of the data ranks: balance.shares=[3,1]"]
     if options["kind"] != FIXED and options["shares"] is not None:
         shares = ",".join(f"{share:g}" for share in options["shares"])
         return [
-            f"{prefix}shares=[{shares}] with {prefix}kind={options['kind']}, which does not read them; take "
-            f"balance=fixed, or leave {prefix}shares out"
+            f"balance.shares=[{shares}] with balance.kind={options['kind']}, which does not read them; take "
+            f"balance=fixed, or leave balance.shares out"
         ]
     return []
 
 
-def _without_effect(options: Mapping[str, Any], prefix: str) -> list[str]:
+def _without_effect(options: Mapping[str, Any]) -> list[str]:
     if options["kind"] == AUTO:
         return []
     default = BalanceOptions()
     return [
-        f"{prefix}{each.name}={options[each.name]} with {prefix}kind={options['kind']}: nothing is measured, so it has "
-        f"no effect; take balance=auto, or leave {prefix}{each.name} out"
+        f"balance.{each.name}={options[each.name]} with balance.kind={options['kind']}: nothing is measured, so it has "
+        f"no effect; take balance=auto, or leave balance.{each.name} out"
         for each in fields(BalanceOptions)
         if each.name not in ("kind", "shares") and options[each.name] != getattr(default, each.name)
     ]

@@ -122,7 +122,7 @@ def make_faults(sentences: Sequence[str]) -> "list[Fault]":
     return [sentence.make() for text in sentences for sentence in read(text)]
 
 
-def inject_problems(cfg: DictConfig, verb: str, world_size: int | None, server_ranks: int = 0) -> list[str]:
+def inject_problems(cfg: DictConfig, verb: str, world_size: int | None, server_ranks: int) -> list[str]:
     """What stands against injecting the faults of a configuration into its run.
 
     Args:

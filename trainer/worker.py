@@ -47,7 +47,7 @@ _OF_RESUMING = re.compile(r"The dirpath has changed from|Checkpoint directory .*
 def run_verb(
     cfg: DictConfig,
     verb: str,
-    on_exception: Callable[[BaseException], None] | None = None,
+    on_exception: Callable[[BaseException], None],
     *,
     held: HeldState | None = None,
     more_callbacks: Sequence[Callback] = (),

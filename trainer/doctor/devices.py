@@ -110,7 +110,7 @@ class DeviceFacts:
 # Facts
 
 
-def device_facts(installed: Mapping[str, str] | None = None) -> DeviceFacts:
+def device_facts(installed: Mapping[str, str]) -> DeviceFacts:
     """Of this machine; imports torch, and makes no CUDA context.
 
     Args:
@@ -124,7 +124,6 @@ def device_facts(installed: Mapping[str, str] | None = None) -> DeviceFacts:
         usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
         architectures = torch.cuda.get_arch_list() if usable else []
     has_nccl = torch.version.cuda is not None and torch.distributed.is_nccl_available()
-    installed = installed or {}
     gpus = _gpus() if files else []
     return DeviceFacts(
         gpus=[gpu for gpu, _ in gpus],
