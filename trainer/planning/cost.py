@@ -204,7 +204,7 @@ class Pass:
         """The pass split along this one's axis and along that of ``alone``; ``one`` is split along neither.
 
         Activations, operations and what is sent shrink by both factors: near enough for a search, and measured where
-        it matters (:meth:`ModelFacts.of`).
+        it matters (:meth:`~trainwright.trainer.planning.facts.ModelFacts.of`).
         """
         peaks = {
             name: _scaled_bytes(getattr(self, name), getattr(alone, name), getattr(one, name))

@@ -87,6 +87,7 @@ class ModelFacts:
         self.kinds = kinds_of([module.get_submodule(name) for name in self.blocks])
         self._passes: dict[Cut, Pass] = {}
         self._near: dict[Cut, Pass] = {}
+        # Whether the step runs on tensors without values; None: it was not tried yet.
         self._without_values: bool | None = None
 
     def of(self, cut: Cut) -> Pass:
