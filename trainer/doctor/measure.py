@@ -87,17 +87,18 @@ def _product(rows: int, dtype: torch.dtype, device: torch.device, budget: float)
 def _quickest(function: Callable[[], Any], device: torch.device, budget: float) -> float:
     """Seconds of the quickest of at least three calls after a first one, within a budget of seconds."""
     function()
-    best, end = float("inf"), _now(device) + budget
+    best, end = float("inf"), now_on(device) + budget
     for number in range(1000):
-        begin = _now(device)
+        begin = now_on(device)
         if number >= 3 and begin > end:
             break
         function()
-        best = min(best, _now(device) - begin)
+        best = min(best, now_on(device) - begin)
     return best
 
 
-def _now(device: torch.device) -> float:
+def now_on(device: torch.device) -> float:
+    """Seconds of a clock at which all is done that the device was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

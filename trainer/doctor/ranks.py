@@ -24,7 +24,7 @@ from trainwright.strategies.communication.advice import Link
 from trainwright.strategies.communication.probe import probe_links
 from trainwright.strategies.layout import Layout
 from trainwright.trainer.doctor.clocks import Offset, offset_of
-from trainwright.trainer.doctor.measure import measure_device, small_blocks, small_step
+from trainwright.trainer.doctor.measure import measure_device, now_on, small_blocks, small_step
 from trainwright.trainer.doctor.network import Pair
 
 # Longest wait for one collective.
@@ -267,9 +267,9 @@ def _latency(partner: int, first: bool, device: torch.device) -> float:
     """Half of the time of the quickest message there and back."""
     message, taken = torch.zeros(_SMALL, device=device), []
     for _ in range(2 + _PINGS):
-        begin = _now(device)
+        begin = now_on(device)
         _exchange(message, message, partner, first)
-        taken.append(_now(device) - begin)
+        taken.append(now_on(device) - begin)
     return min(taken[2:]) / 2  # the first ones make connections
 
 
@@ -277,12 +277,12 @@ def _transfer(partner: int, sends: bool, device: torch.device) -> float:
     """Seconds of a large message and a small one back."""
     large, small, taken = torch.zeros(_LARGE, device=device), torch.zeros(_SMALL, device=device), []
     for _ in range(_TRANSFERS):
-        begin = _now(device)
+        begin = now_on(device)
         if sends:
             _exchange(large, small, partner, True)
         else:
             _exchange(small, large, partner, False)
-        taken.append(_now(device) - begin)
+        taken.append(now_on(device) - begin)
     return min(taken)
 
 
@@ -293,12 +293,6 @@ def _exchange(sent: torch.Tensor, received: torch.Tensor, partner: int, first: b
     else:
         dist.recv(received, partner)
         dist.send(sent, partner)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def measure_gathering(device: torch.device, link: Link) -> float:
@@ -326,9 +320,9 @@ def _step_seconds(blocks: torch.nn.Sequential, device: torch.device) -> float:
     with torch.enable_grad():
         for _ in range(2 + _STEPS):
             dist.barrier()
-            begin = _now(device)
+            begin = now_on(device)
             small_step(blocks, device)
-            taken.append(_now(device) - begin)
+            taken.append(now_on(device) - begin)
     return min(taken[2:])
 
 

@@ -92,6 +92,3 @@ class Assumed:
         numbers = torch.arange(pairs, device=local_MK.device)
         row, choice = torch.stack((numbers * rows // max(pairs, 1), numbers % chosen), 1).unbind(1)
         return row, choice, numbers % self._per_rank
-
-
-__all__ = ["EVEN", "Assumed", "Routing", "assume_routing", "part_that_travels"]

@@ -89,6 +89,3 @@ class _StageStub:
         self.stage_index_to_group_rank = dict(enumerate(ranks_of_stages(ranks, stages, schedule)))
         self.device, self.group = torch.device("cpu"), None
         self.submod = torch.nn.Identity()
-
-
-__all__ = ["BACKWARD", "FORWARD", "INPUTS", "WEIGHTS", "Action", "actions_of", "until_fullest"]
