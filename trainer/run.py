@@ -99,24 +99,17 @@ def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None, choice
         raise ConfigError(problems)
     if choice is not None and choice.smaller is not None and verb == "fit":
         planned, choice = _tried(cfg, planned, choice, launcher)
-    if cfg.run_dir is None:
-        planned.run_dir = str(_made_run_dir(run_name(cfg)))
-    resolved = OmegaConf.create(OmegaConf.to_container(planned, resolve=True))
-    assert isinstance(resolved, DictConfig)
     try:
+        if cfg.run_dir is None:
+            planned.run_dir = str(make_default_run_dir(run_name(cfg)))
+        resolved = OmegaConf.create(OmegaConf.to_container(planned, resolve=True))
+        assert isinstance(resolved, DictConfig)
         write_config(resolved)
         if choice is not None:
             write_plan(choice, Path(resolved.run_dir))
     except OSError as error:
-        raise ConfigError([f"run_dir={resolved.run_dir}: {error.strerror}; type another run_dir=..."]) from error
+        raise ConfigError([f"run_dir={planned.run_dir}: {error.strerror}; type another run_dir=..."]) from error
     return resolved
-
-
-def _made_run_dir(name: str) -> Path:
-    try:
-        return make_default_run_dir(name)
-    except OSError as error:
-        raise ConfigError([f"{error.filename}: {error.strerror}; type run_dir=... to write elsewhere"]) from error
 
 
 def begin_or_go_on(run_dir: Path, verb: str, launcher: Launcher) -> DictConfig:
