@@ -95,13 +95,14 @@ class OrderedPredictionLoop(_PredictionLoop):
 
     def _on_predict_epoch_end(self) -> Any:
         predictions = super()._on_predict_epoch_end()
-        strategy = self.trainer.strategy
+        strategy: Any = self.trainer.strategy
         ranks = getattr(strategy, "num_data_ranks", 1)
         if predictions is None or ranks == 1:
             return predictions
         several = self.num_dataloaders > 1
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, predictions if several else [predictions])
+        group = strategy.data_group  # ranks of other axes predict for the same samples
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, predictions if several else [predictions], group=group)
         merged = [self._merge(batches, index) for index, batches in enumerate(zip(*gathered, strict=True))]
         return merged if several else merged[0]
 

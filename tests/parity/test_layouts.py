@@ -206,6 +206,18 @@ def test_validation_and_prediction(ranks, network, world_size, options):
         assert found[2] == alone[2]
 
 
+def predict(options: dict[str, Any] | None) -> list[list[int]]:
+    strategy = {"strategy": "single"} if options is None else {"strategy": "hybrid", "options": options}
+    predicted = make_trainer(**strategy).predict(make_module("llama"), DataLoader(Texts(6, 8), batch_size=2))
+    return torch.cat(predicted).tolist()
+
+
+@pytest.mark.parametrize("options", [{"tensor": 2, "shard": 2}, {"pipeline": 2, "shard": 2}])
+def test_samples_that_ranks_share_are_predicted_once(ranks, options):
+    (alone,) = ranks(predict, 1, None, init_group=False)
+    assert ranks(predict, 4, options) == [alone] * 4
+
+
 def train_with_lightning(case: LayoutCase) -> Any:
     from trainwright.strategies.hybrid import HybridStrategy
 
