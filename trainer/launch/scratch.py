@@ -26,9 +26,7 @@ def scratch() -> Path:
         parent = Path("/tmp")  # noqa: S108 - mkdtemp makes a folder that no other user can read or replace
     remove_abandoned(parent)
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
-    # Kept open for the life of the process: closing it would free the lock.
-    descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    _lock(folder / _LOCK)
     # After multiprocessing's own folder in it (priority -100); a forked child does not inherit this.
     util.Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-200)
     return folder
@@ -39,6 +37,15 @@ def remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*-*"):
         if _is_mine(folder) and not _is_locked(folder / _LOCK):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock(path: Path) -> None:
+    """Make a file that is locked as long as this process lives: as long as it is not, nobody must find it."""
+    unlocked = path.with_suffix(".new")
+    # Kept open for the life of the process: closing it would free the lock.
+    descriptor = os.open(unlocked, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    unlocked.rename(path)
 
 
 def _is_mine(folder: Path) -> bool:

@@ -1,0 +1,30 @@
+"""The folder of temporary files, among others that processes make at the same time."""
+
+from __future__ import annotations
+
+import fcntl
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from trainwright.trainer.launch import scratch
+
+
+def test_a_folder_that_is_just_being_made_is_not_taken_for_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+
+    def others_first(descriptor: int, how: int) -> None:
+        if how == fcntl.LOCK_EX:  # that of who makes the folder
+            scratch.remove_abandoned(tmp_path)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(scratch, "_LONGEST_PARENT", len(str(tmp_path)))
+    monkeypatch.setattr(fcntl, "flock", others_first)
+    folder = scratch.scratch.__wrapped__()
+    assert folder.is_dir()
+    scratch.remove_abandoned(tmp_path)
+    assert folder.is_dir()
