@@ -7,8 +7,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +19,15 @@ from omegaconf import DictConfig
 from tests.faults.commands import Command
 from tests.trainer.project import command, write_project
 from trainwright import compose
-from trainwright.trainer.launch import ray as engine
+from trainwright.trainer.launch import ray_room
 from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.held_signals import HeldSignals
 from trainwright.trainer.launch.interrupt import Interrupted
+from trainwright.trainer.launch.ray import problems
+from trainwright.trainer.launch.ray_actors import RankActors
 from trainwright.trainer.launch.ray_places import Place, actor_options, bundles, environment_of, resources_of, total
+from trainwright.trainer.launch.ray_room import Room
+from trainwright.trainer.launch.restart_log import RestartLog
 from trainwright.trainer.problems import ConfigError
 
 WITHOUT_RAY = importlib.util.find_spec("ray") is None
@@ -80,7 +86,7 @@ def test_ranks_know_each_other_and_see_the_gpus_of_their_machine(conf: Path) -> 
 
 def test_on_a_cluster_of_this_machine_nothing_listens_to_the_network(conf: Path) -> None:
     cfg = configured(conf, "launch.threads=2")
-    assert not engine.problems(cfg, "fit")
+    assert not problems(cfg, "fit")
     told = environment_of(cfg, 1, [Place("a", "127.0.0.1")] * 2, ("127.0.0.1", 99), 0, "5")
     assert told["GLOO_SOCKET_IFNAME"] == "lo"
     assert told["OMP_NUM_THREADS"] == "2"
@@ -104,7 +110,7 @@ def test_on_a_cluster_of_this_machine_nothing_listens_to_the_network(conf: Path)
     ],
 )
 def test_what_cannot_be_is_refused(conf: Path, overrides: list[str], said: str) -> None:
-    [found] = engine.problems(configured(conf, *overrides), "fit")
+    [found] = problems(configured(conf, *overrides), "fit")
     assert said in found
 
 
@@ -145,9 +151,9 @@ def test_a_run_shrinks_to_the_room_there_is_and_grows_again(conf: Path, monkeypa
         "launch.max_restarts=null",
         "run_dir=run",
     )
-    monkeypatch.setattr(engine, "_SMALLER_SECONDS", 0.0)
-    log = engine.RestartLog(Path("run"))
-    room = engine.Room(configured(conf, *words, "launch.probe_seconds=0.001"), "fit", log, HeldSignals())
+    monkeypatch.setattr(ray_room, "_SMALLER_SECONDS", 0.0)
+    log = RestartLog(Path("run"))
+    room = Room(configured(conf, *words, "launch.probe_seconds=0.001"), "fit", log, HeldSignals())
     assert room.size == 4
     there.cores = 3
     assert (room.size, room.look(16)) == (3, False)
@@ -159,7 +165,75 @@ def test_a_run_shrinks_to_the_room_there_is_and_grows_again(conf: Path, monkeypa
     with pytest.raises(RankError, match=r"no room for \{CPU: 4\}.*the machines of the cluster have \{CPU: 1\}"):
         room.size  # noqa: B018
     with pytest.raises(ConfigError, match="no room for"):
-        engine.Room(configured(conf, *words), "fit", log, HeldSignals()).place()
+        Room(configured(conf, *words), "fit", log, HeldSignals()).place()
+
+
+class _Method:
+    """Of an actor: called at once."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def remote(self, *args: Any) -> Any:
+        return _Answer(self._method(*args))
+
+
+class _Answer:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _Actor:
+    """Whose rank ends as soon as it has started; that of rank 1 badly."""
+
+    def __init__(self, rank: int, *_: Any) -> None:
+        self.place = _Method(lambda: Place("a", "127.0.0.1"))
+        self.open_store = _Method(lambda address: (address, 99))
+        self.start = _Method(lambda *_: rank)
+        self.wait = _Method(lambda seconds: int(rank == 1))
+
+
+class _Ray:
+    """As much of Ray as actors need that answer at once."""
+
+    class exceptions:
+        RayError = RuntimeError
+
+    def __init__(self) -> None:
+        self.util = self
+        self.waits = 0
+        self.__spec__ = ModuleSpec("ray", None)
+
+    def remote(self, kind: type) -> Any:
+        return self
+
+    def options(self, **_: Any) -> Any:
+        return SimpleNamespace(remote=_Actor)
+
+    def wait(self, answers: list[_Answer], num_returns: int, timeout: float) -> tuple[list[_Answer], list[_Answer]]:
+        self.waits += 1
+        return answers[:num_returns], answers[num_returns:]
+
+    def get(self, answers: Any) -> Any:
+        return [each.value for each in answers] if isinstance(answers, list) else answers.value
+
+    def PlacementGroupSchedulingStrategy(self, *_: Any, **__: Any) -> None:
+        """Not looked at."""
+
+
+def test_ranks_that_have_answered_are_heard_together(
+    conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = _Ray()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", ray)
+    actors = RankActors(configured(conf, "devices=40", "run_dir=run"), 0, None, HeldSignals())
+    assert actors.start("fit", tmp_path) is None
+    ray.waits = 0
+    assert actors.hear(1.0)
+    assert actors.codes == {rank: int(rank == 1) for rank in range(40)}
+    assert not actors.has_ranks
+    assert ray.waits == 2
 
 
 def test_signals_that_come_within_a_call_are_raised_after_it() -> None:

@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from trainwright.trainer.launch.ending import notices, seconds_to_end, told_to_end
+from trainwright.trainer.launch.ending import patience, told_to_end
 from trainwright.trainer.launch.environment import rank_environment
 from trainwright.trainer.launch.failure import RankError, first_failure
 from trainwright.trainer.launch.interrupt import Interrupted
+from trainwright.trainer.launch.outcome import Outcome, metrics_after_signal, metrics_in, setback_in
 from trainwright.trainer.launch.rank import rank_main
-from trainwright.trainer.launch.records import Beginning, read_beginning, read_result, read_steps
+from trainwright.trainer.launch.records import Beginning, read_beginning
 from trainwright.trainer.launch.rendezvous import LocalStore
 from trainwright.trainer.launch.replacing import Replacements
-from trainwright.trainer.launch.restarts import Setback, setback_of
+from trainwright.trainer.launch.restarts import Setback
 from trainwright.trainer.launch.supervisor import Ended, Monitor, Supervisor
 
-# Beyond what a rank gives itself (`ShutdownWatch`), so that it ends by itself where it can.
-MARGIN_SECONDS = 2.0
 # Ranks that fail together are noticed one after the other; the one to blame may be the second.
 _TOGETHER_SECONDS = 0.1
-# What no limit is to functions that wait.
-_A_WEEK = 7 * 86400.0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How an attempt ended.
-
-    Attributes:
-        failure: what ended it; None: all went well, or it was ended to go on with other ranks.
-        metrics: that rank 0 ended with, by name; None where the run has not come to its end.
-    """
-
-    failure: RankError | None = None
-    metrics: dict[str, float] | None = None
 
 
 class Attempt:
@@ -105,10 +88,12 @@ class Attempt:
                 ended = self._wait(ranks, store.port, look_seconds, enough)
             except Interrupted as interrupted:
                 ended = pass_on(ranks, self._cfg, self._verb, interrupted)
-                return Outcome(metrics=self._after_signal(ended, interrupted))
+                codes = {each.rank: each.exit_code for each in ended}
+                failure = partial(first_failure, self._records, codes, Path(self._cfg.run_dir))
+                return Outcome(metrics=metrics_after_signal(self._records, self._cfg, codes, interrupted, failure))
             if not any(each.failed for each in ended):
                 if not ranks.living:
-                    return Outcome(metrics=self._result())
+                    return Outcome(metrics=metrics_in(self._records, self._cfg))
                 ranks.end(ranks.living, patience(self._cfg, self._verb))
                 return Outcome()
             ended += ranks.end(ranks.living, grace_after_failure)
@@ -148,39 +133,7 @@ class Attempt:
 
     def setback(self, failure: RankError) -> Setback:
         """What the policy must know of a failure of this attempt."""
-        steps, beginning = read_steps(self._records), self.beginning
-        step = steps.get(failure.rank, max(steps.values(), default=None))
-        return setback_of(failure, step, None if beginning is None else beginning.step)
-
-    def _after_signal(self, ended: list[Ended], interrupted: Interrupted) -> dict[str, float]:
-        """The metrics, where the ranks were through already when they were told to end.
-
-        Raises:
-            Interrupted: where they were not.
-            RankError: where they should have saved, and one failed at it.
-        """
-        codes = {each.rank: each.exit_code for each in ended}
-        if codes and not any(codes.values()):
-            return self._result(interrupted)
-        told = told_to_end(self._cfg, codes)
-        if told is None and codes and interrupted.number in notices(self._cfg):
-            failure = first_failure(self._records, codes, Path(self._cfg.run_dir))
-            if failure.is_cause:
-                raise failure
-        raise told or interrupted
-
-    def _result(self, interrupted: Interrupted | None = None) -> dict[str, float]:
-        """The metrics of ranks that have all ended well; none where the user's own code ended them.
-
-        Raises:
-            Interrupted: if they were told to end, which the configuration calls well.
-        """
-        try:
-            return read_result(self._records)
-        except FileNotFoundError:
-            if self._cfg.preemption.exit_code == 0:
-                raise Interrupted(interrupted.number if interrupted else signal.SIGTERM, 0) from None
-            return {}
+        return setback_in(self._records, failure)
 
     def _failure(self, ended: list[Ended]) -> RankError:
         codes = {each.rank: None if each.asked else each.exit_code for each in ended}
@@ -199,12 +152,6 @@ def _next_ends(ranks: Supervisor, seconds: float | None) -> list[Ended]:
         time.sleep(seconds or 0.0)  # all are lost, and replacements are due later
     ended = ranks.wait(seconds)
     return ended + ranks.wait(_TOGETHER_SECONDS) if any(each.failed for each in ended) else ended
-
-
-def patience(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> float:
-    """Seconds that ranks are given to end after a signal; a little more than they give themselves."""
-    seconds = seconds_to_end(cfg, verb, number)
-    return _A_WEEK if seconds is None else seconds + MARGIN_SECONDS
 
 
 def pass_on(ranks: Supervisor, cfg: DictConfig, verb: str, interrupted: Interrupted) -> list[Ended]:

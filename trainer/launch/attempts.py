@@ -10,8 +10,9 @@ from typing import Protocol
 from omegaconf import DictConfig
 
 from trainwright.trainer.check_resume import going_on_in_place
-from trainwright.trainer.launch.attempt import MARGIN_SECONDS, Outcome
+from trainwright.trainer.launch.ending import MARGIN_SECONDS
 from trainwright.trainer.launch.failure import RankError
+from trainwright.trainer.launch.outcome import Outcome
 from trainwright.trainer.launch.records import Beginning
 from trainwright.trainer.launch.restart_log import RestartLog
 from trainwright.trainer.launch.restarts import RestartPolicy, Setback, Stop

@@ -14,6 +14,11 @@ from trainwright.callbacks.preemption_options import preemption_problems
 from trainwright.callbacks.requeue import job_of
 from trainwright.trainer.launch.interrupt import Interrupted
 
+A_WEEK = 7 * 86400.0
+"""Seconds: what "no limit" is to functions that wait."""
+MARGIN_SECONDS = 2.0
+"""Beyond what a rank gives itself (:class:`~trainwright.trainer.launch.watch.ShutdownWatch`), so that it ends by itself
+where it can."""
 # Ended by the signal itself, before the rank listened to it or after.
 _BY_SIGNAL = {-int(number): number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
 
@@ -31,6 +36,18 @@ def seconds_to_end(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> 
         return grace
     deadline = cfg.preemption.deadline_seconds
     return None if deadline is None else max(grace, float(deadline))
+
+
+def patience(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> float:
+    """Seconds that ranks are given to end after a signal; a little more than they give themselves.
+
+    Args:
+        cfg: the resolved configuration.
+        verb: fit, validate, test or predict.
+        number: of the signal.
+    """
+    seconds = seconds_to_end(cfg, verb, number)
+    return A_WEEK if seconds is None else seconds + MARGIN_SECONDS
 
 
 def notices(cfg: DictConfig) -> tuple[signal.Signals, ...]:

@@ -126,7 +126,7 @@ def environment_of(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "OMP_NUM_THREADS": str(cfg.launch.threads or threads or cores),
     }
-    if len({place.address for place in places}) == 1 and places[0].address.startswith("127."):
+    if places[0].address.startswith("127.") and all(place.address == places[0].address for place in places):
         # A cluster of this machine alone: nothing listens to the network.
         found |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     visible = [gpu for place in places[node * cfg.devices : (node + 1) * cfg.devices] for gpu in place.gpus]

@@ -16,12 +16,14 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from trainwright.trainer.check_recovery import AUTO, REPLICAS
-from trainwright.trainer.launch.attempt import Outcome, pass_on, patience
+from trainwright.trainer.launch.attempt import pass_on
+from trainwright.trainer.launch.ending import patience
 from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.generations import Generations, Parted, first_beginning
 from trainwright.trainer.launch.interrupt import Interrupted
 from trainwright.trainer.launch.member_ends import MemberEnds
 from trainwright.trainer.launch.members import Members
+from trainwright.trainer.launch.outcome import Outcome
 from trainwright.trainer.launch.records import Beginning, read_result
 from trainwright.trainer.launch.restart_log import RestartLog
 from trainwright.trainer.launch.restarts import RestartPolicy, Setback, Stop
