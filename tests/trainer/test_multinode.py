@@ -18,7 +18,8 @@ from tests.trainer.project import command, environment, write_project
 from trainwright import compose
 from trainwright.trainer.launch.ends import empty_ends
 from trainwright.trainer.launch.hosts import Endpoint, Host, endpoint_of, host_problems, hosts_of, is_mine
-from trainwright.trainer.launch.multinode import command_for, environment_of, launch
+from trainwright.trainer.launch.multinode import launch
+from trainwright.trainer.launch.multinode_agent import command_for, environment_of
 from trainwright.trainer.launch.multinode_host import PROBE, address_here, environment_here, problem_here
 from trainwright.trainer.launch.multinode_words import Setup, from_agent, to_command, versions
 from trainwright.trainer.problems import ConfigError
