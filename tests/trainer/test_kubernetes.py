@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +22,7 @@ from omegaconf import DictConfig
 
 from tests.trainer.project import environment, write_project
 from trainwright import compose
+from trainwright.trainer.launch import kubernetes_node
 from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.interrupt import Interrupted
 from trainwright.trainer.launch.kubernetes import launch, problems
@@ -280,6 +282,22 @@ def test_the_first_pod_makes_the_run_directory_and_goes_into_no_other_run(conf: 
     assert Path("runs/new/config.yaml").is_file()
 
 
+def test_a_pod_that_fails_leaves_nothing_behind(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise TimeoutError("the first pod has not answered")
+
+    prepare(configured(conf), "fit")
+    folder, temporary = str(Path("runs/mine").absolute()), tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(kubernetes_node, "_run", fail)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    for name, value in (("TRAINWRIGHT_ENDPOINT", "a:1"), ("TRAINWRIGHT_WORKDIR", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TimeoutError):
+        kubernetes_node.main(["fit"], folder)
+    assert not list(temporary.iterdir())
+
+
 def test_two_pods_train_together_and_tell_the_metrics(conf: Path, tmp_path: Path) -> None:
     """As pods of a JobSet, on two addresses of this machine; the volume is a folder beside."""
     prepare(configured(conf, "devices=1", "strategy=ddp"), "fit")
@@ -403,8 +421,11 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(200, {"status": {"conditions": self.cluster.conditions}})
 
     def do_DELETE(self) -> None:
+        if self.cluster.refuse is not None:
+            status, message = self.cluster.refuse
+            return self._answer(status, {"kind": "Status", "message": message})
         self.cluster.deleted = {"path": self.path}
-        self._answer(200, {})
+        return self._answer(200, {})
 
 
 @pytest.fixture
@@ -473,6 +494,22 @@ def test_ctrl_c_deletes_the_job_or_leaves_it(how: str, conf: Path, cluster: Fake
         launch(submitted(conf, f"launch.on_interrupt={how}"), "fit")
     assert ended.value.exit_code == 130
     assert (cluster.deleted is not None) == (how == "delete")
+
+
+@pytest.mark.parametrize(("status", "goes_on"), [(403, True), (404, False)])
+def test_a_job_that_cannot_be_deleted_is_told(
+    status: int, goes_on: bool, conf: Path, cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        cluster.refuse = (status, "may not delete")
+        cluster.deleted = {} if status == 404 else None
+        os.kill(os.getpid(), signal.SIGINT)
+
+    cluster.when_asked = interrupt
+    with pytest.raises(Interrupted):
+        launch(submitted(conf), "fit")
+    said = capsys.readouterr().err
+    assert ("was not deleted, the cluster refuses it (403 Forbidden): may not delete; type kubectl" in said) == goes_on
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,17 @@ def test_a_cancelled_job_is_not_requeued(tmp_path: Path, monkeypatch: pytest.Mon
     assert asked.read_text() == "requeue 12\n"
 
 
+def test_a_job_that_cannot_be_cancelled_is_told(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Job:
+        job_id = "12"
+
+        def cancel(self, check: bool) -> None:
+            raise FileNotFoundError("no scancel")
+
+    slurm.cancel([slurm.SubmittedJob(configured(conf), Job())])
+    assert "SLURM job 12 could not be cancelled (no scancel); type scancel 12" in capsys.readouterr().err
+
+
 # ---- real jobs of submitit's local executor --------------------------------------------------------------------------
 
 

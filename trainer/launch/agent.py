@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -42,21 +40,30 @@ class Meeting:
     address: str | None = None
 
 
-def run_agent(cfg: DictConfig, verb: str, meeting: Meeting, passed_on: Sequence[signal.Signals] = ()) -> dict[int, int]:
+@dataclass(frozen=True)
+class AgentEnd:
+    """How the ranks of one machine ended.
+
+    Attributes:
+        signal: number of the one that this process was told to end by; None: it was not.
+        codes: exit codes of those that failed, by rank; empty: all went well, or were told to end.
+    """
+
+    signal: int | None = None
+    codes: dict[int, int] = field(default_factory=dict)
+
+
+def run_agent(cfg: DictConfig, verb: str, meeting: Meeting) -> AgentEnd:
     """Start the ranks of this machine, and wait for their end and that of all others.
+
+    Signals that the run heeds by saving are passed on to the ranks, who end by them, as SIGTERM and SIGINT are.
 
     Args:
         cfg: the resolved configuration, as it lies in its run directory.
         verb: fit, validate, test or predict.
         meeting: where the agents of the other machines are met.
-        passed_on: signals, besides SIGTERM and SIGINT, that this process passes on to its ranks, who end by them.
-
-    Returns:
-        Exit codes of the ranks of this machine that failed, by rank; empty: all went well.
-
-    Raises:
-        SignalException: torch's, if this process was told to end; its ranks have ended.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -73,24 +80,14 @@ def run_agent(cfg: DictConfig, verb: str, meeting: Meeting, passed_on: Sequence[
         max_restarts=_NO_LIMIT if limit is None else limit,
         monitor_interval=0.5,
         local_addr=meeting.address,
-        signals_to_handle=",".join(number.name for number in (*_PASSED_ON, *passed_on)),
+        signals_to_handle=",".join(number.name for number in {*_PASSED_ON, *notices(cfg)}),
         shutdown_timeout=86400 if seconds is None else int(seconds) + 2,
     )
     words = ("-m", "trainwright.trainer.started", str(Path(cfg.run_dir)), verb)
-    with _not_ended_by([number for number in notices(cfg) if number not in (*_PASSED_ON, *passed_on)]):
-        try:
-            elastic_launch(config, sys.executable)(*words)
-        except ChildFailedError as error:
-            return {rank: failure.exitcode for rank, failure in error.failures.items()}
-    return {}
-
-
-@contextmanager
-def _not_ended_by(numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Live on after signals that the ranks get as well, who save and end."""
-    previous = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        elastic_launch(config, sys.executable)(*words)
+    except ChildFailedError as error:
+        return AgentEnd(codes={rank: failure.exitcode for rank, failure in error.failures.items()})
+    except SignalException as told:
+        return AgentEnd(signal=int(told.sigval))
+    return AgentEnd()

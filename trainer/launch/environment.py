@@ -6,7 +6,7 @@ import socket
 from omegaconf import DictConfig
 
 from trainwright.trainer.launch.rendezvous import ADDRESS
-from trainwright.trainer.machine import num_cores
+from trainwright.trainer.launch.threads import threads_of_rank
 
 
 def rank_environment(cfg: DictConfig, rank: int, port: int, attempt: int = 0) -> dict[str, str]:
@@ -58,8 +58,7 @@ def of_rank(rank: int, world_size: int, port: int, attempt: int) -> dict[str, st
 
 def _shared_machine(cfg: DictConfig) -> dict[str, str]:
     """What ranks need to share one machine well, unless the user has decided it."""
-    threads = cfg.launch.threads or os.environ.get("OMP_NUM_THREADS") or max(1, num_cores() // cfg.devices)
-    found = {"OMP_NUM_THREADS": str(threads), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    found = {"OMP_NUM_THREADS": threads_of_rank(cfg, os.environ), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:
         # Otherwise the backends listen on the address that the host name resolves to, open to the network.

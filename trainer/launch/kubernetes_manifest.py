@@ -38,7 +38,6 @@ _CONTAINER = {TRAINJOB: "node", JOBSET: "node", PYTORCHJOB: "pytorch"}
 _PORT_NAME = "pytorchjob-port"
 _PATCH_MANAGER = "trainwright/launch"
 _LONGEST_NAME = 40  # what is made of it has at most 63 characters
-_LONGEST_LABEL = 63
 # Seconds that the agent and its container need to end after the ranks.
 _GRACE_MARGIN = 15
 _NO_LIMIT_SECONDS = 86400

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -21,12 +20,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
 from trainwright.trainer.candidates import AUTO
-from trainwright.trainer.launch.ending import notices, told_to_end
+from trainwright.trainer.launch.agent import AgentEnd, Meeting, run_agent
+from trainwright.trainer.launch.ending import told_to_end
 from trainwright.trainer.launch.ends import ends_folder
 from trainwright.trainer.launch.failure import first_failure, log_file
 from trainwright.trainer.launch.follow import Follower
@@ -36,7 +36,7 @@ from trainwright.trainer.launch.kubernetes_manifest import CONFIG_FOLDER, ENDPOI
 from trainwright.trainer.launch.multinode_host import agent_environment
 from trainwright.trainer.launch.multinode_words import to_command
 from trainwright.trainer.launch.records import read_result
-from trainwright.trainer.machine import num_cores
+from trainwright.trainer.launch.threads import threads_of_rank
 from trainwright.trainer.run_directory import CONFIG_FILE, holds_run, read_config, write_config
 
 if TYPE_CHECKING:
@@ -106,12 +106,13 @@ def main(words: Sequence[str], folder: str = CONFIG_FOLDER) -> int:
     if problem is not None:
         print(f"trainwright: {problem}", file=sys.stderr, flush=True)
         return 2
-    try:
-        with _shown(Path(cfg.run_dir)) as here:
-            end = _run(cfg, verb, place)
-        return _tell(cfg, end, here)
-    except Interrupted as interrupted:
-        return interrupted.exit_code
+    with tempfile.TemporaryDirectory(prefix="trainwright-here-", ignore_cleanup_errors=True) as here:
+        try:
+            with _shown(Path(cfg.run_dir), Path(here)):
+                end = _run(cfg, verb, place)
+        except Interrupted as interrupted:
+            return interrupted.exit_code
+        return _tell(cfg, end, 0 in ranks_here(Path(here)))
 
 
 def settle(cfg: DictConfig, text: str) -> str | None:
@@ -137,23 +138,16 @@ def settle(cfg: DictConfig, text: str) -> str | None:
     return None
 
 
-def _run(cfg: DictConfig, verb: str, place: Place) -> dict[str, Any]:
-    """Be an agent; returns how its ranks ended."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-
-    from trainwright.trainer.launch.agent import Meeting, run_agent
-
+def _run(cfg: DictConfig, verb: str, place: Place) -> AgentEnd:
+    """Be an agent."""
     address = os.environ[POD_IP]
     store = _open_store(place, address) if place.is_first else None
     try:
         host = address if store is not None else _wait_for_first(place, cfg.launch.start_timeout)
-        threads = cfg.launch.threads or os.environ.get("OMP_NUM_THREADS") or max(1, num_cores() // cfg.devices)
-        os.environ.update(agent_environment(address, host, place.port) | {"OMP_NUM_THREADS": str(threads)})
+        threads = {"OMP_NUM_THREADS": threads_of_rank(cfg, os.environ)}
+        os.environ.update(agent_environment(address, host, place.port) | threads)
         meeting = Meeting(os.environ[JOB_NAME], host, place.port, False, cfg.launch.get("min_nodes"), address)
-        try:
-            return {"signal": None, "codes": run_agent(cfg, verb, meeting, passed_on=notices(cfg))}
-        except SignalException as ended:
-            return {"signal": int(ended.sigval), "codes": {}}
+        return run_agent(cfg, verb, meeting)
     finally:
         if store is not None:
             store.close()
@@ -183,9 +177,8 @@ def _wait_for_first(place: Place, seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def _shown(run_dir: Path) -> Iterator[Path]:
-    """Print what the ranks of this pod write into their logs, as they do; gives the folder in which ranks say so."""
-    folder = Path(tempfile.mkdtemp(prefix="trainwright-here-"))
+def _shown(run_dir: Path, folder: Path) -> Iterator[None]:
+    """Print what the ranks of this pod write into their logs, as they do; that they are here, they say in a folder."""
     os.environ[HERE] = str(folder)
     logs, known, ended = Follower(), set[int](), threading.Event()
 
@@ -203,7 +196,7 @@ def _shown(run_dir: Path) -> Iterator[Path]:
     thread = threading.Thread(target=show, name="trainwright-logs", daemon=True)
     thread.start()
     try:
-        yield folder
+        yield
     finally:
         ended.set()
         thread.join()
@@ -212,22 +205,26 @@ def _shown(run_dir: Path) -> Iterator[Path]:
         del os.environ[HERE]
 
 
-def _tell(cfg: DictConfig, end: dict[str, Any], here: Path) -> int:
-    """Say how the ranks of this pod ended, for people and for the command that has submitted the job."""
-    folder, ranks = ends_folder(Path(cfg.run_dir)), ranks_here(here)
-    shutil.rmtree(here, ignore_errors=True)
-    if end["signal"] is not None:
-        return 128 + int(end["signal"])
-    codes: dict[int, int | None] = {int(rank): code for rank, code in end["codes"].items()}
-    if codes:
-        told = told_to_end(cfg, codes)
+def _tell(cfg: DictConfig, end: AgentEnd, has_first: bool) -> int:
+    """Say how the ranks of this pod ended, for people and for the command that has submitted the job.
+
+    Args:
+        cfg: the resolved configuration.
+        end: of the ranks.
+        has_first: whether rank 0 is among them.
+    """
+    folder = ends_folder(Path(cfg.run_dir))
+    if end.signal is not None:
+        return 128 + end.signal
+    if end.codes:
+        told = told_to_end(cfg, end.codes)
         if told is not None:
             return told.exit_code
         everybody: dict[int, int | None] = dict.fromkeys(range(cfg.devices * cfg.nodes))
-        failure = first_failure(folder, everybody | codes, Path(cfg.run_dir))
+        failure = first_failure(folder, everybody | end.codes, Path(cfg.run_dir))
         print(f"trainwright: {failure}", file=sys.stderr, flush=True)
         return 1
-    if 0 in ranks:
+    if has_first:
         with contextlib.suppress(FileNotFoundError):  # the user's own code has ended the ranks well
             print(to_command(metrics=json.dumps(read_result(folder))), flush=True)
     return 0

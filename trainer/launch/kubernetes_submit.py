@@ -162,12 +162,30 @@ class Cluster:
         if rest:
             yield rest.decode("utf-8", "replace")
 
-    def delete(self) -> None:
-        """Delete the job, and with it its pods and its ConfigMap; one that is gone already is no error."""
-        with contextlib.suppress(self._refused):
+    def delete(self) -> bool:
+        """Delete the job, and with it its pods and its ConfigMap; one that is gone already is no error.
+
+        Returns:
+            Whether it goes. Else the job goes on, and a person is told why and what to type.
+        """
+        try:
+            with self._told(""):
+                self._delete()
+        except ConfigError as error:
+            words = f"kubectl delete {_PLURALS[self._kind]} {self.name} --namespace={self.namespace}"
+            reason = "; ".join(error.problems)
+            print(f"trainwright: {self.title} was not deleted, {reason}; type {words}", file=sys.stderr, flush=True)
+            return False
+        return True
+
+    def _delete(self) -> None:
+        try:
             self._objects.delete_namespaced_custom_object(
                 **self._where, name=self.name, propagation_policy="Foreground", _preload_content=False
             )
+        except self._refused as error:
+            if getattr(error, "status", None) != 404:
+                raise
 
     @contextlib.contextmanager
     def _told(self, what: str) -> Iterator[None]:
@@ -336,7 +354,8 @@ def _interrupt(cfg: DictConfig, verb: str, cluster: Cluster, logs: _Logs) -> Non
     if cfg.launch.on_interrupt == "leave":
         print(f"trainwright: {cluster.title} goes on in the namespace {cluster.namespace}", file=sys.stderr)
         return
-    cluster.delete()
+    if not cluster.delete():
+        return
     seconds = seconds_to_end(cfg, verb)
     end = time.monotonic() + (_NO_LIMIT_SECONDS if seconds is None else seconds) + 2 * _MARGIN_SECONDS
     _until(lambda: not cluster.pods(), end, cfg.launch.poll_seconds)

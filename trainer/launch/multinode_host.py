@@ -20,18 +20,20 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from trainwright.trainer.launch.ending import notices, seconds_to_end
+from trainwright.trainer.launch.agent import AgentEnd, Meeting, run_agent
+from trainwright.trainer.launch.ending import seconds_to_end
 from trainwright.trainer.launch.ends import ends_folder
 from trainwright.trainer.launch.hosts import is_address, is_mine
 from trainwright.trainer.launch.interrupt import Interrupted, raise_interrupted
 from trainwright.trainer.launch.multinode_words import Setup, to_command, versions
 from trainwright.trainer.launch.orphans import AGENT
-from trainwright.trainer.machine import num_cores
+from trainwright.trainer.launch.threads import threads_of_rank
 from trainwright.trainer.run_directory import read_config
 
 if TYPE_CHECKING:
@@ -82,24 +84,18 @@ def _begin(cfg: DictConfig, setup: Setup, said: _Said, address: str | None, host
     try:
         end = _run(cfg, setup, host, port)
     except Interrupted as interrupted:
-        end = {"signal": int(interrupted.number), "codes": {}}
+        end = AgentEnd(int(interrupted.number))
     said.obey_no_more()
-    _say(end=end)
-    return 1 if end["codes"] else 0
+    _say(end=asdict(end))
+    return 1 if end.codes else 0
 
 
-def _run(cfg: DictConfig, setup: Setup, host: str, port: int) -> dict[str, Any]:
-    """Be an agent; returns how its ranks ended."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-
-    from trainwright.trainer.launch.agent import Meeting, run_agent
+def _run(cfg: DictConfig, setup: Setup, host: str, port: int) -> AgentEnd:
+    """Be an agent."""
     from trainwright.trainer.launch.meeting import HOST_ADDRESS
 
     meeting = Meeting(setup.run_id, host, port, False, cfg.launch.min_nodes, os.environ[HOST_ADDRESS])
-    try:
-        return {"signal": None, "codes": run_agent(cfg, setup.verb, meeting, passed_on=notices(cfg))}
-    except SignalException as ended:
-        return {"signal": int(ended.sigval), "codes": {}}
+    return run_agent(cfg, setup.verb, meeting)
 
 
 class _Said:
@@ -207,9 +203,9 @@ def environment_here(cfg: DictConfig, setup: Setup, address: str, host: str, por
         port: of the same.
     """
     told = setup.environment
-    threads = cfg.launch.threads or told.get("OMP_NUM_THREADS") or max(1, num_cores() // cfg.devices)
     own = agent_environment(address, host, port, setup.interface)
-    return {"OMP_NUM_THREADS": str(threads), **own, **told, **{name: own[name] for name in own if name not in _DECIDED}}
+    threads = {"OMP_NUM_THREADS": threads_of_rank(cfg, told)}
+    return {**threads, **own, **told, **{name: own[name] for name in own if name not in _DECIDED}}
 
 
 def agent_environment(address: str, host: str, port: int, interface: str | None = None) -> dict[str, str]:

@@ -326,10 +326,14 @@ class SubmittedJob:
         return Path(self.job.task(node).paths.stdout)
 
     @property
+    def how_to_end(self) -> str:
+        """What to type to end it."""
+        return f"scancel {self.job.job_id}" if self.on_slurm else f"kill -INT {self.job.job_id}"
+
+    @property
     def how_to_follow(self) -> str:
         """What to type to see how it goes, and to end it."""
-        end = f"scancel {self.job.job_id}" if self.on_slurm else f"kill -INT {self.job.job_id}"
-        return f"trainwright watch {self.cfg.run_dir}, or tail -F {self.output()}; {end} ends it"
+        return f"trainwright watch {self.cfg.run_dir}, or tail -F {self.output()}; {self.how_to_end} ends it"
 
     def metrics(self) -> dict[str, float]:
         """What rank 0 ended with.
@@ -477,5 +481,7 @@ def cancel(jobs: Sequence[SubmittedJob]) -> None:
     """End jobs: SLURM tells their ranks by SIGTERM, waits a while and kills them."""
     for job in jobs:
         _say(f"cancelling {job.name}")
-        with contextlib.suppress(Exception):  # it may have ended
+        try:
             job.job.cancel(check=False)
+        except Exception as error:  # of one job; the others are to end too
+            _say(f"{job.name} could not be cancelled ({error}); type {job.how_to_end}")

@@ -15,7 +15,6 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from trainwright.trainer.launch.agent import Meeting, run_agent
-from trainwright.trainer.launch.ending import notices
 from trainwright.trainer.launch.ends import begins_again, ends_folder
 from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.forkserver import start_forkserver, stop_forkserver
@@ -96,16 +95,12 @@ def _one_machine(cfg: DictConfig, verb: str, folder: Path) -> NodeEnd:
 
 
 def _one_of_several(cfg: DictConfig, verb: str, meeting: Meeting) -> NodeEnd:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-
     threads = cfg.launch.threads or os.environ.get("OMP_NUM_THREADS")
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ[AGENT] = str(os.getpid())
-    try:
-        # SLURM tells all processes of the job, agents included: those end with their ranks.
-        codes = run_agent(cfg, verb, meeting, passed_on=notices(cfg))
-    except SignalException as ended:
-        number = int(ended.sigval)
-        return NodeEnd(128 + number, number)
-    return NodeEnd(1 if codes else 0, codes=codes)
+    # SLURM tells all processes of the job, agents included: those end with their ranks.
+    end = run_agent(cfg, verb, meeting)
+    if end.signal is not None:
+        return NodeEnd(128 + end.signal, end.signal)
+    return NodeEnd(1 if end.codes else 0, codes=end.codes)
