@@ -10,7 +10,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 MIB = 2**20
 
@@ -31,7 +30,7 @@ class StartSummary(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table."""
-        held = parameter_bytes_of_ranks(trainer, pl_module)  # a collective: every rank takes part
+        held = least_and_most_bytes(trainer, pl_module)  # a collective: every rank takes part
         if not trainer.is_global_zero:
             return
         table = Table(show_header=False, box=None, pad_edge=False)
@@ -60,13 +59,13 @@ class StartSummary(Callback):
             self.console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
-def summary_rows(trainer: Trainer, pl_module: LightningModule, held: Tensor) -> list[tuple[str, str]]:
+def summary_rows(trainer: Trainer, pl_module: LightningModule, held: tuple[int, int]) -> list[tuple[str, str]]:
     """Rows of the table: name and value.
 
     Args:
         trainer: as training starts.
         pl_module: the module.
-        held: bytes of parameters on each rank, ``(world size,)``.
+        held: bytes of parameters on the rank that holds least of them, and on the one that holds most.
     """
     return [
         ("strategy", _strategy(trainer)),
@@ -81,13 +80,15 @@ def _markdown(rows: list[tuple[str, str]]) -> str:
     return "\n".join(["| run | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
 
 
-def parameter_bytes_of_ranks(trainer: Trainer, pl_module: LightningModule) -> Tensor:
-    """Bytes of parameters that each rank holds, int64 ``(world size,)``; a collective."""
+def least_and_most_bytes(trainer: Trainer, pl_module: LightningModule) -> tuple[int, int]:
+    """Bytes of parameters on the rank that holds least of them, and on the one that holds most; a collective."""
     held_bytes = getattr(trainer.strategy, "held_bytes", None)
     own = held_bytes().parameters if held_bytes is not None else _local_bytes(pl_module)
-    mine = torch.tensor([own], dtype=torch.int64, device=trainer.strategy.root_device)
-    everyone = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return trainer.strategy.all_gather(mine, group=everyone).flatten().cpu()
+    extremes = torch.tensor([-own, own], dtype=torch.int64, device=trainer.strategy.root_device)
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    least, most = extremes.tolist()
+    return -least, most
 
 
 def _local_bytes(pl_module: LightningModule) -> int:
@@ -103,12 +104,10 @@ def _strategy(trainer: Trainer) -> str:
     return f"{name} on {_count(trainer.world_size, 'rank')}{nodes} ({trainer.strategy.root_device.type}){shape}"
 
 
-def _parameters(trainer: Trainer, pl_module: LightningModule, held: Tensor) -> str:
+def _parameters(trainer: Trainer, pl_module: LightningModule, held: tuple[int, int]) -> str:
     known = getattr(trainer.strategy, "num_parameters", None)  # of the whole module, where a rank has a part of it
     whole = sum(parameter.numel() for parameter in pl_module.parameters()) if known is None else known
-    least, most = float(held.min()) / MIB, float(held.max()) / MIB
-    size = f"{most:,.2f} MiB" if least == most else f"{least:,.2f} to {most:,.2f} MiB"
-    return f"{whole:,}; each rank holds {size}"
+    return f"{whole:,}; each rank holds {_span(*held)}"
 
 
 def _global_batch(trainer: Trainer) -> str:
@@ -127,12 +126,16 @@ def _servers(trainer: Trainer) -> list[tuple[str, str]]:
     bytes_of: dict[int, int] = getattr(trainer.strategy, "server_bytes", dict)()
     if not bytes_of:
         return []
-    least, most = min(bytes_of.values()) / MIB, max(bytes_of.values()) / MIB
-    size = f"{most:,.2f} MiB" if least == most else f"{least:,.2f} to {most:,.2f} MiB"
+    size = _span(min(bytes_of.values()), max(bytes_of.values()))
     what = "doing nothing else" if min(bytes_of) >= trainer.world_size else "beside the workers there"
     ranks = ", ".join(map(str, sorted(bytes_of)))
     one = len(bytes_of) == 1
     return [("servers", f"on rank{'' if one else 's'} {ranks}, {what}; {'it' if one else 'each'} holds {size} of them")]
+
+
+def _span(least: int, most: int) -> str:
+    """Bytes for people: one number where both are the same."""
+    return f"{most / MIB:,.2f} MiB" if least == most else f"{least / MIB:,.2f} to {most / MIB:,.2f} MiB"
 
 
 def _data_ranks(trainer: Trainer) -> int:

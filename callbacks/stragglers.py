@@ -8,13 +8,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from trainwright.callbacks.step_clock import KINDS, StepClock
-from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
-from trainwright.callbacks.windows import Measuring
+from trainwright.callbacks.steps import log_metrics
+from trainwright.callbacks.windows import Measuring, Windowed
+from trainwright.checkpoint.distinct import rows_of_ranks
 
 # Steps at the beginning that are left out: they compile, warm caches and make connections.
 _WARM_UP = 1
@@ -81,7 +81,7 @@ class Straggler:
         return f"{who} {what}"
 
 
-class Stragglers(Measuring):
+class Stragglers(Measuring, Windowed):
     """Tell, every few steps and at the end, which rank is slower than its peers and why.
 
     Each rank sums up for what it spends the time of its steps: computing, waiting for data, hooks of callbacks and the
@@ -113,17 +113,14 @@ class Stragglers(Measuring):
     """Whether it needs all ranks at the same optimizer step."""
 
     def __init__(self, every_n_steps: int | None = 100, threshold: float = 0.1) -> None:
-        require_window(every_n_steps, self)
+        super().__init__(every_n_steps)
         if not 0 < threshold < 1:
             raise ValueError(f"Stragglers(threshold={threshold}) (allowed: a part of a step between 0 and 1, like 0.1)")
-        self.every_n_steps = every_n_steps
         self.threshold = threshold
         self.latest: list[StepTimes] = []
         """Of every rank, in the last window; empty before the first has ended."""
         self.stragglers: list[Straggler] = []
         """Ranks that were slow in the last window, the slowest first."""
-        self._steps = StepCounter()
-        self._window = 0
         self._done = -_WARM_UP  # steps of this window
         self._clock: StepClock | None = None
         self._said: set[tuple[int, str]] = set()
@@ -142,8 +139,7 @@ class Stragglers(Measuring):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure."""
-        self._steps.start(trainer)
-        self._window = window_steps(self.every_n_steps, trainer)
+        super().on_train_start(trainer, pl_module)
         if not self._window:
             return
         self._done = -_WARM_UP
@@ -166,7 +162,7 @@ class Stragglers(Measuring):
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a window anew, after a step that is left out."""
-        self._steps.start(trainer)
+        super().on_gone_back(trainer, pl_module)
         self._done = -_WARM_UP
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -269,6 +265,4 @@ def _place(coordinates: dict[str, int], layout: Any) -> str:
 def _of_all_ranks(own: Sequence[float], trainer: Trainer) -> list[StepTimes]:
     """What every rank has measured, by rank. A collective."""
     mine = torch.tensor(own, dtype=torch.float32, device=trainer.strategy.root_device)
-    everyone = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    gathered = trainer.strategy.all_gather(mine, group=everyone).view(-1, len(own))
-    return [StepTimes(*row) for row in gathered.tolist()]
+    return [StepTimes(*row) for row in rows_of_ranks(mine).tolist()]

@@ -78,6 +78,22 @@ def problems_of_ranks(problem: Any, group: dist.ProcessGroup | None) -> dict[int
     return {rank: each for rank, each in enumerate(said) if each is not None}
 
 
+def rows_of_ranks(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The numbers of every rank, ``(ranks, numbers)``, in one tensor: as many tensors as ranks take long to make.
+
+    A collective, where there is a process group.
+
+    Args:
+        mine: of this rank, ``(numbers,)``, as many on each; where collectives of the group run.
+        group: ``None``: all ranks.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return mine.view(1, -1)
+    everyone = mine.new_empty(dist.get_world_size(group) * len(mine))
+    _all_gather(everyone, mine, group=group)
+    return everyone.view(-1, len(mine))
+
+
 @dataclass(frozen=True)
 class Kin:
     """Which ranks say the same.
@@ -104,9 +120,7 @@ def kin_of(own: bytes, group: dist.ProcessGroup | None, device: torch.device = _
     digest = xxhash.xxh3_128_digest(own)
     words = [int.from_bytes(digest[:8], "little", signed=True), int.from_bytes(digest[8:], "little", signed=True)]
     mine = torch.tensor([*words, len(own)], dtype=torch.int64, device=device)
-    everyone = torch.empty(dist.get_world_size(group) * _WORDS, dtype=torch.int64, device=device)
-    _all_gather(everyone, mine, group=group)
-    return _numbered(everyone.view(-1, _WORDS).cpu())
+    return _numbered(rows_of_ranks(mine, group).cpu())
 
 
 def _numbered(words: Tensor) -> Kin:

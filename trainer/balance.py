@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
@@ -20,6 +19,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from trainwright.callbacks.step_clock import StepClock
 from trainwright.callbacks.steps import StepCounter
 from trainwright.callbacks.windows import Measuring
+from trainwright.checkpoint.distinct import rows_of_ranks
 from trainwright.strategies.base import LayoutStrategy
 from trainwright.strategies.registry import strategy_names
 from trainwright.trainer.balance_options import AUTO, FIXED, NONE, BalanceArgument, BalanceOptions, balance_options
@@ -201,10 +201,8 @@ class Balance(Measuring):
     def _of_all_ranks(self, own: Measured) -> list[Measured]:
         device = self._strategy.root_device
         mine = torch.tensor([own.data_rank, own.seconds, own.samples, own.drawn], dtype=torch.float64, device=device)
-        gathered = self._strategy.all_gather(mine, group=dist.group.WORLD).view(-1, 4)
-        return [
-            Measured(int(rank), seconds, samples, int(drawn)) for rank, seconds, samples, drawn in gathered.tolist()
-        ]
+        rows = rows_of_ranks(mine).tolist()
+        return [Measured(int(rank), seconds, samples, int(drawn)) for rank, seconds, samples, drawn in rows]
 
     # ---- the run state --------------------------------------------------------------------------------------------
 
