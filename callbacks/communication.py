@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from trainwright.callbacks.monitor.records import tell
-from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
-from trainwright.callbacks.windows import Measuring
+from trainwright.callbacks.steps import log_metrics
+from trainwright.callbacks.windows import Measuring, Windowed
 from trainwright.checkpoint.distinct import of_all_ranks
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -33,7 +33,7 @@ class _Sums:
                 row[index] += value
 
 
-class CommunicationReport(Measuring):
+class CommunicationReport(Measuring, Windowed):
     """Log how many bytes a rank sends in a step, by mesh axis and kind of collective, and print a table at the end.
 
     Logged every few steps are ``communication/<axis>/<kind>_bytes`` and their sum ``communication/bytes``: bytes that
@@ -56,8 +56,7 @@ class CommunicationReport(Measuring):
     looks_at_parameters = False
 
     def __init__(self, every_n_steps: int | None = None, console: Console | None = None) -> None:
-        require_window(every_n_steps, self)
-        self.every_n_steps = every_n_steps
+        super().__init__(every_n_steps)
         self.console = console or Console()
         self.latest: dict[str, float] = {}
         """What was logged last; empty before the first window has ended."""
@@ -66,8 +65,6 @@ class CommunicationReport(Measuring):
         axis, kind, calls, bytes, least bytes)."""
         self.of_servers: dict[int, tuple[int, int]] = {}
         """Messages and bytes of each rank that only serves, at the end; on rank 0."""
-        self._steps = StepCounter()
-        self._window = 0
         self._meter: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -84,8 +81,7 @@ class CommunicationReport(Measuring):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count."""
-        self._steps.start(trainer)
-        self._window = window_steps(self.every_n_steps, trainer)
+        super().on_train_start(trainer, pl_module)
         self._done = self._total = 0  # optimizer steps of this window, and of this fit
         self._recent, self._within, self._besides = _Sums(), _Sums(), _Sums()
         self.latest, self.of_ranks, self.of_servers = {}, [], {}
@@ -109,12 +105,12 @@ class CommunicationReport(Measuring):
             return
         self._done += 1
         self._total += 1
-        if self._window and (step + 1) % self._window == 0:
+        if self._ends_window(step):
             self._log(trainer, step)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a window anew; what was sent for steps that are left out was sent."""
-        self._steps.start(trainer)
+        super().on_gone_back(trainer, pl_module)
         self._done, self._recent = 0, _Sums()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from trainwright.callbacks.steps import StepCounter, is_dropped, log_metrics, require_window, window_steps
+from trainwright.callbacks.steps import is_dropped, log_metrics
+from trainwright.callbacks.windows import Windowed
 
 
-class GlobalLoss(Callback):
+class GlobalLoss(Windowed):
     """Log ``loss``, the mean over the global batch of each optimizer step, to every logger, each at its own step.
 
     A value logged in ``training_step`` is that of one micro-batch on one rank. This one sums the losses of a step's
@@ -39,19 +40,15 @@ class GlobalLoss(Callback):
     looks_at_parameters = False
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        require_window(every_n_steps, self)
-        self.every_n_steps = every_n_steps
+        super().__init__(every_n_steps)
         self.latest: float | None = None
         """The last loss written; ``None`` before the first."""
-        self._steps = StepCounter()
-        self._window = 0
         self._micro_losses: list[Tensor] = []
         self._pending: list[tuple[int, list[Tensor]]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count."""
-        self._steps.start(trainer)
-        self._window = window_steps(self.every_n_steps, trainer)
+        super().on_train_start(trainer, pl_module)
         self._micro_losses, self._pending = [], []
 
     def on_train_batch_end(
@@ -73,12 +70,12 @@ class GlobalLoss(Callback):
             self._micro_losses = [weights.step_loss]
         self._pending.append((step, self._micro_losses))
         self._micro_losses = []
-        if (step + 1) % self._window == 0:
+        if self._ends_window(step):
             self._write(trainer)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget what was not written of steps that are made again."""
-        self._steps.start(trainer)
+        super().on_gone_back(trainer, pl_module)
         self._micro_losses = []
         self._pending = [each for each in self._pending if each[0] < self._steps.next_number(trainer)]
 

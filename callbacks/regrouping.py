@@ -7,10 +7,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from trainwright.callbacks.phases import DATA
 from trainwright.checkpoint.snapshots import Snapshots
-
-# The name of the phase with which a micro-batch begins.
-_BEGINS = "data"
 
 
 class Regroup(BaseException):
@@ -75,7 +73,7 @@ class Regrouping(Callback):
             self._end = None
 
     def _hear(self, phase: str, trainer: Any) -> None:
-        if phase != _BEGINS or trainer.global_step == self._step:
+        if phase != DATA or trainer.global_step == self._step:
             return
         self._step = trainer.global_step
         self._tell_step(self._step)

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainwright.callbacks.phases import BACKWARD, FORWARD, Phases
+from trainwright.callbacks.phases import BACKWARD, DATA, FORWARD, HOOKS, OPTIMIZER, Phases
 
 # What the phases that the Trainer tells of are counted as; others (validation) are no part of a step.
-_KIND_OF = {"data": "data", "forward": "compute", "backward": "compute", "optimizer": "compute", "hooks": "hooks"}
+_KIND_OF = {DATA: "data", FORWARD: "compute", BACKWARD: "compute", OPTIMIZER: "compute", HOOKS: "hooks"}
 KINDS = ("compute", "data", "hooks")
 
 

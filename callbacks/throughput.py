@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from trainwright.callbacks.monitor.flops import CountedOperations
 from trainwright.callbacks.monitor.records import tell
-from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
+from trainwright.callbacks.steps import log_metrics
+from trainwright.callbacks.windows import Windowed
 
 
-class Throughput(Callback):
+class Throughput(Windowed):
     """Log ``samples_per_second`` and ``step_seconds`` of all ranks together, averaged over windows of optimizer steps;
     where ranks step by themselves (``steps_are_collective`` of the strategy), of rank 0 alone.
 
@@ -55,12 +56,11 @@ class Throughput(Callback):
         count_flops: bool = True,
         peak_flops: float | None = None,
     ) -> None:
-        require_window(every_n_steps, self)
+        super().__init__(every_n_steps)
         if units_per_sample is not None and units_per_sample < 1:
             raise ValueError(f"Throughput(units_per_sample={units_per_sample}) (allowed: 1 or more, or None)")
         if peak_flops is not None and not peak_flops > 0:
             raise ValueError(f"Throughput(peak_flops={peak_flops}) (allowed: operations per second above 0, or None)")
-        self.every_n_steps = every_n_steps
         self.unit = unit
         self.units_per_sample = units_per_sample
         self.count_flops = count_flops
@@ -70,8 +70,6 @@ class Throughput(Callback):
         self.latest: dict[str, float] = {}
         """What was logged last, in units per second and seconds; empty before the first window has ended."""
         self._counted: tuple[str, int] | None = None  # unit and units per sample of this run
-        self._steps = StepCounter()
-        self._window = 0
         self._begin: float | None = None  # perf_counter() at which the running piece of the window began
         self._before = 0.0  # seconds of the window's earlier pieces
         self._samples = 0  # of this rank, in this window
@@ -89,8 +87,7 @@ class Throughput(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count; the clock starts after the first step."""
-        self._steps.start(trainer)
-        self._window = window_steps(self.every_n_steps, trainer)
+        super().on_train_start(trainer, pl_module)
         unit = self.unit or getattr(pl_module, "sample_unit", None) or "units"
         units = self.units_per_sample or getattr(pl_module, "units_per_sample", None)
         self._counted = None if units is None else (unit, units)
@@ -132,12 +129,12 @@ class Throughput(Callback):
             self._begin = time.perf_counter()
             return
         self._steps_done += 1
-        if (step + 1) % self._window == 0:
+        if self._ends_window(step):
             self._write(trainer, step)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin anew: the clock starts after the next step."""
-        self._steps.start(trainer)
+        super().on_gone_back(trainer, pl_module)
         self._begin = None
         self._restart()
 

@@ -107,11 +107,6 @@ class TimedSteps:
         self._begin_time = 0.0
         self._look_at = 0
 
-    @property
-    def next_look(self) -> int:
-        """The step at which the ranks look next."""
-        return self._look_at
-
     def restart(self, step: int) -> None:
         """Count from here: training begins, or a save has been made."""
         self._begin_step, self._begin_time = step, self._clock()

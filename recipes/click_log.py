@@ -43,11 +43,6 @@ class ClickLog:
         """Mean log loss, in nats, of whoever knows the true probabilities; no model has less but by chance."""
         return F.binary_cross_entropy_with_logits(self.logits, self.clicked).item()
 
-    def base_loss(self) -> float:
-        """Mean log loss, in nats, of the best constant: what a model has that has learnt nothing."""
-        rate = self.clicked.mean()
-        return F.binary_cross_entropy(rate.expand_as(self.clicked), self.clicked).item()
-
     def part(self, first: int, last: int) -> ClickLog:
         """The impressions ``[first, last)``."""
         return ClickLog(*(tensor[first:last] for tensor in (self.ids, self.dense, self.clicked, self.logits)))

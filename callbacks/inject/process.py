@@ -18,10 +18,10 @@ from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.inject.fault import Fault, StepFault
 from trainwright.callbacks.inject.rules import STEP
+from trainwright.callbacks.phases import DATA
 
 # More than any platform's pthread_mutex_t takes.
 _MUTEX_BYTES = 256
-_DATA = "data"  # the Trainer's name of the phase in which it waits for a batch
 # Far more than any device has, and little enough that it is the allocator who refuses.
 _TOO_MANY_BYTES = 1 << 50
 
@@ -163,7 +163,7 @@ class Hang(StepFault):
             self._end_listening = None
 
     def _hear(self, trainer: Trainer, phase: str) -> None:
-        if phase != _DATA:
+        if phase != DATA:
             return
         self.reach(trainer)
         if self.is_due(trainer):

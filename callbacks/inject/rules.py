@@ -7,6 +7,8 @@ import signal as signals
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trainwright.callbacks.option_rules import Rule, or_none
+
 HANGS = ("sleep", "lock", "gil", "skip_collective", "data")
 """Ways to hang."""
 PLACES = ("loss", "gradient")
@@ -90,11 +92,7 @@ def _number(accept: Callable[[float], bool]) -> Callable[[Any], bool]:
     return check
 
 
-def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or check(value)
-
-
-def _one_of(names: Sequence[str]) -> tuple[Callable[[Any], bool], str]:
+def _one_of(names: Sequence[str]) -> Rule:
     return (lambda value: value in names), ", ".join(map(repr, names))
 
 
@@ -120,28 +118,28 @@ def _are_kinds(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(kind in SOAKED for kind in value)
 
 
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "rank": (_or_none(_whole(0)), "a global rank: 0, 1, ..., or None for all"),
+_RULES: dict[str, Rule] = {
+    "rank": (or_none(_whole(0)), "a global rank: 0, 1, ..., or None for all"),
     "ranks": (_are_ranks, "a global rank, or a list of different ones: [1, 2]"),
     "at_step": (_whole(0), "an optimizer step: 0, 1, ..."),
     "from_step": (_whole(0), "an optimizer step: 0, 1, ..."),
-    "to_step": (_or_none(_whole(1)), "an optimizer step, or None"),
+    "to_step": (or_none(_whole(1)), "an optimizer step, or None"),
     "step": (_whole(1), "optimizer steps done at a save: 1, 2, ..."),
-    "times": (_or_none(_whole(1)), "1, 2, ..., or None for always"),
+    "times": (or_none(_whole(1)), "1, 2, ..., or None for always"),
     "signal": (_whole(1, signals.NSIG - 1), "the number of a signal, like 9"),
     "how": _one_of(HANGS),
     "where": _one_of(PLACES),
-    "parameter": (_or_none(_is_name), "the name of a parameter, or None"),
+    "parameter": (or_none(_is_name), "the name of a parameter, or None"),
     "hook": _one_of((*HOOKS, STEP)),
-    "error": (_or_none(lambda value: isinstance(value, Exception)), "an exception, like ValueError('why'), or None"),
+    "error": (or_none(lambda value: isinstance(value, Exception)), "an exception, like ValueError('why'), or None"),
     "code": (_whole(0, 255), "0 to 255"),
     "factor": (_number(lambda number: True), "a number"),
-    "bit": (_or_none(_whole(0, _MOST_BITS - 1)), f"0 to {_MOST_BITS - 1}, or None"),
+    "bit": (or_none(_whole(0, _MOST_BITS - 1)), f"0 to {_MOST_BITS - 1}, or None"),
     "seed": (_whole(0), "0, 1, ..."),
     "every_seconds": (_are_seconds, "seconds, or the least and the most of them: (20, 30)"),
     "kinds": (_are_kinds, "a list of some of " + ", ".join(map(repr, SOAKED))),
 }
-_RULES_OF: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
+_RULES_OF: dict[str, dict[str, Rule]] = {
     "slow": {"factor": (_number(lambda number: number > 1), "more than 1")},
     "corrupt_checkpoint": {"rank": (_whole(0), "a global rank: 0, 1, ...")},
 }

@@ -20,8 +20,8 @@ from trainwright.callbacks.phases import (
     Phases,
 )
 from trainwright.callbacks.step_clock import PhaseClock
-from trainwright.callbacks.steps import StepCounter, log_metrics, require_window, window_steps
-from trainwright.callbacks.windows import Measuring
+from trainwright.callbacks.steps import log_metrics
+from trainwright.callbacks.windows import Measuring, Windowed
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
 """Of a step, in the order in which they are told."""
@@ -40,7 +40,7 @@ _PART_OF = {
 _WITH_WAITS = ("data", "forward", "backward", "optimizer", "other")
 
 
-class StepTime(Measuring):
+class StepTime(Measuring, Windowed):
     """Log the seconds of an optimizer step by what they were spent for, averaged over windows of steps.
 
     The parts, which add up to the time of the step: ``data`` (until the next batch is there), ``forward``,
@@ -68,12 +68,9 @@ class StepTime(Measuring):
     looks_at_parameters = False
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        require_window(every_n_steps, self)
-        self.every_n_steps = every_n_steps
+        super().__init__(every_n_steps)
         self.latest: dict[str, float] = {}
         """Seconds of a step by part in the last window, and of all of it as ``step``; empty before the first."""
-        self._steps = StepCounter()
-        self._window = 0
         self._done = 0  # steps of this window
         self._is_first = True
         self._phases: Phases | None = None
@@ -86,8 +83,7 @@ class StepTime(Measuring):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure."""
-        self._steps.start(trainer)
-        self._window = window_steps(self.every_n_steps, trainer)
+        super().on_train_start(trainer, pl_module)
         self._stop()
         if not self._window:
             return
@@ -106,12 +102,12 @@ class StepTime(Measuring):
         if step is None:
             return
         self._done += 1
-        if self._is_first or (step + 1) % self._window == 0:
+        if self._is_first or self._ends_window(step):
             self._tell(trainer, step)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a window anew: what was spent on steps that are made again is told by no step."""
-        self._steps.start(trainer)
+        super().on_gone_back(trainer, pl_module)
         self._done = 0
         if self._clock is not None:
             self._clock.spent_and_waited(wait_for_device=True)

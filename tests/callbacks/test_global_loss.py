@@ -19,12 +19,6 @@ from trainwright.callbacks.global_loss import GlobalLoss
 QUIET = {name: value for name, value in QUIET.items() if name != "logger"}
 
 
-def losses_of_one_process(steps: int, batch_size: int) -> list[float]:
-    module = Regression()
-    Trainer(max_steps=steps, devices=1, logger=False, **QUIET).fit(module, loader(batch_size=batch_size))
-    return module.losses
-
-
 @pytest.mark.parametrize("every_n_steps", [1, 3, None, 100])
 def test_one_process_logs_the_plain_loss_bit_for_bit_at_its_own_step(every_n_steps: int | None) -> None:
     module, written, watched = Regression(), Written(), GlobalLoss(every_n_steps)

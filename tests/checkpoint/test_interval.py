@@ -104,5 +104,4 @@ def test_the_answer_is_that_of_the_first_rank():
     steps = TimedSteps(lambda: 1e9, lambda answer: (True, 5), lambda: 0.0)
     steps.restart(0)
     assert steps.is_due(1)
-    assert steps.next_look == 5
-    assert not steps.is_due(4)
+    assert [steps.is_due(step) for step in (2, 4, 5)] == [False, False, True]

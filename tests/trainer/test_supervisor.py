@@ -68,7 +68,7 @@ def test_a_rank_that_is_told_to_end_has_not_failed(ranks: Supervisor, tmp_path: 
     for rank, how in enumerate(("live", "deaf", "deaf")):
         _start(ranks, how, rank)
         _there(tmp_path, rank, ranks.pid(rank))
-    assert ranks.end_rank(2) == Ended(2, -signal.SIGKILL, asked=True)
+    assert ranks.end((2,), grace=0.0) == [Ended(2, -signal.SIGKILL, asked=True)]
     ended = ranks.end(ranks.living, grace=0.2)
     assert ended == [Ended(0, -signal.SIGTERM, asked=True), Ended(1, -signal.SIGKILL, asked=True)]
     assert not any(each.failed for each in ended)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 import signal
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from trainwright.callbacks.diverged import DivergedError
 from trainwright.checkpoint.errors import CheckpointError
+from trainwright.trainer.launch.records import write_whole
 from trainwright.trainer.launch.supervisor import Hang
 from trainwright.trainer.problems import ChangedDataError
 
@@ -84,9 +84,7 @@ class FailureRecorder:
         text = "".join(traceback.format_exception(error))
         said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else str(error)
         failure = Failure(self._rank, type(error).__name__, said, text, time.time_ns(), is_told(error))
-        partial = self._folder / f"{self._rank}.partial"
-        partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-        os.replace(partial, self._folder / f"{self._rank}.json")
+        write_whole(self._folder / f"{self._rank}.json", json.dumps(asdict(failure)))
         if failure.is_told:
             log_traceback(error)
 

@@ -146,17 +146,8 @@ class Supervisor:
         if self._monitor is not None:
             self._monitor.watch(rank, self.pid(rank))
 
-    def end_rank(self, rank: int, grace: float = 0.0) -> Ended:
-        """End one rank; the others go on.
-
-        Args:
-            rank: a living rank.
-            grace: seconds between SIGTERM and SIGKILL; 0 = SIGKILL at once.
-        """
-        return self.end((rank,), grace)[0]
-
     def end(self, ranks: tuple[int, ...], grace: float, number: signal.Signals = signal.SIGTERM) -> list[Ended]:
-        """End several ranks together.
+        """End some ranks together; the others go on.
 
         Args:
             ranks: living ranks.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import subprocess
@@ -53,10 +52,6 @@ class Browser:
 
     def colours(self, scheme: str) -> None:
         self.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-
-    def screenshot(self, path: Path) -> None:
-        data = self.devtools("Page.captureScreenshot", captureBeyondViewport=True)["data"]
-        path.write_bytes(base64.b64decode(data))
 
 
 @contextmanager
