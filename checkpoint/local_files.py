@@ -39,16 +39,20 @@ class LocalFiles:
         self.path = path
 
     def exists(self) -> bool:
+        """Whether there is a folder."""
         return os.path.isdir(self.path)
 
     def is_file(self) -> bool:
+        """Whether there is a file in its place."""
         return os.path.isfile(self.path)
 
     def open(self, file: str) -> BinaryIO:
+        """A file for reading, see :func:`~trainwright.checkpoint.reading.open_named`."""
         path = os.path.join(self.path, file)
         return open_named(path, lambda: open(path, "rb", buffering=0))
 
     def size(self, file: str) -> int:
+        """Bytes of a file."""
         path = os.path.join(self.path, file)
         try:
             return os.stat(path).st_size
@@ -56,6 +60,7 @@ class LocalFiles:
             raise read_error(path, error) from error
 
     def sizes(self) -> dict[str, int]:
+        """Bytes of every file, by its name."""
         try:
             with os.scandir(self.path) as entries:
                 return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
@@ -71,14 +76,17 @@ class LocalOutput:
         self._file = io.BufferedWriter(io.FileIO(path, "xb"), _BUFFER)
 
     def write(self, block: memoryview) -> None:
+        """Append all of ``block``."""
         self._file.write(block)
 
     def seal(self) -> None:
+        """Bring everything to the disk, and close."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
     def abort(self) -> None:
+        """Close without caring for what was written."""
         # Closing writes what is still buffered, and fails again where writing failed.
         with contextlib.suppress(OSError, ValueError):
             self._file.raw.close()
@@ -108,12 +116,15 @@ class LocalPending:
         os.mkdir(self.path)
 
     def stored_name(self, name: str) -> str:
+        """What a file is called in the folder where that is not ``name``: here it always is."""
         return ""
 
     def open_new(self, file: str) -> LocalOutput:
+        """A new file in the folder, which nobody sees yet."""
         return LocalOutput(os.path.join(self.path, file))
 
     def sizes(self) -> dict[str, int]:
+        """Bytes of every file written so far, by its name in the folder."""
         return LocalFiles(self.path).sizes()
 
     def publish(self, manifest: bytes) -> None:

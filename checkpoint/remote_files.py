@@ -32,6 +32,7 @@ class RemoteFiles:
         self.store, self.root = file_system(path)
 
     def exists(self) -> bool:
+        """Whether there is a folder, or objects as of one."""
         try:
             # Stores keep listings; another process may have written since.
             self.store.invalidate_cache(self.root)
@@ -40,21 +41,25 @@ class RemoteFiles:
             raise read_error(self.path, error) from error
 
     def is_file(self) -> bool:
+        """Whether there is an object in its place."""
         try:
             return bool(self.store.isfile(self.root))
         except Exception as error:
             raise read_error(self.path, error) from error
 
     def open(self, file: str) -> BinaryIO:
+        """An object for reading, see :func:`~trainwright.checkpoint.reading.open_named`."""
         return open_named(join_path(self.path, file), lambda: self.store.open(posixpath.join(self.root, file), "rb"))
 
     def size(self, file: str) -> int:
+        """Bytes of an object."""
         try:
             return int(self.store.info(posixpath.join(self.root, file))["size"])
         except Exception as error:
             raise read_error(join_path(self.path, file), error) from error
 
     def sizes(self) -> dict[str, int]:
+        """Bytes of every object, by its name."""
         return {name: int(info["size"]) for name, info in self.entries().items() if info["type"] == "file"}
 
     def entries(self) -> dict[str, Mapping[str, Any]]:
@@ -104,12 +109,14 @@ class RemoteOutput:
         self._size = 0
 
     def write(self, block: memoryview) -> None:
+        """Append all of ``block``."""
         written = self._file.write(block)
         if written is not None and written != block.nbytes:
             raise OSError(f"the store took {written} of {block.nbytes} bytes")
         self._size += block.nbytes
 
     def seal(self) -> None:
+        """Complete the object, and see that the store keeps all of it."""
         self._file.close()
         self._store.invalidate_cache(posixpath.dirname(self._path))
         size = self._store.info(self._path)["size"]
@@ -117,6 +124,7 @@ class RemoteOutput:
             raise OSError(f"the store keeps {size} of {self._size} bytes")
 
     def abort(self) -> None:
+        """Give the object up."""
         if not getattr(self._file, "closed", False):
             # Without discarding, closing would complete the upload.
             with contextlib.suppress(Exception):
@@ -140,18 +148,22 @@ class RemotePending:
         self._replaced: list[str] = []
 
     def begin(self) -> None:
+        """See that objects can be written there."""
         if self.files.is_file():
             raise CheckpointError(f"{self.target} is a file; a checkpoint is a folder. Give another name or remove it.")
         self.files.store.makedirs(self.files.root, exist_ok=True)
 
     def stored_name(self, name: str) -> str:
+        """What a file is called in the store: its name, with the token of this writing."""
         stem, dot, ending = name.rpartition(".")
         return f"{stem}.{self.token}.{ending}" if dot else f"{name}.{self.token}"
 
     def open_new(self, file: str) -> RemoteOutput:
+        """A new object, which no manifest names yet."""
         return RemoteOutput(self.files.store, posixpath.join(self.files.root, file))
 
     def sizes(self) -> dict[str, int]:
+        """Bytes of every object in the place, by its name."""
         return self.files.sizes()
 
     def publish(self, manifest: bytes) -> None:
@@ -170,6 +182,7 @@ class RemotePending:
             raise
 
     def clear_replaced(self) -> None:
+        """Delete what the published files replaced; may be called again."""
         for name in self._replaced:
             _remove_object(self.files, name)
 

@@ -121,7 +121,7 @@ class TensorFileWriter:
                 f"{tuple(tensor.shape)}."
             )
         for block in _blocks(tensor.detach()):
-            self._file.write(_bytes_of(block))
+            self._file.write(bytes_of(block))
         self._next += 1
 
     def close(self) -> None:
@@ -231,7 +231,7 @@ class _Box:
                 part.copy_(rows[(slice(None), *inside)])
 
     def _read_into(self, out: Tensor, begin: int) -> None:
-        view = _bytes_of(out)
+        view = bytes_of(out)
         self._file.seek(begin)
         done = 0
         while done < view.nbytes:
@@ -373,8 +373,8 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
         yield from _blocks(rows[0] if count == 1 else rows)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the CPU."""
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of the CPU, of any dtype."""
     if tensor.numel() == 0:
         return memoryview(b"")
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

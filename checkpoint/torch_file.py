@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.tensor_file import bytes_of
 
 # Bytes; what `torch.save` aligns storages to.
 _ALIGNMENT = 64
@@ -80,12 +81,6 @@ def write_torch_file(file: BinaryIO, tree: Any) -> None:
         archive.writestr(zipfile.ZipInfo(f"{_ROOT}/version"), "3\n")
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The values of a CPU tensor as bytes, without a copy if it is contiguous."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
 def _write_storage(archive: zipfile.ZipFile, file: BinaryIO, name: str, lazy: LazyTensor) -> None:
     info = zipfile.ZipInfo(name)
     info.file_size = lazy.nbytes
@@ -97,7 +92,7 @@ def _write_storage(archive: zipfile.ZipFile, file: BinaryIO, name: str, lazy: La
                 f"{lazy.key} was said to have shape {lazy.shape} and {lazy.dtype}; "
                 f"it has {tuple(tensor.shape)} and {tensor.dtype}."
             )
-        entry.write(bytes_of(tensor))
+        entry.write(bytes_of(tensor.detach().contiguous()))
 
 
 def _padding(start: int) -> bytes:

@@ -10,7 +10,8 @@ import hashlib
 import os
 import sysconfig
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -128,17 +129,27 @@ def join_files(corpus: Corpus, cache_dir: Path) -> Path:
     target = joined_file(corpus, cache_dir)
     if corpus.is_single_file or target.exists():
         return target
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    remove_stale(cache_dir)
+    with new_file(target) as out:
+        for file in corpus.files:
+            _append_text(file, out)
+    return target
+
+
+@contextmanager
+def new_file(target: Path) -> Iterator[BinaryIO]:
+    """A file of the cache to write to, whose folder is made; it becomes ``target`` at the end, after an error nothing.
+
+    What killed processes left unfinished in the folder is removed.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(target.parent)
     unfinished = target.with_name(f"{target.name}.{os.uname().nodename}-{os.getpid()}.unfinished")
     try:
         with unfinished.open("wb") as out:
-            for file in corpus.files:
-                _append_text(file, out)
+            yield out
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
-    return target
 
 
 @dataclass(frozen=True)
@@ -271,7 +282,7 @@ def _append_text(file: Path, out: BinaryIO) -> None:
         out.write(b"\n")
 
 
-def remove_stale(cache_dir: Path) -> None:
+def _remove_stale(cache_dir: Path) -> None:
     """Remove what killed processes left unfinished in ``cache_dir``."""
     for file in cache_dir.glob("*.unfinished"):
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.recipes.corpus import remove_stale
+from trainwright.recipes.corpus import new_file
 from trainwright.recipes.text_corpus import TextCorpus
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -63,16 +63,9 @@ class TokenCorpus(TextCorpus):
         target = self._token_file(text)
         if target.exists():
             return target
-        self.cache_dir.mkdir(parents=True, exist_ok=True)
-        remove_stale(self.cache_dir)
-        unfinished = target.with_name(f"{target.name}.{os.uname().nodename}-{os.getpid()}.unfinished")
-        try:
-            with unfinished.open("wb") as out:
-                for piece in _pieces(text):
-                    out.write(np.asarray(self.encode(piece), dtype=self.dtype).tobytes())
-            unfinished.replace(target)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with new_file(target) as out:
+            for piece in _pieces(text):
+                out.write(np.asarray(self.encode(piece), dtype=self.dtype).tobytes())
         return target
 
     def _token_file(self, text: Path) -> Path:

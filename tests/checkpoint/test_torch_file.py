@@ -10,7 +10,8 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from trainwright.checkpoint.torch_file import LazyTensor, bytes_of, write_torch_file
+from trainwright.checkpoint.tensor_file import bytes_of
+from trainwright.checkpoint.torch_file import LazyTensor, write_torch_file
 
 DTYPES = [
     torch.float32,
