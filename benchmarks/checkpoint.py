@@ -311,8 +311,7 @@ def compare(
     megabytes: float, ranks: int, rounds: int, saves: int, parent: str | None = None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows of saving and of loading for one size."""
-    folder = tempfile.mkdtemp(prefix="trainwright-benchmark-", dir=parent)
-    try:
+    with tempfile.TemporaryDirectory(prefix="trainwright-benchmark-", dir=parent) as folder:
         many, one = Path(folder, "many"), Path(folder, "one")
         many.mkdir()
         one.mkdir()
@@ -320,8 +319,6 @@ def compare(
         run_ranks(train, 1, "ours", megabytes, 0, str(one / "ours"))
         loading = _loading_rows(megabytes, ranks, rounds * saves, many, one)
         return saving_rows(megabytes, ranks, measured), loading
-    finally:
-        shutil.rmtree(folder)
 
 
 def saving_rows(megabytes: float, ranks: int, measured: dict[str, Any]) -> list[dict[str, Any]]:

@@ -170,7 +170,7 @@ def module_of(axis: Axis, config: GPTConfig) -> GPTModule:
     return MoEModule(MoEConfig(**sizes, experts=8), schedule_steps=10)
 
 
-def work_of(module: GPTModule, axis: Axis, samples: int, ranks: int) -> Work:
+def work_of(module: GPTModule, samples: int, ranks: int) -> Work:
     """What the formulas need to know; ``samples`` are those of one data rank."""
     config = module.config
     named = dict(module.named_parameters())
@@ -203,7 +203,7 @@ def measure(name: str, config: GPTConfig, samples: int) -> dict[str, Any]:
     """
     axis, ranks = AXES[name], dist.get_world_size()
     module, observe = module_of(axis, config), Observe(_OBSERVED_STEP)
-    work = work_of(module, axis, samples, ranks)
+    work = work_of(module, samples, ranks)
     options: dict[str, Any] = {
         **PLAIN_TRAINER,
         "accelerator": "cpu",

@@ -18,7 +18,6 @@ import argparse
 import csv
 import json
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.commands import environment_of
+from benchmarks.commands import environment_of, started
 from benchmarks.ranks import end_on_sigterm
 from benchmarks.report import Goal, finish, say, table_of
 
@@ -186,15 +185,8 @@ class Bench:
 
     def _once(self, command: Sequence[str]) -> tuple[int, str]:
         with (self.folder / "printed.log").open("w+", encoding="utf-8") as out:
-            process = subprocess.Popen(
-                command, env=environment_of(self.threads), cwd=self.folder, stdout=out, stderr=subprocess.STDOUT
-            )
-            try:
+            with started(command, environment_of(self.threads), self.folder, out) as process:
                 code = process.wait(self.patience)
-            except BaseException:
-                process.terminate()
-                process.wait(30)
-                raise
             out.seek(0)
             return code, out.read()
 
@@ -203,20 +195,16 @@ class Bench:
         run_dir = self.folder / name
         command = [sys.executable, "-m", "trainwright", "fit", "recipe=soak", "--config-dir", str(self.folder / "conf")]
         command += [f"run_dir={run_dir}", f"max_steps={steps}", "strategy=ddp", f"devices={RANKS}", *words]
-        process = subprocess.Popen(
-            [*command, "resume=auto"],
-            env=environment_of(self.threads),
-            cwd=self.folder,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.STDOUT,
-        )
-        end = time.monotonic() + self.patience
-        while process.poll() is None and time.monotonic() < end:
-            if (run_dir / "clock").exists() and max(Timeline(run_dir).made, default=0) >= at_step:
-                process.send_signal(signal.SIGTERM)
-                break
-            time.sleep(0.2)
-        code = process.wait(self.patience)
+        with started(
+            [*command, "resume=auto"], environment_of(self.threads), self.folder, subprocess.DEVNULL
+        ) as process:
+            end = time.monotonic() + self.patience
+            while process.poll() is None and time.monotonic() < end:
+                if (run_dir / "clock").exists() and max(Timeline(run_dir).made, default=0) >= at_step:
+                    process.send_signal(signal.SIGTERM)
+                    break
+                time.sleep(0.2)
+            code = process.wait(self.patience)
         if code != 128 + signal.SIGTERM:
             raise RuntimeError(f"SIGTERM ended the run with {code}, not {128 + signal.SIGTERM}")
         return self.run(name, steps, *words), float(at_step)
@@ -302,14 +290,12 @@ def main() -> None:
     parser.add_argument("--skip", choices=("soak", "restarts", "protection"), action="append", default=[])
     arguments = parser.parse_args()
     end_on_sigterm()
-    folder = Path(tempfile.mkdtemp(prefix="goodput-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="goodput-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         recipes = folder / "conf" / "recipe"
         recipes.mkdir(parents=True)
         (recipes / "soak.yaml").write_text(_RECIPE, encoding="utf-8")
         _measure(Bench(folder, 1, 600 + 300 * arguments.minutes), arguments)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _measure(bench: Bench, arguments: argparse.Namespace) -> None:

@@ -11,7 +11,6 @@ of layouts that are clearly apart is held against the measured one.
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -236,11 +235,8 @@ def pairs_apart(rows: Sequence[Mapping[str, Any]], apart: float = APART) -> list
 
 def predicted_seconds(name: str, options: argparse.Namespace, profile: Mapping[str, Any]) -> float:
     """Of a step of one layout, by the planner."""
-    folder = tempfile.mkdtemp(prefix="trainwright-benchmark-")
-    try:
+    with tempfile.TemporaryDirectory(prefix="trainwright-benchmark-") as folder:
         cfg = configure(CASES[name], options, Plan(1, 1, 1), folder)
-    finally:
-        shutil.rmtree(folder)
     plain = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     return predicted_step({**plain, "device": dict(profile)}).total
 
@@ -261,13 +257,10 @@ def measured_profile(options: argparse.Namespace) -> dict[str, Any]:
 
 def compare(name: str, options: argparse.Namespace, plan: Plan) -> list[dict[str, Any]]:
     """The rows of one layout: by hand, if there is a peer, and ours."""
-    folder = tempfile.mkdtemp(prefix="trainwright-benchmark-")
-    try:
+    with tempfile.TemporaryDirectory(prefix="trainwright-benchmark-") as folder:
         configure(CASES[name], options, plan, folder)
         backend = "nccl" if options.device == "cuda" else "gloo"
         results = run_ranks(measure, RANKS, folder, name, plan, threads=options.threads, backend=backend)
-    finally:
-        shutil.rmtree(folder)
     return rows_of(CASES[name], results)
 
 

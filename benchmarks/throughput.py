@@ -12,7 +12,6 @@ two pieces by hand around it.
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 import time
 from collections.abc import Mapping
@@ -192,13 +191,10 @@ def measure(run_dir: str, kind: Kind, plan: Plan) -> dict[str, Any]:
 
 def compare(kind: Kind, ranks: int, options: argparse.Namespace, plan: Plan) -> list[dict[str, Any]]:
     """The two rows of one comparison, by hand and ours."""
-    folder = tempfile.mkdtemp(prefix="trainwright-benchmark-")
-    try:
+    with tempfile.TemporaryDirectory(prefix="trainwright-benchmark-") as folder:
         cfg = configure(kind, ranks, options, plan, folder)
         backend = None if ranks == 1 else "nccl" if options.device == "cuda" else "gloo"
         results = run_ranks(measure, ranks, folder, kind, plan, threads=options.threads, backend=backend)
-    finally:
-        shutil.rmtree(folder)
     return rows_of(kind, ranks, results[0], GPT(instantiate(cfg.module.config)))
 
 
