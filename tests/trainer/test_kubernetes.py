@@ -352,6 +352,7 @@ class FakeCluster:
         self.conditions: list[dict[str, str]] = []
         self.refuse: tuple[int, str] | None = None
         self.when_asked: Callable[[], None] = lambda: None
+        self.silent = 0  # questions that are not answered, from the next on
         handler = type("Handler", (_Handler,), {"cluster": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
@@ -412,6 +413,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.cluster.asked.append(self.path)
+        if self.cluster.silent:
+            self.cluster.silent -= 1
+            return self._answer(503, {"kind": "Status", "message": "being updated"})
         if "/log" in self.path:
             pod = self.path.split("/pods/")[1].split("/")[0]
             return self._answer(200, "".join(f"{line}\n" for line in self.cluster.logs[pod]).encode())
@@ -494,6 +498,19 @@ def test_ctrl_c_deletes_the_job_or_leaves_it(how: str, conf: Path, cluster: Fake
         launch(submitted(conf, f"launch.on_interrupt={how}"), "fit")
     assert ended.value.exit_code == 130
     assert (cluster.deleted is not None) == (how == "delete")
+
+
+def test_a_cluster_that_does_not_answer_is_asked_again(
+    conf: Path, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.add_pod("mine-node-0-0", to_command(metrics='{"loss": 0.5}'))
+    cluster.conditions = [{"type": "Complete", "status": "True"}]
+    cluster.silent = 2
+    assert launch(submitted(conf), "fit") == {"loss": 0.5}
+    monkeypatch.setattr("trainwright.trainer.launch.kubernetes_submit._SILENCE_SECONDS", 0.0)
+    cluster.silent = 2
+    with pytest.raises(RankError, match="the cluster has not answered for 0 s, and TrainJob .* may go on"):
+        launch(submitted(conf, "run_dir=runs/other"), "fit")
 
 
 @pytest.mark.parametrize(("status", "goes_on"), [(403, True), (404, False)])
