@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -17,7 +18,6 @@ from tests.trainer.project import command, environment, write_project
 from trainwright import compose
 from trainwright.callbacks.requeue import requeue
 from trainwright.trainer.config import RunConfig
-from trainwright.trainer.launch import slurm
 from trainwright.trainer.launch.ending import preemption_refusals
 from trainwright.trainer.launch.ends import begins_again, empty_ends, ends_folder
 from trainwright.trainer.launch.failure import FailureRecorder, RankError, first_failure
@@ -25,7 +25,11 @@ from trainwright.trainer.launch.follow import Follower
 from trainwright.trainer.launch.interrupt import Interrupted
 from trainwright.trainer.launch.job_end import NodeEnd, metrics_of, read_node, write_node
 from trainwright.trainer.launch.records import write_result
+from trainwright.trainer.launch.slurm import alike
 from trainwright.trainer.launch.slurm_job import meeting_of
+from trainwright.trainer.launch.slurm_options import sbatch_options
+from trainwright.trainer.launch.slurm_problems import problems
+from trainwright.trainer.launch.slurm_submit import SubmittedJob, cancel
 
 WORDS = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv", "launch=slurm")
 LOCAL = "launch.cluster=local"
@@ -48,7 +52,7 @@ def script(cfg: DictConfig) -> list[str]:
     """The lines of the batch script, as submitit writes it."""
     from submitit.slurm.slurm import _make_sbatch_string
 
-    return _make_sbatch_string("RUN", "/logs", **slurm.sbatch_options(cfg, "fit")).splitlines()
+    return _make_sbatch_string("RUN", "/logs", **sbatch_options(cfg, "fit")).splitlines()
 
 
 def test_one_task_on_each_machine_with_what_launch_says(conf: Path) -> None:
@@ -111,19 +115,19 @@ def test_nothing_is_asked_that_nobody_has_said(conf: Path) -> None:
 def test_what_cannot_be_is_refused(
     conf: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str
 ) -> None:
-    monkeypatch.setattr(slurm.shutil, "which", lambda name: f"/bin/{name}")
-    [found] = slurm.problems(configured(conf, *overrides), "fit")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    [found] = problems(configured(conf, *overrides), "fit")
     assert said in found
 
 
 def test_without_sbatch_it_says_what_to_type(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     cfg = configured(conf)
-    [found] = slurm.problems(cfg, "fit")
+    [found] = problems(cfg, "fit")
     assert "there is no sbatch on this machine" in found
     assert "launch.cluster=local" in found
-    monkeypatch.setattr(slurm.shutil, "which", lambda name: f"/bin/{name}")
-    assert not slurm.problems(cfg, "fit")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    assert not problems(cfg, "fit")
 
 
 def test_a_job_of_its_own_may_be_requeued_from_anywhere(conf: Path) -> None:
@@ -245,7 +249,7 @@ def test_a_job_that_cannot_be_cancelled_is_told(conf: Path, capsys: pytest.Captu
         def cancel(self, check: bool) -> None:
             raise FileNotFoundError("no scancel")
 
-    slurm.cancel([slurm.SubmittedJob(configured(conf), Job())])
+    cancel([SubmittedJob(configured(conf), Job())])
     assert "SLURM job 12 could not be cancelled (no scancel); type scancel 12" in capsys.readouterr().err
 
 
@@ -291,7 +295,7 @@ def test_a_failure_comes_back_with_its_traceback(conf: Path) -> None:
 
 def test_runs_that_ask_for_the_same_are_one_array(conf: Path) -> None:
     cfgs = [configured(conf, f"seed={seed}", f"nodes={nodes}") for seed, nodes in ((0, 2), (1, 2), (2, 4))]
-    assert slurm.alike(cfgs, "fit") == [[0, 1], [2]]
+    assert alike(cfgs, "fit") == [[0, 1], [2]]
     for cfg in cfgs:
         cfg.launch.cluster = "local"
-    assert slurm.alike(cfgs, "fit") == [[0], [1], [2]]
+    assert alike(cfgs, "fit") == [[0], [1], [2]]
