@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import socket
 import threading
 import time
 import traceback
@@ -200,12 +199,6 @@ def group_of(rank: int, world_size: int, port: int) -> Iterator[None]:
         timeout=timedelta(seconds=2 * PATIENCE),
     )
     yield
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def firings(rank: int = 0) -> dict[str, int]:

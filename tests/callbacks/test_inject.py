@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from tests.callbacks.faulty import Child, Steps, bits, firings, fit, free_port, group_of, wait_until, weights
+from tests.callbacks.faulty import Child, Steps, bits, firings, fit, group_of, wait_until, weights
 from tests.callbacks.modules import Regression, loader
 from tests.parity.harness import make_trainer
+from tests.pool import free_port
 from trainwright.callbacks import inject
 from trainwright.callbacks.inject import network, numbers, soaking
 from trainwright.callbacks.inject.fault import Firings

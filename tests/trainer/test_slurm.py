@@ -52,7 +52,7 @@ def script(cfg: DictConfig) -> list[str]:
     """The lines of the batch script, as submitit writes it."""
     from submitit.slurm.slurm import _make_sbatch_string
 
-    return _make_sbatch_string("RUN", "/logs", **sbatch_options(cfg, "fit")).splitlines()
+    return _make_sbatch_string("RUN", "/logs", **sbatch_options(cfg)).splitlines()
 
 
 def test_one_task_on_each_machine_with_what_launch_says(conf: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_failure_comes_back_with_its_traceback(conf: Path) -> None:
 
 def test_runs_that_ask_for_the_same_are_one_array(conf: Path) -> None:
     cfgs = [configured(conf, f"seed={seed}", f"nodes={nodes}") for seed, nodes in ((0, 2), (1, 2), (2, 4))]
-    assert alike(cfgs, "fit") == [[0, 1], [2]]
+    assert alike(cfgs) == [[0, 1], [2]]
     for cfg in cfgs:
         cfg.launch.cluster = "local"
-    assert alike(cfgs, "fit") == [[0], [1], [2]]
+    assert alike(cfgs) == [[0], [1], [2]]

@@ -45,20 +45,19 @@ def launch_local(cfg: DictConfig, verb: str, *, is_written: bool = True) -> dict
     with interrupted_by_signals(notices(cfg)):
         log = RestartLog(Path(cfg.run_dir))
         sizes = None if cfg.launch.min_devices is None else Shrinking(cfg, verb, log)
-        return AttemptedRun(cfg, verb, LocalAttempts(cfg, verb, is_written, sizes), log, sizes).run()
+        return AttemptedRun(cfg, verb, LocalAttempts(verb, is_written, sizes), log, sizes).run()
 
 
 class LocalAttempts:
     """Makes the attempts of a run on this machine.
 
     Args:
-        cfg: the resolved configuration of the first attempt.
         verb: fit, validate, test or predict.
-        is_written: whether it is what lies in the run directory.
+        is_written: whether the configuration of the first attempt is what lies in the run directory.
         sizes: who chooses the devices of each attempt; None = as many as the configuration says.
     """
 
-    def __init__(self, cfg: DictConfig, verb: str, is_written: bool, sizes: Shrinking | None) -> None:
+    def __init__(self, verb: str, is_written: bool, sizes: Shrinking | None) -> None:
         self._verb = verb
         self._is_written = is_written
         self._sizes = sizes

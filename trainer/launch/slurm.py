@@ -62,7 +62,7 @@ def launch_all(
         Interrupted: if this process was told to end, and has cancelled the jobs.
     """
     jobs: list[SubmittedJob] = []
-    for group in alike(cfgs, verb):
+    for group in alike(cfgs):
         found = submit([cfgs[number] for number in group], verb, folder, [titles[number] for number in group])
         say(f"submitted {', '.join(job.name for job in found)}")
         if not found[0].on_slurm:
@@ -75,11 +75,11 @@ def launch_all(
     return [_end_of(by_run_dir[cfg.run_dir]) for cfg in cfgs]
 
 
-def alike(cfgs: Sequence[DictConfig], verb: str) -> list[list[int]]:
+def alike(cfgs: Sequence[DictConfig]) -> list[list[int]]:
     """Numbers of the runs, those together that can be one array; without SLURM each alone."""
     groups: dict[str, list[int]] = {}
     for number, cfg in enumerate(cfgs):
-        key = str(number) if cfg.launch.cluster == "local" else json.dumps(sbatch_options(cfg, verb), sort_keys=True)
+        key = str(number) if cfg.launch.cluster == "local" else json.dumps(sbatch_options(cfg), sort_keys=True)
         groups.setdefault(key, []).append(number)
     return list(groups.values())
 

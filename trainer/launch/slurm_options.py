@@ -15,12 +15,11 @@ _WAIT_SECONDS = 60
 _BEFORE_DEADLINE = 10
 
 
-def sbatch_options(cfg: DictConfig, verb: str) -> dict[str, Any]:
+def sbatch_options(cfg: DictConfig) -> dict[str, Any]:
     """What submitit is told for the job of a run: a task on each machine, and what `launch` says.
 
     Args:
         cfg: the resolved configuration.
-        verb: fit, validate, test or predict.
     """
     launch = cfg.launch
     options = {

@@ -111,7 +111,7 @@ def submit(cfgs: Sequence[DictConfig], verb: str, folder: Path, titles: Sequence
 
     for cfg in cfgs:
         empty_ends(Path(cfg.run_dir))
-    executor = _executor(cfgs[0], verb, folder)
+    executor = _executor(cfgs[0], folder)
     with clean_env():
         if len(cfgs) == 1:
             jobs = [executor.submit(run_node, str(Path(cfgs[0].run_dir).absolute()), verb)]
@@ -121,7 +121,7 @@ def submit(cfgs: Sequence[DictConfig], verb: str, folder: Path, titles: Sequence
     return [SubmittedJob(cfg, job, title) for cfg, job, title in zip(cfgs, jobs, titles, strict=True)]
 
 
-def _executor(cfg: DictConfig, verb: str, folder: Path) -> Any:
+def _executor(cfg: DictConfig, folder: Path) -> Any:
     if cfg.launch.cluster == "local":
         from submitit import LocalExecutor
 
@@ -137,7 +137,7 @@ def _executor(cfg: DictConfig, verb: str, folder: Path) -> Any:
     from submitit import SlurmExecutor
 
     executor = SlurmExecutor(folder, python=cfg.launch.python)
-    executor.update_parameters(**sbatch_options(cfg, verb))
+    executor.update_parameters(**sbatch_options(cfg))
     return executor
 
 
