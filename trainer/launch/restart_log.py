@@ -27,9 +27,12 @@ class RestartLog:
             details: for the file alone.
         """
         print(f"trainwright: {line}", file=sys.stderr, flush=True)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         text = f"{datetime.now().isoformat(' ', 'milliseconds')} {line}\n"
         if details:
             text += textwrap.indent(details.rstrip(), "    ") + "\n"
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(text)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:  # a disk that is full is no reason to end a run, nor to lose why it was to end
+            print(f"trainwright: {self.path} cannot be written ({error}); it would say:\n{text}", file=sys.stderr)
