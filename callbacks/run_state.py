@@ -29,10 +29,11 @@ from trainwright.checkpoint.groups import gloo_group
 from trainwright.checkpoint.held import HeldState
 from trainwright.checkpoint.manifest import Manifest
 from trainwright.checkpoint.memory import NeighbourCopies
+from trainwright.checkpoint.paths import join_path
 from trainwright.checkpoint.retention import Retention, may_delete
 from trainwright.checkpoint.retention import apply as apply_retention
 from trainwright.checkpoint.save import Content
-from trainwright.checkpoint.storage import clean_up, join_path
+from trainwright.checkpoint.storage import clean_up
 from trainwright.checkpoint.write_errors import refuse_unwritable
 
 # Seconds that a run which ends by an error waits for the checkpoint that is being written.

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.paths import join_path, split_path
 from trainwright.checkpoint.records import MANIFEST
-from trainwright.checkpoint.storage import Folder, join_path, split_path
+from trainwright.checkpoint.storage import Folder
 from trainwright.checkpoint.tensor_file import TensorEntry, TensorFileReader
 
 _FILE = ".safetensors"

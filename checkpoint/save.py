@@ -19,8 +19,8 @@ from trainwright.checkpoint.distinct import problems_of_ranks
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.manifest import FileRecord, Manifest
 from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.storage import PendingFolder, free_bytes
-from trainwright.checkpoint.write_errors import size_text
+from trainwright.checkpoint.storage import PendingFolder
+from trainwright.checkpoint.write_errors import free_bytes, size_text
 from trainwright.checkpoint.writing import file_of, stored_by, write_parts
 
 STATE = "state.json"

@@ -16,7 +16,7 @@ from typing import BinaryIO
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.local_files import LocalFiles, LocalPending, clean_up_local, folders_in_local, remove_local
 from trainwright.checkpoint.owners import is_token, new_token
-from trainwright.checkpoint.paths import is_remote, join_path, normal_path, split_path
+from trainwright.checkpoint.paths import is_remote, join_path, normal_path
 from trainwright.checkpoint.reading import read_error
 from trainwright.checkpoint.records import FileRecord, Manifest, check_file_name
 from trainwright.checkpoint.remote_files import (
@@ -27,20 +27,7 @@ from trainwright.checkpoint.remote_files import (
     remove_remote,
 )
 from trainwright.checkpoint.sealed import SealedFile
-from trainwright.checkpoint.write_errors import free_bytes, write_error
-
-__all__ = [
-    "Folder",
-    "PendingFolder",
-    "SealedFile",
-    "clean_up",
-    "folders_in",
-    "free_bytes",
-    "is_remote",
-    "join_path",
-    "remove",
-    "split_path",
-]
+from trainwright.checkpoint.write_errors import write_error
 
 # A folder that another machine's rank wrote into may be listed late by a network file system.
 _PATIENCE_SECONDS = 5.0

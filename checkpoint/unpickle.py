@@ -19,10 +19,8 @@ import torch
 
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.paths import file_system, is_remote, local_path, normal_path
-from trainwright.checkpoint.pickle_machine import Inert, PickleMachine, UnreadablePickleError
+from trainwright.checkpoint.pickle_machine import PickleMachine, UnreadablePickleError
 from trainwright.checkpoint.pickle_values import BUILDERS, CONSTANTS, MAKERS, Storage, is_plain, storage_dtype
-
-__all__ = ["Inert", "load_inert", "open_file", "unknown_names"]
 
 # What torch.save wrote before it wrote zip archives begins with this number and this version, each a pickle.
 _MAGIC = 0x1950A86A20F9469CFC6C

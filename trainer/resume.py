@@ -24,7 +24,7 @@ from trainwright.callbacks.run_state import RunStateCheckpoint
 from trainwright.callbacks.verdict import keeps_its_state
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from trainwright.checkpoint.held import HeldState
-from trainwright.checkpoint.storage import join_path
+from trainwright.checkpoint.paths import join_path
 from trainwright.trainer.candidates import AUTO, LAST, Candidate, candidate_at, candidates_of, newest_first
 from trainwright.trainer.run_directory import CHECKPOINTS
 

@@ -9,7 +9,7 @@ import pytest
 from tests.checkpoint import small
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.find import list_checkpoints, newest_good
-from trainwright.checkpoint.storage import join_path
+from trainwright.checkpoint.paths import join_path
 
 
 @pytest.fixture(params=["local", "memory"])

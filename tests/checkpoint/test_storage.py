@@ -15,16 +15,9 @@ from trainwright.checkpoint import local_files, owners, remote_files
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.find import list_checkpoints
 from trainwright.checkpoint.manifest import Manifest, read_manifest
-from trainwright.checkpoint.storage import (
-    Folder,
-    PendingFolder,
-    clean_up,
-    folders_in,
-    free_bytes,
-    join_path,
-    remove,
-    split_path,
-)
+from trainwright.checkpoint.paths import join_path, split_path
+from trainwright.checkpoint.storage import Folder, PendingFolder, clean_up, folders_in, remove
+from trainwright.checkpoint.write_errors import free_bytes
 
 DEAD = "00000000-3fffff-1-{place}"  # a process id above what Linux gives
 

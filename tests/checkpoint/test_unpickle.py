@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from tests.checkpoint.payload import forget_extension, old_torch_files, pickles, torch_file
 from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.unpickle import Inert, load_inert
+from trainwright.checkpoint.pickle_machine import Inert
+from trainwright.checkpoint.unpickle import load_inert
 
 NAMES = sorted(pickles(Path("x")))
 
