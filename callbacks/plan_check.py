@@ -60,8 +60,11 @@ class PlanCheck(Callback):
         self._bytes = dict.fromkeys(_STATE, 0)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look for a plan of this layout."""
-        self._plan = None if self.measured else _plan_of(trainer)
+        """Look for a plan of this layout. A collective, where one can be held against the run."""
+        self._plan = None
+        if self.measured is None and _is_measurable(trainer):
+            # Machines of other ranks may have run directories of their own, without the file.
+            self._plan = trainer.strategy.broadcast(_plan_of(trainer) if trainer.is_global_zero else None)
         self._steps.start(trainer)
         self._restart()
 
@@ -143,22 +146,25 @@ class PlanCheck(Callback):
         return microseconds / 1e6, dict(zip(found, map(float, sizes), strict=True))
 
 
+def _is_measurable(trainer: Any) -> bool:
+    """Whether all ranks make the steps of this run together, in batches of a known size; the same on all of them."""
+    strategy = trainer.strategy
+    knows = getattr(trainer, "global_batch", None) is not None and hasattr(strategy, "held_bytes")
+    return knows and bool(strategy.steps_are_collective)
+
+
 def _plan_of(trainer: Any) -> dict[str, Any] | None:
-    """What was planned for the layout and batches of this run; None if nothing was. The same on all ranks."""
-    strategy, batch = trainer.strategy, getattr(trainer, "global_batch", None)
-    path = Path(trainer.default_root_dir, FILE)
-    if batch is None or not hasattr(strategy, "held_bytes") or not path.is_file():
-        return None
+    """What was planned for the layout and batches of this run, as the file here has it; None if nothing was."""
+    strategy, batch = trainer.strategy, trainer.global_batch
     try:
-        plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        plan: dict[str, Any] = json.loads(Path(trainer.default_root_dir, FILE).read_text(encoding="utf-8"))
         chosen = plan["chosen"]
         chosen["bytes_at_step"], chosen["seconds"]["step"], chosen["bytes"]["total"]
         sizes = {axis: size for axis, size in chosen["layout"].items() if axis != "expert"}
         wanted = sizes, chosen["micro_batch_size"], chosen["accumulation"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # another's file
-    here = strategy.layout.sizes, batch.micro_batch_size, batch.accumulation
-    return plan if here == wanted and strategy.steps_are_collective else None
+        return None  # there is none, or it is another's file
+    return plan if (strategy.layout.sizes, batch.micro_batch_size, batch.accumulation) == wanted else None
 
 
 def _held(trainer: Any) -> Any:

@@ -1,0 +1,50 @@
+"""What steps take against what was planned, on ranks that need not see the same files."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+
+from tests.callbacks.modules import QUIET, Regression, loader
+from trainwright import Trainer
+from trainwright.callbacks.plan_check import FILE, PlanCheck
+from trainwright.strategies.layout import Layout
+
+HELD = {"parameters": 180, "gradients": 180, "optimizer": 0}
+
+
+def measure(planned_on: int) -> tuple[bool, str]:
+    """Whether this rank has measured, and what it said; each rank has a folder of its own."""
+    folder = Path(f"planned_on_{planned_on}", f"machine_{dist.get_rank()}")
+    folder.mkdir(parents=True)
+    if dist.get_rank() == planned_on:
+        chosen = {
+            "layout": Layout(replicate=dist.get_world_size()).sizes,
+            "micro_batch_size": 2,
+            "accumulation": 1,
+            "seconds": {"step": 1.0},
+            "bytes": {"total": 540},
+            "bytes_at_step": HELD,
+        }
+        (folder / FILE).write_text(json.dumps({"chosen": chosen}))
+    console = Console(file=io.StringIO(), width=200)
+    check = PlanCheck(steps=1, console=console)
+    trainer = Trainer(
+        strategy="ddp", devices=dist.get_world_size(), max_steps=4, default_root_dir=folder, callbacks=[check], **QUIET
+    )
+    trainer.fit(Regression(), loader(batch_size=2))
+    assert isinstance(console.file, io.StringIO)
+    return check.measured is not None, console.file.getvalue()
+
+
+def test_the_first_rank_says_what_was_planned(ranks: Callable[..., list[Any]]) -> None:
+    (first, said), (second, nothing) = ranks(measure, 2, 0)
+    assert (first, second, nothing) == (True, True, "")
+    assert said.startswith("Plan: a step takes ")
+    assert [found for found, _ in ranks(measure, 2, 1)] == [False, False]
