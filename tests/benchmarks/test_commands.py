@@ -13,8 +13,9 @@ from benchmarks.commands import run_command, started
 
 
 def test_a_command_ends_with_what_has_started_it(tmp_path: Path) -> None:
+    found: list[subprocess.Popen[str]] = []
     with pytest.raises(KeyboardInterrupt):
-        _interrupted(tmp_path, found := [])
+        _interrupted(tmp_path, found)
     assert [process.returncode for process in found] == [-signal.SIGTERM]
 
 
