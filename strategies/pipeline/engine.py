@@ -25,7 +25,8 @@ from trainwright.strategies.pipeline.micro_batches import (
 from trainwright.strategies.pipeline.misuse import Watch, make_watch
 from trainwright.strategies.pipeline.relay import Carrier, RelayPass
 from trainwright.strategies.pipeline.results import Publisher, Recorder, bound_log
-from trainwright.strategies.pipeline.schedules import CHOICES, make_schedule, ranks_of_stages
+from trainwright.strategies.pipeline.schedules import CHOICES, make_schedule, orders_of, ranks_of_stages
+from trainwright.strategies.pipeline.sends import Place, Sends, known_to_be_taken
 from trainwright.strategies.pipeline.stage import Around, OwnForwardStage
 
 Run = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
@@ -81,7 +82,7 @@ class PipelineEngine:
         _greet_neighbours(group, self._device)
         self._carrier = Carrier(group, self._device)
         self._publisher = Publisher(group, self.last_stage_rank, self._device)
-        self._schedules: dict[int, Any] = {}
+        self._schedules: dict[int, tuple[Any, dict[Place, list[Place]] | None]] = {}
         self._step: _Step | None = None
         self._unwatched = set(cut.mine)
         self._relay_watched = False
@@ -171,7 +172,7 @@ class PipelineEngine:
             stage.signatures = signatures
         try:
             with self._recorded_log(recorder):
-                self._schedule(len(parts)).step(target=torch.arange(len(parts)), return_outputs=False)
+                self._run_schedule(len(parts))
         except BaseException:
             self._forget_step()
             raise
@@ -206,11 +207,22 @@ class PipelineEngine:
         run.enter = watch.enter_block
         return run
 
-    def _schedule(self, count: int) -> Any:
+    def _run_schedule(self, count: int) -> None:
+        schedule, taken = self._schedule(count)
+        sends = None if taken is None else Sends(taken)
+        for stage in self.stages:
+            stage.sends = sends
+        schedule.step(target=torch.arange(count), return_outputs=False)
+        if sends is not None:
+            sends.finish()
+
+    def _schedule(self, count: int) -> tuple[Any, dict[Place, list[Place]] | None]:
+        """Torch's schedule for so many micro-batches, and what is known of its sends."""
         if count not in self._schedules:
-            self._schedules[count] = make_schedule(
-                self._schedule_name, self.stages, count, lambda output, target: output
-            )
+            made = make_schedule(self._schedule_name, self.stages, count, lambda output, target: output)
+            orders = orders_of(made)
+            taken = None if orders is None else known_to_be_taken(orders, dist.get_rank(self._group))
+            self._schedules[count] = made, taken
         return self._schedules[count]
 
     @contextmanager
@@ -233,6 +245,7 @@ class PipelineEngine:
         self._step = None
         for stage in self.stages:
             stage.clear_runtime_states()
+            stage.sends = None
 
     def _forget_step(self) -> None:
         self._end_step()

@@ -198,6 +198,20 @@ def ranks_of_stages(ranks: int, stages: int, schedule: str) -> list[int]:
     return [stage % ranks for stage in range(stages)]
 
 
+def orders_of(schedule: Any) -> dict[int, list[tuple[str, int, int]]] | None:
+    """What every rank does in a step of torch's schedule: kind, stage and micro-batch of each action, in order.
+
+    ``None``: it is one of those for a single stage of each rank, which send and wait in an order of their own.
+    """
+    orders = getattr(schedule, "pipeline_order_with_comms", None)
+    if orders is None:
+        return None
+    return {
+        rank: [(each.computation_type.value, each.stage_index, each.microbatch_index) for each in order]
+        for rank, order in orders.items()
+    }
+
+
 def make_schedule(
     name: str, stages: list[OwnForwardStage], micro_batches: int, loss_fn: Callable[[Any, Any], Any]
 ) -> Any:

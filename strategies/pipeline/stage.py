@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
@@ -15,6 +14,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from trainwright.strategies.pipeline.form import Form, FormBook, take_apart
+from trainwright.strategies.pipeline.sends import Sends
 
 # forward(stage, micro-batch, received structure) -> output structure, or the loss (or None) on the last stage
 Forward = Callable[[int, int, Any], Any]
@@ -58,6 +58,10 @@ class OwnForwardStage(_PipelineStageBase):
         forward: runs the user's step.
         source: what the output comes from, for messages.
         around: context for every backward; ``None`` is none.
+
+    Attributes:
+        signatures: of the micro-batches of this step, by which forms are known.
+        sends: sends what is to be sent in this step; ``None``: torch's schedule does, and waits for it.
     """
 
     def __init__(
@@ -81,9 +85,7 @@ class OwnForwardStage(_PipelineStageBase):
         self._inputs: dict[int, Activation] = {}
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
         self._deferred: dict[int, Any] = {}
-        self._sending: dict[int, list[Tensor]] = {}
-        # gloo's threads read the tensors they were given; torch's schedules wait for a send soon after it, or hold it.
-        self._sent_gradients: deque[list[Tensor]] = deque(maxlen=2 * count + 2)
+        self.sends: Sends | None = None
 
     @property
     def live(self) -> int:
@@ -111,7 +113,7 @@ class OwnForwardStage(_PipelineStageBase):
         """Forget everything about the last step, also after an error in the middle of it."""
         kept: tuple[Any, ...] = (
             self.fwd_cache, self.bwd_cache, self.backward_state, self.dw_runner, self.output_chunks,
-            self._inputs, self._gradients, self._deferred, self._sending, self._sent_gradients,
+            self._inputs, self._gradients, self._deferred,
         )  # fmt: skip
         for cache in kept:
             cache.clear()
@@ -139,6 +141,7 @@ class OwnForwardStage(_PipelineStageBase):
         self, fwd_chunk_id: int, args: Any = (), kwargs: Any = None, save_forward_output: bool = False
     ) -> Any:
         """Run the user's step on one micro-batch."""
+        self._computes("F", fwd_chunk_id)
         received: Any = None
         leaves: tuple[Tensor, ...] = ()
         if not self.is_first:
@@ -159,8 +162,7 @@ class OwnForwardStage(_PipelineStageBase):
         if self.is_last:
             return []
         tensors = [t.detach().contiguous() for t in self.fwd_cache[fwd_chunk_id][0]]
-        self._sending[fwd_chunk_id] = tensors
-        return self._ops(dist.isend, tensors, self.stage_index + 1)
+        return self._sent("SEND_F", fwd_chunk_id, self._ops(dist.isend, tensors, self.stage_index + 1))
 
     def _enter(self, chunk: int) -> tuple[Any, tuple[Tensor, ...]]:
         form, tensors = self._inputs.pop(chunk)
@@ -192,8 +194,7 @@ class OwnForwardStage(_PipelineStageBase):
         if not self.has_backward or self.is_first:
             return []
         gradients = [g.contiguous() for g in self.bwd_cache.pop(bwd_chunk_id) if g is not None]
-        self._sent_gradients.append(gradients)
-        return self._ops(dist.isend, gradients, self.stage_index - 1)
+        return self._sent("SEND_B", bwd_chunk_id, self._ops(dist.isend, gradients, self.stage_index - 1))
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -201,8 +202,8 @@ class OwnForwardStage(_PipelineStageBase):
         """Backward of one micro-batch; without ``full_backward`` only as far as the inputs need it."""
         if not self.has_backward:
             return
+        self._computes("B" if full_backward else "I", bwd_chunk_id)
         outputs, leaves = self.fwd_cache.pop(bwd_chunk_id)
-        self._sending.pop(bwd_chunk_id, None)
         gradients: Sequence[Tensor | None]
         if self.is_last:
             outputs, gradients = (loss,), (None,)
@@ -270,6 +271,17 @@ class OwnForwardStage(_PipelineStageBase):
 
     def _is_here(self, stage: int) -> bool:
         return self.stage_index_to_group_rank[stage] == self.group_rank
+
+    def _computes(self, kind: str, chunk: int) -> None:
+        if self.sends is not None:
+            self.sends.computes((kind, self.stage_index, chunk))
+
+    def _sent(self, kind: str, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """What torch's schedule is to send: nothing where it is sent here."""
+        if self.sends is None:
+            return ops
+        self.sends.begin((kind, self.stage_index, chunk), ops)
+        return []
 
     def _ops(self, op: Any, tensors: Iterable[Tensor], stage: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[stage]

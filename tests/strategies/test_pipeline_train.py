@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -111,7 +112,7 @@ def test_checkpointed_and_frozen_blocks(ranks: Ranks, schedule: str, frozen: int
 def actions_until_sent(schedule: str) -> int:
     """The most actions between a forward or backward and the sending of what it gave, on this rank."""
     engine = engine_of(build(Model, 4), schedule, 8)
-    order = [str(a) for a in engine._schedule(8).pipeline_order_with_comms[dist.get_rank()]]
+    order = [str(a) for a in engine._schedule(8)[0].pipeline_order_with_comms[dist.get_rank()]]
     sends = [name for name in order if "SEND_" in name]
     makers = {"SEND_F": ("F",), "SEND_B": ("B", "I")}
     made = [
@@ -150,6 +151,35 @@ def live(schedule: str, micro_batches: int) -> int:
 def test_live_activations_are_bounded_by_the_stages(ranks: Ranks) -> None:
     assert ranks(live, 2, "1f1b", 8, timeout=60) == [2, 1]
     assert ranks(live, 2, "gpipe", 8, timeout=60) == [8, 8]
+
+
+def sent_and_held(schedule: str, micro_batches: int) -> tuple[int, int]:
+    """The most sent activations and the most sent gradients that are held at a time, on this rank."""
+    engine = engine_of(build(Model, 4), schedule, micro_batches)
+    alive: dict[bool, list[StorageWeakRef]] = {True: [], False: []}
+    most = {True: 0, False: 0}
+    ops = OwnForwardStage._ops
+
+    def watched(self: OwnForwardStage, op: Any, tensors: Any, stage: int) -> Any:
+        tensors = list(tensors)
+        if op is dist.isend:
+            forward = stage > self.stage_index
+            alive[forward] = [ref for ref in alive[forward] if not ref.expired()]
+            alive[forward] += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+            most[forward] = max(most[forward], len(alive[forward]))
+        return ops(self, op, tensors, stage)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OwnForwardStage, "_ops", watched)
+        train(engine, make_batch(32))
+    return most[True], most[False]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"])
+def test_what_was_sent_is_held_no_longer_than_it_travels(ranks: Ranks, schedule: str) -> None:
+    """However many micro-batches a step has; torch's schedules of several stages hold all of them until its end."""
+    held = ranks(sent_and_held, 2, schedule, 32, timeout=60)
+    assert max(map(max, held)) <= 6
 
 
 def freed(schedule: str) -> int:
