@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from trainwright.strategies.groups import sum_over
+
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """The part of ``tensor`` that this rank holds (itself if it is not split)."""
@@ -54,9 +56,10 @@ def gradient_norm(parameters: Iterable[Tensor], scope: GradientScope | None = No
         if scope is None or scope.counts(parameter):
             groups[_split_over(parameter, scope)].append(local_tensor(parameter.grad))  # type: ignore[arg-type]
     squares = [_sum_of_squares(tensors, over) for over, tensors in groups.items()]
-    total = torch.stack(squares).sum() if squares else torch.zeros(())
+    # Offloaded gradients are on another device than the rest.
+    total = torch.stack([each.to(squares[0].device) for each in squares]).sum() if squares else torch.zeros(())
     if scope is not None and scope.group is not None:
-        dist.all_reduce(total, group=scope.group)
+        total = sum_over(scope.group, total)
     return total.sqrt()
 
 
@@ -126,7 +129,7 @@ def _block_of(name: str, place: Mapping[str, int]) -> int:
 def _sum_of_squares(tensors: list[Tensor], groups: tuple[dist.ProcessGroup, ...]) -> Tensor:
     total = torch.stack(torch._foreach_norm(tensors, 2.0)).float().square().sum()
     for group in groups:
-        dist.all_reduce(total, group=group)
+        total = sum_over(group, total)
     return total
 
 
@@ -154,17 +157,29 @@ def clip_gradient_norm(
     """
     parameters = [p for p in parameters if p.grad is not None]
     norm = gradient_norm(parameters, scope)
-    if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(
-            f"The norm of the gradients is {norm.item()}, so they cannot be clipped to {max_norm}. "
-            "Lower the learning rate, use precision='bf16-mixed' instead of '16-mixed', or set "
-            "error_if_nonfinite=False to go on all the same."
-        )
+    if error_if_nonfinite:
+        refuse_nonfinite(float(norm), max_norm)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    locals_ = [local_tensor(p.grad) for p in parameters]  # type: ignore[arg-type]
-    if locals_:
-        torch._foreach_mul_(locals_, scale.to(locals_[0].device))
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)  # some may be offloaded
+    for parameter in parameters:
+        local = local_tensor(parameter.grad)  # type: ignore[arg-type]
+        by_device[local.device].append(local)
+    for device, locals_ in by_device.items():
+        torch._foreach_mul_(locals_, scale.to(device))
     return norm
+
+
+def refuse_nonfinite(norm: float, max_norm: float) -> None:
+    """Say what to do about gradients whose norm cannot be clipped.
+
+    Raises:
+        RuntimeError: if ``norm`` is not finite.
+    """
+    if not math.isfinite(norm):
+        raise RuntimeError(
+            f"The norm of the gradients is {norm}, so they cannot be clipped to {max_norm}. Lower the learning rate, "
+            "use precision='bf16-mixed' instead of '16-mixed', or set error_if_nonfinite=False to go on all the same."
+        )
 
 
 def clip_gradient_value(parameters: Iterable[Tensor], max_value: float) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainwright.strategies.layout import Layout
@@ -102,6 +103,24 @@ def new_subgroup(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         made = dist.new_group(list(groups[own]))
     book.group_count = first + len(groups)
     return made
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device | None:
+    """The one device that a group sends from: this rank's CUDA device, with NCCL; ``None``: any."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
+
+
+def sum_over(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+    """The sum of a tensor over the ranks of a group, on the device that the group sends from. A collective.
+
+    Args:
+        group: of the ranks.
+        tensor: on any device, such as a gradient that is offloaded to the CPU; may be changed.
+    """
+    device = device_of(group)
+    total = tensor if device is None else tensor.to(device)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def default_store() -> dist.Store:

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainwright.strategies.groups import sum_over
+
 # Gives the local gradient of a parameter as this rank optimizes it, and its local value (for the shape).
 GradientOf = Callable[[nn.Parameter], tuple[Tensor | None, Tensor]]
 
@@ -41,8 +43,7 @@ class SharedGradients:
 
 def _sum(found: list[tuple[Tensor | None, Tensor]], group: dist.ProcessGroup) -> None:
     pieces = [torch.zeros_like(part) if gradient is None else gradient for gradient, part in found]
-    flat = torch.cat([piece.reshape(-1) for piece in pieces])
-    dist.all_reduce(flat, group=group)
+    flat = sum_over(group, torch.cat([piece.reshape(-1) for piece in pieces]))
     for (gradient, part), piece in zip(found, flat.split([piece.numel() for piece in pieces]), strict=True):
         if gradient is not None:
             gradient.copy_(piece.view(part.shape))

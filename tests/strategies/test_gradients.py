@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from trainwright.strategies.gradients import clip_gradient_norm, clip_gradient_value, gradient_norm
+from trainwright.strategies import groups
+from trainwright.strategies.gradients import GradientScope, clip_gradient_norm, clip_gradient_value, gradient_norm
 
 
 def parameters_with_gradients() -> list[nn.Parameter]:
@@ -49,6 +50,26 @@ def test_clipping_of_shards_is_that_of_one_process(ranks, how, world_size, max_n
             assert (parameter.grad is None) == (gradient is None)
             if gradient is not None:
                 torch.testing.assert_close(gradient, parameter.grad)
+
+
+def devices_of_sums() -> list[str]:
+    """Where the parts of a norm are when they are summed up, in a group that sends from another device than theirs."""
+    parameter = parameters_with_gradients()[0]
+    mesh = init_device_mesh("cpu", (1,))
+    parameter.grad = distribute_tensor(parameter.grad, mesh, [Shard(0)])
+    scope = GradientScope(lambda _: (), lambda _: True, dist.group.WORLD)
+    seen: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "device_of", lambda _: torch.device("meta"))
+        patch.setattr(dist, "all_reduce", lambda tensor, **_: seen.append(tensor.device.type))
+        gradient_norm([parameter], scope)
+        gradient_norm([], scope)  # a stage of which everything is frozen
+    return seen
+
+
+def test_norms_are_summed_on_the_device_that_a_group_sends_from(ranks):
+    """NCCL refuses tensors on the CPU, where offloaded gradients are, and the norm of none."""
+    assert ranks(devices_of_sums, 1) == [["meta"] * 3]
 
 
 def test_values_are_clamped():
