@@ -12,6 +12,7 @@ from trainwright.strategies.communication.probe import probe_links
 from trainwright.strategies.compression.buckets import ReplicaPart
 from trainwright.strategies.compression.names import compressor_names, make_compressor
 from trainwright.strategies.layout import Layout
+from trainwright.strategies.problems import refuse
 
 
 class AdvisedCommunication(LayoutStrategy):
@@ -29,9 +30,7 @@ class AdvisedCommunication(LayoutStrategy):
     """
 
     def __init__(self, *, communication: str = "none", ranks_per_node: int | None = None, **kwargs: Any) -> None:
-        problems = communication_problems(communication)
-        if problems:
-            raise ValueError("; ".join(problems))
+        refuse(communication_problems(communication))
         super().__init__(**kwargs)
         self._communication, self._ranks_per_node = communication, ranks_per_node
         self._links: list[Link] | None = None

@@ -19,6 +19,7 @@ from trainwright.strategies.communication.options import (
     copies_of_a_node,
 )
 from trainwright.strategies.communication.probe import probe_ways
+from trainwright.strategies.problems import refuse
 
 
 class AveragedReplicas(AdvisedCommunication):
@@ -36,9 +37,7 @@ class AveragedReplicas(AdvisedCommunication):
 
     def __init__(self, *, average_by: str | None = None, **kwargs: Any) -> None:
         communication = kwargs.get("communication", OFF)
-        problems = average_problems(average_by, kwargs.get("ranks_per_node"), communication=communication)
-        if problems:
-            raise ValueError("; ".join(problems))
+        refuse(average_problems(average_by, kwargs.get("ranks_per_node"), communication=communication))
         super().__init__(**kwargs)
         self._asked_average = average_by
         self._average_by = average_by or ALL_REDUCE
@@ -68,9 +67,7 @@ class AveragedReplicas(AdvisedCommunication):
             ValueError: if nodes do not fit the layout.
         """
         layout = self.layout
-        problems = average_misfits(self._asked_average, self.ranks_per_node, layout)
-        if problems:
-            raise ValueError("; ".join(problems))
+        refuse(average_misfits(self._asked_average, self.ranks_per_node, layout))
         self._of_copies = None
         if layout.replicate > 1 and dist.is_initialized() and layout.world_size == dist.get_world_size():
             copies = copies_of_a_node(layout, self.ranks_per_node)

@@ -19,14 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.strategies.background import Background
 from trainwright.strategies.communication.options import ALL_REDUCE, HIERARCHICAL, IN_PARTS
 from trainwright.strategies.compression.buckets import ReplicaPart
+from trainwright.strategies.flat_collectives import all_gather, reduce_scatter
 from trainwright.strategies.groups import new_subgroup
-from trainwright.strategies.local_updates.background import Background
-
-# Named anew in torch 2.13; the old names still work there but warn.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Mean = Callable[[Tensor], None]
 """Replaces a flat tensor by its mean over ranks that all call it with one of the same size."""

@@ -33,6 +33,7 @@ from trainwright.strategies.layout import Layout
 from trainwright.strategies.loading import teach_lightning
 from trainwright.strategies.pipeline.timeline import HearsStages, StageTimeline
 from trainwright.strategies.precision import FullPrecision, adapt_precision
+from trainwright.strategies.problems import refuse
 from trainwright.strategies.same_model import refuse_other_models
 from trainwright.strategies.state import whole_tensor
 from trainwright.strategies.waiting import Waits
@@ -87,9 +88,7 @@ class LayoutStrategy(RunStateStrategy):
         compile: bool | dict[str, Any] = False,
         **kwargs: Any,
     ) -> None:
-        problems = validate_checkpointing(activation_checkpointing, checkpoint_modules)
-        if problems:
-            raise ValueError("; ".join(problems))
+        refuse(validate_checkpointing(activation_checkpointing, checkpoint_modules))
         super().__init__(**kwargs)
         self._block_patterns = blocks
         self._activation_checkpointing = activation_checkpointing
@@ -113,7 +112,7 @@ class LayoutStrategy(RunStateStrategy):
     @property
     def data_rank(self) -> int:
         """Index of this rank among the ranks that read different samples."""
-        return int(getattr(self, "global_rank", 0))
+        return self._rank
 
     @property
     def num_data_ranks(self) -> int:

@@ -10,19 +10,16 @@ function          forward                               backward
 copy_to           the input                             sum over the ranks
 reduce_from       sum over the ranks                    the gradient
 gather            ranks' inputs joined along ``dim``    sum over the ranks, then this rank's slice
-gather_same       ranks' inputs joined along ``dim``    this rank's slice (times ``scale``)
+gather_same       ranks' inputs joined along ``dim``    this rank's slice
 scatter           this rank's slice along ``dim``       ranks' gradients joined along ``dim``
-scatter_padded    this rank's slice along ``dim``       zeros around this rank's gradient
 reduce_scatter    sum, then this rank's slice           ranks' gradients joined along ``dim``
 all_to_all        rows to the ranks that own them       rows back to where they came from
-exchange          splits one dim, joins another         splits and joins the other way round
 ================  ====================================  =========================================
 
 ``copy_to`` and ``reduce_from`` are *f* and *g* of Megatron-LM (arXiv:1909.08053, section 3); ``gather`` and
 ``reduce_scatter`` are those of its sequence parallelism (arXiv:2205.05198, section 4.2). Which of the two backwards of
-``gather`` and of ``scatter`` is right depends on what follows (precedes): ``gather`` where the ranks go on to compute
-different things with the whole, ``gather_same`` where all compute the same; ``scatter`` where all ranks must know the
-whole gradient, ``scatter_padded`` where gradients are summed or averaged over the ranks later on.
+``gather`` is right depends on what follows: ``gather`` where the ranks go on to compute different things with the
+whole, ``gather_same`` where all compute the same.
 """
 
 from __future__ import annotations
@@ -35,9 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-# Named anew in torch 2.13; the old names still work there but warn.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from trainwright.strategies import flat_collectives
 
 Group = dist.ProcessGroup
 
@@ -77,7 +72,7 @@ def gather(x: Tensor, dim: int, group: Group) -> Tensor:
     return x if group.size() == 1 else _apply(_Gather, x, _positive(dim, x), group)
 
 
-def gather_same(x: Tensor, dim: int, group: Group, scale: float = 1.0) -> Tensor:
+def gather_same(x: Tensor, dim: int, group: Group) -> Tensor:
     """All ranks' inputs joined along ``dim``; backward takes this rank's slice of its own gradient. Nothing is sent.
 
     For a whole with which every rank computes the same.
@@ -86,46 +81,23 @@ def gather_same(x: Tensor, dim: int, group: Group, scale: float = 1.0) -> Tensor
         x: this rank's slice, of the same shape on every rank.
         dim: tensor dimension to join along.
         group: ranks in the order of the slices.
-        scale: factor on the gradient; the size of the group where gradients are averaged over it later on.
     """
-    if group.size() == 1 and scale == 1.0:
-        return x
-    return _apply(_GatherSame, x, _positive(dim, x), group, scale)
+    return x if group.size() == 1 else _apply(_GatherSame, x, _positive(dim, x), group)
 
 
-def scatter(x: Tensor, dim: int, group: Group, scale: float = 1.0) -> Tensor:
+def scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's slice of a tensor that all ranks hold; backward joins the gradients of all ranks.
 
     Args:
         x: the same on every rank.
         dim: tensor dimension to slice; must divide by the size of the group.
         group: ranks in the order of the slices.
-        scale: factor on the forward.
 
     Raises:
         ValueError: if ``dim`` does not divide.
     """
     _check_divides(x, dim, group)
-    if group.size() == 1 and scale == 1.0:
-        return x
-    return _apply(_Scatter, x, _positive(dim, x), group, scale)
-
-
-def scatter_padded(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's slice of a tensor that all ranks hold; backward puts zeros around the gradient. Nothing is sent.
-
-    For parameters before the slice whose gradients are summed or averaged over the group afterwards.
-
-    Args:
-        x: the same on every rank.
-        dim: tensor dimension to slice; must divide by the size of the group.
-        group: ranks in the order of the slices.
-
-    Raises:
-        ValueError: if ``dim`` does not divide.
-    """
-    _check_divides(x, dim, group)
-    return x.chunk(group.size(), dim)[group.rank()]
+    return x if group.size() == 1 else _apply(_Scatter, x, _positive(dim, x), group)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -143,57 +115,27 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     return x if group.size() == 1 else _apply(_ReduceScatter, x, _positive(dim, x), group)
 
 
-def all_to_all(
-    x: Tensor, group: Group, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
-) -> Tensor:
+def all_to_all(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """Rows of ``x`` sent to their ranks; the rows received, in the order of the ranks. Backward sends them back.
 
     Args:
         x: ``(rows, ...)``: first those for rank 0 of the group, then those for rank 1, ...
         group: ranks that exchange.
-        send: how many rows go to each rank (their sum is the number of rows); ``None``: equally many.
-        receive: how many rows come from each rank; ``None``: equally many. Given exactly if ``send`` is.
+        send: how many rows go to each rank; their sum is the number of rows.
+        receive: how many rows come from each rank.
 
     Returns:
         ``(sum of receive, ...)``.
 
     Raises:
-        ValueError: if the counts do not fit the group or ``x``, or only one of the two is given.
+        ValueError: if the counts do not fit the group or ``x``.
     """
-    if (send is None) != (receive is None):
-        raise ValueError("all_to_all was given only one of send and receive; give both, or neither for equal counts.")
-    if send is None or receive is None:
-        _check_divides(x, 0, group)
-        send = receive = [x.shape[0] // group.size()] * group.size()
     if len(send) != group.size() or len(receive) != group.size() or sum(send) != x.shape[0]:
         raise ValueError(
             f"all_to_all of {x.shape[0]} rows over {group.size()} ranks was given send={list(send)}, "
             f"receive={list(receive)}; each needs one count per rank, and send must sum to the rows."
         )
     return x if group.size() == 1 else _apply(_AllToAll, x, group, tuple(send), tuple(receive))
-
-
-def exchange(x: Tensor, split_dim: int, join_dim: int, group: Group) -> Tensor:
-    """Change which dimension is split over the ranks: ``split_dim`` becomes split, ``join_dim`` whole.
-
-    From a slice of the sequence with all heads to the whole sequence with some heads, and back (DeepSpeed-Ulysses,
-    arXiv:2309.14509).
-
-    Args:
-        x: this rank's slice along ``join_dim``.
-        split_dim: tensor dimension to split; must divide by the size of the group.
-        join_dim: another tensor dimension, to join in the order of the ranks.
-        group: ranks that exchange.
-
-    Raises:
-        ValueError: if ``split_dim`` does not divide.
-    """
-    _check_divides(x, split_dim, group)
-    if group.size() == 1:
-        return x
-    pieces = torch.stack(x.chunk(group.size(), split_dim))
-    received = all_to_all(pieces, group)
-    return torch.cat(received.unbind(0), join_dim)
 
 
 def _check_divides(x: Tensor, dim: int, group: Group) -> None:
@@ -213,15 +155,8 @@ def _apply(function: type[Function], *args: Any) -> Tensor:
 
 
 def _joined(x: Tensor, dim: int, group: Group) -> Tensor:
-    x = x.contiguous()
-    parts = x.new_empty(group.size(), *x.shape)
-    flat, part = parts.view(-1), x.view(-1)  # gloo compares dim 0 of both sides
-    _all_gather(flat, part, group=group)
+    parts = flat_collectives.gather_parts(x, group)
     return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)
-
-
-def _sliced(x: Tensor, dim: int, group: Group) -> Tensor:
-    return x.chunk(group.size(), dim)[group.rank()].contiguous()
 
 
 class _Copy(Function):
@@ -261,26 +196,24 @@ class _Gather(Function):
 
 class _GatherSame(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group, scale: float) -> Tensor:
-        ctx.dim, ctx.group, ctx.scale = dim, group, scale
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
         return _joined(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return scatter(gradient, ctx.dim, ctx.group, ctx.scale), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return scatter(gradient, ctx.dim, ctx.group), None, None
 
 
 class _Scatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group, scale: float) -> Tensor:
-        ctx.dim, ctx.group, ctx.scale = dim, group, scale
-        part = _sliced(x, dim, group)
-        return part if scale == 1.0 else part * scale
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return x.chunk(group.size(), dim)[group.rank()].contiguous()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        gradient = gradient if ctx.scale == 1.0 else gradient * ctx.scale
-        return gather_same(gradient, ctx.dim, ctx.group), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gather_same(gradient, ctx.dim, ctx.group), None, None
 
 
 class _ReduceScatter(Function):
@@ -292,7 +225,7 @@ class _ReduceScatter(Function):
         shape[dim] //= group.size()
         part = x.new_empty(shape)
         row, flat = part.view(-1), pieces.view(-1)  # gloo compares dim 0 of both sides
-        _reduce_scatter(row, flat, group=group)
+        flat_collectives.reduce_scatter(row, flat, group=group)
         return part
 
     @staticmethod

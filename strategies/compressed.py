@@ -35,6 +35,7 @@ from trainwright.strategies.compression.options import (
 from trainwright.strategies.compression.replicas import ReplicaAverage
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.precision import before_update, takes_before_update
+from trainwright.strategies.problems import refuse
 from trainwright.strategies.run_state import read_into, spread_like
 
 
@@ -56,9 +57,7 @@ class CompressedReplicas(AveragedReplicas):
     def __init__(self, *, compression: str | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         choice = choose_compression(compression)
         if choice is not None:
-            problems = average_problems(kwargs.get("average_by"), compression=choice.name)
-            if problems:
-                raise ValueError("; ".join(problems))
+            refuse(average_problems(kwargs.get("average_by"), compression=choice.name))
         super().__init__(**kwargs)
         self._compression = choice
         self._replicas: ReplicaAverage | None = None
@@ -109,9 +108,7 @@ class CompressedReplicas(AveragedReplicas):
         choice = self._compression
         if choice is None or not self.optimizers:
             return
-        problems = list(self._compression_problems(choice))
-        if problems:
-            raise ValueError("; ".join(problems))
+        refuse(self._compression_problems(choice))
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = None if scaler is None else scaler.get_scale
         self._replicas = ReplicaAverage(choice, self.root_device, scale)

@@ -27,13 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.strategies.context_kernels import attend, attend_backward
-from trainwright.strategies.context_order import SequenceOrder, gather_parts
+from trainwright.strategies.context_order import SequenceOrder
+from trainwright.strategies.flat_collectives import gather_parts, reduce_scatter
 
 Method = Literal["ring", "ulysses", "gather"]
 METHODS: tuple[Method, ...] = ("ring", "ulysses", "gather")
-
-# Named anew in torch 2.13; the old name still works there but warns.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class DistributedAttention:
@@ -350,7 +348,7 @@ def _return_at_once(gradient: _Gradient, gathered: Tensor) -> Tensor:
     for source, packed in _from_own(gathered, gradient.job):
         rows[source] = gradient.add(source, packed)
     flat = rows.new_empty(rows.size(1))
-    _reduce_scatter(flat, rows.view(-1), group=gradient.job.group)
+    reduce_scatter(flat, rows.view(-1), group=gradient.job.group)
     return flat
 
 
@@ -453,7 +451,7 @@ class _Gathered(torch.autograd.Function):
         order: SequenceOrder = ctx.order
         rows = torch.stack([order.part(grads[0], ctx.dim, rank) for rank in range(order.size)])
         own = torch.empty_like(rows[0])
-        _reduce_scatter(own.view(-1), rows.view(-1), group=ctx.group)
+        reduce_scatter(own.view(-1), rows.view(-1), group=ctx.group)
         return own, None, None, None
 
 

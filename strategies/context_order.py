@@ -77,15 +77,3 @@ class SequenceOrder:
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Places in the whole sequence of ``length`` that this rank holds; int64, ``(length / size,)``."""
         return self.part(torch.arange(length, device=device), 0)
-
-
-def gather_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Equal tensors of all ranks, ``(size, *part.shape)``. A collective without gradient."""
-    part = part.contiguous()
-    parts = part.new_empty(dist.get_world_size(group), *part.shape)
-    _all_gather(parts.view(-1), part.view(-1), group=group)
-    return parts
-
-
-# Named anew in torch 2.13; the old name still works there but warns.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from trainwright.strategies.context_order import SequenceOrder, gather_parts
+from trainwright.strategies.context_order import SequenceOrder
+from trainwright.strategies.flat_collectives import gather_parts
 
 
 def make_whole(part: Tensor, group: dist.ProcessGroup, order: SequenceOrder, dim: int) -> Tensor:

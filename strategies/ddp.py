@@ -21,7 +21,6 @@ from trainwright.strategies.communication.options import ALL_REDUCE
 from trainwright.strategies.communication.probe import probe_ways
 from trainwright.strategies.compressed import CompressedReplicas
 from trainwright.strategies.compression.buckets import ReplicaPart
-from trainwright.strategies.layout import Layout
 from trainwright.strategies.waiting import ReducerWaits, Waits
 
 # Bytes; smaller buckets cost more in calls than the model of links knows.
@@ -85,11 +84,6 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
                 f"compression={self.compression.name} and a ddp_comm_hook both decide how gradients are sent; leave "
                 "out one of them"
             )
-
-    @property
-    def layout(self) -> Layout:
-        """All ranks replicate."""
-        return Layout(replicate=self.world_size)
 
     def setup(self, trainer: Trainer) -> None:
         """Give the model memory, prepare its blocks, then as in Lightning."""

@@ -30,11 +30,10 @@ from torch.autograd import Function
 
 from trainwright.strategies.collectives import all_to_all
 from trainwright.strategies.cuts import Cut
+from trainwright.strategies.flat_collectives import gather_parts
 from trainwright.strategies.plan import ModelPlan
 from trainwright.strategies.plan_names import starred
-
-# Named anew in torch 2.13; the old name still works there but warns.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from trainwright.strategies.problems import refuse
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -97,9 +96,7 @@ class ExpertParallel:
 
     def __init__(self, module: nn.Module, plan: ModelPlan, group: dist.ProcessGroup) -> None:
         size = dist.get_world_size(group)
-        problems = validate_experts(module, plan, size)
-        if problems:
-            raise ValueError("; ".join(problems))
+        refuse(validate_experts(module, plan, size))
         self._group = group
         self._layers = [_describe(module, name, style) for name, style in plan.experts.items()]
         rank = dist.get_rank(group)
@@ -401,8 +398,7 @@ class Dispatcher:
         flat = index_NK.flatten()
         tokens_E = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))  # noqa: N806
         own = torch.cat((goes.sum(0), tokens_E))
-        table = own.new_empty(self.size, len(own))
-        _all_gather(table.view(-1), own, group=self.group)
+        table = gather_parts(own, self.group)
         tokens_E = table[:, self.size :].sum(0)  # noqa: N806
         if self.layer.caller.training:
             self.loads.add(tokens_E)

@@ -47,6 +47,7 @@ from trainwright.strategies.mixed_placement import MixedPlacement
 from trainwright.strategies.optimization import optimize_after_zero_grad
 from trainwright.strategies.pipeline.timeline import HearsStages, StageTimeline, listen_to_stages
 from trainwright.strategies.precision import AgreedGradScaler
+from trainwright.strategies.problems import refuse
 from trainwright.strategies.run_state import (
     CURRENT_WEIGHTS,
     OPTIMIZERS,
@@ -153,7 +154,7 @@ class HybridStrategy(MixedPlacement):
             "balance": balance,
             "plan": plan,
         }
-        _refuse(validate_hybrid(self._open_layout, self._given))
+        refuse(validate_hybrid(self._open_layout, self._given))
         self._options = EngineOptions(
             schedule=schedule,
             micro_batches=micro_batches,
@@ -178,11 +179,6 @@ class HybridStrategy(MixedPlacement):
         self._evaluates = False  # an evaluation has begun, but none of its steps
 
     # ---- what others may read -------------------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> Layout:
-        """All axes, closed for this world size."""
-        return self._open_layout.resolve(self.world_size)
 
     @property
     def data_rank(self) -> int:
@@ -246,7 +242,7 @@ class HybridStrategy(MixedPlacement):
     # ---- setup ----------------------------------------------------------------------------------------------------
 
     def _make_mesh(self) -> DeviceMesh:
-        _refuse(validate_hybrid(self.layout, self._given))  # once more, now that open axes have their sizes
+        refuse(validate_hybrid(self.layout, self._given))  # once more, now that open axes have their sizes
         groups = self._groups = LayoutGroups(self.layout, self.root_device.type)
         mesh = self._mesh_over(groups, "shard", "context")
         if self.layout.expert > 1:
@@ -338,13 +334,13 @@ class HybridStrategy(MixedPlacement):
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and self.layout.expert > 1:
                 problems.append(averaging_problem(type(callback).__name__))
-        _refuse(problems)
+        refuse(problems)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Build the user's optimizers, and refuse those that need whole weights."""
         super().setup_optimizers(trainer)
         names = dict.fromkeys(type(optimizer).__name__ for optimizer in self.optimizers)
-        _refuse([problem for name in names if (problem := optimizer_problem(self.layout, name))])
+        refuse([problem for name in names if (problem := optimizer_problem(self.layout, name))])
 
     def _broadcast_from_first(self, module: nn.Module) -> None:
         if self._engines is None:
@@ -671,11 +667,6 @@ class HybridStrategy(MixedPlacement):
             if unexpected:  # each stage knows its own names only, and leaves out all others
                 raise misfit("The checkpoint", mismatch([], unexpected, []))
         super().load_model_state_dict(checkpoint, strict)
-
-
-def _refuse(problems: Sequence[str]) -> None:
-    if problems:
-        raise ValueError("; ".join(problems))
 
 
 def _refuse_cut_before(module: LightningModule) -> None:

@@ -14,6 +14,7 @@ from trainwright.strategies.communication.options import prefetch_of_nothing
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.parameter_server.placement import placement_problems
 from trainwright.strategies.pipeline.schedules import CHOICES, can_run, stages_per_rank_of
+from trainwright.strategies.problems import is_whole
 
 ATTENTION = ("ring", "ulysses", "gather")
 PLAN_PARTS = ("blocks", "tensor", "heads", "whole_inputs", "first", "last", "experts")
@@ -167,7 +168,7 @@ def _wrong_values(options: Mapping[str, Any], prefix: str) -> Iterator[str]:
             yield f"{prefix}{option}={given}: unknown; {question}allowed: {', '.join(allowed)}"
     for option in ("micro_batches", "stages_per_rank"):
         given = options.get(option)
-        if given is not None and not _is_count(given):
+        if given is not None and not is_whole(given, 1):
             yield f"{prefix}{option}={given}: must be a whole number of at least 1, or null for the default"
     split = options.get("split", "balanced")
     if split != "balanced" and not _is_split(split):
@@ -176,7 +177,7 @@ def _wrong_values(options: Mapping[str, Any], prefix: str) -> Iterator[str]:
             f"{prefix}split=[3,5]"
         )
     dims = options.get("batch_dims") or {}
-    wrong = {path: dim for path, dim in dims.items() if not (dim is None or _is_int(dim))}
+    wrong = {path: dim for path, dim in dims.items() if isinstance(dim, bool) or not isinstance(dim, int | None)}
     if wrong:
         yield (
             f"{prefix}batch_dims={wrong}: each tensor's dim is a whole number, or null to give it whole to every "
@@ -184,16 +185,10 @@ def _wrong_values(options: Mapping[str, Any], prefix: str) -> Iterator[str]:
         )
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return _is_int(value) and value >= 1
-
-
 def _is_split(split: object) -> bool:
-    return isinstance(split, Sequence) and not isinstance(split, str) and len(split) > 0 and all(map(_is_count, split))
+    if not isinstance(split, Sequence) or isinstance(split, str):
+        return False
+    return len(split) > 0 and all(is_whole(each, 1) for each in split)
 
 
 # ---- options that nothing would read ------------------------------------------------------------------------------
@@ -233,17 +228,17 @@ def _pipeline_problems(layout: Layout, options: Mapping[str, Any], prefix: str) 
             f"{prefix}schedule={schedule} with {prefix}compile=true: it computes gradients of inputs and of weights "
             f"apart, which compiled blocks cannot. Type {prefix}compile=false, or {prefix}schedule=interleaved_1f1b"
         )
-    if _is_count(per_rank) and choice.fixed and per_rank != choice.stages_per_rank:
+    if is_whole(per_rank, 1) and choice.fixed and per_rank != choice.stages_per_rank:
         several = ", or choose one that takes several: " + ", ".join(n for n, c in CHOICES.items() if not c.fixed)
         yield (
             f"{prefix}stages_per_rank={per_rank} with {prefix}schedule={schedule}, which has exactly "
             f"{choice.stages_per_rank}; leave stages_per_rank out{several}"
         )
         return
-    if layout.pipeline == -1 or not (per_rank is None or _is_count(per_rank)):
+    if layout.pipeline == -1 or not (per_rank is None or is_whole(per_rank, 1)):
         return
     stages = layout.pipeline * stages_per_rank_of(schedule, per_rank)
-    if _is_count(micro_batches) and not can_run(schedule, int(micro_batches or 1), layout.pipeline, stages):
+    if is_whole(micro_batches, 1) and not can_run(schedule, int(micro_batches or 1), layout.pipeline, stages):
         possible = [m for m in range(1, 4 * stages + 1) if can_run(schedule, m, layout.pipeline, stages)][:8]
         yield (
             f"{prefix}micro_batches={micro_batches} with {prefix}schedule={schedule} on {layout.pipeline} ranks with "

@@ -18,7 +18,7 @@ from trainwright.checkpoint.parts import TensorParts
 from trainwright.strategies.base import HeldBytes
 from trainwright.strategies.compression.options import CompressionChoice
 from trainwright.strategies.deferred import is_deferred
-from trainwright.strategies.gradients import clip_gradient_value, gradient_norm, local_tensor
+from trainwright.strategies.gradients import clip_gradient_value, gradient_norm, local_tensor, refuse_nonfinite
 from trainwright.strategies.groups import default_store
 from trainwright.strategies.parameter_server.options import rank_problems
 from trainwright.strategies.parameter_server.placement import served_names
@@ -27,6 +27,7 @@ from trainwright.strategies.parameter_server.shard import refuse_unserved
 from trainwright.strategies.parameter_server.tables import ServedTables, find_tables, scale_gradients
 from trainwright.strategies.parameter_server.wire import LOOPBACK, Device
 from trainwright.strategies.precision import AgreedGradScaler, before_update
+from trainwright.strategies.problems import refuse
 from trainwright.strategies.zero import ZeroStrategy
 
 
@@ -113,8 +114,7 @@ class MixedPlacement(ZeroStrategy):
                     f"placement with the callback {type(callback).__name__}, whose average would have tables of its "
                     "own; leave out one of them"
                 )
-        if problems:
-            raise ValueError("; ".join(problems))
+        refuse(problems)
 
     def _against_steps(self, choice: CompressionChoice) -> Iterator[str]:
         yield from super()._against_steps(choice)
@@ -168,7 +168,7 @@ class MixedPlacement(ZeroStrategy):
         assert module is not None
         before_update(self.precision_plugin, self._step_tables)
         self._served = ServedTables(
-            module, self._tables, self.optimizers[0], self._table_servers, Device(interface=self._interface)
+            module, self._tables, self.optimizers[0], self._table_servers, Device(self._interface)
         )
         meeting = Meeting(default_store(), f"tables/{self.broadcast(uuid.uuid4().hex)}")
         self._served.start(self.global_rank, self.world_size, meeting, self.barrier)
@@ -270,12 +270,8 @@ class MixedPlacement(ZeroStrategy):
             return
         dense = [p for p in self._dense(optimizer) if p.grad is not None]
         norm = math.sqrt(float(gradient_norm(dense)) ** 2 + self._served.squares())
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise RuntimeError(
-                f"The norm of the gradients is {norm}, so they cannot be clipped to {max_norm}. Lower the learning "
-                "rate, use precision='bf16-mixed' instead of '16-mixed', or set error_if_nonfinite=False to go on all "
-                "the same."
-            )
+        if error_if_nonfinite:
+            refuse_nonfinite(norm, max_norm)
         # As torch does it: a NaN spreads.
         scale = max_norm / (norm + 1e-6)
         scale = scale if math.isnan(scale) else min(scale, 1.0)

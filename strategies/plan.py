@@ -6,9 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal
-
-TensorStyle = Literal["colwise", "rowwise", "colwise_gather", "vocabulary", "packed_colwise"]
+from typing import Any
 
 _PACKED = re.compile(r"packed_colwise:\d+(,\d+)*")
 _EMPTY: Mapping[str, Any] = MappingProxyType({})

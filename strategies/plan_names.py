@@ -18,7 +18,7 @@ def matching(names: Iterable[str], pattern: str) -> list[str]:
     return [name for name in names if name.count(".") == level and fnmatchcase(name, pattern)]
 
 
-def matched(names: Sequence[str], patterns: Iterable[str], option: str, kind: str = "module") -> list[str]:
+def matched(names: Sequence[str], patterns: Iterable[str], option: str) -> list[str]:
     """The names that any of ``patterns`` matches, in the order of the patterns.
 
     Raises:
@@ -29,7 +29,7 @@ def matched(names: Sequence[str], patterns: Iterable[str], option: str, kind: st
         hits = matching(names, pattern)
         if not hits:
             raise ValueError(
-                f"{option}: no {kind} is called {pattern!r}. Give names or patterns of this model, one star per level, "
+                f"{option}: no module is called {pattern!r}. Give names or patterns of this model, one star per level, "
                 f"for example 'model.layers.*'. It has: {', '.join(folded(names)[:16])}."
             )
         found.update(dict.fromkeys(hits))

@@ -87,7 +87,7 @@ def features_of(module: nn.Module | None) -> tuple[int, int] | None:
     return None
 
 
-def find_groups(module: nn.Module, left_alone: tuple[str, ...] = ()) -> list[Group]:
+def find_groups(module: nn.Module, left_alone: tuple[str, ...]) -> list[Group]:
     """Groups of weights that can be split over the tensor axis, in the order of ``named_modules``.
 
     Args:

@@ -25,7 +25,7 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trainwright.strategies.averaging import all_gather, reduce_scatter
+from trainwright.strategies.flat_collectives import all_gather, reduce_scatter
 from trainwright.strategies.shards import ParameterShard, ShardBucket, make_buckets
 
 # Packed buckets that may be on their way at once: enough to overlap, few enough to bound the extra memory.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from trainwright.checkpoint.distinct import of_all_ranks
 
+# Of tensors that are joined for one broadcast.
+_BROADCAST_BYTES = 250 * 2**20
 # Name and form (shape, dtype, whether it is trained) of each tensor of a module.
 Forms = Sequence[tuple[str, str]]
 
@@ -65,6 +68,17 @@ def refuse_other_models(module: nn.Module, device: torch.device) -> None:
         f"averaged: rank 0 has {difference_between(found[0], found[others[0]])}. Build the same module on every rank; "
         "what it is made of may not depend on the rank, its machine or its data."
     )
+
+
+def take_from_first(tensors: Iterable[Tensor]) -> None:
+    """Give every rank the values that rank 0 has, in place; a collective.
+
+    Args:
+        tensors: alike on all ranks, in one order, on the device where collectives run.
+    """
+    held = [tensor.detach() for tensor in tensors]
+    if held and dist.get_world_size() > 1:
+        dist._broadcast_coalesced(_get_default_group(), held, _BROADCAST_BYTES, 0)
 
 
 def varying_buffers(module: nn.Module) -> list[str]:

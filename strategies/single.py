@@ -9,7 +9,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy as LightningSingleDeviceStrategy
 
 from trainwright.strategies.base import LayoutStrategy
-from trainwright.strategies.layout import Layout
 
 
 class SingleDeviceStrategy(LayoutStrategy, LightningSingleDeviceStrategy):
@@ -40,11 +39,6 @@ class SingleDeviceStrategy(LayoutStrategy, LightningSingleDeviceStrategy):
             )
         self._root_device = torch.device(devices[0])
         self._device_given = True
-
-    @property
-    def layout(self) -> Layout:
-        """One rank."""
-        return Layout()
 
     def setup(self, trainer: Trainer) -> None:
         """Give the model memory, prepare its blocks, then as in Lightning."""

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from trainwright.strategies.flat_collectives import gather_parts
 from trainwright.strategies.shards import rows_of
-
-# Named anew in torch 2.13; the old name still works there but warns.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def whole_tensor(tensor: DTensor) -> Tensor:
@@ -45,14 +43,10 @@ def whole_on_device(tensor: DTensor) -> Tensor:
 
 def _gather_rows(part: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
     """Every rank's rows of dim 0 joined; a rank's part is ``torch.chunk``'s of ``length`` rows."""
-    count = dist.get_world_size(group)
-    rows = -(-length // count)
+    rows = -(-length // dist.get_world_size(group))
     padded = part.new_zeros(rows, *part.shape[1:])
     padded[: len(part)].copy_(part)
-    whole = part.new_empty(count * rows, *part.shape[1:])
-    flat, own = whole.view(-1), padded.view(-1)
-    _all_gather(flat, own, group=group)
-    return whole[:length]
+    return gather_parts(padded, group).flatten(0, 1)[:length]
 
 
 def gather_tree(tree: Any, keep: bool) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -19,7 +19,6 @@ from lightning.pytorch.utilities.exceptions import _augment_message
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -35,7 +34,9 @@ from trainwright.strategies.gathering import gather_ahead, let_go_of_gathered, s
 from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.outside import CallsOutside
+from trainwright.strategies.problems import refuse
 from trainwright.strategies.reducer import GradientReducer, ParameterPublisher
+from trainwright.strategies.same_model import take_from_first
 from trainwright.strategies.shards import ParameterShard, optimize_shards
 from trainwright.strategies.state import gather_tree, shard_optimizer_state, shard_weights_on_load
 
@@ -121,9 +122,7 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         prefetch: int | None = None,
         **kwargs: Any,
     ) -> None:
-        problems = validate_zero(stage, offload, find_unused_parameters, prefetch)
-        if problems:
-            raise ValueError("; ".join(problems))
+        refuse(validate_zero(stage, offload, find_unused_parameters, prefetch))
         super().__init__(**kwargs)
         self.stage = stage
         self._open_layout = Layout(replicate=replicate, shard=shard)
@@ -148,7 +147,7 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
 
     @property
     def layout(self) -> Layout:
-        """``replicate x shard``, closed for this world size."""
+        """All axes, closed for this world size."""
         return self._open_layout.resolve(self.world_size)
 
     @property
@@ -184,9 +183,7 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
 
     def _make_mesh(self) -> DeviceMesh:
         layout = self.layout
-        problems = prefetch_of_nothing(self._prefetch, layout) if self.world_size > 1 else []
-        if problems:
-            raise ValueError("; ".join(problems))
+        refuse(prefetch_of_nothing(self._prefetch, layout) if self.world_size > 1 else [])
         sizes = {"replicate": layout.replicate, "shard": layout.shard}
         if layout.replicate == 1:
             sizes.pop("replicate")
@@ -363,11 +360,7 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
 
     def _broadcast_from_first(self, module: nn.Module) -> None:
         """Ranks may have built the module from different seeds: the weights of rank 0 count."""
-        if self.world_size == 1:
-            return
-        tensors = [t.detach() for t in (*module.parameters(), *module.buffers()) if not isinstance(t, DTensor)]
-        if tensors:
-            dist._broadcast_coalesced(_get_default_group(), tensors, 250 * 2**20, 0)
+        take_from_first(t for t in (*module.parameters(), *module.buffers()) if not isinstance(t, DTensor))
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device."""
@@ -420,7 +413,7 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         self._step.reshard()
         if self.root_device.type != "cpu":
             # The traceback of a step that failed holds tensors that cannot be moved; its error must not be lost here.
-            with suppress(RuntimeError) if self._failed else _nothing():
+            with suppress(RuntimeError) if self._failed else nullcontext():
                 self._step.cpu()  # through the root, so that FSDP2 takes note of the new memory
         module, self._lightning_module = self._lightning_module, None
         try:
@@ -657,11 +650,6 @@ def _call(function: Callable[[], Any]) -> Any:
 def _earlier_step(module: nn.Module) -> _Step | None:
     step = module.__dict__.get("_trainwright_step")
     return step if isinstance(step, FSDPModule) else None  # type: ignore[return-value]
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def averaged_copies(trainer: Trainer) -> Iterator[nn.Module]:

@@ -65,17 +65,15 @@ class CommunicationMeter:
         """Operators of this version of torch that may send something and are not counted; empty where all are known."""
         return unknown_operators()
 
-    def count(self, axis: str, kind: str, sent: float, least: float | None = None, calls: int = 1) -> None:
-        """Count what went over a link that is no process group of torch.
+    def count(self, axis: str, kind: str, sent: float) -> None:
+        """Count a message that went over a link that is no process group of torch.
 
         Args:
             axis: along which, such as ``"server"``.
             kind: what it was, such as ``"push"``.
             sent: bytes.
-            least: bytes that would have been enough; ``None``: as many.
-            calls: messages.
         """
-        self._add(axis, kind, Sent(calls, sent, sent if least is None else least))
+        self._add(axis, kind, Sent(1, sent, sent))
 
     def take(self) -> Counts:
         """What was sent since the last call: (axis, kind of collective) -> sums."""
@@ -127,13 +125,13 @@ class CommunicationMeter:
             self._counts[axis, kind] = self._counts.get((axis, kind), Sent()) + sent
 
 
-def count_sent(axis: str, kind: str, sent: float, least: float | None = None, calls: int = 1) -> None:
-    """Tell every meter of this process of bytes that went over a link that is no process group of torch.
+def count_sent(axis: str, kind: str, sent: float) -> None:
+    """Tell every meter of this process of a message that went over a link that is no process group of torch.
 
     Costs nothing while nobody measures. See :meth:`CommunicationMeter.count`.
     """
     for meter in _Active.meters:
-        meter.count(axis, kind, sent, least, calls)
+        meter.count(axis, kind, sent)
 
 
 class _Active:

@@ -6,6 +6,7 @@ import difflib
 from typing import Any
 
 from trainwright.strategies.layout import Layout
+from trainwright.strategies.problems import is_whole
 
 OFF = "none"
 WORDS = (OFF, "advise", "auto")
@@ -52,7 +53,7 @@ def average_problems(
         )
     if ranks_per_node is None:
         return problems
-    if not isinstance(ranks_per_node, int) or isinstance(ranks_per_node, bool) or ranks_per_node < 1:
+    if not is_whole(ranks_per_node, 1):
         problems.append(f"{prefix}ranks_per_node={ranks_per_node}: must be a whole number of at least 1")
     elif communication == OFF and average_by != HIERARCHICAL:
         problems.append(
@@ -138,7 +139,7 @@ def prefetch_problems(prefetch: Any, stage: int, prefix: str = "") -> list[str]:
     """
     if prefetch is None:
         return []
-    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+    if not is_whole(prefetch, 0):
         return [f"{prefix}prefetch={prefetch}: must be a whole number of blocks, 0 for none; leave it out for 1"]
     if stage != 3:
         return [

@@ -93,14 +93,16 @@ class CompressedAdam:
         average: of the replicas.
         exchange: what they exchange.
         warmup_steps: optimizer steps that average exactly.
-        steps: optimizer steps that were made before.
+
+    Attributes:
+        steps: optimizer steps that were made; those before a run is resumed are set.
     """
 
-    def __init__(self, average: ReplicaAverage, exchange: Exchange, warmup_steps: int, steps: int = 0) -> None:
+    def __init__(self, average: ReplicaAverage, exchange: Exchange, warmup_steps: int) -> None:
         self.average = average
         self.exchange = exchange
         self.warmup_steps = warmup_steps
-        self.steps = steps
+        self.steps = 0
         self._after: list[Callable[[], None]] = []
 
     @property

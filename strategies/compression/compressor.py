@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.strategies.compression.codecs import Codec
-
-# Named anew in torch 2.13; the old name still works there but warns.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from trainwright.strategies.flat_collectives import gather_parts
 
 State = dict[str, Tensor]
 Shapes = Sequence[Sequence[int]]
@@ -73,8 +71,7 @@ class Gathered(GradientCompressor):
     def average(self, flat: Tensor, shapes: Shapes, group: dist.ProcessGroup | None, state: State) -> None:
         """See :class:`GradientCompressor`."""
         message = encode_with_feedback(self.codec, flat[None], state["residual"][None])
-        messages = message.new_empty(dist.get_world_size(group), message.shape[1])
-        _all_gather(messages.view(-1), message.view(-1), group=group)
+        messages = gather_parts(message[0], group)
         flat.zero_()
         for each in messages:  # one after the other: all decoded at once would be as many whole gradients
             flat += self.codec.decode(each[None], flat.numel())[0]
@@ -128,8 +125,7 @@ class TwoPhase(GradientCompressor):
         own = encode_with_feedback(self.codec, mean, state["chunk_residual"][None] if self.feedback else None)
         if self.feedback:
             state["chunk_residual"][filled_up] = 0.0
-        whole = own.new_empty(ranks, own.shape[1])
-        _all_gather(whole.view(-1), own.view(-1), group=group)
+        whole = gather_parts(own[0], group)
         flat.copy_(self.codec.decode(whole, chunk).reshape(-1)[:numel])
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from trainwright.strategies.problems import is_number, is_whole, refuse
 
 OFF = "none"
 _FLOATS = ("fp32", "fp16", "bf16")
@@ -136,8 +137,7 @@ def choose_compression(compression: str | Mapping[str, Any] | None) -> Compressi
         ValueError: if there is no such compressor or option, or a value is out of its range.
     """
     problems = compression_problems(compression)
-    if problems:
-        raise ValueError("; ".join(problems))
+    refuse(problems)
     if compression is None or compression == OFF:
         return None
     if isinstance(compression, str):
@@ -182,22 +182,14 @@ def _option_problems(name: str, key: str, value: Any) -> list[str]:
     return [] if rule is None else [f"compression.{key}={value} for {name}: must be {rule}"]
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _block_rule(name: str, value: Any) -> str | None:
     if name == "onebit":
-        return None if _is_whole(value, 8) and value % 8 == 0 else "a positive multiple of 8 (eight signs make a byte)"
-    return None if _is_whole(value, 1) else "a whole number of at least 1 (numbers that share a scale)"
+        return None if is_whole(value, 8) and value % 8 == 0 else "a positive multiple of 8 (eight signs make a byte)"
+    return None if is_whole(value, 1) else "a whole number of at least 1 (numbers that share a scale)"
 
 
 def _ratio_rule(_: str, value: Any) -> str | None:
-    return None if _is_number(value) and 0 < value <= 1 else "above 0 and at most 1, like 0.01 (1 sends all)"
+    return None if is_number(value) and 0 < value <= 1 else "above 0 and at most 1, like 0.01 (1 sends all)"
 
 
 def _sends_rule(name: str, value: Any) -> str | None:
@@ -206,8 +198,8 @@ def _sends_rule(name: str, value: Any) -> str | None:
 
 def _warmup_rule(name: str, value: Any) -> str | None:
     if name == "onebit":
-        return None if _is_whole(value, 1) else "a whole number of at least 1 (optimizer steps)"
-    return None if _is_whole(value, 0) else "a whole number of optimizer steps, 0 (off) or more"
+        return None if is_whole(value, 1) else "a whole number of at least 1 (optimizer steps)"
+    return None if is_whole(value, 0) else "a whole number of optimizer steps, 0 (off) or more"
 
 
 def _values_rule(name: str, value: Any) -> str | None:
@@ -219,14 +211,12 @@ _RULES: dict[str, Any] = {
     "block": _block_rule,
     "ratio": _ratio_rule,
     "values": _values_rule,
-    "seed": lambda _, value: None if _is_whole(value, 0) else "a whole number of at least 0",
+    "seed": lambda _, value: None if is_whole(value, 0) else "a whole number of at least 0",
     "sends": _sends_rule,
-    "iterations": lambda _, value: (
-        None if _is_whole(value, 1) else "a whole number of at least 1 (rounds of two sends)"
-    ),
-    "rank": lambda _, value: None if _is_whole(value, 1) else "a whole number of at least 1 (columns)",
+    "iterations": lambda _, value: None if is_whole(value, 1) else "a whole number of at least 1 (rounds of two sends)",
+    "rank": lambda _, value: None if is_whole(value, 1) else "a whole number of at least 1 (columns)",
     "least_gain": lambda _, value: (
-        None if _is_number(value) and value >= 1 else "a number of at least 1 (how much shorter a tensor must become)"
+        None if is_number(value) and value >= 1 else "a number of at least 1 (how much shorter a tensor must become)"
     ),
     "warmup_steps": _warmup_rule,
 }

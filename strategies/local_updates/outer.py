@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainwright.strategies.background import Background
 from trainwright.strategies.compression.compressor import GradientCompressor, State
-from trainwright.strategies.local_updates.background import Background
 from trainwright.strategies.local_updates.mean import Bucket, ReplicaMean
 
 
 @dataclass(frozen=True)
 class OuterOptions:
-    """How the common parameters are moved; see :class:`~trainwright.strategies.local_updates.strategy.DiLoCoStrategy`.
+    """How the common parameters are moved; see :class:`~trainwright.strategies.local_updates.diloco.DiLoCoStrategy`.
 
     Args:
         lr: of the outer SGD.
@@ -45,8 +45,9 @@ class _Fragment:
 
 @dataclass
 class _Flight:
-    """Outer gradients on their way."""
+    """Outer gradients on their way, one per bucket as the fragment had them when it was launched."""
 
+    buckets: list[Bucket]
     gradients: list[Tensor]
     done: Future[None] | None
 
@@ -103,10 +104,12 @@ class OuterParameters:
         it = self._fragments.get(fragment)
         if it is None:
             return  # this rank holds nothing of it
-        gradients = [self._outer_gradient(bucket, parts) for bucket in it.buckets]
+        # Parameters that begin to be trained while it flies make further buckets.
+        buckets, states = list(it.buckets), list(it.states)
+        gradients = [self._outer_gradient(bucket, parts) for bucket in buckets]
 
         def average() -> None:
-            for bucket, state, flat in zip(it.buckets, it.states, gradients, strict=True):
+            for bucket, state, flat in zip(buckets, states, gradients, strict=True):
                 self._average(bucket, state, flat)
 
         done = None
@@ -114,7 +117,7 @@ class OuterParameters:
             average()
         else:
             done = self._background.submit(average)
-        self._flights[fragment] = _Flight(gradients, done)
+        self._flights[fragment] = _Flight(buckets, gradients, done)
 
     @torch.no_grad()
     def land(self, fragment: int | None = None) -> None:
@@ -129,7 +132,7 @@ class OuterParameters:
                 continue
             if flight.done is not None:
                 flight.done.result()
-            self._step(self._fragments[index], flight.gradients)
+            self._step(self._fragments[index].optimizer, flight)
 
     @torch.no_grad()
     def merge(self, fragment: int, parts: Mapping[str, Tensor], mixing: float = 0.0) -> None:
@@ -246,13 +249,13 @@ class OuterParameters:
             flat.copy_(exact)
 
     @torch.no_grad()
-    def _step(self, fragment: _Fragment, gradients: Sequence[Tensor]) -> None:
-        for bucket, flat in zip(fragment.buckets, gradients, strict=True):
+    def _step(self, optimizer: torch.optim.SGD, flight: _Flight) -> None:
+        for bucket, flat in zip(flight.buckets, flight.gradients, strict=True):
             for name, piece in bucket.split(flat):
                 common = self._common[name]
                 common.grad = piece.to(common.device)
-        fragment.optimizer.step()
-        fragment.optimizer.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
     def _names(self, fragment: int) -> Iterator[str]:
         return (name for name in self._common if self._fragment_of(name) == fragment)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from trainwright.strategies.compression.options import compression_problems
+from trainwright.strategies.problems import is_number, is_whole
 
 # Why tables cannot be on servers while replicas differ.
 PLACEMENT = (
@@ -34,7 +34,7 @@ def local_update_problems(options: Mapping[str, Any], prefix: str = "") -> list[
     problems = [
         f"{prefix}{name}={value!r} (allowed: whole numbers of at least {least}; {meaning})"
         for name, least, meaning in _COUNTS
-        if name in options and not _is_count(value := options[name], least)
+        if name in options and not is_whole(value := options[name], least)
     ]
     if problems:
         return problems
@@ -47,14 +47,6 @@ _COUNTS = (
     ("fragments", 1, "parts of the model that are synchronised in turn, 1 is the whole at once"),
     ("overlap_steps", 0, "optimizer steps that an average may take while training goes on, 0 is off"),
 )
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _streaming_problems(options: Mapping[str, Any], prefix: str) -> list[str]:
@@ -71,7 +63,7 @@ def _streaming_problems(options: Mapping[str, Any], prefix: str) -> list[str]:
             f"{prefix}overlap_steps={overlap} with {prefix}sync_every={every}: an average must have been merged before "
             f"the next one of the same parameters begins; type {prefix}overlap_steps={every - 1} or less"
         )
-    if not _is_number(mixing) or not 0 <= mixing < 1:
+    if not is_number(mixing) or not 0 <= mixing < 1:
         problems.append(
             f"{prefix}mixing={mixing!r} (allowed: 0, which takes the merged parameters as they are, or more, and less "
             "than 1, which would keep a replica's own)"
@@ -82,9 +74,9 @@ def _streaming_problems(options: Mapping[str, Any], prefix: str) -> list[str]:
 def _outer_problems(options: Mapping[str, Any], prefix: str) -> list[str]:
     problems = []
     lr, momentum = options.get("outer_lr", 0.7), options.get("outer_momentum", 0.9)
-    if not _is_number(lr) or lr <= 0:
+    if not is_number(lr) or lr <= 0:
         problems.append(f"{prefix}outer_lr={lr!r} (allowed: above 0; 1 with outer_momentum=0 is the plain average)")
-    if not _is_number(momentum) or not 0 <= momentum < 1:
+    if not is_number(momentum) or not 0 <= momentum < 1:
         problems.append(f"{prefix}outer_momentum={momentum!r} (allowed: 0, which is off, or more, and less than 1)")
     elif momentum == 0 and options.get("outer_nesterov", False):
         problems.append(

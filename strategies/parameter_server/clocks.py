@@ -44,11 +44,6 @@ class Clocks:
         """The least clock of those that are training; of all that live if none is; 0 if none lives."""
         return min((self._clocks[worker] for worker in self.training or self.workers), default=0)
 
-    @property
-    def spread(self) -> int:
-        """How many steps lie between the fastest and the slowest that are training."""
-        return max((self._clocks[worker] for worker in self.training), default=self.slowest) - self.slowest
-
     def clock(self, worker: int) -> int:
         """Steps that a living worker has made."""
         return self._clocks[worker]

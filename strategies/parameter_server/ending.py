@@ -9,28 +9,22 @@ those that are behind make the steps that they lack: all are saved at the same s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from trainwright.strategies.parameter_server.clocks import Clocks
 from trainwright.strategies.word_of_end import EndNotice, HeardNotice
 
 
 class Ending:
-    """When workers are to end, as a server knows it. Not safe between threads.
+    """When workers are to end, as a server knows it. Not safe between threads."""
 
-    Args:
-        clock: seconds that only grow.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._told: tuple[int, float] | None = None
         self._last = 0
 
     def tell(self, notice: EndNotice, clocks: Clocks) -> None:
         """A worker that is about to make a step brings a notice; the first one counts."""
         if self._told is None:
-            self._told = notice.number, self._clock() - notice.age
+            self._told = notice.number, time.monotonic() - notice.age
             # Those that train may be in the midst of a step; those that wait for all others are not.
             of_training = [clocks.clock(worker) + 1 for worker in clocks.training]
             self._last = max([*of_training, *(clocks.clock(worker) for worker in clocks.workers)])
@@ -40,4 +34,4 @@ class Ending:
         if self._told is None:
             return None
         number, since = self._told
-        return HeardNotice(number, self._clock() - since, max(0, self._last - clock))
+        return HeardNotice(number, time.monotonic() - since, max(0, self._last - clock))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from trainwright.strategies.gradients import refuse_nonfinite
 from trainwright.strategies.parameter_server.client import Client
 from trainwright.strategies.parameter_server.packing import State
 from trainwright.strategies.parameter_server.shard import Plan
@@ -103,12 +104,8 @@ class ServedOptimizer(Optimizer):
         assert self._plan is not None
         # From here on as torch.nn.utils.clip_grad_norm_ does it, to the bit; a NaN spreads.
         norm = torch.linalg.vector_norm(self._client.push(self._plan.hyper.read(self.param_groups)))
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
-                f"The norm of the gradients is {norm.item()}, so they cannot be clipped to {max_norm}. Lower the "
-                "learning rate, use precision='bf16-mixed' instead of '16-mixed', or set error_if_nonfinite=False to "
-                "go on all the same."
-            )
+        if error_if_nonfinite:
+            refuse_nonfinite(float(norm), max_norm)
         self._coefficient = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
     def clip_value(self, limit: float) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainwright.strategies.compression.options import ONLY_OF_AVERAGES, choose_compression, compression_problems
+from trainwright.strategies.problems import is_number, is_whole
 
 INCARNATION = "TRAINWRIGHT_INCARNATION"
 """Variable of a rank: how often it was started before, where lost ranks are started anew while the others go on."""
@@ -88,7 +89,7 @@ def _consistency_problems(given: Mapping[str, Any], prefix: str) -> list[str]:
     if consistency not in CONSISTENCIES:
         return [f"{key}: unknown; allowed are {', '.join(CONSISTENCIES)}"]
     if consistency == "ssp":
-        if not isinstance(staleness, int) or isinstance(staleness, bool) or staleness < 1:
+        if not is_whole(staleness, 1):
             hint = f"; {prefix}consistency=sync is a staleness of 0" if staleness == 0 else ""
             return [
                 f"{prefix}staleness={staleness} with {key}: must be a whole number of steps from 1, by which a worker "
@@ -102,7 +103,7 @@ def _consistency_problems(given: Mapping[str, Any], prefix: str) -> list[str]:
 def _server_count_problems(given: Mapping[str, Any], prefix: str) -> list[str]:
     servers, ranks = given["servers"], given["server_ranks"]
     problems = []
-    if not isinstance(servers, int) or isinstance(servers, bool) or servers < 1:
+    if not is_whole(servers, 1):
         problems.append(f"{prefix}servers={servers}: must be a whole number of at least 1; type {prefix}servers=1")
     if ranks not in (BESIDE, OWN):
         problems.append(f"{prefix}server_ranks={ranks}: unknown; allowed are {BESIDE}, {OWN}")
@@ -112,7 +113,7 @@ def _server_count_problems(given: Mapping[str, Any], prefix: str) -> list[str]:
 def _asynchronous_options(given: Mapping[str, Any], prefix: str) -> list[str]:
     problems = []
     strength = given["delay_compensation"]
-    if not isinstance(strength, int | float) or isinstance(strength, bool) or not 0 <= strength < float("inf"):
+    if not is_number(strength) or strength < 0:
         problems.append(f"{prefix}delay_compensation={strength}: must be a number from 0 (off)")
     elif strength and given["consistency"] == "sync":
         problems.append(

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from trainwright.strategies.layout import Layout
+from trainwright.strategies.problems import is_whole
 
 SERVER, SHARD, REPLICATE = "parameter_server", "shard", "replicate"
 TARGETS = (SERVER, SHARD, REPLICATE)
@@ -75,7 +76,7 @@ def _target_problems(placement: Mapping[str, str], layout: Layout, prefix: str) 
 
 def _beside(layout: Layout, options: Mapping[str, Any], prefix: str) -> Iterator[str]:
     servers = options.get("table_servers", 1)
-    if not isinstance(servers, int) or isinstance(servers, bool) or servers < 1:
+    if not is_whole(servers, 1):
         yield f"{prefix}table_servers={servers}: must be a whole number of at least 1; type {prefix}table_servers=1"
     elif -1 not in (layout.replicate, layout.shard) and servers > layout.replicate * layout.shard:
         ranks = layout.replicate * layout.shard

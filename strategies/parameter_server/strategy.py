@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,7 +24,7 @@ from trainwright.checkpoint.held import HeldSource, HeldState
 from trainwright.checkpoint.run_state import RunState
 from trainwright.checkpoint.save import Content
 from trainwright.strategies.base import HeldBytes, LayoutStrategy
-from trainwright.strategies.checkpointing import COMPRESSION, OF_RUN, KeptBack, of_rank, rank_of
+from trainwright.strategies.checkpointing import COMPRESSION, OF_RUN, KeptBack, rank_of
 from trainwright.strategies.compression.codecs import Codec
 from trainwright.strategies.compression.names import choose_compression, codec_of
 from trainwright.strategies.groups import default_store, leave_groups
@@ -46,15 +46,15 @@ from trainwright.strategies.parameter_server.rejoining import (
     tell_place,
     told_place,
 )
+from trainwright.strategies.parameter_server.residuals import PUSHES, PushResiduals
 from trainwright.strategies.parameter_server.server import Meeting, Rules, Server
 from trainwright.strategies.parameter_server.shard import Plan, refuse_unserved
 from trainwright.strategies.parameter_server.wire import LOOPBACK, Device, Link
 from trainwright.strategies.precision import AgreedGradScaler
-from trainwright.strategies.same_model import varying_buffers
+from trainwright.strategies.problems import refuse
+from trainwright.strategies.same_model import take_from_first, varying_buffers
 from trainwright.strategies.word_of_end import EndNotice, HeardNotice
 
-# What a run state says of what pushes had left out.
-_PUSHES = "pushes"
 # The name of the phase with which a micro-batch begins.
 _STEP_BEGINS = "data"
 
@@ -116,21 +116,18 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         overlap: bool = True,
         **kwargs: Any,
     ) -> None:
-        problems = server_problems(
-            {
-                "consistency": consistency,
-                "staleness": staleness,
-                "servers": servers,
-                "server_ranks": server_ranks,
-                "delay_compensation": delay_compensation,
-                "scale_by_staleness": scale_by_staleness,
-                "compression": compression,
-                "leases": leases,
-                "overlap": overlap,
-            }
-        )
-        if problems:
-            raise ValueError("; ".join(problems))
+        options = {
+            "consistency": consistency,
+            "staleness": staleness,
+            "servers": servers,
+            "server_ranks": server_ranks,
+            "delay_compensation": delay_compensation,
+            "scale_by_staleness": scale_by_staleness,
+            "compression": compression,
+            "leases": leases,
+            "overlap": overlap,
+        }
+        refuse(server_problems(options))
         super().__init__(**kwargs)
         self.servers = servers
         # Ranks that only serve, the last ones of the run; 0 where servers are beside workers.
@@ -138,6 +135,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         bound = chosen_staleness(consistency, staleness)
         self._rules = Rules(consistency, bound, delay_compensation, scale_by_staleness)
         self._compression = choose_compression(compression)
+        self._residuals = PushResiduals(self._compression)
         self._interface = interface
         self._leases, self._overlap = leases, overlap
         self._client: Client | None = None
@@ -151,7 +149,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._fit: ToldFit | None = None  # where servers have ranks of their own
         self._run_store: dist.Store | None = None  # there, of all ranks
         self._end_offers: Callable[[], None] = lambda: None
-        self._left_out: tuple[dict[str, Tensor], int] | None = None  # of earlier pushes, and of which plan, as loaded
 
     # ---- what others may read -------------------------------------------------------------------------------------
 
@@ -169,11 +166,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Of Lightning's own samplers."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @property
-    def layout(self) -> Layout:
-        """All ranks that train replicate."""
-        return Layout(replicate=self.world_size)
 
     @property
     def steps_are_collective(self) -> bool:
@@ -262,9 +254,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         Raises:
             ValueError: if all ranks would only serve.
         """
-        problems = rank_problems(self.servers, super().world_size, own=True) if self._server_ranks else []
-        if problems:
-            raise ValueError("; ".join(problems))
+        refuse(rank_problems(self.servers, super().world_size, own=True) if self._server_ranks else [])
         super().connect(model)
 
     def setup_environment(self) -> None:
@@ -344,7 +334,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self.model = self._layer_sync.apply(self.lightning_module)
         self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
-        _take_from_first(self.lightning_module)
+        take_from_first([*self.lightning_module.parameters(), *self.lightning_module.buffers()])
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -367,8 +357,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             )
         if not self.steps_are_collective:
             problems += self._tied_steps(trainer)
-        if problems:
-            raise ValueError("; ".join(problems))
+        refuse(problems)
 
     def _tied_steps(self, trainer: Trainer) -> Iterator[str]:
         """What would make ranks wait for each other at every step."""
@@ -434,8 +423,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self._fit.wait_for_servers(self.servers)
         elif self.global_rank < self.servers:
             self._start_server(self.global_rank, plan, meeting)
-        self._connect(served, plan, meeting)
-        self._take_up_residuals()
+        self._residuals.take_up(self._connect(served, plan, meeting))
         self._upload()
         if self._incarnation is not None and self.is_global_zero:
             tell_place(self._store, meeting.prefix)
@@ -491,7 +479,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     @cached_property
     def _device(self) -> Device:
-        return Device(interface=self._interface)
+        return Device(self._interface)
 
     @property
     def _codec(self) -> Codec | None:
@@ -505,14 +493,16 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         embeddings = {id(each.weight) for each in parts if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
         return [index for index, parameter in enumerate(parameters) if id(parameter) in embeddings]
 
-    def _connect(self, served: ServedOptimizer, plan: Plan, meeting: Meeting) -> None:
+    def _connect(self, served: ServedOptimizer, plan: Plan, meeting: Meeting) -> Client:
         parameters = _of_groups(served)
         tables = self._tables(parameters)
         module = self.lightning_module if self._pulls_late else None
-        self._client = Client(self.global_rank, plan, parameters, meeting, self._device, self._codec, tables, module)
-        self._client.pushes_early = self._pushes_early
-        self._client.connect()
-        served.serve(self._client, plan)
+        client = Client(self.global_rank, plan, parameters, meeting, self._device, self._codec, tables, module)
+        self._client = client
+        client.pushes_early = self._pushes_early
+        client.connect()
+        served.serve(client, plan)
+        return client
 
     def _upload(self) -> None:
         """Give the servers what the first rank has: at the beginning, and after a state was put back."""
@@ -631,6 +621,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before a step: after a state was put back, the servers need it first."""
+        super().on_train_batch_start(batch, batch_idx)
         if self._served is not None and self._served.outdated and self._client is not None:
             self._upload()
 
@@ -758,55 +749,27 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         """See :class:`~trainwright.strategies.checkpointing.RunStateStrategy`; it says what others will lack."""
         self._settle()
         content = super().run_state(checkpoint, complete=complete)
-        if self._compression is not None and not self._is_apart and OF_RUN in content.tree:
-            content.tree[OF_RUN]["left_behind"] = {"of": _PUSHES, "text": _unpushed(self._compression.name)}
+        left_behind = self._residuals.left_behind
+        if left_behind is not None and not self._is_apart and OF_RUN in content.tree:
+            content.tree[OF_RUN]["left_behind"] = left_behind
         return content
 
     def _knows_left_behind(self, of: str) -> bool:
-        return of == _PUSHES
+        return of == PUSHES
 
     def _kept_back(self, complete: bool) -> KeptBack | None:
-        residuals = None if self._client is None or self._is_apart else self._client.residuals
-        if residuals is None:
-            return None
-        assert self._compression is not None
-        assert self._client is not None
-        of_rank = {f"{_PUSHES}/{server}": residual for server, residual in enumerate(residuals)}
-        about = {"name": self._compression.name, "steps": 0, "kinds": [], _PUSHES: self._client.plan.served}
-        return KeptBack({}, of_rank, about)
+        return None if self._client is None or self._is_apart else self._residuals.kept_back(self._client)
 
     def _keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
         saved = of_run.get(COMPRESSION)
         if saved is None or self.joins:
             return
-        if self._compression is None or _PUSHES not in saved or Layout(**of_run["layout"]) != self.layout:
-            self._say_what_is_dropped(saved)
-            return
-        rank = rank_of(state) if isinstance(state, HeldSource) else self._rank
-        self._left_out = of_rank(state, rank, f"{_PUSHES}/"), saved[_PUSHES]
+        rank: int | None = None
+        if Layout(**of_run["layout"]) == self.layout:
+            rank = rank_of(state) if isinstance(state, HeldSource) else self._rank
+        self._residuals.load(state, saved, rank)
         if self._client is not None:  # training goes back
-            self._take_up_residuals()
-
-    def _take_up_residuals(self) -> None:
-        """Go on with what this worker's pushes had left out, if the same servers have the same."""
-        if self._left_out is None:
-            return
-        (residuals, served), self._left_out = self._left_out, None
-        client = self._client
-        assert client is not None
-        assert client.residuals is not None
-        if served != client.plan.served:
-            assert self._compression is not None
-            self._say_what_is_dropped({"name": self._compression.name, _PUSHES: served})
-            return
-        for server, residual in enumerate(client.residuals):
-            residual.copy_(residuals[str(server)])
-
-    def _say_what_is_dropped(self, saved: Mapping[str, Any]) -> None:
-        if _PUSHES in saved:
-            rank_zero_warn(f"Going on with other workers, servers or compression: {_unpushed(saved['name'])}.")
-        elif saved["kinds"]:
-            rank_zero_info(f"What compression={saved['name']} had kept back of averaged gradients is dropped.")
+            self._residuals.take_up(self._client)
 
     def _weights_changed(self) -> None:
         if self._served is not None:
@@ -815,15 +778,3 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
 def _of_groups(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _unpushed(name: str) -> str:
-    return f"what workers had not pushed yet, as compression={name} had left it out, is dropped"
-
-
-def _take_from_first(module: nn.Module) -> None:
-    """Parameters and buffers of rank 0 on every rank."""
-    if dist.get_world_size() == 1:
-        return
-    for tensor in (*module.parameters(), *module.buffers()):
-        dist.broadcast(tensor.detach(), 0)

@@ -36,13 +36,12 @@ class Device:
     """The network interface over which links are made; give one to all links of a process.
 
     Args:
-        host: address to listen at; the loopback interface unless other machines shall reach it.
-        interface: name of a network interface, in place of ``host``.
+        interface: its name; ``None``: the loopback address, which other machines do not reach.
     """
 
-    def __init__(self, host: str = LOOPBACK, interface: str | None = None) -> None:
+    def __init__(self, interface: str | None = None) -> None:
         make = dist.ProcessGroupGloo.create_device
-        self.gloo: Any = make(hostname=host) if interface is None else make(interface=interface)
+        self.gloo: Any = make(hostname=LOOPBACK) if interface is None else make(interface=interface)
 
 
 class Link:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.recipes.gpt_model import GPT, GPTConfig
-from trainwright.strategies import collectives
+from trainwright.strategies import flat_collectives
 from trainwright.strategies.plan import ModelPlan
 from trainwright.strategies.split_randomness import SplitRandomness, draws_randomly
 from trainwright.strategies.tensor_engine import TensorParallel, validate_tensor
@@ -403,9 +403,9 @@ def traffic(sequence: bool) -> tuple[list[tuple[str, int]], list[tuple[str, int]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", counting("all-reduce", lambda x: x.numel(), dist.all_reduce))
-        for name, kind, which in (("_all_gather", "gather", 0), ("_reduce_scatter", "reduce-scatter", 1)):
+        for name, kind, which in (("all_gather", "gather", 0), ("reduce_scatter", "reduce-scatter", 1)):
             size = lambda *args, which=which: args[which].numel()  # noqa: E731
-            patch.setattr(collectives, name, counting(kind, size, getattr(collectives, name)))
+            patch.setattr(flat_collectives, name, counting(kind, size, getattr(flat_collectives, name)))
         y = model(torch.zeros(2, 8, dtype=torch.long))
         forward = list(sent)
         sent.clear()

@@ -164,7 +164,7 @@ def life() -> tuple[list[int], int, dict[Any, Any]]:
         other.start()
         other.join()
         count_sent("server", "push", 100)
-        count_sent("server", "push", 50, least=10, calls=2)
+        count_sent("server", "push", 50)
     dist.all_reduce(x)
     outer.stop()
     outer.stop()
@@ -178,9 +178,9 @@ def life() -> tuple[list[int], int, dict[Any, Any]]:
 
 def test_meters_count_while_they_are_on(ranks):
     calls, hooked, inner = ranks(life, 2)[0]
-    assert calls == [3, 3]
+    assert calls == [3, 2]
     assert not hooked, "nothing may be left before torch's operators"
-    assert inner == {("replicate", "all_reduce"): Sent(1, 32, 32), ("server", "push"): Sent(3, 150, 110)}
+    assert inner == {("replicate", "all_reduce"): Sent(1, 32, 32), ("server", "push"): Sent(2, 150, 150)}
 
 
 def test_without_process_groups_a_meter_counts_what_it_is_told():

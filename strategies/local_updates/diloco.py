@@ -1,0 +1,251 @@
+"""DiLoCo: replicas step by themselves, and an outer optimizer moves what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from trainwright.checkpoint.held import HeldSource
+from trainwright.checkpoint.parts import TensorParts
+from trainwright.checkpoint.run_state import RunState
+from trainwright.checkpoint.save import Content
+from trainwright.strategies.background import Background
+from trainwright.strategies.compression.names import choose_compression, make_compressor
+from trainwright.strategies.groups import new_subgroup
+from trainwright.strategies.local_updates.fragments import fragment_of
+from trainwright.strategies.local_updates.outer import OuterOptions, OuterParameters
+from trainwright.strategies.local_updates.replicas import LocalUpdateStrategy
+from trainwright.strategies.local_updates.rules import fragment_problem, local_update_problems
+from trainwright.strategies.local_updates.schedule import Schedule
+from trainwright.strategies.local_updates.state import outer_boxes, read_outer
+from trainwright.strategies.problems import refuse
+
+_COMPRESSION = "compression/"
+
+
+class DiLoCoStrategy(LocalUpdateStrategy):
+    """Replicas step by themselves; how far they have gone together is the gradient of an outer optimizer.
+
+    DiLoCo (arXiv:2311.08105): every ``sync_every`` steps the difference between the common parameters and those of each
+    replica (the outer gradient) is averaged, SGD with Nesterov momentum steps the common parameters by it, and every
+    replica goes on from these. With ``outer_lr=1`` and ``outer_momentum=0`` it is local SGD. What the replicas'
+    optimizers remember stays theirs.
+
+    Streaming (arXiv:2501.18512): with ``fragments`` the repeated blocks of the model are synchronised in turn, each
+    every ``sync_every`` steps; with ``overlap_steps`` an average goes on while training does, and its result is mixed
+    with what the replica holds by then.
+
+    Args:
+        sync_every: optimizer steps from one synchronisation (of a fragment) to the next.
+        outer_lr: learning rate of the outer SGD.
+        outer_momentum: its momentum; 0 is off.
+        outer_nesterov: take Nesterov's momentum.
+        fragments: parts that are synchronised in turn; 1 is the whole model at once.
+        overlap_steps: optimizer steps after which an average is merged that was begun in the background; 0 is off:
+            training waits for it.
+        mixing: part of a replica's own parameters that is kept then (alpha of the paper); without overlap there is
+            nothing to mix.
+        compression: how outer gradients are sent: the name of a compressor (``"bf16"``) or a mapping of ``name`` and
+            options; ``None`` is off. See :func:`~trainwright.strategies.compression.names.make_compressor`.
+        offload_outer: keep the common parameters and the momentum in host memory.
+        **kwargs: see :class:`LocalUpdateStrategy`.
+
+    Raises:
+        ValueError: if the options contradict each other.
+    """
+
+    strategy_name = "diloco"
+
+    def __init__(
+        self,
+        *,
+        sync_every: int = 50,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        outer_nesterov: bool = True,
+        fragments: int = 1,
+        overlap_steps: int = 0,
+        mixing: float = 0.5,
+        compression: str | Mapping[str, Any] | None = None,
+        offload_outer: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        options = {
+            "sync_every": sync_every,
+            "outer_lr": outer_lr,
+            "outer_momentum": outer_momentum,
+            "outer_nesterov": outer_nesterov,
+            "fragments": fragments,
+            "overlap_steps": overlap_steps,
+            "mixing": mixing,
+            "compression": compression,
+        }
+        refuse(local_update_problems(options))
+        super().__init__(sync_every=sync_every, **kwargs)
+        self._schedule = Schedule(sync_every, fragments, self._schedule.warmup_steps)
+        self._overlap = overlap_steps
+        self._outer_options = OuterOptions(outer_lr, outer_momentum, outer_nesterov, mixing, offload_outer)
+        self._choice = choose_compression(compression)
+        self._outer: OuterParameters | None = None
+        self._background: Background | None = None
+        self._background_group: dist.ProcessGroup | None = None
+        self._launched: dict[int, int] = {}  # fragment -> step of what has not been merged yet
+        self._fragment_names: dict[str, int] = {}
+
+    # ---- setup ----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up each replica, and the outer optimizer's surroundings."""
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._deal_fragments()
+        if self._overlap and self._means.group is not None:
+            # A group of its own: messages of two threads on one would mix.
+            self._background_group = new_subgroup(self.layout.groups("replicate"))
+            self._background = Background(self.root_device)
+
+    def _deal_fragments(self) -> None:
+        assert self.lightning_module is not None
+        if self._engines is not None:
+            assert self._assembly is not None
+            blocks, order = list(self._engines.plan.blocks), list(self._assembly.names)
+        else:
+            blocks = list(self._find_blocks()) if self._schedule.fragments > 1 else []
+            order = list(self._named)
+        problem = fragment_problem(self._schedule.fragments, len(blocks))
+        refuse([problem] if problem else [])
+        self._fragment_names = {name: fragment_of(name, blocks, order, self._schedule.fragments) for name in order}
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._launched = {}
+        self._outer = None
+        if self._background is not None:
+            self._background.close()
+            self._background = None
+        self._background_group = None
+
+    def _begin(self) -> None:
+        if self._outer is not None:
+            return
+        compressor = None
+        if self._choice is not None:
+            compressor = make_compressor(self._choice.name, **self._choice.options)
+        self._outer = OuterParameters(
+            self._trained_parts(),
+            lambda name: self._fragment_names.get(name, 0),
+            self._means,
+            self._outer_options,
+            compressor,
+            self._background,
+            self._background_group,
+        )
+
+    @property
+    def outer(self) -> OuterParameters:
+        """The common parameters; while training."""
+        assert self._outer is not None
+        return self._outer
+
+    def _outer_bytes(self) -> int:
+        return 0 if self._outer is None else self._outer.num_bytes()
+
+    def trained_boxes(self) -> dict[str, TensorParts]:
+        """With the common parameters and their momentum, which all replicas hold alike."""
+        boxes = super().trained_boxes()
+        if self._outer is not None:
+            # Named as an optimizer's: <index>/<parameter>/<value>.
+            for key, parts in self._common_boxes().items():
+                boxes[f"optimizer/{key}"] = parts
+        return {key: parts for key, parts in boxes.items() if parts.parts}
+
+    # ---- the step -------------------------------------------------------------------------------------------------
+
+    def _stepped(self, step: int) -> None:
+        if step == self._schedule.warmup_steps:
+            self.outer.begin_at(self._trained_parts())  # what replicas have in common by now
+        changed = self._merge_what_has_come(step)
+        fragment = self._schedule.due(step)
+        if fragment is not None:
+            self.outer.launch(fragment, self._trained_parts())
+            self._launched[fragment] = step
+            if not self._overlap:
+                self._merge(fragment, 0.0)
+                changed = True
+            if fragment == 0:
+                self._average_buffers()
+        if changed:
+            self._publish_all()
+        self._is_alike = fragment is not None and not self._overlap and self._schedule.fragments == 1
+
+    def _merge_what_has_come(self, step: int) -> bool:
+        due = [fragment for fragment, begun in self._launched.items() if begun + self._overlap <= step]
+        for fragment in sorted(due):
+            self._merge(fragment, self._outer_options.mixing)
+        return bool(due)
+
+    def _merge(self, fragment: int, mixing: float) -> None:
+        self.outer.land(fragment)
+        self.outer.merge(fragment, self._trained_parts(), mixing)
+        del self._launched[fragment]
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
+        """See :meth:`LocalUpdateStrategy.run_state`; averages that are on their way are waited for."""
+        if self._outer is None:
+            self._begin()
+        self.outer.land()
+        return super().run_state(checkpoint, complete=complete)
+
+    def _remembered(self) -> dict[str, Tensor]:
+        return {f"{_COMPRESSION}{key}": value for key, value in self.outer.compression().items()}
+
+    def _common_boxes(self) -> dict[str, TensorParts]:
+        return outer_boxes(self.outer, self.placement, self._optimized())
+
+    def _told(self) -> dict[str, Any]:
+        return {"has_outer": True, "launched": {str(k): v for k, v in self._launched.items()}, "options": self._form()}
+
+    def _form(self) -> dict[str, Any]:
+        """What must be the same for averages that are on their way, and residuals, to have a meaning."""
+        choice = None if self._choice is None else asdict(self._choice)
+        return {"sync_every": self._schedule.sync_every, "fragments": self._schedule.fragments, "compression": choice}
+
+    def _left_behind(self) -> str:
+        return (
+            "the weights and optimizer states of its replicas were averaged, and the outer optimizer's state and what "
+            "each replica had of its own are left out"
+        )
+
+    def _begin_anew(self) -> None:
+        if self._outer is not None:
+            self._outer.forget_flights()
+            self._outer = None
+        self._launched = {}
+        self._begin()
+
+    def _restore_common(self, source: RunState | HeldSource, told: Mapping[str, Any]) -> list[str]:
+        if not told.get("has_outer"):
+            return []
+        lost = []
+        if not read_outer(source, self.outer, self.placement, self._optimized()):
+            lost.append("its outer optimizer knows other parameters, so its state is left out")
+        elif told["options"] == self._form():
+            self._launched = {int(fragment): step for fragment, step in told["launched"].items()}
+        elif told["launched"]:
+            lost.append("averages that were on their way are left out, since it was synchronised otherwise")
+        return lost
+
+    def _begin_from_common(self) -> None:
+        for name, part in self._trained_parts().items():
+            common = self.outer.common().get(name)
+            if common is not None:
+                part.copy_(common)

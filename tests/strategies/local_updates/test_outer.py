@@ -1,0 +1,34 @@
+"""Rounds of the parameters that replicas have in common."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainwright.strategies.local_updates.mean import ReplicaMean
+from trainwright.strategies.local_updates.outer import OuterOptions, OuterParameters
+
+CPU = torch.device("cpu")
+
+
+def outer_of(parts: dict[str, Tensor]) -> OuterParameters:
+    """Of one replica, whose outer step takes over what it has; the head is a fragment of its own."""
+    mean = ReplicaMean(None, CPU, lambda name: "", 1 << 20)
+    options = OuterOptions(lr=1.0, momentum=0.0, nesterov=False)
+    return OuterParameters(parts, lambda name: int(name == "head"), mean, options)
+
+
+def test_what_begins_to_be_trained_while_an_average_is_on_its_way_joins_the_next() -> None:
+    parts = {"body": torch.zeros(3), "head": torch.zeros(2)}
+    outer = outer_of(parts)
+    parts["body"] += 1.0
+    outer.launch(0, parts)
+    parts["thawed"] = torch.full((4,), 5.0)
+    outer.launch(1, parts)
+    outer.land()
+    assert outer.common()["body"].tolist() == [1.0] * 3
+    assert outer.common()["thawed"].tolist() == [5.0] * 4
+    parts["thawed"] += 1.0
+    outer.launch(0, parts)
+    outer.land(0)
+    assert outer.common()["thawed"].tolist() == [6.0] * 4
