@@ -96,6 +96,7 @@ class LayoutStrategy(RunStateStrategy):
         self._compile = compile
         self._restores_late: bool | None = None
         self._block_names: tuple[str, ...] = ()
+        self._frozen: list[nn.Parameter] = []
         # Weight of this rank's loss in manual optimization; the Trainer sets it where ranks have unequal batches.
         self.loss_factor = 1.0
         # What the loss of this micro-batch is divided by; the Trainer sets it where `backward_in_step`, else it divides
@@ -428,6 +429,22 @@ class LayoutStrategy(RunStateStrategy):
         assert self.lightning_module is not None
         if getattr(self.lightning_module, "_trainwright_layout", None) is None:
             refuse_other_models(self.lightning_module, self.root_device)
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Before a step: take up parameters that were frozen until now (a finetuning callback's)."""
+        super().on_train_batch_start(batch, batch_idx)
+        thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
+        if thawed:
+            self._know_frozen()
+            self._take_up(thawed)
+
+    def _know_frozen(self) -> None:
+        """Remember what is not trained; at the end of setup, by strategies that look at ``requires_grad`` in it."""
+        assert self.lightning_module is not None
+        self._frozen = [parameter for parameter in self.lightning_module.parameters() if not parameter.requires_grad]
+
+    def _take_up(self, thawed: Sequence[nn.Parameter]) -> None:
+        """Average the gradients of parameters too that were frozen when that was set up; all ranks thaw the same."""
+
 
     def _find_blocks(self) -> dict[str, nn.Module]:
         assert self.lightning_module is not None

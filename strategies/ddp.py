@@ -2,7 +2,7 @@
 
 # Annotations stay what they are: torch looks at that of a hook's bucket.
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _augment_message
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainwright.strategies.averaging import MeanBesideBackward
@@ -98,6 +99,22 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
         super().setup(trainer)
         self._set_up_compression()
         self.begin_from_weights()
+        self._know_frozen()
+
+    def _take_up(self, thawed: Sequence[nn.Parameter]) -> None:
+        """Wrap the module anew: torch's reducer knows those that were trained when it was made, and no others."""
+        super()._take_up(thawed)
+        if self.compression is not None or not isinstance(self.model, DistributedDataParallel):
+            return  # then gradients are averaged without it
+        self._end_means()
+        self.model._remove_autograd_hooks()
+        self.model = self.lightning_module
+        kwargs = self._ddp_kwargs
+        self._ddp_kwargs = {**kwargs, "init_sync": False}  # running statistics of ranks stay theirs
+        try:
+            self.configure_ddp()
+        finally:
+            self._ddp_kwargs = kwargs
 
     def measure_waits(self) -> Waits:
         """See :meth:`~trainwright.strategies.base.LayoutStrategy.measure_waits`; torch's reducer waits in C++."""

@@ -393,6 +393,11 @@ class Engines:
         """Let go of the pipeline; the module stays cut."""
         if self._pipeline is not None:
             self._pipeline.detach()
+    def refresh(self) -> None:
+        """Let stages say anew what they send, as what is trained may have changed; on all ranks between two steps."""
+        if self._pipeline is not None:
+            self._pipeline.refresh()
+
         self._pipeline = None
 
     def guard(self, function: Callable[[], Any]) -> Any:

@@ -376,8 +376,8 @@ class HybridStrategy(MixedPlacement):
         if self._step is not None and self._engines is not None:
             self._step.guard = self._engines.guard
 
-    def _choose_shards(self) -> None:
-        super()._choose_shards()
+    def _make_exchanges(self) -> None:
+        super()._make_exchanges()
         if self._engines is not None:
             self._shared = SharedGradients(self._engines.shared_parameters())
 
@@ -385,6 +385,12 @@ class HybridStrategy(MixedPlacement):
         """Let the precision plugin know over which ranks gradients are spread; then attach the pipeline."""
         super().setup_precision_plugin()
         engines = self._engines
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Before a step; at the beginning of an epoch stages of a pipeline may have been frozen or thawed."""
+        super().on_train_batch_start(batch, batch_idx)
+        if batch_idx == 0 and self._engines is not None:
+            self._engines.refresh()
+
         if engines is None:
             return
         source = {id(shard.optimized): parameter for parameter, shard in self._shards.items()}

@@ -175,6 +175,7 @@ class MixedPlacement(ZeroStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before a step: after a state was put back, the servers need it first."""
+        super().on_train_batch_start(batch, batch_idx)
         if self._served is not None and self._served.outdated:
             self._served.upload(self.barrier)
 

@@ -223,6 +223,7 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         if fitting:
             self._set_up_means()
             self._set_up_compression()
+            self._know_frozen()
         self.begin_from_weights()
 
     @property
@@ -373,11 +374,18 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         assert module is not None
         offload = self._offload == "optimizer"
         self._named = {name: p for name, p in module.named_parameters() if not self._is_elsewhere(p)}
-        self._trainable = {name for name, p in self._named.items() if p.requires_grad}
         chosen = [p for p in self._named.values() if not self._splits_parameters or offload or p.dim() == 0]
         chosen = [p for p in chosen if offload or not self._is_trained_alone(p)]
         self._shards = {p: ParameterShard(p, self._mesh_of(p), offload) for p in chosen}
         self._split_shards = {p: shard for p, shard in self._shards.items() if isinstance(p, DTensor)}
+        self._make_exchanges()
+
+    def _make_exchanges(self) -> None:
+        """Have gradients averaged of what is trained now, and what was stepped given to all ranks."""
+        for reducer in self._reducers:
+            reducer.detach()
+        self._reducers, self._publishers = [], []
+        self._trainable = {name for name, p in self._named.items() if p.requires_grad}
         whole = {p: shard for p, shard in self._shards.items() if p not in self._split_shards}
         for mesh in dict.fromkeys(shard.mesh for shard in whole.values()):
             shards = {p: shard for p, shard in whole.items() if shard.mesh == mesh}
@@ -385,6 +393,16 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
             averages = not self._averages_after_backward
             self._reducers.append(GradientReducer(shards.values(), mesh, bucket_bytes, self._find_unused, averages))
             self._publishers.append(ParameterPublisher(shards, mesh, bucket_bytes))
+
+    def _take_up(self, thawed: Sequence[nn.Parameter]) -> None:
+        super()._take_up(thawed)
+        for parameter in thawed:
+            if parameter in self._shards:
+                self._shards[parameter].optimized.requires_grad_()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:  # a callback may have added a group of the parameters themselves
+                group["params"] = [self._as_optimized(parameter) for parameter in group["params"]]
+        self._make_exchanges()
 
     def _bucket_bytes_for(self, parameters: Iterable[nn.Parameter]) -> int:
         """At most ``bucket_mib``, and a small part of a small model, which else would travel as one whole copy."""

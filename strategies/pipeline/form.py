@@ -124,12 +124,16 @@ class FormBook:
     def __init__(self, prefix: str) -> None:
         self._store = dist.PrefixStore(prefix, default_store())
         self._known: dict[str, Form] = {}
+        self._published: list[str] = []
         self._generation = 0
 
     def refresh(self) -> None:
         """Forget all forms: stages say again what they send. To be called on all ranks between the same steps."""
         self._generation += 1
         self._known.clear()
+        for key in self._published:  # whoever needed it has received by it, or the last step would not have ended
+            self._store.delete_key(key)
+        self._published.clear()
 
     def publish(self, stage: int, signature: Any, form: Form, source: str) -> None:
         """Say, or check, what ``stage`` sends for micro-batches of this signature.
@@ -141,13 +145,14 @@ class FormBook:
         known = self._known.get(key)
         if known is None:
             self._known[key] = form
+            self._published.append(key)
             self._store.set(key, form.dump())  # type: ignore[arg-type]
         elif known != form:
             raise RuntimeError(
                 f"{source} returned another form than before for a micro-batch of the same shapes, so the next stage "
                 f"cannot know what to receive. Before: {known.tensors} {known.plain}; now: {form.tensors} "
                 f"{form.plain}. "
-                f"After a change of requires_grad, call refresh() on every rank."
+                "If requires_grad of parameters was changed: do so at the beginning of an epoch (on_train_epoch_start)."
             )
 
     def look_up(self, stage: int, signature: Any) -> Form:
