@@ -27,7 +27,8 @@ class Throughput(Windowed):
     The floating-point operations of forward and backward are counted while the first micro-batch runs
     (:class:`~trainwright.callbacks.monitor.flops.CountedOperations`), and logged as ``flops_per_second``: of one
     device, the mean of all, by the samples that it has trained on. Where it is known how many the device could do,
-    ``mfu`` is the part of that. Every rank tells a record ``rate`` of what is logged, with its own operations.
+    ``mfu`` is the part of that. Every rank tells a record ``rate`` of what is logged, with its own operations. Where
+    ranks share the experts of a model, how evenly tokens went to these is logged too (``strategy.routing_balance()``).
 
     The clock begins after the first step, whose compilation and warm-up would hide the rest, and stands still during
     validation; time for saving a checkpoint or reading data counts. The device is waited for at the end of a window
@@ -175,7 +176,8 @@ class Throughput(Windowed):
         devices = trainer.world_size if together else 1
         self.latest |= self._rates(all_flops / devices, seconds)
         tell(trainer, "rate", own | self._rates(flops, seconds), step + 1)
-        log_metrics(trainer, self.latest, step)
+        balance = getattr(trainer.strategy, "routing_balance", dict)
+        log_metrics(trainer, self.latest | balance(), step)
         self._begin = now
         self._restart()
 

@@ -296,6 +296,13 @@ class LayoutStrategy(RunStateStrategy):
         """
         return _nothing
 
+    def routing_balance(self) -> dict[str, float]:
+        """How evenly tokens went to experts in training since the last call; no collective, but a wait for the device.
+
+        Of :meth:`~trainwright.strategies.expert_engine.ExpertParallel.statistics`; empty where no ranks share experts.
+        """
+        return {}
+
     def trained_boxes(self) -> dict[str, TensorParts]:
         """What this rank holds of parameters and optimizer states, as boxes of the whole by key; views, no collective.
 
@@ -422,13 +429,6 @@ class LayoutStrategy(RunStateStrategy):
         assert self.lightning_module is not None
         return is_deferred(self.lightning_module)
 
-    # ---- steps of setup -------------------------------------------------------------------------------------------
-
-    def _refuse_other_models(self) -> None:
-        """Have ranks hold their modules against each other, where each still has the whole; a collective."""
-        assert self.lightning_module is not None
-        if getattr(self.lightning_module, "_trainwright_layout", None) is None:
-            refuse_other_models(self.lightning_module, self.root_device)
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before a step: take up parameters that were frozen until now (a finetuning callback's)."""
         super().on_train_batch_start(batch, batch_idx)
@@ -445,6 +445,13 @@ class LayoutStrategy(RunStateStrategy):
     def _take_up(self, thawed: Sequence[nn.Parameter]) -> None:
         """Average the gradients of parameters too that were frozen when that was set up; all ranks thaw the same."""
 
+    # ---- steps of setup -------------------------------------------------------------------------------------------
+
+    def _refuse_other_models(self) -> None:
+        """Have ranks hold their modules against each other, where each still has the whole; a collective."""
+        assert self.lightning_module is not None
+        if getattr(self.lightning_module, "_trainwright_layout", None) is None:
+            refuse_other_models(self.lightning_module, self.root_device)
 
     def _find_blocks(self) -> dict[str, nn.Module]:
         assert self.lightning_module is not None

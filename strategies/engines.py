@@ -288,6 +288,10 @@ class Engines:
         """What exchanges tokens with ranks that have other experts, one for each layer of experts."""
         return () if self._expert is None else self._expert.dispatchers
 
+    def routing_balance(self) -> dict[str, float]:
+        """How evenly tokens went to experts since the last call; empty without an expert axis."""
+        return {} if self._expert is None else self._expert.statistics()
+
     def expert_modules_in(self, block: nn.Module) -> list[nn.Module]:
         """Modules of ``block`` that hold parameters of experts only."""
         inside = {id(sub) for sub in block.modules()}
@@ -389,15 +393,15 @@ class Engines:
         )
         self._pipeline.attach()
 
-    def detach(self) -> None:
-        """Let go of the pipeline; the module stays cut."""
-        if self._pipeline is not None:
-            self._pipeline.detach()
     def refresh(self) -> None:
         """Let stages say anew what they send, as what is trained may have changed; on all ranks between two steps."""
         if self._pipeline is not None:
             self._pipeline.refresh()
 
+    def detach(self) -> None:
+        """Let go of the pipeline; the module stays cut."""
+        if self._pipeline is not None:
+            self._pipeline.detach()
         self._pipeline = None
 
     def guard(self, function: Callable[[], Any]) -> Any:

@@ -235,6 +235,10 @@ class HybridStrategy(MixedPlacement):
         stages = [] if self._engines is None else self._engines.pipeline_stages
         return StageTimeline(stages, self.root_device) if stages else None
 
+    def routing_balance(self) -> dict[str, float]:
+        """See the base class."""
+        return {} if self._engines is None else self._engines.routing_balance()
+
     def listen_to_stages(self, listener: HearsStages) -> Callable[[], None]:
         """See the base class."""
         return listen_to_stages([] if self._engines is None else self._engines.pipeline_stages, listener)
@@ -381,16 +385,16 @@ class HybridStrategy(MixedPlacement):
         if self._engines is not None:
             self._shared = SharedGradients(self._engines.shared_parameters())
 
-    def setup_precision_plugin(self) -> None:
-        """Let the precision plugin know over which ranks gradients are spread; then attach the pipeline."""
-        super().setup_precision_plugin()
-        engines = self._engines
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before a step; at the beginning of an epoch stages of a pipeline may have been frozen or thawed."""
         super().on_train_batch_start(batch, batch_idx)
         if batch_idx == 0 and self._engines is not None:
             self._engines.refresh()
 
+    def setup_precision_plugin(self) -> None:
+        """Let the precision plugin know over which ranks gradients are spread; then attach the pipeline."""
+        super().setup_precision_plugin()
+        engines = self._engines
         if engines is None:
             return
         source = {id(shard.optimized): parameter for parameter, shard in self._shards.items()}

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer as LightningTrainer
 
 from tests.callbacks.modules import QUIET, Regression, Written, loader
+from tests.parity.layout_modules import LENGTH, VOCABULARY, make_module
 from trainwright import Trainer
 from trainwright.callbacks import throughput
 from trainwright.callbacks.throughput import Throughput, num_samples
@@ -119,3 +120,23 @@ def of_ranks() -> dict[str, float]:
 def test_samples_of_all_ranks_count(ranks: Callable[..., list[Any]]) -> None:
     for latest in ranks(of_ranks, 2):
         assert latest["samples_per_second"] * latest["step_seconds"] == pytest.approx(8)
+
+
+def of_experts(strategy: str) -> dict[str, float]:
+    """What is logged of a mixture of experts besides rates and losses."""
+    written = Written()
+    tokens = torch.randint(VOCABULARY, (16, LENGTH), generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.DataLoader([{"tokens": each} for each in tokens], batch_size=4)
+    callbacks = [Throughput(every_n_steps=2)]
+    Trainer(
+        strategy=strategy, devices=dist.get_world_size(), max_steps=2, logger=written, callbacks=callbacks, **QUIET
+    ).fit(make_module("mixtral"), data)
+    names = ("expert_imbalance", "rank_imbalance", "busiest_expert")
+    return {name: value for _, row in written.rows for name, value in row.items() if name in names}
+
+
+def test_how_evenly_tokens_went_to_experts_is_logged(ranks: Callable[..., list[Any]]) -> None:
+    balance = ranks(of_experts, 2, "expert")[0]
+    assert balance["expert_imbalance"] >= balance["rank_imbalance"] >= 1.0
+    assert 0.25 <= balance["busiest_expert"] <= 1.0
+    assert ranks(of_experts, 2, "ddp")[0] == {}
