@@ -40,7 +40,7 @@ from trainwright.checkpoint.source import TensorSource
 from trainwright.checkpoint.storage import remove
 from trainwright.checkpoint.weights import SavedWeights
 from trainwright.strategies.layout import Layout
-from trainwright.strategies.random_state import random_state, set_random_state
+from trainwright.strategies.random_state import RANK_STRIDE, random_state, set_random_state
 from trainwright.strategies.run_state import (
     OF_CALLBACKS,
     OF_RANK,
@@ -65,8 +65,6 @@ OF_RUN = "trainwright"
 COMPRESSION, OF_REPLICA = "compression", "compression/"
 # Prefix of buffers among what a rank has of its own.
 _BUFFERS = "buffers/"
-# An odd constant with bits all over: seeds of neighbouring ranks share none of their low bits.
-_STRIDE = 0x9E3779B97F4A7C15
 # Read once: a package's metadata takes milliseconds, in which training would stand still at each save.
 _version = cache(version)
 
@@ -594,7 +592,7 @@ def _seeded(state: Mapping[str, Tensor], data_rank: int, device: torch.device) -
     """State of a data rank that the saved run had not: seeded by another's, so that it repeats nobody's numbers."""
     before = random_state(device)
     set_random_state(state, device)
-    seed = (int(torch.randint(2**62, ())) + data_rank * _STRIDE) % 2**63
+    seed = (int(torch.randint(2**62, ())) + data_rank * RANK_STRIDE) % 2**63
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# Times a rank: an odd number with bits all over, so that seeds of neighbouring ranks share none of their low bits.
+RANK_STRIDE = 0x9E3779B97F4A7C15
+
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """State of the default generators of torch (CPU and ``device``), numpy and python, by name."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-# An odd constant with bits all over, so that seeds of neighbouring ranks share none of their low bits.
-_STRIDE = 0x9E3779B97F4A7C15
+from trainwright.strategies.random_state import RANK_STRIDE
 
 
 def draws_randomly(module: nn.Module) -> bool:
@@ -38,7 +37,7 @@ class SplitRandomness:
     """
 
     def __init__(self, rank: int) -> None:
-        self._offset = rank * _STRIDE
+        self._offset = rank * RANK_STRIDE
         self._outside: tuple[Tensor, Tensor | None, int] | None = None
 
     @property
