@@ -34,7 +34,7 @@ from trainwright.strategies.gathering import gather_ahead, let_go_of_gathered, s
 from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.outside import CallsOutside
-from trainwright.strategies.problems import refuse
+from trainwright.strategies.problems import is_number, refuse
 from trainwright.strategies.reducer import GradientReducer, ParameterPublisher
 from trainwright.strategies.same_model import take_from_first
 from trainwright.strategies.shards import ParameterShard, optimize_shards
@@ -48,7 +48,7 @@ Offload = Literal["none", "optimizer", "parameters"]
 
 
 def validate_zero(
-    stage: int, offload: str, find_unused_parameters: bool = False, prefetch: int | None = None
+    stage: int, offload: str, find_unused_parameters: bool, prefetch: int | None, bucket_mib: float
 ) -> list[str]:
     """Problems of these options together; empty when they are possible."""
     problems = []
@@ -63,6 +63,8 @@ def validate_zero(
             "find_unused_parameters=true with stage 3 has no effect: only stages 1 and 2 look for them. Type stage=2, "
             "or leave it out"
         )
+    if not is_number(bucket_mib) or bucket_mib <= 0:
+        problems.append(f"bucket_mib={bucket_mib}: must be above 0 (MiB); leave it out for the default")
     return problems + prefetch_problems(prefetch, stage)
 
 
@@ -122,7 +124,7 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         prefetch: int | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse(validate_zero(stage, offload, find_unused_parameters, prefetch))
+        refuse(validate_zero(stage, offload, find_unused_parameters, prefetch, bucket_mib))
         super().__init__(**kwargs)
         self.stage = stage
         self._open_layout = Layout(replicate=replicate, shard=shard)

@@ -157,3 +157,8 @@ def test_refusals():
         ZeroStrategy(1, prefetch=1)
     with pytest.raises(ValueError, match="shard=1 has no effect"):
         HybridStrategy(tensor=2, shard=1, prefetch=1)
+
+
+def test_buckets_of_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"bucket_mib=0: must be above 0 \(MiB\)"):
+        ZeroStrategy(2, bucket_mib=0)
