@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ class ParameterShard:
         """This rank's rows as the optimizer holds them: the same memory unless offloaded."""
         return local_tensor(self.optimized)
 
-    @property
+    @cached_property
     def chunk_numel(self) -> int:
         """Elements that each rank contributes to a bucket, padding included; a scalar has a place per rank."""
         if not self.is_split:
@@ -100,7 +101,8 @@ class ParameterShard:
         """Add this rank's rows of a gradient, or the parts of a scalar's by rank, to what the optimizer will see."""
         piece = (piece if self.is_split else piece.sum()).to(self.optimized_part.device)
         if self.optimized.grad is None:
-            self.optimized.grad = self.distributed(piece)
+            # Laid out like the part itself; DTensor.from_local would work that out anew, at seven times the cost.
+            self.optimized.grad = DTensor(piece, self.optimized._spec, requires_grad=False)  # type: ignore[attr-defined]
         else:
             local_tensor(self.optimized.grad).add_(piece)
 

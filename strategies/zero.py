@@ -30,6 +30,7 @@ from trainwright.strategies.communication.options import prefetch_of_nothing, pr
 from trainwright.strategies.compressed import CompressedReplicas
 from trainwright.strategies.compression.buckets import ReplicaPart
 from trainwright.strategies.deferred import deferred_pieces, is_deferred
+from trainwright.strategies.elementwise import step_on_local_tensors
 from trainwright.strategies.gathering import gather_ahead, let_go_of_gathered, split_blocks, whole_bytes
 from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.layout import Layout
@@ -416,6 +417,7 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             optimize_shards(optimizer, self._shards)
+            step_on_local_tensors(optimizer)
 
     def _release(self) -> None:
         for reducer in self._reducers:
