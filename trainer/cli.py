@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 
 from trainwright.trainer.launch.forkserver import start_forkserver, stop_forkserver
+from trainwright.trainer.launch.importing import without_collector
 from trainwright.trainer.launch.interrupt import Interrupted, raise_interrupted
 from trainwright.trainer.launch.launcher import detect_launcher
 from trainwright.trainer.launch.output import ranks_speak_to_stderr
@@ -60,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             # What the ranks of `verify` print must not mix with its report.
             with ranks_speak_to_stderr() if "verify" in words else contextlib.nullcontext():
                 start_forkserver()
-        from trainwright.trainer.command import run_command
+        with without_collector():
+            from trainwright.trainer.command import run_command
 
         return run_command(words)
     except Interrupted as interrupted:

@@ -16,6 +16,7 @@ from trainwright.trainer.launch.begun import begun_run
 from trainwright.trainer.launch.ends import begins_again
 from trainwright.trainer.launch.engines import engine_of, uses_engine
 from trainwright.trainer.launch.external import agree
+from trainwright.trainer.launch.importing import without_collector
 from trainwright.trainer.launch.interrupt import Interrupted
 from trainwright.trainer.launch.launcher import Launcher, detect_launcher
 from trainwright.trainer.launch.sizes import resized, size_problems
@@ -266,8 +267,9 @@ def run_here(
     Raises:
         Interrupted: if this process was told to end.
     """
-    from trainwright.callbacks.preemption import Preempted
-    from trainwright.trainer.worker import run_verb
+    with without_collector():
+        from trainwright.callbacks.preemption import Preempted
+        from trainwright.trainer.worker import run_verb
 
     seen: list[BaseException] = []
 

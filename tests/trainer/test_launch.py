@@ -345,8 +345,12 @@ def test_torchrun_starts_the_ranks_and_starts_them_again(conf: Path, tmp_path: P
     assert [row[step] for row in rows[1:] if row[loss]] == ["0", "1", "2", "3"]
 
 
-def test_the_fork_server_has_one_thread_when_it_forks() -> None:
-    code = "import trainwright.trainer.worker, os; print(len(os.listdir('/proc/self/task')))"
+def test_the_fork_server_has_one_thread_when_it_forks_and_collects_garbage() -> None:
+    code = (
+        "import trainwright.trainer.launch.preload, gc, os\n"
+        "assert gc.isenabled() and gc.get_freeze_count() > 100_000\n"
+        "print(len(os.listdir('/proc/self/task')))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**environment(), "OPENBLAS_NUM_THREADS": "1"}
     )

@@ -21,7 +21,7 @@ from trainwright.trainer.launch.scratch import scratch
 
 # A rank starts with these ignored too, see become_ordinary.
 _NOT_FOR_THE_SERVER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_PRELOAD = ("trainwright.trainer.worker",)
+_PRELOAD = ("trainwright.trainer.launch.preload",)
 # Process id of the server that this module has started; None when there is none, or it is another library's.
 _started: int | None = None
 
