@@ -61,10 +61,13 @@ docs: install  ## Build the documentation site into build/site, offline
 
 # Most tests wait for one process at a time, so two at once take little longer than one. Those that
 # depend on times (`alone`, in tests/conftest.py) follow one after the other. Both parts run, whatever fails.
+# Hundreds of processes import the same modules: each is compiled once, even where the shell forbids it.
+check: export PYTHONDONTWRITEBYTECODE =
+check: export OMP_NUM_THREADS = 1
 check: install  ## Run the whole test suite
 	status=0; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not alone' || status=1; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m alone || status=1; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not alone' || status=1; \
+	$(BIN)/python -m pytest -m alone || status=1; \
 	exit $$status
 
 snippets: install  ## Really run the commands of the documentation, small (minutes; not part of make test)

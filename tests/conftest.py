@@ -80,9 +80,12 @@ _TESTS = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what must run alone."""
-    alone = tuple(_TESTS / name for name in ALONE)
+    alone = {_TESTS / name for name in ALONE}
+    by_file: dict[Path, bool] = {}
     for item in items:
-        if any(item.path == each or each in item.path.parents for each in alone):
+        if item.path not in by_file:
+            by_file[item.path] = not alone.isdisjoint((item.path, *item.path.parents))
+        if by_file[item.path]:
             item.add_marker("alone")
 
 
@@ -115,10 +118,10 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _no_modules_left(tmp_path: Path) -> Iterator[None]:
     """What a test imports from its folder is not there for the next, whose own folder has modules of the same names."""
-    path = list(sys.path)
+    path, modules = list(sys.path), dict(sys.modules)
     yield
     sys.path[:] = path
-    forget_modules_of(tmp_path)
+    forget_modules_of(tmp_path, modules)
 
 
 @pytest.fixture(autouse=True)
