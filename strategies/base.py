@@ -7,7 +7,8 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -370,6 +371,9 @@ class LayoutStrategy(RunStateStrategy):
         return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
 
     # ---- what Lightning calls -------------------------------------------------------------------------------------
+
+    if not TYPE_CHECKING:  # Lightning's own, read ten times a step, without a frame of Python for each
+        lightning_module = property(attrgetter("_lightning_module"))
 
     @property
     def precision_plugin(self) -> Precision:

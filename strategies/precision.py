@@ -108,12 +108,11 @@ class _GradientRules(Precision):
         return tensor
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        """Call ``on_after_backward`` and let go of the graph."""
+        """Call ``on_after_backward``."""
         if self.hooks is None:
             return super().post_backward(tensor, module)
-        closure_loss = tensor.detach()
         self.hooks.call("on_after_backward")
-        return closure_loss
+        return tensor  # not detached, as Lightning's: backward has let go of the graph, and nobody keeps this
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         if self.hooks is None:

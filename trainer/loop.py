@@ -67,6 +67,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self._step_takes_index = True
         self._moves_batch = True
         self._in_batch = False
+        # Whether the present micro-batch ends with the step of the optimizer.
+        self._steps = False
         # Whether the loaders of the epoch have been begun; and, resuming, whether they had been when the run was saved.
         self.reading = self.was_reading = False
         # Resuming: whether the run was saved within the end of a batch, of which the rest is still to come.
@@ -213,6 +215,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         """
         if self.restarting:
             if self._must_end_first(data_fetcher):
+                self._steps = not self._should_accumulate()
                 return
             # Lightning would look once more for a validation to end, and count it as one.
             self._restarting = False
@@ -236,6 +239,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         progress.is_last_batch = data_fetcher.done
         batch = self._to_device(batch)
         progress.increment_ready()
+        self._steps = not self._should_accumulate()
         connector = trainer._logger_connector
         self._begin_results(connector, batch)
         if batch is None:
@@ -309,8 +313,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         args = (batch, batch_idx) if self._step_takes_index else (batch,)
         trainer = self.trainer
         if trainer.lightning_module.automatic_optimization:
-            optimizer, stepping = trainer.strategy._optimizers[0], not self._should_accumulate()
-            return self.automatic_optimization.run_lean(optimizer, batch_idx, args, stepping)
+            return self.automatic_optimization.run_lean(trainer.strategy._optimizers[0], batch_idx, args, self._steps)
         # The user calls backward; the strategy weighs the loss of a rank that has fewer samples than others.
         strategy, loss_divisor = trainer.strategy, self.automatic_optimization.loss_divisor
         assert loss_divisor is not None
@@ -414,7 +417,9 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
     def _end_lean_batch(self) -> None:
         self._skip_next_val = False
-        if not self._should_accumulate() and not self.dropped:
+        # Who leases samples learns after a micro-batch alone that it was the last.
+        steps = self._steps if self._leased is None else not self._should_accumulate()
+        if steps and not self.dropped:
             self._batches_that_stepped += 1
         self._save_loggers_on_train_batch_end()
 

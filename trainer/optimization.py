@@ -61,14 +61,16 @@ class LeanOptimization(_AutomaticOptimization):
         closure = _LeanClosure(self, optimizer, batch_idx, args)
         strategy = self.trainer.strategy
         if stepping or strategy.handles_gradient_accumulation:
-            self._step_lean(batch_idx, closure, stepping)
+            self._step_lean(optimizer, batch_idx, closure, stepping)
         else:
             with _block_parallel_sync_behavior(strategy, block=True):
                 closure()
         result = closure.result
         return {} if result is None or result.loss is None else {"loss": result.loss, **result.extra}
 
-    def _step_lean(self, batch_idx: int, closure: Callable[[], Tensor | None], stepping: bool) -> None:
+    def _step_lean(
+        self, optimizer: Optimizer, batch_idx: int, closure: Callable[[], Tensor | None], stepping: bool
+    ) -> None:
         trainer, progress = self.trainer, self.optim_progress.optimizer.step
         module = trainer.lightning_module
         if stepping:
@@ -76,7 +78,11 @@ class LeanOptimization(_AutomaticOptimization):
         names = module.__dict__
         before, names["_current_fx_name"] = names["_current_fx_name"], "optimizer_step"
         try:
-            module.optimizer_step(trainer.current_epoch, batch_idx, trainer.strategy._lightning_optimizers[0], closure)
+            if self.hooks.module_overrides("optimizer_step"):
+                wrapped = trainer.strategy._lightning_optimizers[0]
+                module.optimizer_step(trainer.current_epoch, batch_idx, wrapped, closure)
+            else:
+                trainer.strategy.optimizer_step(optimizer, closure)
         except DropStep:
             self._drop()
         else:
@@ -213,17 +219,19 @@ class _LeanClosure:
         return result.loss
 
     def _zero_grad_if_due(self, module: LightningModule) -> None:
-        progress, trainer = self._loop.optim_progress.optimizer.zero_grad, self._loop.trainer
+        trainer = self._loop.trainer
         if self._batch_idx % trainer.accumulate_grad_batches:
             return
-        progress.increment_ready()
+        progress: Any = self._loop.optim_progress.optimizer.zero_grad
+        total, current = progress.total, progress.current
+        total.ready, current.ready = total.ready + 1, current.ready + 1
         self._loop.hooks.call("on_before_zero_grad", self._optimizer)
-        progress.increment_started()
+        total.started, current.started = total.started + 1, current.started + 1
         names = module.__dict__
         before, names["_current_fx_name"] = names["_current_fx_name"], "optimizer_zero_grad"
         module.optimizer_zero_grad(trainer.current_epoch, self._batch_idx, self._optimizer)
         names["_current_fx_name"] = before
-        progress.increment_completed()
+        total.completed, current.completed = total.completed + 1, current.completed + 1
 
 
 def forget_scaled(trainer: Trainer) -> None:
