@@ -11,6 +11,7 @@ Run: python -m benchmarks.scale [--ranks 10 1000 100000]
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import random
@@ -19,12 +20,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import xxhash
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -35,13 +37,18 @@ from trainwright.callbacks.monitor.clocks import clock_offset
 from trainwright.callbacks.monitor.sample import sampled_ranks
 from trainwright.callbacks.replica_check import _Holders
 from trainwright.callbacks.stragglers import StepTimes, find_stragglers
+from trainwright.checkpoint import distinct
 from trainwright.checkpoint import groups as gloo_groups
-from trainwright.checkpoint.dcp import from_json, to_json
-from trainwright.checkpoint.dealing import Box, Deal, Kin, choose_writers, share_out
+from trainwright.checkpoint.dcp import TENSORS, from_json, to_json
+from trainwright.checkpoint.dealing import Box, Deal, Kin, choose_writers, share_out, writers_of_common
 from trainwright.checkpoint.distinct import of_all_ranks, problems_of_ranks
-from trainwright.checkpoint.records import FileRecord, Manifest
+from trainwright.checkpoint.manifest import MANIFEST, read_manifest, records_of
+from trainwright.checkpoint.records import SPLIT, FileRecord, Listed, Manifest, file_of, list_to_bytes
 from trainwright.checkpoint.save import Content, write
-from trainwright.checkpoint.writing import stored_by
+from trainwright.checkpoint.split import Split, split_of
+from trainwright.checkpoint.storage import Folder
+from trainwright.checkpoint.stored import stored_tensors
+from trainwright.checkpoint.writing import directory_of, led_boxes, stored_by
 from trainwright.strategies.communication.calls import Call, listen
 from trainwright.strategies.communication.costs import least_bytes
 from trainwright.strategies.groups import LayoutGroups
@@ -265,25 +272,148 @@ def deal(layout: Layout) -> Cost:
     return Cost(taken, told, len(kins))
 
 
-def metadata(layout: Layout) -> Cost:
-    """`tensors.json` and `manifest.json`: made, written down and read again."""
-    kins = _kins(layout)
+@dataclass(frozen=True)
+class Told:
+    """What is said of the files and boxes of a state."""
+
+    kins: list[Kin]
+    winners: dict[Box, int]
+    split: Split | None
+
+    @classmethod
+    def of(cls, layout: Layout) -> Told:
+        """As the ranks of a layout agree on it."""
+        kins = _kins(layout)
+        of_rank = [0] * layout.world_size
+        for number, kin in enumerate(kins):
+            for rank in kin.ranks:
+                of_rank[rank] = number
+        lengths = [len(json.dumps(kin.boxes, separators=(",", ":"))) for kin in kins]
+        said = distinct.Kin(of_rank, [kin.ranks[0] for kin in kins], lengths)
+        return cls(kins, choose_writers(kins), split_of(said))
+
+    def deal(self, file: int = 0) -> Deal:
+        """That of a rank that writes a file of boxes down; of the first one, that of the first rank."""
+        if self.split is None:
+            return Deal(frozenset(), self.kins, self.winners)
+        first = file * self.split.kins
+        led = dict(list(enumerate(self.kins))[first : first + self.split.kins])
+        common = writers_of_common(self.winners, [kin.ranks for kin in self.kins])
+        return Deal(frozenset(), self.kins, self.winners, self.split, led, common)
+
+
+def _record(name: str, data: bytes = b"") -> FileRecord:
+    return FileRecord(name, len(data) or 10**6, xxhash.xxh3_128_hexdigest(data), 0)
+
+
+def one_file(told: Told) -> Cost:
+    """One `tensors.json` and one `manifest.json` for all: made, written down and read again, by one rank."""
     begin = time.process_time()
-    stored = stored_by(Deal(frozenset(), kins, choose_writers(kins)))
+    stored = stored_by(Deal(frozenset(), told.kins, told.winners))
     text = to_json(stored)
     names = {box.file for tensor in stored.values() for box in tensor.boxes}
-    files = {name: FileRecord(name, 10**6, "0" * 32, 0) for name in names}
-    manifest = Manifest(files).to_bytes()
+    manifest = Manifest({name: _record(name) for name in names}).to_bytes()
     from_json(text, Manifest.from_bytes(manifest).files, "")
-    return Cost(time.process_time() - begin, len(text) + len(manifest), None, len(files))
+    return Cost(time.process_time() - begin, len(text) + len(manifest), None, 2)
+
+
+def first_files(told: Told) -> dict[str, bytes]:
+    """What the first rank composes of one deal."""
+    deal = told.deal()
+    if told.split is None:
+        return {TENSORS: to_json(stored_by(deal))}
+    return {TENSORS: directory_of(deal).to_bytes(), told.split.boxes[0][0]: led_boxes(deal)}
+
+
+def each_files(told: Told, composed: dict[str, bytes]) -> dict[str, bytes]:
+    """What the first rank says at each save of the files of ranks, and the manifest."""
+    known = {name: _record(name, data) for name, data in composed.items()}
+    if told.split is None:
+        ranks = sum(len(kin.ranks) for kin in told.kins)
+        return {MANIFEST: Manifest({**known, **{n: _record(n) for n in map(file_of, range(ranks))}}).to_bytes()}
+    split = told.split
+    name = split.lists[0][0]
+    data = list_to_bytes([_record(file_of(rank)) for rank in split.list_of(0)])
+    others = {other: _record(other) for other, _ in [*split.lists, *split.boxes]}
+    lists = {other: Listed(len(split.list_of(first)), 10**9) for other, first in split.lists}
+    files = {**others, **known, name: _record(name, data)}
+    return {name: data, MANIFEST: Manifest(files, {}, SPLIT, lists).to_bytes()}
+
+
+def made(told: Told) -> Cost:
+    """What the first rank composes at its first save, and says at that and every later one."""
+    begin = time.process_time()
+    composed = first_files(told)
+    files = {**composed, **each_files(told, composed)}
+    return Cost(time.process_time() - begin, sum(map(len, files.values())), None, len(files))
+
+
+def made_again(told: Told) -> Cost:
+    """What the first rank says at every later save, beside what it writes as it is."""
+    composed = first_files(told)
+    begin = time.process_time()
+    again = first_files(told) if told.split is None else composed
+    files = {**again, **each_files(told, again)}
+    return Cost(time.process_time() - begin, sum(map(len, files.values())), None, len(files))
+
+
+def opened(told: Told) -> Cost:
+    """What a rank reads to find its own boxes and its part of the files to verify; it is the first of the last kin."""
+    kin, rank = told.kins[-1], told.kins[-1].ranks[0]
+    composed = first_files(told)
+    if told.split is not None:
+        file = told.split.boxes_of(len(told.kins) - 1)
+        composed[told.split.boxes[file][0]] = led_boxes(told.deal(file))
+    with tempfile.TemporaryDirectory() as name, counted_reads() as reads:
+        for file_name, data in {**composed, **each_files(told, composed)}.items():
+            Path(name, file_name).write_bytes(data)
+        begin = time.process_time()
+        manifest = read_manifest(name)
+        for number, each in enumerate(manifest.lists):
+            if number == 0:  # that of its part
+                records_of(name, manifest, each)
+        tensors = stored_tensors(Folder(name, manifest), manifest)
+        for box in kin.boxes:
+            key = box.key.replace("rank/*/", f"rank/{rank}/")
+            tensors.boxes(key, [(box.offsets, box.sizes)])
+        return Cost(time.process_time() - begin, sum(reads), None, len(reads))
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """Bytes of each file of a folder that is read meanwhile."""
+    reads: list[int] = []
+    usual = Folder.read
+
+    def read(folder: Folder, name: str) -> bytes:
+        data = usual(folder, name)
+        reads.append(len(data))
+        return data
+
+    Folder.read = read  # type: ignore[method-assign]
+    try:
+        yield reads
+    finally:
+        Folder.read = usual  # type: ignore[method-assign]
+
+
+def metadata(measure: Callable[[Told], Cost], one_copy: bool = False) -> Callable[[Layout], Cost]:
+    """A measure of what is said of files and boxes, for a layout.
+
+    Args:
+        measure: of what is said.
+        one_copy: for a state that all ranks hold together, but at most 1,000 of them.
+    """
+    return lambda layout: measure(Told.of(Layout(shard=min(1_000, layout.world_size)) if one_copy else layout))
 
 
 def save(layout: Layout) -> Cost:
     """What rank 0 sends to save a state again, and how long it takes, its tensors apart."""
+    told = Told.of(layout)
+    deal = replace(told.deal(), kins=[], winners={}, composed=first_files(told))
     with tempfile.TemporaryDirectory() as folder, world(layout.world_size), sent() as calls:
-        content = Content({}, {}, {}, Deal(frozenset(), [], {}))
         begin = time.process_time()
-        write(content, f"{folder}/checkpoint", dist.group.WORLD)
+        write(Content({}, {}, {}, deal), f"{folder}/checkpoint", dist.group.WORLD)
         return _cost(begin, calls)
 
 
@@ -313,7 +443,14 @@ ITEMS = (
     Item("what all ranks say", "a save", said),
     Item("deal, on rank 0", "first save", deal),
     Item("save, beside tensors", "a save", save),
-    Item("tensors.json, manifest", "a save", metadata),
+    Item("metadata, one file for all", "a save", metadata(one_file)),
+    Item("metadata, first save, rank 0", "first save", metadata(made)),
+    Item("metadata, later saves, rank 0", "a save", metadata(made_again)),
+    Item("metadata, read by a rank", "once", metadata(opened)),
+    Item("one copy on all: one file", "a save", metadata(one_file, one_copy=True)),
+    Item("one copy on all: first save, rank 0", "first save", metadata(made, one_copy=True)),
+    Item("one copy on all: later saves, rank 0", "a save", metadata(made_again, one_copy=True)),
+    Item("one copy on all: read by a rank", "once", metadata(opened, one_copy=True)),
     Item("records, and a report of them", "a window", monitors),
 )
 

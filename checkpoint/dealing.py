@@ -5,16 +5,16 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from trainwright.checkpoint.directory import OF_RANK
 from trainwright.checkpoint.distinct import any_of_ranks, kin_of, to_first
 from trainwright.checkpoint.parts import TensorParts
+from trainwright.checkpoint.split import Split, split_of
 
-OF_RANK = "rank/"
-"""Prefix of the keys of what a rank has of its own, before its number: ``rank/3/...``."""
 # In the place of the number where ranks are compared: those that differ by it alone are dealt to as one.
 _OWN = "rank/*/"
 
@@ -60,22 +60,41 @@ class Deal:
         own: positions of the boxes that this rank writes, among all that it holds.
         kins: all ranks, those that hold the same together; on the first rank alone.
         winners: which kin writes a box that several hold, by its number.
+        split: how what is said of files and boxes is divided among the ranks; ``None``: the first rank says it all.
+        led: by number, the kin whose boxes this rank writes down, where that is divided.
+        common: the rank that writes a box that several kin hold, of those that one of ``led`` holds.
+        composed: by name, the files that this rank makes of the deal; the same at every save, so made once.
     """
 
     own: frozenset[int]
     kins: Sequence[Kin]
     winners: Mapping[Box, int]
+    split: Split | None = None
+    led: Mapping[int, Kin] = field(default_factory=dict)
+    common: Mapping[Box, int] = field(default_factory=dict)
+    composed: dict[str, bytes] = field(default_factory=dict, compare=False)
 
     def written(self) -> Iterator[tuple[Box, int]]:
         """Each box of the checkpoint and the rank that writes it. On the first rank alone."""
         for number, kin in enumerate(self.kins):
-            writers = share_out(kin.boxes, len(kin.ranks), number, self.winners)
-            for position, box in enumerate(kin.boxes):
-                if box.key.startswith(_OWN):
-                    rest = box.key.removeprefix(_OWN)
-                    yield from ((box._replace(key=f"{OF_RANK}{rank}/{rest}"), rank) for rank in kin.ranks)
-                elif position in writers:
-                    yield box, kin.ranks[writers[position]]
+            for name, box in own_boxes(kin):
+                yield from ((box._replace(key=f"{OF_RANK}{rank}/{name}"), rank) for rank in kin.ranks)
+            yield from self.written_by(number, kin)
+
+    def written_by(self, number: int, kin: Kin) -> Iterator[tuple[Box, int]]:
+        """Each box that these kin write, and the rank of them that does; without what is a rank's own."""
+        writers = share_out(kin.boxes, len(kin.ranks), number, self.winners)
+        yield from ((kin.boxes[position], kin.ranks[writer]) for position, writer in writers.items())
+
+
+def own_boxes(kin: Kin) -> Iterator[tuple[str, Box]]:
+    """What each rank of these kin has of its own, with the name that follows its number."""
+    return ((box.key.removeprefix(_OWN), box) for box in kin.boxes if is_own(box))
+
+
+def is_own(box: Box) -> bool:
+    """Whether a box is what each of its ranks has of its own, which no other could write."""
+    return box.key.startswith(_OWN)
 
 
 class Dealer:
@@ -121,16 +140,24 @@ def agree(boxes: list[Box], group: dist.ProcessGroup | None) -> Deal:
     members: list[list[int]] = [[] for _ in kin.firsts]
     for each, number in enumerate(of_rank):
         members[number].append(each)
-    held = [_boxes(json.loads(text)) for text in to_first(own, kin, group)]
-    kins = [Kin(ranks, known) for ranks, known in zip(members, held, strict=False)]
+    kins = list(_kins_of(to_first(own, kin, group), members).values())
+    split = split_of(kin)
+    led = {} if split is None else _kins_of(to_first(own, kin, group, split.kins), members)
     told: list[Any] = [list(choose_writers(kins).items()) if kins else None]
     dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
     winners = dict(told[0])
     mine = of_rank[rank]
     place = members[mine].index(rank)
     writers = share_out(boxes, len(members[mine]), mine, winners)
-    own_boxes = {position for position, box in enumerate(boxes) if box.key.startswith(_OWN)}
-    return Deal(frozenset(own_boxes | {p for p, writer in writers.items() if writer == place}), kins, winners)
+    of_rank_alone = {position for position, box in enumerate(boxes) if is_own(box)}
+    kept = frozenset(of_rank_alone | {p for p, writer in writers.items() if writer == place})
+    common = writers_of_common(winners, members) if led else {}
+    held = {box for kin in led.values() for box in kin.boxes if box in common}
+    return Deal(kept, kins, winners, split, led, {box: writer for box, writer in common.items() if box in held})
+
+
+def _kins_of(said: Mapping[int, bytes], members: Sequence[Sequence[int]]) -> dict[int, Kin]:
+    return {number: Kin(members[number], _boxes(json.loads(text))) for number, text in said.items()}
 
 
 def _boxes(plain: list[list[Any]]) -> list[Box]:
@@ -171,12 +198,12 @@ def choose_writers(kins: Sequence[Kin]) -> dict[Box, int]:
     holders: dict[Box, list[int]] = {}
     for number, kin in enumerate(kins):
         for box in kin.boxes:
-            if not box.key.startswith(_OWN):
+            if not is_own(box):
                 holders.setdefault(box, []).append(number)
     load = [0.0] * len(kins)
     for number, kin in enumerate(kins):
         alone = sum(box.num_bytes for box in kin.boxes if len(holders.get(box, ())) == 1)
-        own = sum(box.num_bytes for box in kin.boxes if box.key.startswith(_OWN))
+        own = sum(box.num_bytes for box in kin.boxes if is_own(box))
         load[number] = own + alone / len(kin.ranks)
     winners = {}
     shared = [box for box, numbers in holders.items() if len(numbers) > 1]
@@ -192,7 +219,8 @@ def share_out(
 ) -> dict[int, int]:
     """Give each box to one of the ranks that hold the same, so that they write about as many bytes.
 
-    The largest boxes are given first, each to the rank that has least so far.
+    The largest boxes are given first, each to the rank that has least so far; before them, those that other kin hold
+    too, so that these are where :func:`writers_of_common` says, who does not know the others.
 
     Args:
         boxes: that each of them holds.
@@ -204,18 +232,31 @@ def share_out(
         Position of a box -> which of the ranks writes it; without what is a rank's own, or written by other kin.
     """
     winners = winners or {}
-    dealt = [
-        position
-        for position, box in enumerate(boxes)
-        if not box.key.startswith(_OWN) and winners.get(box, number) == number
-    ]
+    dealt = [p for p, box in enumerate(boxes) if not is_own(box) and winners.get(box, number) == number]
     load = [(0, rank) for rank in range(ranks)]
     shares = {}
-    for position in sorted(dealt, key=lambda position: (-boxes[position].num_bytes, boxes[position])):
+    for position in sorted(dealt, key=lambda p: (boxes[p] not in winners, -boxes[p].num_bytes, boxes[p])):
         least, rank = load[0]
         shares[position] = rank
         heapq.heapreplace(load, (least + boxes[position].num_bytes, rank))
     return shares
+
+
+def writers_of_common(winners: Mapping[Box, int], members: Sequence[Sequence[int]]) -> dict[Box, int]:
+    """The rank that writes each box that several kin hold.
+
+    Args:
+        winners: which kin does, by its number.
+        members: of each kin, by its number, the ranks.
+    """
+    won: dict[int, list[Box]] = {}
+    for box, number in winners.items():
+        won.setdefault(number, []).append(box)
+    writers = {}
+    for number, boxes in won.items():
+        shares = share_out(boxes, len(members[number]), number, winners)
+        writers.update({boxes[position]: members[number][writer] for position, writer in shares.items()})
+    return writers
 
 
 def _keep(tensors: Mapping[str, TensorParts], positions: frozenset[int]) -> dict[str, TensorParts]:

@@ -137,27 +137,32 @@ def _numbered(words: Tensor) -> Kin:
     return Kin(of_rank, firsts, lengths)
 
 
-def to_first(own: bytes, kin: Kin, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Bring what is said to the first rank, once for all who say it; empty on the others. A collective.
+def to_first(own: bytes, kin: Kin, group: dist.ProcessGroup | None, every: int | None = None) -> dict[int, bytes]:
+    """Bring what is said to the first rank, once for all who say it. A collective.
 
     Args:
         own: bytes of this rank.
         kin: of these bytes, see :func:`kin_of`.
         group: of the CPU; ``None``: all ranks.
+        every: how many that say something else have a rank for themselves to which it is brought: the first of those
+            who say what comes first among it. ``None``: all are brought to the first rank.
+
+    Returns:
+        What was brought to this rank, by its number; empty on ranks to which nothing is.
     """
-    rank = dist.get_rank(group)
-    if rank != 0:
-        if kin.firsts[kin.of_rank[rank]] == rank:
-            dist.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), _global(0, group), group=group)
-        return []
-    found = []
-    for first, length in zip(kin.firsts, kin.lengths, strict=True):
-        if first == 0:
-            found.append(own)
-            continue
-        block = torch.empty(length, dtype=torch.uint8)
-        dist.recv(block, _global(first, group), group=group)
-        found.append(block.numpy().tobytes())
+    rank, every = dist.get_rank(group), every or len(kin.firsts)
+    number = kin.of_rank[rank]
+    begin = number - number % every
+    leader = kin.firsts[begin]
+    if rank != leader:
+        if kin.firsts[number] == rank:
+            dist.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), _global(leader, group), group=group)
+        return {}
+    found = {number: own}
+    for other in range(begin + 1, min(begin + every, len(kin.firsts))):
+        block = torch.empty(kin.lengths[other], dtype=torch.uint8)
+        dist.recv(block, _global(kin.firsts[other], group), group=group)
+        found[other] = block.numpy().tobytes()
     return found
 
 

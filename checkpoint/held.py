@@ -78,6 +78,10 @@ class HeldSource:
         """Names of the tensors of which this rank holds something."""
         return self._tensors.keys()
 
+    def keys_under(self, prefix: str) -> list[str]:
+        """Those that begin with ``prefix``."""
+        return [key for key in self._tensors if key.startswith(prefix)]
+
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of the whole tensor.
 

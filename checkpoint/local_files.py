@@ -15,8 +15,9 @@ import io
 import os
 import re
 import shutil
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from trainwright.checkpoint.errors import CheckpointError
@@ -41,6 +42,15 @@ class LocalFiles:
     def exists(self) -> bool:
         """Whether there is a folder."""
         return os.path.isdir(self.path)
+
+    def has(self, file: str) -> bool:
+        """Whether there is a file of that name in the folder."""
+        try:
+            return stat.S_ISREG(os.stat(os.path.join(self.path, file)).st_mode)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise read_error(self.path, error) from error
 
     def is_file(self) -> bool:
         """Whether there is a file in its place."""
@@ -123,9 +133,12 @@ class LocalPending:
         """A new file in the folder, which nobody sees yet."""
         return LocalOutput(os.path.join(self.path, file))
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of every file written so far, by its name in the folder."""
-        return LocalFiles(self.path).sizes()
+    def sizes(self, files: Sequence[str]) -> dict[str, int]:
+        """Bytes of those files that are there; all others are looked at only where one is missing."""
+        try:
+            return {file: os.stat(os.path.join(self.path, file)).st_size for file in files}
+        except OSError:  # a network file system that was asked too early keeps its answer until the folder is listed
+            return LocalFiles(self.path).sizes()
 
     def publish(self, manifest: bytes) -> None:
         """Write the manifest, then give the folder its name in one step; replaces what has it now."""

@@ -1,21 +1,29 @@
-"""What a checkpoint consists of, as written in its ``manifest.json``. Pure data; nothing here touches a file."""
+"""What a checkpoint consists of, as written in its ``manifest.json``. Pure data; nothing here touches a file.
+
+The manifest of a run of few ranks names every file (version 1 of the format). That of many ranks names the files that
+tell of the others, its *lists*: each holds the records of the files that some ranks wrote (version 2). So nobody writes
+or reads a record of each rank.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import xxhash
 
 from trainwright.checkpoint.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-VERSION = 1
-"""Version of the format that this code writes, and the newest that it reads."""
+WHOLE, SPLIT = 1, 2
+"""Versions of the format: a manifest that names all files, and one whose lists do."""
+VERSION = SPLIT
+"""The newest version of the format that this code reads."""
 
 _HASH = "xxh3_128"
 
@@ -49,16 +57,28 @@ class FileRecord:
         return self.stored or self.name
 
 
+class Listed(NamedTuple):
+    """What a list of files tells of, without reading it."""
+
+    files: int
+    """How many files."""
+    num_bytes: int
+    """Their size together."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The files of a checkpoint, and what is known about it without reading them.
 
     Args:
-        files: record of each file, by :attr:`FileRecord.name`.
+        files: record of each file, by :attr:`FileRecord.name`; without those that a list names.
         about: plain JSON: ``step``, ``epoch``, ``layout``, ``world_size``, ``strategy``, ``versions``, ``created``,
             ``metrics``, ``kind`` and what else the writer tells. Values that JSON lacks are written as the texts
             ``NaN``, ``Infinity`` and ``-Infinity``.
         version: of the format.
+        lists: by name, the files among ``files`` that hold records of others; none in version 1.
+        token: that the names of the files in the folder carry, where these are not those of their records; only in
+            version 2, in which the records of most files are elsewhere.
 
     Raises:
         CheckpointError: if a file name could lead out of the folder, or two files have one name.
@@ -66,7 +86,9 @@ class Manifest:
 
     files: dict[str, FileRecord]
     about: dict[str, Any] = field(default_factory=dict)
-    version: int = VERSION
+    version: int = WHOLE
+    lists: dict[str, Listed] = field(default_factory=dict)
+    token: str = ""
 
     def __post_init__(self) -> None:
         for key, record in self.files.items():
@@ -74,6 +96,8 @@ class Manifest:
                 raise CheckpointError(f"A manifest calls a file both {key!r} and {record.name!r}.")
             check_file_name(record.name)
             check_file_name(record.file)
+        if self.token:
+            check_file_name(self.token)
         stored = [record.file for record in self.files.values()]
         if len({name.casefold() for name in stored}) != len(stored):
             raise CheckpointError(f"A manifest names a file twice: {sorted(stored)}.")
@@ -92,7 +116,25 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         """Size of all files together."""
-        return sum(record.size for record in self.files.values())
+        return sum(record.size for record in self.files.values()) + sum(each.num_bytes for each in self.lists.values())
+
+    @property
+    def num_files(self) -> int:
+        """How many files there are."""
+        return len(self.files) + sum(each.files for each in self.lists.values())
+
+    def stored(self, name: str) -> str:
+        """What a file is called in the folder."""
+        record = self.files.get(name)
+        return record.file if record else with_token(name, self.token)
+
+    def names(self, file: str) -> bool:
+        """Whether a file of the folder is one of the checkpoint's; where a list names it, whether its name fits."""
+        return file in self._stored or (bool(self.token) and f".{self.token}" in file)
+
+    @cached_property
+    def _stored(self) -> frozenset[str]:
+        return frozenset(record.file for record in self.files.values())
 
     def metric(self, name: str) -> float | None:
         """A monitored value; ``None`` if it was not logged or is no number."""
@@ -110,7 +152,9 @@ class Manifest:
             CheckpointError: if ``about`` holds what JSON cannot.
         """
         files = {name: _record_to_json(record) for name, record in self.files.items()}
-        content = {"files": files, "about": self.about, "version": self.version}
+        content: dict[str, Any] = {"files": files, "about": self.about, "version": self.version}
+        if self.version >= SPLIT:
+            content |= {"lists": {name: list(each) for name, each in self.lists.items()}, "token": self.token}
         try:
             return _sealed(_finite(content))
         except (TypeError, ValueError, RecursionError) as error:
@@ -136,7 +180,66 @@ class Manifest:
         files, about = content.get("files"), content.get("about")
         if not isinstance(files, dict) or not isinstance(about, dict):
             raise ManifestError("it lists no files")
-        return cls({name: _record_from_json(name, value) for name, value in files.items()}, about, version)
+        records = {name: _record_from_json(name, value) for name, value in files.items()}
+        if version == WHOLE:
+            return cls(records, about, version)
+        lists, token = content.get("lists"), content.get("token")
+        if not isinstance(lists, dict) or not isinstance(token, str):
+            raise ManifestError("it has no lists of files")
+        return cls(records, about, version, {name: _listed(name, each, records) for name, each in lists.items()}, token)
+
+
+def file_of(rank: int) -> str:
+    """Name of the file of tensors that a rank writes."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def with_token(name: str, token: str) -> str:
+    """What a file of one writing is called in a folder where the names of all its files carry its token.
+
+    Args:
+        name: of the file.
+        token: ``""``: it is called by its name.
+    """
+    if not token:
+        return name
+    stem, dot, ending = name.rpartition(".")
+    return f"{stem}.{token}.{ending}" if dot else f"{name}.{token}"
+
+
+def list_to_bytes(records: Iterable[FileRecord]) -> bytes:
+    """A list of files, as it is written; the names under which they are stored follow from the manifest."""
+    plain = {record.name: [record.size, record.hash, record.rank] for record in records}
+    return json.dumps({"files": plain}, separators=(",", ":")).encode("ascii")
+
+
+def list_from_bytes(data: bytes, token: str) -> list[FileRecord]:
+    """What :func:`list_to_bytes` was given.
+
+    Args:
+        data: of the list.
+        token: of the manifest.
+
+    Raises:
+        ManifestError: if it is no such list.
+        CheckpointError: if it names files outside of its folder.
+    """
+    try:
+        plain = json.loads(data)["files"].items()
+        values = {name: {"size": size, _HASH: digest, "rank": rank} for name, (size, digest, rank) in plain}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ManifestError(f"it is no list of files ({type(error).__name__}: {error})") from None
+    for name in values:
+        check_file_name(name)
+    stored = {name: with_token(name, token) if token else "" for name in values}
+    return [_record_from_json(name, {**value, "stored": stored[name]}) for name, value in values.items()]
+
+
+def _listed(name: str, value: object, records: Mapping[str, FileRecord]) -> Listed:
+    numbers = value if isinstance(value, list) and len(value) == len(Listed._fields) else []
+    if name not in records or not numbers or not all(isinstance(each, int) and each >= 0 for each in numbers):
+        raise ManifestError(f"its list {name} is {value!r}")
+    return Listed(*numbers)
 
 
 def check_file_name(name: str) -> None:

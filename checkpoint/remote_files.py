@@ -10,7 +10,7 @@ import contextlib
 import posixpath
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, BinaryIO
 
@@ -18,7 +18,7 @@ from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.owners import TOKEN, left_behind
 from trainwright.checkpoint.paths import file_system, join_path
 from trainwright.checkpoint.reading import open_named, read_error
-from trainwright.checkpoint.records import MANIFEST, Manifest, ManifestError
+from trainwright.checkpoint.records import MANIFEST, Manifest, ManifestError, with_token
 
 _STORED = re.compile(rf".*\.({TOKEN})(\.[^.]*)?")
 _READ_ONLY = ("http", "https")
@@ -39,6 +39,13 @@ class RemoteFiles:
             return bool(self.store.isdir(self.root) or self.store.exists(posixpath.join(self.root, MANIFEST)))
         except Exception as error:
             raise read_error(self.path, error) from error
+
+    def has(self, file: str) -> bool:
+        """Whether there is an object of that name in the folder."""
+        try:
+            return bool(self.store.isfile(posixpath.join(self.root, file)))
+        except Exception as error:
+            raise read_error(join_path(self.path, file), error) from error
 
     def is_file(self) -> bool:
         """Whether there is an object in its place."""
@@ -155,22 +162,21 @@ class RemotePending:
 
     def stored_name(self, name: str) -> str:
         """What a file is called in the store: its name, with the token of this writing."""
-        stem, dot, ending = name.rpartition(".")
-        return f"{stem}.{self.token}.{ending}" if dot else f"{name}.{self.token}"
+        return with_token(name, self.token)
 
     def open_new(self, file: str) -> RemoteOutput:
         """A new object, which no manifest names yet."""
         return RemoteOutput(self.files.store, posixpath.join(self.files.root, file))
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of every object in the place, by its name."""
+    def sizes(self, files: Sequence[str]) -> dict[str, int]:
+        """Bytes of those objects that are there, and of others: a listing answers for a thousand at a time."""
         return self.files.sizes()
 
     def publish(self, manifest: bytes) -> None:
         """Put the manifest. A store may have taken it although it answered with an error: then it is published."""
         before = self.files.manifest_bytes()
         replaced = self.files.manifest()
-        self._replaced = [record.file for record in replaced.files.values()] if replaced else []
+        self._replaced = [name for name in self.files.entries() if replaced.names(name)] if replaced else []
         try:
             self._put_manifest(manifest)
         except Exception:
@@ -203,7 +209,9 @@ class RemotePending:
 
     def _names_ours(self) -> bool:
         manifest = self.files.manifest()
-        return manifest is not None and any(_token_of(r.file) == self.token for r in manifest.files.values())
+        return manifest is not None and (
+            manifest.token == self.token or any(_token_of(r.file) == self.token for r in manifest.files.values())
+        )
 
 
 def remove_remote(path: str) -> None:
@@ -241,8 +249,7 @@ def _clean_up_one(files: RemoteFiles) -> list[str]:
     manifest = files.manifest()
     if manifest is None and MANIFEST in files.entries():
         return []  # damaged: which files it named nobody knows
-    named = {record.file for record in manifest.files.values()} if manifest else set()
-    done = [name for name in dead if name not in named]
+    done = [name for name in dead if manifest is None or not manifest.names(name)]
     for name in done:
         _remove_object(files, name)
     if not files.entries():

@@ -13,13 +13,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from trainwright.checkpoint.dcp import TENSORS, PartsLoadPlanner, RunStateReader, StoredMetadata, from_json
+from trainwright.checkpoint.dcp import PartsLoadPlanner, RunStateReader, StoredMetadata
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from trainwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.save import STATE
 from trainwright.checkpoint.source import TensorSource
 from trainwright.checkpoint.storage import Folder
+from trainwright.checkpoint.stored import StoredTensors, stored_tensors
 from trainwright.checkpoint.tensor_file import TensorFileReader
 from trainwright.checkpoint.tree import decode
 
@@ -29,7 +30,7 @@ def holds_run_state(path: str) -> bool:
     if path.startswith(("http://", "https://")):
         return False  # such a server lists no folders
     folder = Folder(path)
-    return folder.exists() and MANIFEST in folder.sizes()
+    return folder.exists() and folder.has(MANIFEST)
 
 
 class StoredTensor:
@@ -122,33 +123,43 @@ class RunState:
             raise CheckpointError(f"{self.path}/{STATE} holds no mapping.")
         return tree
 
-    @cached_property
+    @property
     def stored(self) -> dict[str, StoredMetadata]:
-        """Where the boxes of every tensor are."""
-        return from_json(self._read_file(TENSORS), self.manifest.files, self.path)
+        """Where the boxes of every tensor are; all that ranks have told of them is read for it."""
+        return {key: self._tensors.boxes(key) for key in self.keys()}
+
+    @cached_property
+    def _tensors(self) -> StoredTensors:
+        return stored_tensors(self._folder, self.manifest)
 
     # ---- tensors --------------------------------------------------------------------------------------------------
 
     def keys(self) -> Collection[str]:
         """Names of all tensors."""
-        return self.stored.keys()
+        return self._tensors.keys()
+
+    def keys_under(self, prefix: str) -> list[str]:
+        """Those that begin with ``prefix``."""
+        return self._tensors.keys_under(prefix)
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""
-        return self.stored[key].shape
+        return self._tensors.shape(key)
 
     def dtype(self, key: str) -> torch.dtype:
         """Its dtype."""
-        return self.stored[key].dtype
+        return self._tensors.dtype(key)
 
     def read(self, key: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         """A box of a tensor, see :class:`~trainwright.checkpoint.source.TensorSource`."""
-        stored = self.stored[key]
-        offsets = tuple(offsets) if offsets is not None else (0,) * len(stored.shape)
-        rest = tuple(length - offset for length, offset in zip(stored.shape, offsets, strict=True))
-        if len(stored.boxes) == 1:  # the whole, read without a second copy of it
-            return self._read_box(stored.boxes[0].file, stored.boxes[0].name, offsets, rest if sizes is None else sizes)
-        target = torch.empty(tuple(sizes) if sizes is not None else rest, dtype=stored.dtype)
+        shape = self.shape(key)
+        offsets = tuple(offsets) if offsets is not None else (0,) * len(shape)
+        rest = tuple(length - offset for length, offset in zip(shape, offsets, strict=True))
+        sizes = rest if sizes is None else tuple(sizes)
+        stored = self._tensors.boxes(key, [(offsets, sizes)])
+        if len(stored.boxes) == 1 and stored.boxes[0].sizes == shape:  # the whole, read without a second copy of it
+            return self._read_box(stored.boxes[0].file, stored.boxes[0].name, offsets, sizes)
+        target = torch.empty(sizes, dtype=stored.dtype)
         self.fill({key: TensorParts(stored.shape, stored.dtype, [(offsets, target)])})
         return target
 
@@ -161,12 +172,16 @@ class RunState:
         Raises:
             CheckpointError: if a tensor is missing or has another shape.
         """
+        keys = self.keys()
         for key, parts in tensors.items():
-            if key not in self.stored or self.stored[key].shape != parts.shape:
-                found = self.stored[key].shape if key in self.stored else "nothing"
+            if key not in keys or self.shape(key) != parts.shape:
+                found = self.shape(key) if key in keys else "nothing"
                 raise CheckpointError(f"{self.path}: {key} of shape {parts.shape} was asked for, but it holds {found}.")
         # DCP's planner goes by what it is told is stored, key by key.
-        stored = {key: self.stored[key] for key in tensors}
+        stored = {
+            key: self._tensors.boxes(key, [(offsets, box.shape) for offsets, box in parts.parts])
+            for key, parts in tensors.items()
+        }
         try:
             dcp.load(
                 dict(tensors),

@@ -17,16 +17,14 @@ from trainwright.checkpoint.dcp import TENSORS, problem_of, to_json
 from trainwright.checkpoint.dealing import Deal, Dealer
 from trainwright.checkpoint.distinct import problems_of_ranks
 from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.manifest import FileRecord, Manifest
+from trainwright.checkpoint.lists import records_of_ranks, write_divided
 from trainwright.checkpoint.parts import TensorParts
+from trainwright.checkpoint.records import SPLIT, FileRecord, Listed, Manifest
 from trainwright.checkpoint.storage import PendingFolder
 from trainwright.checkpoint.write_errors import free_bytes, size_text
-from trainwright.checkpoint.writing import file_of, stored_by, write_parts
+from trainwright.checkpoint.writing import directory_of, stored_by, write_parts
 
 STATE = "state.json"
-
-# Numbers of the record of a file: whether there is one, its size, and its hash.
-_RECORD = 4
 
 
 @dataclass
@@ -65,8 +63,9 @@ def write(content: Content, path: str, group: dist.ProcessGroup | None = None) -
     """Write a checkpoint and publish it; it blocks until it can be read. A collective.
 
     What each rank sends does not grow with the number of ranks: the bytes that it writes, the record of its file, and
-    whether anything is wrong. Who writes what is settled by :mod:`trainwright.checkpoint.dealing`, at every call unless
-    ``content`` has been dealt out.
+    whether anything is wrong. Of many ranks, several write down what others have written, see
+    :mod:`trainwright.checkpoint.split`; only what the first rank publishes makes a checkpoint of it. Who writes what is
+    settled by :mod:`trainwright.checkpoint.dealing`, at every call unless ``content`` has been dealt out.
 
     Args:
         content: what this rank holds; it must not change meanwhile.
@@ -103,10 +102,21 @@ def _write_together(
     except BaseException as error:  # the others must hear of it, or they would wait for this rank
         problem = error
     _end_alike(problem, path, group)
-    records = _records(record, pending, group)
+    assert content.deal is not None
+    files: dict[str, FileRecord] = {}
+    lists: dict[str, Listed] = {}
+    if content.deal.split is None:
+        files = {each.name: each for each in records_of_ranks(record, pending, group)}
+    else:
+        assert group is not None
+        try:
+            files, lists = write_divided(pending, content.deal, content.deal.split, record, group)
+        except BaseException as error:
+            problem = error
+        _end_alike(problem, path, group)
     if rank == 0:
         try:
-            manifest = _publish(pending, content, records)
+            manifest = _publish(pending, content, files, lists)
         except BaseException as error:
             problem = error
     _end_alike(problem, path, group)
@@ -153,45 +163,34 @@ def _sum_of(content: Content, group: dist.ProcessGroup | None) -> int:
     return int(total)
 
 
-def _records(record: FileRecord | None, pending: PendingFolder, group: dist.ProcessGroup | None) -> list[FileRecord]:
-    """The records of the files of all ranks, on the first; 32 bytes from each."""
-    if group is None:
-        return [] if record is None else [record]
-    own = torch.zeros(_RECORD, dtype=torch.int64)
-    if record is not None:
-        octets = bytes.fromhex(record.hash)
-        halves = [int.from_bytes(half, "big", signed=True) for half in (octets[:8], octets[8:])]
-        own = torch.tensor([1, record.size, *halves])
-    is_first = dist.get_rank(group) == 0
-    everyone = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))] if is_first else None
-    dist.gather(own, everyone, dst=dist.get_global_rank(group, 0), group=group)
-    if everyone is None:
-        return []
-    found = []
-    for rank, (is_there, size, *halves) in enumerate(torch.stack(everyone).tolist()):
-        if is_there:
-            name = file_of(rank)
-            digest = b"".join(half.to_bytes(8, "big", signed=True) for half in halves).hex()
-            found.append(FileRecord(name, size, digest, rank, pending.stored_name(name)))
-    return found
-
-
-def _publish(pending: PendingFolder, content: Content, records: list[FileRecord]) -> Manifest:
-    assert content.deal is not None
-    stored = stored_by(content.deal)
-    names = {record.name for record in records}
-    for key, tensor in stored.items():
-        problem = problem_of(tensor, names)
-        if problem is not None:
-            raise CheckpointError(f"{key} of shape {tensor.shape}, as the ranks hold it, {problem}.")
+def _publish(
+    pending: PendingFolder, content: Content, files: dict[str, FileRecord], lists: dict[str, Listed]
+) -> Manifest:
+    deal = content.deal
+    assert deal is not None
+    if deal.split is None:
+        stored = stored_by(deal)
+        for key, tensor in stored.items():
+            problem = problem_of(tensor, files)
+            if problem is not None:
+                raise CheckpointError(f"{key} of shape {tensor.shape}, as the ranks hold it, {problem}.")
+        tensors = to_json(stored)
+    else:
+        if TENSORS not in deal.composed:
+            deal.composed[TENSORS] = directory_of(deal).to_bytes()
+        tensors = deal.composed[TENSORS]
     state = json.dumps(content.tree, allow_nan=False, separators=(",", ":")).encode()
-    files = [*records, pending.write_file(STATE, state, rank=0), pending.write_file(TENSORS, to_json(stored), rank=0)]
+    written = [pending.write_file(STATE, state, rank=0), pending.write_file(TENSORS, tensors, rank=0)]
+    manifest = Manifest({**files, **{record.name: record for record in written}}, lists=lists)
     about = {
         **content.about,
-        "bytes": sum(record.size for record in files),
+        "bytes": manifest.num_bytes,
         "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
     }
-    manifest = Manifest(files={record.name: record for record in files}, about=about)
+    if deal.split is None:
+        manifest = replace(manifest, about=about)
+    else:
+        manifest = replace(manifest, about=about, version=SPLIT, token=pending.token_in_names)
     pending.publish(manifest)
     return manifest
 

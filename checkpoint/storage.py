@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Sequence
 from types import TracebackType
 from typing import BinaryIO
 
@@ -18,7 +19,7 @@ from trainwright.checkpoint.local_files import LocalFiles, LocalPending, clean_u
 from trainwright.checkpoint.owners import is_token, new_token
 from trainwright.checkpoint.paths import is_remote, join_path, normal_path
 from trainwright.checkpoint.reading import read_error
-from trainwright.checkpoint.records import FileRecord, Manifest, check_file_name
+from trainwright.checkpoint.records import MANIFEST, FileRecord, Manifest, check_file_name
 from trainwright.checkpoint.remote_files import (
     RemoteFiles,
     RemotePending,
@@ -55,6 +56,10 @@ class Folder:
         """Whether there is a file at the path."""
         return self._files.is_file()
 
+    def has(self, name: str) -> bool:
+        """Whether there is a file of that name; the others of the folder are not looked at."""
+        return self._files.has(self._stored(name))
+
     def open(self, name: str) -> BinaryIO:
         """A file for reading; reads are whole unless the file ends.
 
@@ -85,8 +90,7 @@ class Folder:
         return sorted(self.sizes())
 
     def _stored(self, name: str) -> str:
-        record = self._manifest.files.get(name) if self._manifest else None
-        return record.file if record else name
+        return self._manifest.stored(name) if self._manifest else name
 
 
 class PendingFolder:
@@ -137,6 +141,11 @@ class PendingFolder:
         """What a file is called in the folder, where that is not ``name``; ``""``: it is."""
         return self._files.stored_name(name)
 
+    @property
+    def token_in_names(self) -> str:
+        """What the names of all files carry in the folder; ``""``: they are called by their names."""
+        return self.token if self.stored_name(MANIFEST) else ""
+
     def create_file(self, name: str, rank: int, size: int | None = None) -> SealedFile:
         """A new file of the checkpoint.
 
@@ -169,12 +178,13 @@ class PendingFolder:
         """Make the checkpoint appear at its target, in the place of what is there now.
 
         Args:
-            manifest: with the records of all files of all ranks.
+            manifest: with the records of all files of all ranks, or of the lists that tell of them; the files that a
+                list names were looked for by who wrote it, see :meth:`check_present`.
 
         Raises:
             CheckpointError: if a file that it names is not there, or publishing failed; then the target is as before.
         """
-        self._check_present(manifest)
+        self.check_present(list(manifest.files.values()))
         data = manifest.to_bytes()
         try:
             self._files.publish(data)
@@ -202,12 +212,16 @@ class PendingFolder:
         except Exception as error:
             warnings.warn(f"{self._files.path} could not be deleted: {error}", stacklevel=2)
 
-    def _check_present(self, manifest: Manifest) -> None:
-        """This rank must see all files: ranks on machines that do not share the folder wrote theirs elsewhere."""
+    def check_present(self, records: Sequence[FileRecord]) -> None:
+        """This rank must see these files: ranks on machines that do not share the folder wrote theirs elsewhere.
+
+        Raises:
+            CheckpointError: if it does not, after some seconds.
+        """
         until = time.monotonic() + _PATIENCE_SECONDS
         while True:
-            sizes = self._files.sizes()
-            wrong = [record for record in manifest.files.values() if sizes.get(record.file) != record.size]
+            sizes = self._files.sizes([record.file for record in records])
+            wrong = [record for record in records if sizes.get(record.file) != record.size]
             if not wrong:
                 return
             if time.monotonic() > until:
@@ -215,7 +229,7 @@ class PendingFolder:
             time.sleep(0.05)
         shown = ", ".join(f"{r.name} of rank {r.rank} ({sizes.get(r.file, 'missing')})" for r in wrong[:8])
         raise CheckpointError(
-            f"{self.target} was not published: the rank that publishes does not see what others wrote: {shown}. All "
+            f"{self.target} was not published: a rank that looks does not see what others wrote: {shown}. All "
             "machines must share the folder of checkpoints; choose one that they share (checkpoint.*.dirpath=...)."
         )
 

@@ -343,7 +343,7 @@ class RunStateStrategy(Strategy):
         # A rank that cannot read, on a node without the folder, must not leave the others waiting.
         text = None if error is None else str(error)
         found = problems_of_ranks((problems, text) if problems or error is not None else None, group)
-        problems = [problem for problems, _ in found.values() for problem in problems]
+        problems = list(dict.fromkeys(problem for problems, _ in found.values() for problem in problems))
         if error is not None:
             raise error
         for rank, (_, text) in found.items():
@@ -569,18 +569,18 @@ class RunStateStrategy(Strategy):
 
 def _is_here(value: Any) -> bool:
     """Whether there is a tensor, and this rank can see it: not that of another stage in a state in memory."""
-    return value is not None and (not isinstance(value, StoredTensor) or value.key in set(value.source.keys()))
+    return value is not None and (not isinstance(value, StoredTensor) or value.key in value.source.keys())  # noqa: SIM118
 
 
 def of_rank(state: RunState | HeldSource, rank: int, prefix: str = "") -> dict[str, Tensor]:
     """What a rank had of its own in a state, by what follows ``prefix`` of its name."""
     prefix = f"{OF_RANK}{rank}/{prefix}"
-    return {key.removeprefix(prefix): state.read(key) for key in list(state.keys()) if key.startswith(prefix)}
+    return {key.removeprefix(prefix): state.read(key) for key in state.keys_under(prefix)}
 
 
 def rank_of(state: HeldSource) -> int:
     """The rank whose state it is, which may have another number by now."""
-    return next(int(key.split("/")[1]) for key in list(state.keys()) if key.startswith(OF_RANK))
+    return next(int(key.split("/")[1]) for key in state.keys_under(OF_RANK))
 
 
 def is_handed_over(state: HeldSource) -> bool:

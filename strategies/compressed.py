@@ -320,7 +320,7 @@ class CompressedReplicas(AveragedReplicas):
     def _read(self, state: RunState | HeldSource, replica: int, kind: str) -> dict[str, Tensor]:
         """This rank's part of what a replica had kept back, by name."""
         assert self._replicas is not None
-        known = set(state.keys())
+        known = state.keys()
         boxes, stored, values = {}, {}, {}
         for part in self._replicas.parts():
             key = _key(replica, kind, part.name)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from trainwright.checkpoint import dealing
+from trainwright.checkpoint import directory
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.run_state import StoredTensor, materialised
@@ -33,7 +33,7 @@ _SECTIONS = {WEIGHTS: "weights", CURRENT_WEIGHTS: "current_weights"}
 # What a module was called with may be anything; training does not need it.
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 # Prefixes of keys: of what every rank has of its own, and of tensors in the states of callbacks.
-OF_RANK, OF_CALLBACKS = dealing.OF_RANK, f"tree/{_CALLBACKS}/"
+OF_RANK, OF_CALLBACKS = directory.OF_RANK, f"tree/{_CALLBACKS}/"
 # Keys of an error message, per kind.
 _SHOWN = 8
 

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainwright.checkpoint.directory import Directory
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from trainwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
+from trainwright.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest, records_of, verify
 from trainwright.checkpoint.paths import is_remote, local_path, normal_path
+from trainwright.checkpoint.records import WHOLE
 from trainwright.checkpoint.storage import Folder, folders_in
 from trainwright.checkpoint.write_errors import size_text
 from trainwright.trainer.candidates import Candidate, candidates_in
@@ -22,7 +24,7 @@ TENSORS = "tensors.json"
 GOOD, DAMAGED, UNFINISHED, UNCHECKED = "good", "damaged", "half-written", "not checkable"
 _SCREENFUL = 40
 _PARTIAL = ".partial-"
-_OF_A_CHECKPOINT = re.compile(r"(rank_\d+.*\.safetensors|(state|tensors).*\.json)$")
+_OF_A_CHECKPOINT = re.compile(r"(rank_\d+.*\.safetensors|(state|tensors|(files|boxes)_\d+).*\.json)$")
 
 
 def verified(path: str) -> tuple[list[str], str]:
@@ -39,8 +41,8 @@ def verified(path: str) -> tuple[list[str], str]:
     except DamagedCheckpoint as error:
         return list(error.problems), ""
     problems = verify(path, manifest)
-    files = len(manifest.files)
-    return problems, f"good: {path}, step {manifest.step}, {files} files, {size_text(manifest.num_bytes)}"
+    size = size_text(manifest.num_bytes)
+    return problems, f"good: {path}, step {manifest.step}, {manifest.num_files} files, {size}"
 
 
 def manifest_at(path: str) -> Manifest:
@@ -85,11 +87,13 @@ class Inspection:
         path: of the checkpoint.
         manifest: what was published.
         tensors: of all ranks, by name.
+        files: of all ranks.
     """
 
     path: str
     manifest: Manifest
     tensors: Sequence[StoredTensor]
+    files: Sequence[FileRecord]
 
     @classmethod
     def of(cls, path: str) -> "Inspection":
@@ -101,18 +105,17 @@ class Inspection:
         manifest = manifest_at(path)
         folder = Folder(path, manifest)
         try:
-            plain = json.loads(folder.read(TENSORS))["tensors"]
-            tensors = [_tensor(name, entry) for name, entry in sorted(plain.items())]
+            tensors = [_tensor(*each) for each in sorted(_tensors_of(folder.read(TENSORS), manifest))]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpoint(
                 folder.path, [f"{TENSORS} (written by rank 0): cannot be understood: {error!r}"]
             ) from error
-        return cls(folder.path, manifest, tensors)
+        return cls(folder.path, manifest, tensors, records_of(folder.path, manifest))
 
     def bytes_of_ranks(self) -> dict[int, tuple[int, int]]:
         """Rank -> bytes and number of files that it wrote."""
         found: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
-        for record in self.manifest.files.values():
+        for record in self.files:
             size, files = found[record.rank]
             found[record.rank] = (size + record.size, files + 1)
         return dict(sorted(found.items()))
@@ -120,8 +123,7 @@ class Inspection:
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain JSON; bytes are whole numbers."""
         files = {
-            record.name: {"bytes": record.size, "xxh3_128": record.hash, "rank": record.rank}
-            for record in self.manifest.files.values()
+            record.name: {"bytes": record.size, "xxh3_128": record.hash, "rank": record.rank} for record in self.files
         }
         tensors = [
             {"name": each.name, "shape": list(each.shape), "dtype": each.dtype, "bytes": each.num_bytes}
@@ -159,8 +161,21 @@ _NOTHING = "-"
 _ODD_DTYPES = {"bool": 1}
 
 
-def _tensor(name: str, entry: Mapping[str, Any]) -> StoredTensor:
-    shape, dtype = tuple(map(int, entry["shape"])), str(entry["dtype"])
+def _tensors_of(data: bytes, manifest: Manifest) -> Iterator[tuple[str, Sequence[int], str]]:
+    """Name, shape and dtype of each tensor, as `tensors.json` tells them."""
+    if manifest.version == WHOLE:
+        plain = json.loads(data)["tensors"]
+        yield from ((name, entry["shape"], str(entry["dtype"])) for name, entry in plain.items())
+        return
+    directory = Directory.from_bytes(data)
+    for name in directory.keys():  # noqa: SIM118 - no mapping
+        entry = directory.find(name)
+        if entry is not None:
+            yield name, entry.shape, entry.dtype
+
+
+def _tensor(name: str, sizes: Sequence[int], dtype: str) -> StoredTensor:
+    shape = tuple(map(int, sizes))
     bits = re.match(r"[a-z]+(\d+)", dtype)
     size = int(bits[1]) // 8 if bits else _ODD_DTYPES.get(dtype)
     return StoredTensor(name, shape, dtype, None if size is None else size * math.prod(shape))
@@ -178,7 +193,7 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "samples", _count(about.get("samples"), "read")
     yield "metrics", _pairs(about.get("metrics"), "=")
     yield "versions", _pairs(about.get("versions"), " ")
-    yield "size", f"{size_text(manifest.num_bytes)} in {len(manifest.files)} files"
+    yield "size", f"{size_text(manifest.num_bytes)} in {manifest.num_files} files"
 
 
 def _layout(about: Mapping[str, Any]) -> str:

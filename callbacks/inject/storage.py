@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.inject.fault import Fault
 from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.manifest import read_manifest
+from trainwright.checkpoint.manifest import read_manifest, records_of
 from trainwright.checkpoint.paths import is_remote
 from trainwright.checkpoint.records import FileRecord
 from trainwright.checkpoint.sealed import SealedFile
@@ -117,7 +117,7 @@ class CorruptCheckpoint(Fault):
                 if manifest.about.get("step") == self.at_step:
                     self._damaged.add(newest)
                     self.fire(trainer)
-                    corrupt(newest, list(manifest.files.values()), self.rank)
+                    corrupt(newest, records_of(newest, manifest), self.rank)
 
 
 def corrupt(checkpoint: str, files: list[FileRecord], rank: int) -> None:

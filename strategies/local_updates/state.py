@@ -147,7 +147,7 @@ def outer_boxes(
 
 def read_outer(source: Any, outer: OuterParameters, placement: Placement, optimized: Mapping[str, Tensor]) -> bool:
     """Read them back, in place; whether there were any of all that this rank holds."""
-    stored = set(source.keys())
+    stored = source.keys()
     common = outer.common()
     if not all(f"{OUTER}{name}/{_COMMON}" in stored for name in common):
         return False
@@ -171,13 +171,8 @@ def inner_boxes(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, TensorPar
 
 def inner_keys(source: Any, rank: int | None) -> dict[str, str]:
     """Name -> key of what ``rank`` had of its own; ``None``: of the one rank whose state it is."""
-    keys = [key for key in source.keys() if key.startswith(INNER)]  # noqa: SIM118 - no mapping
-    found = {}
-    for key in keys:
-        owner, _, name = key.removeprefix(INNER).partition("/")
-        if rank is None or owner == str(rank):
-            found[name] = key
-    return found
+    prefix = INNER if rank is None else f"{INNER}{rank}/"
+    return {key.removeprefix(INNER).partition("/")[2]: key for key in source.keys_under(prefix)}
 
 
 def read_inner(source: Any, keys: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from trainwright.checkpoint.errors import DamagedCheckpoint
 from trainwright.checkpoint.manifest import FileRecord, Manifest, read_manifest, verify
+from trainwright.checkpoint.records import SPLIT, Listed, list_to_bytes
 from trainwright.checkpoint.storage import Folder, PendingFolder
 from trainwright.checkpoint.tensor_file import TensorEntry, TensorFileReader, TensorFileWriter
 
 RANKS = 2
+LIST = "files_00000.json"
 
 
 def tensors_of(step: int, rank: int, size: int = 100) -> dict[str, Tensor]:
@@ -34,8 +36,10 @@ def write_tensors(pending: PendingFolder, step: int, rank: int, size: int = 100)
         return file.close()
 
 
-def write(target: str | Path, step: int, size: int = 100, metrics: dict[str, float] | None = None) -> Manifest:
-    """Write the checkpoint of a step: four files and the manifest."""
+def write(
+    target: str | Path, step: int, size: int = 100, metrics: dict[str, float] | None = None, divided: bool = False
+) -> Manifest:
+    """Write the checkpoint of a step: four files and the manifest; where it is divided, a list of two of the files."""
     with PendingFolder.create(target) as pending:
         members = [PendingFolder.join(target, pending.token) for _ in range(RANKS)]
         with ThreadPoolExecutor(RANKS) as pool:
@@ -48,7 +52,14 @@ def write(target: str | Path, step: int, size: int = 100, metrics: dict[str, flo
             "kind": "run state",
             "metrics": metrics or {},
         }
-        manifest = Manifest({record.name: record for record in records}, about)
+        if divided:
+            shards, records = records[:RANKS], records[RANKS:]
+            records.append(pending.write_file(LIST, list_to_bytes(shards), 0))
+            lists = {LIST: Listed(RANKS, sum(each.size for each in shards))}
+            files = {record.name: record for record in records}
+            manifest = Manifest(files, about, SPLIT, lists, pending.token_in_names)
+        else:
+            manifest = Manifest({record.name: record for record in records}, about)
         pending.publish(manifest)
     return manifest
 

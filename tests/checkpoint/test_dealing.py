@@ -9,7 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainwright.checkpoint.dealing import Box, Deal, Dealer, Kin, boxes_of, choose_writers, share_out
+from trainwright.checkpoint.dealing import (
+    Box,
+    Deal,
+    Dealer,
+    Kin,
+    boxes_of,
+    choose_writers,
+    share_out,
+    writers_of_common,
+)
 from trainwright.checkpoint.distinct import any_of_ranks
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.writing import stored_by
@@ -68,6 +77,16 @@ def test_what_is_said_grows_with_shards_not_with_ranks(replicate: int) -> None:
     assert [stored["w0"].boxes[shard].offsets for shard in range(4)] == [(0,), (2,), (4,), (6,)]
     last = 4 * replicate - 1
     assert stored[f"rank/{last}/rng"].boxes[0].file == f"rank_{last:05d}.safetensors"
+
+
+def test_who_writes_what_many_hold_is_known_without_the_rest() -> None:
+    common = [box(f"c{index}", size) for index, size in enumerate([30, 20, 20, 7, 7, 1])]
+    kins = [Kin([3 * place + kin for place in range(3)], [*common, box(f"own{kin}", 25)]) for kin in range(2)]
+    winners = choose_writers(kins)
+    assert set(winners) == set(common)
+    found = writers_of_common(winners, [kin.ranks for kin in kins])
+    written = dict(Deal(frozenset(), kins, winners).written())
+    assert found == {each: written[each] for each in common}
 
 
 def dealt_again() -> list[Any]:

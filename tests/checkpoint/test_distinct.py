@@ -45,7 +45,7 @@ def talk() -> dict[str, Any]:
         "said": said,
         "shared": said[1] is said[2],
         "kin": (kin.of_rank, kin.firsts),
-        "first": to_first(repr(pairs[rank]).encode(), kin, group),
+        "first": list(to_first(repr(pairs[rank]).encode(), kin, group).values()),
         "any": [any_of_ranks(rank == 2, group), any_of_ranks(False, group)],
         "problems": [problems_of_ranks(None, group), problems_of_ranks("full" if rank % 2 else None, group)],
     }

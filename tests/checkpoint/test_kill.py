@@ -42,7 +42,7 @@ def save_for_ever(folder, step, same_name, swap, report):
     while True:
         step += 1
         target = folder / ("last.ckpt" if same_name else f"step_{step}.ckpt")
-        small.write(target, step, size=SIZE)
+        small.write(target, step, size=SIZE, divided=step % 2 == 0)
         report(step)
         if not same_name:
             apply(folder, Retention(keep_last=2), target)
@@ -112,7 +112,7 @@ def replace_for_ever(target, swap, report):
     step = 0
     while True:
         step += 1
-        small.write(target, step)
+        small.write(target, step, divided=step % 2 == 0)
         report(step)
 
 
@@ -120,7 +120,7 @@ def save_once(folder, call, act, swap, report):
     if not swap:
         killed.without_swap()
     killed.at_call(call, act)
-    small.write(folder / "last.ckpt", 2)
+    small.write(folder / "last.ckpt", 2, divided=True)
     report(2)
 
 
