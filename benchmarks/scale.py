@@ -23,10 +23,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import xxhash
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -54,11 +56,16 @@ from trainwright.strategies.communication.costs import least_bytes
 from trainwright.strategies.groups import LayoutGroups
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.same_model import refuse_other_models
+from trainwright.trainer.compose import compose
+from trainwright.trainer.launch import external
+from trainwright.trainer.launch.launcher import Launcher
+from trainwright.trainer.planning.search import plan
 from trainwright.trainer.report.files import MonitorFiles
 
 RANKS = (10, 1_000, 100_000)
 # Tensors of the model whose states are saved: parameters, and two of the optimizer for each.
 _PARAMETERS, _ROWS = 48, 4096
+_RANKS_OF_A_MACHINE = 8
 # Threads that connect to each other by gloo.
 _GLOO_RANKS = (4, 8, 16)
 
@@ -149,6 +156,42 @@ def groups_of_layout(layout: Layout) -> Cost:
         return _cost(begin, calls)
 
 
+def _planned_run(ranks: int, size: str) -> list[str]:
+    """A run that a person would plan, as typed; its batch can be divided among 10, 1,000 and 100,000 ranks."""
+    return ["recipe=llama_3d", f"size={size}", "device=h100", "global_batch_size=100000", f"devices={ranks}"]
+
+
+def planned(layout: Layout, size: str = "70b") -> Cost:
+    """`trainwright plan`: composing the configuration, and weighing all layouts of so many H100."""
+    begin = time.process_time()
+    plan(compose(None, [*_planned_run(layout.world_size, size), "precision=bf16-mixed"]))
+    return Cost(time.process_time() - begin)
+
+
+def started(rank: int) -> Callable[[Layout], Cost]:
+    """A measure of what a rank asks of the store to be told the configuration, under torchrun on machines of 8 ranks.
+
+    Finding the store of rank 0 takes two requests more of each.
+    """
+
+    def measure(layout: Layout) -> Cost:
+        machines = -(-layout.world_size // _RANKS_OF_A_MACHINE)
+        store = CountingStore()
+        cfg = compose(None, _planned_run(10, "70b"))
+        for machine in range(machines):
+            store.store.set(f"{external._AGENT}/{machine}", "0123456789abcdef")
+        if rank != 0:
+            store.store.set(external._KEY, json.dumps({"config": OmegaConf.to_yaml(cfg, resolve=True)}))
+        told = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": str(machines), "LOCAL_RANK": "1"}
+        launcher = Launcher("torchrun", rank, layout.world_size, _RANKS_OF_A_MACHINE)
+        with mock.patch.dict(os.environ, told), mock.patch.object(external, "_meet", return_value=store):
+            begin = time.process_time()
+            external.agree(launcher, lambda _: cfg)
+            return Cost(time.process_time() - begin, None, store.messages)
+
+    return measure
+
+
 def same_model(layout: Layout) -> Cost:
     """Whether all ranks have one model."""
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(_PARAMETERS // 2)))
@@ -176,6 +219,12 @@ class CountingStore(dist.Store):  # type: ignore[misc]
         self.messages += 1
         found: bytes = self.store.get(key)
         return found
+
+    def add(self, key: str, amount: int) -> int:
+        """Count and pass on."""
+        self.messages += 1
+        total: int = self.store.add(key, amount)
+        return total
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
         """Count and pass on."""
@@ -433,7 +482,11 @@ def monitors(layout: Layout) -> Cost:
         return Cost(time.process_time() - begin, len(line) * 10 * len(ranks), None, len(ranks))
 
 
+PLAN = Item("trainwright plan, llama_3d of 70b", "by hand", planned)
+
 ITEMS = (
+    Item("start under torchrun, rank 0", "once", started(0)),
+    Item("start under torchrun, another rank", "once", started(1)),
     Item("process groups and mesh", "once", groups_of_layout),
     Item("one model on all ranks", "once", same_model),
     Item("clocks, on rank 0", "a trace", clocks),
@@ -494,7 +547,7 @@ def main() -> None:
     table = Table(title="What it costs a rank", title_justify="left", box=None, pad_edge=False)
     for name in ("", "when", *(f"{ranks:,} ranks ({layout_of(ranks)})" for ranks in worlds)):
         table.add_column(name)
-    for item in ITEMS:
+    for item in (PLAN, *ITEMS):
         console.print(f"{item.name} ...", style="dim")
         table.add_row(item.name, item.when, *(str(item.measure(layout_of(ranks))) for ranks in worlds))
     console.print(table)

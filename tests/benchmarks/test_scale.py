@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.scale import ITEMS, connections, layout_of
+from benchmarks.scale import ITEMS, connections, layout_of, planned, started
 from trainwright.strategies.layout import Layout
 
 
@@ -27,6 +27,16 @@ def test_what_is_sent_does_not_follow_the_ranks(item) -> None:
         assert many.bytes < 1.3 * few.bytes  # of an all-reduce, (n - 1) / n
     else:
         assert many.seconds > 0
+
+
+def test_of_a_start_rank_0_alone_asks_for_every_machine() -> None:
+    layouts = [Layout(replicate=replicate, shard=8) for replicate in (2, 20)]
+    assert [started(0)(layout).messages for layout in layouts] == [1 + 2, 1 + 20]
+    assert [started(1)(layout).messages for layout in layouts] == [2, 2]
+
+
+def test_a_plan_is_timed() -> None:
+    assert planned(Layout(shard=2), size="nano").seconds > 0
 
 
 def test_ranks_of_gloo_connect_when_they_send() -> None:
