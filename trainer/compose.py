@@ -5,19 +5,25 @@ given, what is allowed and what to type, and refuses what Hydra would let throug
 typed keys deleted with `~`, and a user's file that would be shadowed by one of ours.
 """
 
+import copy
 import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -171,7 +177,42 @@ def config_loader(config_dir: str | Path | None = None) -> ConfigLoaderImpl:
     if config_dir is not None:
         path.append("--config-dir", f"file://{Path(config_dir).expanduser().resolve()}")
     path.append("schema", "structured://")
-    return ConfigLoaderImpl(path)
+    loader = ConfigLoaderImpl(path)
+    loader.repository = _Repository(path)
+    return loader
+
+
+class _Repository(ConfigRepository):
+    """Places that are only read.
+
+    Hydra copies its repository for every configuration, and with it all that any dataclass ever made known, which took
+    a third of the time to compose. A copy may search other places; the places themselves it can share.
+    """
+
+    def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
+        super().initialize_sources(config_search_path)
+        for index, place in enumerate(config_search_path.get_path()):
+            if place.path is not None and place.provider is not None and place.path.startswith("pkg://"):
+                self.sources[index] = _Package(place.provider, place.path)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Repository":
+        found = copy.copy(self)
+        found.sources = list(self.sources)
+        return found
+
+
+class _Package(ImportlibResourcesConfigSource):
+    """Files of a package, of which each is read once: a sweep composes once for each job."""
+
+    def _read_config(self, res: Any) -> ConfigResult:
+        if str(res) not in _READ:
+            _READ[str(res)] = super()._read_config(res)
+        found = copy.copy(_READ[str(res)])
+        found.config = copy.deepcopy(found.config)
+        return found
+
+
+_READ: dict[str, ConfigResult] = {}
 
 
 def group_names(loader: ConfigLoaderImpl) -> list[str]:
