@@ -66,7 +66,7 @@ check: export PYTHONDONTWRITEBYTECODE =
 check: export OMP_NUM_THREADS = 1
 check: install  ## Run the whole test suite
 	status=0; \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not alone' || status=1; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not alone' || status=1; \
 	$(BIN)/python -m pytest -m alone || status=1; \
 	exit $$status
 

@@ -9,13 +9,15 @@ import os
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[name] = "1"
 
+import gc
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import signal
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,47 +48,86 @@ EXPECTED_VARIABLES = {
 }
 
 
-# Files and folders whose tests compare speeds, learn how long something takes, hold limits against a clock, or start
-# whole commands and tell or force them to end: beside others they would find other times than there are. `make check`
-# runs them after the others, one by one.
+# Files and folders whose tests compare speeds, learn how long something takes or hold limits against a clock: beside
+# others they would find other times than there are. `make check` runs them after the others, one by one. Tests that
+# merely wait for a command to train, and end it, belong to the others.
 ALONE = (
-    "benchmarks",
+    "benchmarks/test_balance.py",
     "callbacks/test_connections.py",
     "callbacks/test_run_state.py",
     "callbacks/test_stragglers.py",
     "callbacks/test_throughput.py",
     "checkpoint/test_asynchronous.py",
-    "checkpoint/test_kill.py",
-    "faults",
+    "faults/test_hangs.py",
+    "faults/test_lost_workers.py",
+    "faults/test_replicas.py",
+    "faults/test_restart.py",
     "parity/test_balance.py",
     "test_conftest.py",
     "test_pool.py",
     "trainer/doctor",
-    "trainer/test_auto.py",
     "trainer/test_balance.py",
     "trainer/test_launch.py",
     "trainer/test_lease_service.py",
     "trainer/test_meeting.py",
-    "trainer/test_probe.py",
     "trainer/test_replacing.py",
     "trainer/test_signals.py",
     "trainer/test_supervisor.py",
-    "trainer/test_verify.py",
     "trainer/test_watchdog.py",
     "trainer/test_watchdog_stops.py",
+)
+# Files of which a few tests take minutes: begun last, one would keep one process busy after all others are done.
+FIRST = (
+    "faults/test_preemption.py",
+    "trainer/test_multinode.py",
+    "trainer/planning/test_search.py",
+    "trainer/test_slurm.py",
+    "trainer/test_verify.py",
+    "faults/test_clean_ends.py",
+    "benchmarks/test_resume.py",
+    "trainer/test_cli.py",
+    "trainer/test_kubernetes.py",
+    "trainer/test_check_resume.py",
+    "parity/test_hugging_face.py",
 )
 _TESTS = Path(__file__).parent
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import without Python's collector, and have it never look at what was imported: that is there to the end.
+
+    Millions of objects belong to the modules that tests import; each full collection would walk them all.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+
+
+@cache
+def _is_alone(path: Path) -> bool:
+    return not {_TESTS / name for name in ALONE}.isdisjoint((path, *path.parents))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no tests that `make check` leaves to its other part."""
+    asked = {"alone": True, "not alone": False}.get(config.option.markexpr)
+    if asked is None or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    return True if _is_alone(collection_path) != asked else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what must run alone."""
-    alone = {_TESTS / name for name in ALONE}
-    by_file: dict[Path, bool] = {}
+    """Mark what must run alone, and begin with what takes longest."""
     for item in items:
-        if item.path not in by_file:
-            by_file[item.path] = not alone.isdisjoint((item.path, *item.path.parents))
-        if by_file[item.path]:
+        if _is_alone(item.path):
             item.add_marker("alone")
+    order = {_TESTS / name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

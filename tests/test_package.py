@@ -49,6 +49,7 @@ LIGHT = {
 }
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the package by its import name."""
     found = {}

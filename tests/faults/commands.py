@@ -13,6 +13,9 @@ from tests.trainer.project import command, environment, write_project
 # Long enough to be told to end in; module.sleep makes steps that a person could see.
 WORDS = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv", "run_dir=run")
 ENDLESS = ("module.sleep=0.05", "max_steps=100000", "max_epochs=100000")
+# Seconds that a command has to train, and to end, on a machine that does much else. Less than the deadline of
+# preemption, by which a command that hangs ends as well.
+LIMIT = 100.0
 
 CALLBACKS = """
 import os
@@ -76,7 +79,7 @@ class Command:
             raise
 
     def _wait_for(self, line: str) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + LIMIT
         while line not in self.said():
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.said()}"
             assert time.monotonic() < end, f"did not say {line!r}:\n{self.said()}"
@@ -91,7 +94,7 @@ class Command:
         for process in [self.process.pid] if to is None else to:
             os.kill(process, number)
 
-    def end(self, seconds: float = 60) -> int:
+    def end(self, seconds: float = LIMIT) -> int:
         """Wait for its end; returns the exit code."""
         try:
             return self.process.wait(seconds)
@@ -155,7 +158,7 @@ def goes_on(conf: Path) -> str:
     saved = max(int(path.name.split("=")[1]) for path in Path("run/checkpoints").glob("step=*"))
     words = ("fit", "--config-dir", str(conf), *WORDS, "ckpt_path=last", f"max_steps={saved + 1}", "max_epochs=100000")
     done = subprocess.run(
-        command(*words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), timeout=60
+        command(*words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), timeout=LIMIT
     )
     assert done.returncode == 0, done.stdout
     assert Path(f"run/checkpoints/step={saved + 1}/manifest.json").exists()

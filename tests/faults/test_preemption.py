@@ -19,7 +19,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from tests.faults.commands import Command, ends, goes_on, training, write_faulty_project
+from tests.faults.commands import LIMIT, Command, ends, goes_on, training, write_faulty_project
 from tests.faults.preempted import Told, alone, evaluate, parameters_of, points, trainer_of, watched
 from tests.parity.test_resume_watched import Net
 from tests.pool import free_port
@@ -512,7 +512,7 @@ def test_a_run_is_saved_though_nobody_reads_what_it_says(conf: Path) -> None:
         with os.fdopen(reading, encoding="utf-8", errors="replace") as said:
             assert any("first step of rank 0" in line for line in said)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 143
+        assert process.wait(LIMIT) == 143
     finally:
         process.kill()
         process.wait()

@@ -427,7 +427,7 @@ def test_an_interrupted_comparison_leaves_nothing(conf: Path, tmp_path: Path) ->
             break
     time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == 143, out
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"my_module.py", "my_conf", "faulty.py"}
     assert _left(process.pid) == []
