@@ -49,7 +49,12 @@ Offload = Literal["none", "optimizer", "parameters"]
 
 
 def validate_zero(
-    stage: int, offload: str, find_unused_parameters: bool, prefetch: int | None, bucket_mib: float
+    stage: int,
+    offload: str,
+    find_unused_parameters: bool,
+    prefetch: int | None,
+    bucket_mib: float,
+    no_sync_accumulation: bool = False,
 ) -> list[str]:
     """Problems of these options together; empty when they are possible."""
     problems = []
@@ -63,6 +68,11 @@ def validate_zero(
         problems.append(
             "find_unused_parameters=true with stage 3 has no effect: only stages 1 and 2 look for them. Type stage=2, "
             "or leave it out"
+        )
+    if no_sync_accumulation and stage == 1:
+        problems.append(
+            "no_sync_accumulation=true with stage 1 has no effect: stage 1 holds whole gradients and sends once a "
+            "step. Leave it out"
         )
     if not is_number(bucket_mib) or bucket_mib <= 0:
         problems.append(f"bucket_mib={bucket_mib}: must be above 0 (MiB); leave it out for the default")
@@ -93,7 +103,8 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         shard: size of the axis that splits; -1 takes the rest of the world.
         offload: ``"none"``; ``"optimizer"`` keeps optimizer state and the rows it steps on the CPU; ``"parameters"``
             (stage 3) keeps parameters and gradients there too.
-        no_sync_accumulation: stages 2 and 3 send once a step and hold whole gradients between micro-batches.
+        no_sync_accumulation: stages 2 and 3: send once a step and hold whole gradients between micro-batches, as
+            stage 1 always does.
         find_unused_parameters: stages 1 and 2: parameters may get a gradient on some ranks only (one more collective
             a step, and no overlap).
         bucket_mib: stages 1 and 2: largest size in MiB of the buffers in which gradients and parameters travel; a model
@@ -125,7 +136,7 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         prefetch: int | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse(validate_zero(stage, offload, find_unused_parameters, prefetch, bucket_mib))
+        refuse(validate_zero(stage, offload, find_unused_parameters, prefetch, bucket_mib, no_sync_accumulation))
         super().__init__(**kwargs)
         self.stage = stage
         self._open_layout = Layout(replicate=replicate, shard=shard)

@@ -91,6 +91,11 @@ def option_problems(cfg: DictConfig, _: Surroundings) -> list[str]:
             "strategy.find_unused_parameters=true with stage 3 has no effect: only stages 1 and 2 look for them; type "
             "strategy=zero2, or leave it out"
         )
+    if strategy.get("no_sync_accumulation") and strategy.get("stage") == 1:
+        problems.append(
+            "strategy.no_sync_accumulation=true with stage 1 has no effect: stage 1 holds whole gradients and sends "
+            "once a step; leave it out, or type strategy=zero2"
+        )
     mode, modules = strategy.get("activation_checkpointing", "none"), strategy.get("checkpoint_modules")
     if mode == "selective" and not modules:
         problems.append(

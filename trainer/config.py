@@ -112,8 +112,8 @@ class ZeroConfig(_BlockConfig):
     shard: int = -1
     # What lives in host memory between steps: none, optimizer (its state) or parameters (stage 3 only).
     offload: str = "none"
-    # Keep whole gradients while accumulating, so that only the last micro-batch communicates (faster, more memory);
-    # false = off.
+    # Keep whole gradients while accumulating, so that only the last micro-batch communicates (stages 2 and 3; faster,
+    # more memory); false = off.
     no_sync_accumulation: bool = False
     # Accept parameters that a step leaves out; false = off, such a parameter is an error.
     find_unused_parameters: bool = False

@@ -159,6 +159,11 @@ def test_refusals():
         HybridStrategy(tensor=2, shard=1, prefetch=1)
 
 
+def test_whole_gradients_are_refused_where_they_are_held_anyway() -> None:
+    with pytest.raises(ValueError, match="no_sync_accumulation=true with stage 1 has no effect"):
+        ZeroStrategy(1, no_sync_accumulation=True)
+
+
 def test_buckets_of_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"bucket_mib=0: must be above 0 \(MiB\)"):
         ZeroStrategy(2, bucket_mib=0)

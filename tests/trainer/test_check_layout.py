@@ -59,6 +59,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     ),
     (["strategy=tensor", "devices=2", "strategy.offload=parameters"], ["strategy.offload=parameters", "=optimizer"]),
     (["strategy=zero3", "devices=2", "strategy.find_unused_parameters=true"], ["stage 3", "strategy=zero2"]),
+    (["strategy=zero1", "devices=2", "strategy.no_sync_accumulation=true"], ["stage 1 has no", "strategy=zero2"]),
     (["strategy=tensor", "devices=2", "strategy.find_unused_parameters=true"], ["stage 3", "strategy.stage=2"]),
     (
         ["strategy=tensor", "devices=2", "strategy.blocks=[model.blocks.*]", "strategy.plan.blocks=[model.blocks.*]"],
