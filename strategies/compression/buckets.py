@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,8 @@ class CompressedBucket:
         self._device = device
         self._sizes = [part.local.numel() for part in parts]
         self._starts = [sum(self._sizes[:index]) for index in range(len(parts))]
+        # Of sums that must be exact: what is compressed is rounded in any case.
+        self._exact_dtype = reduce(torch.promote_types, (part.local.dtype for part in parts), torch.float32)
         self.ranks = dist.get_world_size(self._group)
         self.state = compressor.new_state(self.shapes, self.ranks, device)
 
@@ -85,7 +88,7 @@ class CompressedBucket:
 
     @torch.no_grad()
     def average(self, tensors: Sequence[Tensor | None], scale: float = 1.0) -> None:
-        """Replace each tensor by about its mean over the group. A collective.
+        """Replace each tensor by about its mean over the group, computed in float32. A collective.
 
         Args:
             tensors: one per part, of its shape; ``None``: there is none, on any rank, and what is kept back of it
@@ -106,9 +109,12 @@ class CompressedBucket:
 
     @torch.no_grad()
     def average_exactly(self, tensors: Sequence[Tensor | None]) -> None:
-        """Replace each tensor by its mean over the group, uncompressed; nothing that is kept back changes."""
+        """Replace each tensor by its mean over the group, uncompressed; nothing that is kept back changes.
+
+        Sums are of float32, or of float64 where a part is.
+        """
         if any(tensor is not None for tensor in tensors):
-            flat = self._packed(tensors, torch.float32)
+            flat = self._packed(tensors, self._exact_dtype)
             dist.all_reduce(flat, group=self._group)
             flat /= self.ranks
             self._unpack(flat, tensors)

@@ -100,6 +100,23 @@ def test_moved(ranks: Any, name: str) -> None:
     ranks(moved, 2, name)
 
 
+def exact_means(dtype: torch.dtype) -> list[Tensor]:
+    """Of parts of two dtypes, beside each other."""
+    average = ReplicaAverage(chosen("topk"), torch.device("cpu"))
+    wide, narrow = nn.Parameter(torch.zeros(3, dtype=dtype)), nn.Parameter(torch.ones(2))
+    average.take([ReplicaPart("wide", wide), ReplicaPart("narrow", narrow)])
+    for parameter in (wide, narrow):
+        parameter.grad = torch.full_like(parameter, 1 / 3 + dist.get_rank() / 7)
+    average.average(exactly=True)
+    return [parameter.grad for parameter in (wide, narrow) if parameter.grad is not None]
+
+
+def test_exact_means_are_of_the_dtype_of_the_gradients(ranks: Any) -> None:
+    for wide, narrow in ranks(exact_means, 2, torch.float64):
+        torch.testing.assert_close(wide, torch.full((3,), 1 / 3 + 1 / 14, dtype=torch.float64), rtol=1e-15, atol=0)
+        torch.testing.assert_close(narrow, torch.full((2,), 1 / 3 + 1 / 14))
+
+
 def buckets_of_kin() -> list[list[str]]:
     held = [ReplicaPart(name, nn.Parameter(torch.zeros(4)), kin=kin) for name, kin in zip("abcd", "xyxz", strict=True)]
     held.append(ReplicaPart("big", nn.Parameter(torch.zeros(8 * 2**20)), kin="x"))
