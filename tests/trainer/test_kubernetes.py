@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 
 from tests.trainer.project import environment, write_project
 from trainwright import compose
-from trainwright.trainer.launch import kubernetes_node
+from trainwright.trainer.launch import kubernetes_node, kubernetes_submit
 from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.interrupt import Interrupted
 from trainwright.trainer.launch.kubernetes import launch, problems
@@ -470,6 +470,38 @@ def test_a_submitted_job_is_followed_to_its_end(
     assert {"[mine-node-0-0] hello", "[rank 0] step 1", "[rank 1] step 1"} <= set(said)
     assert not any("metrics" in line for line in said)
     assert cluster.deleted is None
+
+
+class EndlessLogs:
+    """Logs of pods, which go on until they are ended."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.asked: list[str] = []
+
+    def log(self, pod: str) -> Iterator[str]:
+        self.asked.append(pod)
+        yield f"{pod} has begun"
+        assert self.ended.wait(60)
+
+
+def test_logs_of_many_pods_are_shown_some_at_a_time() -> None:
+    def pods(failed: int = -1) -> list[dict[str, Any]]:
+        return [
+            {"metadata": {"name": f"a-{at}", "uid": at}, "status": {"phase": "Failed" if at == failed else "Running"}}
+            for at in reversed(range(200))
+        ]
+
+    cluster = EndlessLogs()
+    logs = kubernetes_submit._Logs(cluster)  # type: ignore[arg-type]
+    logs.look(pods())
+    logs.look(pods(failed=150))
+    assert sorted(cluster.asked) == sorted(f"a-{at}" for at in range(64))
+    cluster.ended.set()
+    logs.finish()
+    assert cluster.asked[64] == "a-150"
+    assert sorted(cluster.asked) == sorted(logs.last_lines) == sorted(f"a-{at}" for at in range(200))
+    logs.close()
 
 
 def test_a_failed_job_says_which_pod_and_what_it_said(conf: Path, cluster: FakeCluster) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
@@ -21,6 +22,8 @@ from trainwright.trainer.launch.multinode_words import from_agent
 
 _STARTED = ("Running", "Succeeded", "Failed")
 _LAST_LINES = 20
+# Pods whose logs are shown at a time; each takes a thread and a connection.
+_MOST_SHOWN = 64
 # Seconds that the logs of ended pods may still take, and pods beyond their own time.
 _MARGIN_SECONDS = 10.0
 _NO_LIMIT_SECONDS = 86400.0
@@ -61,8 +64,19 @@ def submit(cfg: DictConfig, verb: str, objects: list[dict[str, Any]]) -> dict[st
 # ---- following -------------------------------------------------------------------------------------------------------
 
 
+class _Waiting(NamedTuple):
+    """A pod whose log is to be shown; those that compare as less come first."""
+
+    goes_on: bool
+    numbers: list[int]  # in its name
+    start: tuple[str, int]  # pod and its number of restarts
+
+
 class _Logs:
     """Shows the logs of pods, each in a thread of its own, and hears what they say to this command.
+
+    Of more than 64 pods the others wait until one has ended. Those that have ended come first, since they tell why,
+    then those with the lowest numbers.
 
     Args:
         cluster: of the pods.
@@ -70,7 +84,9 @@ class _Logs:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._threads: dict[tuple[str, int], threading.Thread] = {}
+        self._threads: list[threading.Thread] = []
+        self._begun: set[tuple[str, int]] = set()
+        self._waiting: dict[str, _Waiting] = {}  # by pod
         self._closed = threading.Event()
         self.metrics: dict[str, float] | None = None
         """That rank 0 ended with, once its pod has said so."""
@@ -84,21 +100,34 @@ class _Logs:
             if status.get("phase") not in _STARTED:
                 continue
             containers = status.get("containerStatuses") or [{}]
-            key = (f"{name} {pod['metadata'].get('uid')}", int(containers[0].get("restartCount", 0)))
-            if key not in self._threads:
-                thread = threading.Thread(target=self._show, args=(name,), name=f"trainwright-{name}", daemon=True)
-                self._threads[key] = thread
-                thread.start()
+            start = (f"{name} {pod['metadata'].get('uid')}", int(containers[0].get("restartCount", 0)))
+            if start not in self._begun:
+                numbers = [int(number) for number in re.findall(r"\d+", name)]
+                self._waiting[name] = _Waiting(status["phase"] == "Running", numbers, start)
+        self._begin()
 
     def finish(self) -> None:
         """Wait until the logs of ended pods have been shown to their ends."""
         end = time.monotonic() + _MARGIN_SECONDS
-        for thread in self._threads.values():
-            thread.join(max(0.0, end - time.monotonic()))
+        while time.monotonic() < end:
+            self._begin()
+            if not self._threads:
+                return
+            self._threads[0].join(0.1)
 
     def close(self) -> None:
         """Show no more."""
         self._closed.set()
+
+    def _begin(self) -> None:
+        """Begin to show as many of those that wait as there is room for."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        room = _MOST_SHOWN - len(self._threads)
+        for name in sorted(self._waiting, key=lambda pod: self._waiting[pod])[:room]:
+            self._begun.add(self._waiting.pop(name).start)
+            thread = threading.Thread(target=self._show, args=(name,), name=f"trainwright-{name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _show(self, pod: str) -> None:
         lines = self.last_lines.setdefault(pod, deque(maxlen=_LAST_LINES))
