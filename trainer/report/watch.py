@@ -167,7 +167,7 @@ def watch(run_dir: Path, every: float, *, once: bool = False, console: Console |
     try:
         watched.update()
         if once or not console.is_terminal:
-            console.print(watched.picture())
+            _show(watched, console)
         if once:
             return
         if console.is_terminal:
@@ -175,9 +175,14 @@ def watch(run_dir: Path, every: float, *, once: bool = False, console: Console |
         while True:  # into a file or a pipe: one picture after the other
             time.sleep(every)
             watched.update()
-            console.print(watched.picture())
+            _show(watched, console)
     except KeyboardInterrupt:
         return
+
+
+def _show(watched: Watched, console: Console) -> None:
+    console.print(watched.picture())
+    console.file.flush()  # a file or a pipe holds back what is written
 
 
 def _live(watched: Watched, every: float, console: Console) -> None:

@@ -106,7 +106,8 @@ def test_refusals(tmp_path, capsys, words, said):
 def test_control_c_ends_it(tmp_path):
     small_run(tmp_path / "run")
     words = [sys.executable, "-m", "trainwright", "watch", str(tmp_path / "run"), "--every", "0.2"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=buffered)
     try:
         assert "run" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
