@@ -25,7 +25,7 @@ from benchmarks.quiet import PLAIN_TRAINER, silence_lightning
 from benchmarks.report import Goal, finish, say, table_of
 from trainwright.trainer.trainer import Trainer
 
-MOST_MICROSECONDS = 100.0
+MOST_MICROSECONDS = 50.0
 MOST_PART_OF_LIGHTNING = 1 / 3
 QUIET, LOGGING = "logs nothing", "logs once a step"
 

@@ -21,7 +21,7 @@ from benchmarks.peers.moment import MOMENT_FOLDER, read_moments
 from benchmarks.ranks import end_on_sigterm, threads_per_rank
 from benchmarks.report import Goal, finish, say, seconds_rows, table_of
 
-MOST_SECONDS_FOR_TWO = 8.0
+MOST_SECONDS_FOR_TWO = 6.0
 _MICRO_BATCH = 4
 
 
