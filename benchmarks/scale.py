@@ -34,7 +34,6 @@ from rich.table import Table
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainwright.callbacks.communication import size_of
 from trainwright.callbacks.monitor.clocks import clock_offset
 from trainwright.callbacks.monitor.sample import sampled_ranks
 from trainwright.callbacks.replica_check import _Holders
@@ -47,6 +46,7 @@ from trainwright.checkpoint.distinct import of_all_ranks, problems_of_ranks
 from trainwright.checkpoint.manifest import MANIFEST, read_manifest, records_of
 from trainwright.checkpoint.records import SPLIT, FileRecord, Listed, Manifest, file_of, list_to_bytes
 from trainwright.checkpoint.save import Content, write
+from trainwright.checkpoint.sizes import size_text
 from trainwright.checkpoint.split import Split, split_of
 from trainwright.checkpoint.storage import Folder
 from trainwright.checkpoint.stored import stored_tensors
@@ -89,7 +89,7 @@ class Cost:
     def __str__(self) -> str:
         parts = [f"{self.seconds:.4f} s"]
         if self.bytes is not None:
-            parts.append(size_of(self.bytes))
+            parts.append(size_text(self.bytes, digits=2))
         if self.messages is not None:
             parts.append(f"{self.messages:,} msg")
         if self.files is not None:

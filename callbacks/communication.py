@@ -15,8 +15,7 @@ from trainwright.callbacks.monitor.records import tell
 from trainwright.callbacks.steps import log_metrics
 from trainwright.callbacks.windows import Measuring, Windowed
 from trainwright.checkpoint.distinct import of_all_ranks
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+from trainwright.checkpoint.sizes import size_text
 
 
 class _Sums:
@@ -177,9 +176,9 @@ def report_of(
     besides = sum(row[3] for rank in ranks for row in rank["besides"]) / len(ranks)
     parts: list[Table | str] = [table] if keys else []
     if besides:
-        parts.append(f"Besides steps (validation, checkpoints, logging): {size_of(besides)} a rank in all.")
+        parts.append(f"Besides steps (validation, checkpoints, logging): {size_text(besides, digits=2)} a rank in all.")
     for rank, (messages, sent) in (servers or {}).items():
-        parts.append(f"Rank {rank}, which only serves: {size_of(sent)} in all, in {messages:,} messages.")
+        parts.append(f"Rank {rank}, which only serves: {size_text(sent, digits=2)} in all, in {messages:,} messages.")
     return parts
 
 
@@ -192,15 +191,12 @@ def _share(rank: Mapping[str, Any], key: tuple[str, str]) -> list[float]:
 def _cells(rows: Sequence[Sequence[float]]) -> list[str]:
     """Means of calls and bytes over the ranks, the bytes of the rank that sends most, and the mean of the least."""
     calls, sent, least = (sum(row[index] for row in rows) / len(rows) for index in range(3))
-    return [f"{calls:.4g}", size_of(sent), size_of(max(row[1] for row in rows)), size_of(least)]
-
-
-def size_of(number: float) -> str:
-    """Bytes for people, such as ``"1.41 MiB"``."""
-    unit = 0
-    while number >= 1024 and unit < len(_UNITS) - 1:
-        number, unit = number / 1024, unit + 1
-    return f"{number:.0f} B" if unit == 0 else f"{number:.2f} {_UNITS[unit]}"
+    return [
+        f"{calls:.4g}",
+        size_text(sent, digits=2),
+        size_text(max(row[1] for row in rows), digits=2),
+        size_text(least, digits=2),
+    ]
 
 
 def _listed(sums: _Sums) -> list[list[Any]]:

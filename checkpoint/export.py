@@ -20,9 +20,9 @@ from trainwright.checkpoint.fresh import fresh_path, refuse_full
 from trainwright.checkpoint.lightning_file import as_lightning
 from trainwright.checkpoint.paths import is_remote, local_path
 from trainwright.checkpoint.run_state import RunState, StoredTensor
+from trainwright.checkpoint.sizes import size_text
 from trainwright.checkpoint.tensor_file import TensorEntry, TensorFileWriter
 from trainwright.checkpoint.torch_file import LazyTensor, check_torch_file, write_torch_file
-from trainwright.checkpoint.write_errors import size_text
 
 Format = Literal["safetensors", "hf", "lightning", "torch"]
 FORMATS: tuple[str, ...] = ("safetensors", "hf", "lightning", "torch")

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.owners import new_token
+from trainwright.checkpoint.sizes import size_text
 from trainwright.checkpoint.storage import clean_up
-from trainwright.checkpoint.write_errors import free_bytes, size_text
+from trainwright.checkpoint.write_errors import free_bytes
 
 
 @contextmanager

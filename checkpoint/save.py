@@ -20,8 +20,9 @@ from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.lists import records_of_ranks, write_divided
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.records import SPLIT, FileRecord, Listed, Manifest
+from trainwright.checkpoint.sizes import size_text
 from trainwright.checkpoint.storage import PendingFolder
-from trainwright.checkpoint.write_errors import free_bytes, size_text
+from trainwright.checkpoint.write_errors import free_bytes
 from trainwright.checkpoint.writing import directory_of, stored_by, write_parts
 
 STATE = "state.json"

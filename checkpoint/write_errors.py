@@ -7,6 +7,7 @@ import os
 
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.paths import is_remote, local_path
+from trainwright.checkpoint.sizes import size_text
 
 ELSEWHERE = "choose another folder (checkpoint.*.dirpath=...)"
 
@@ -67,16 +68,6 @@ def free_bytes(path: str) -> int | None:
     except OSError:
         return None
     return stats.f_bavail * stats.f_frsize
-
-
-def size_text(size: int) -> str:
-    """Bytes for people, e.g. ``1.5 GiB``."""
-    value, unit = float(size), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{size} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
 
 
 def _nearest(path: str) -> str:

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.manifest import read_manifest
+from trainwright.checkpoint.sizes import size_text
 from trainwright.checkpoint.storage import Folder
 from trainwright.strategies.layout import Layout
 from trainwright.trainer.candidates import AUTO
@@ -42,7 +43,6 @@ _OF_EVERY_STRATEGY = ("blocks", "compile")
 _OF_THE_MODEL = ("plan", "batch_dims", "attention")
 _PLANNED = ("SingleDeviceStrategy", "DDPStrategy", "ZeroStrategy", "HybridStrategy", "TensorParallelStrategy",
             "PipelineStrategy", "ContextParallelStrategy", "ExpertParallelStrategy")  # fmt: skip
-_MIB, _GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -368,8 +368,9 @@ def _what(chosen: Mapping[str, Any]) -> str:
 def _predicted(document: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
     seconds, held = chosen["seconds"]["step"], chosen["bytes"]["total"]
     return (
-        f"predicted {seconds:.3g} s a step ({chosen['samples_per_second']:.4g} samples/s) and {size_text(held)} of "
-        f"{size_text(document['usable_bytes'])} a rank, {document['device_source']}"
+        f"predicted {seconds:.3g} s a step ({chosen['samples_per_second']:.4g} samples/s) and "
+        f"{size_text(held, digits=2)} of {size_text(document['usable_bytes'], digits=2)} a rank, "
+        f"{document['device_source']}"
     )
 
 
@@ -395,11 +396,6 @@ def _why(ranked: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any], limits:
 def _later(other: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
     slower = other["seconds"]["step"] / chosen["seconds"]["step"] - 1
     return f"{other['title']}, {100 * slower:.1f} % slower"
-
-
-def size_text(size: float) -> str:
-    """Bytes for people."""
-    return f"{size / _GIB:.3g} GiB" if size >= 0.1 * _GIB else f"{size / _MIB:.3g} MiB"
 
 
 # ---- micro_batch_size=auto ------------------------------------------------------------------------------------------

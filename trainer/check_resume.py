@@ -12,8 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
 from trainwright.checkpoint.paths import is_remote, local_path
+from trainwright.checkpoint.sizes import size_text
 from trainwright.checkpoint.storage import Folder
-from trainwright.checkpoint.write_errors import free_bytes, size_text
+from trainwright.checkpoint.write_errors import free_bytes
 from trainwright.trainer.candidates import AUTO, LAST, RUN_STATE, newest_good
 from trainwright.trainer.run_directory import CHECKPOINTS, RUNS, runs_of
 

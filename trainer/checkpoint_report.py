@@ -15,8 +15,8 @@ from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from trainwright.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest, records_of, verify
 from trainwright.checkpoint.paths import is_remote, local_path, normal_path
 from trainwright.checkpoint.records import WHOLE
+from trainwright.checkpoint.sizes import size_text
 from trainwright.checkpoint.storage import Folder, folders_in
-from trainwright.checkpoint.write_errors import size_text
 from trainwright.trainer.candidates import Candidate, candidates_in
 from trainwright.trainer.run_directory import CHECKPOINTS
 

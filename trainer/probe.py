@@ -16,7 +16,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from trainwright.trainer.auto import Choice, size_text
+from trainwright.checkpoint.sizes import size_text
+from trainwright.trainer.auto import Choice
 from trainwright.trainer.bare_training import only_training, temporary_folder, train_apart
 from trainwright.trainer.doctor.machine import machine_facts
 from trainwright.trainer.launch.engines import uses_engine
@@ -118,7 +119,7 @@ def judge(size: int, records: Sequence[dict[str, int]], there: int) -> Probed:
         if each["device_there"]
     ]
     needed, limit, words = max(pairs, key=lambda pair: pair[0] / max(pair[1], 1))
-    text = words.format(needed=size_text(needed), there=size_text(limit))
+    text = words.format(needed=size_text(needed, digits=2), there=size_text(limit, digits=2))
     if needed > SAFE * limit:
         return Probed(size, False, f"{text}, more than {100 * SAFE:.0f} %", needed, limit)
     tight = [rank for rank, each in enumerate(records) if each["retries"]]

@@ -67,13 +67,14 @@ def _median_seconds(
     taken = []
     for _ in range(1 + _REPEATS):
         dist.barrier(group)
-        begin = _now(device)
+        begin = now_on(device)
         send(tensor)
-        taken.append(_now(device) - begin)
+        taken.append(now_on(device) - begin)
     return median(taken[1:])  # the first one makes connections
 
 
-def _now(device: torch.device) -> float:
+def now_on(device: torch.device) -> float:
+    """Seconds of a clock at which all is done that the device was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

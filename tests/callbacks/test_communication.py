@@ -14,7 +14,7 @@ from tests.callbacks.faulty import fit, weights
 from tests.callbacks.modules import QUIET, Regression, Written, loader
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
-from trainwright.callbacks.communication import CommunicationReport, report_of, size_of
+from trainwright.callbacks.communication import CommunicationReport, report_of
 
 # Strategy, options, ranks, and the axes along which something is sent in a step.
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int, set[str]]] = {
@@ -100,11 +100,6 @@ def test_a_table_of_unequal_ranks_shows_mean_and_most():
     assert columns[3] == ["3.00 KiB", "0 B", "3.00 KiB"]
     assert columns[4] == ["4.00 KiB", "1 B", "4.00 KiB"]
     assert line == "Besides steps (validation, checkpoints, logging): 1.50 KiB a rank in all."
-
-
-@pytest.mark.parametrize(("number", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (2**50, "1024.00 TiB")])
-def test_sizes_for_people(number, text):
-    assert size_of(number) == text
 
 
 def test_what_cannot_be_measured_is_refused():

@@ -112,7 +112,7 @@ def test_space_that_is_missed_when_data_reaches_the_disk(tmp_path, monkeypatch):
         patch.setattr(os, "fsync", full)
         message = refused(partial(write, tmp_path / "a.ckpt", {"state.json": 100}))
     assert "/state.json: the quota is used up, no space left on" in message
-    assert "needed 100 bytes" in message
+    assert "needed 100 B" in message
     check_nothing_happened(tmp_path)
 
 

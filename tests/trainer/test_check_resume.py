@@ -228,7 +228,7 @@ def test_a_disk_without_room(conf: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     write_checkpoint("c", 1)
     monkeypatch.setattr(check_resume, "free_bytes", lambda path: 10)
     problem = refusal(conf, "ckpt_path=c")
-    for part in ("checkpoint.last.dirpath", "10 bytes are free", "another checkpoint.last.dirpath="):
+    for part in ("checkpoint.last.dirpath", "10 B are free", "another checkpoint.last.dirpath="):
         assert part in problem
     assert decided(conf, "ckpt_path=c", "checkpoint=none") == "c"
     assert decided(conf, "ckpt_path=c", verb="test") == "c"

@@ -149,7 +149,7 @@ def test_inspect(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
         "torch 2.13",
         "rank 0",
         "in 3 files",
-        "2 tensors, 32 bytes",
+        "2 tensors, 32 B",
     ):
         assert part in text
     assert text.splitlines()[-1].split() == ["weights/layer.1", "2x2", "float32", "16"]

@@ -131,7 +131,7 @@ def test_too_little_memory_under_layouts_that_cut(
         available = 100 * MIB  # less than a rank takes that computes nothing
 
     monkeypatch.setattr(probe, "machine_facts", Little)
-    with pytest.raises(ConfigError, match=r"all ranks together held .* of the host's 100 MiB, more than 95 %; type"):
+    with pytest.raises(ConfigError, match=r"all ranks together held .* of the host's 100.00 MiB, more than 95 %; type"):
         prepare(composed(*words, "micro_batch_size=auto", f"run_dir={tmp_path / 'run'}"), "fit")
     assert not (tmp_path / "run").exists()
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.trainer.doctor.finding import Finding, error, ok, size, warning
+from trainwright.checkpoint.sizes import size_text
+from trainwright.trainer.doctor.finding import Finding, error, ok, warning
 from trainwright.trainer.doctor.limits import Demand
 
 AREA = "devices"
@@ -394,7 +395,7 @@ def _health_of(gpu: Gpu) -> list[Finding]:
         todo = "nvidia-smi -pm 1 (by an administrator), or the service nvidia-persistenced"
         found.append(warning(AREA, "persistence", what, "on; else the driver is loaded anew at each start", todo))
     if gpu.memory and gpu.used > _TAKEN * gpu.memory:
-        what = f"{name}: {size(gpu.used)} of {size(gpu.memory)} are taken"
+        what = f"{name}: {size_text(gpu.used)} of {size_text(gpu.memory)} are taken"
         found.append(warning(AREA, "use of GPUs", what, "a GPU that nobody uses", "nvidia-smi shows by whom; end it"))
     return found
 

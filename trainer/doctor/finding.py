@@ -46,14 +46,6 @@ def error(area: str, check: str, found: str, wanted: str, todo: str) -> Finding:
     return Finding(area, check, ERROR, found, wanted, todo)
 
 
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count:.0f} B"
-
-
 def rate(bytes_per_second: float) -> str:
     """Bytes per second for people."""
     if bytes_per_second >= 1e9:

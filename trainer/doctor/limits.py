@@ -8,7 +8,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.trainer.doctor.finding import Finding, error, ok, size, warning
+from trainwright.checkpoint.sizes import size_text
+from trainwright.trainer.doctor.finding import Finding, error, ok, warning
 
 AREA = "limits"
 _UNLIMITED = -1
@@ -236,7 +237,7 @@ def _processes(facts: LimitFacts, demand: Demand) -> Finding:
 
 def _locked(facts: LimitFacts, demand: Demand) -> Finding:
     soft = facts.locked[0]
-    found = f"{'unlimited' if soft == _UNLIMITED else size(soft)} of memory may be locked"
+    found = f"{'unlimited' if soft == _UNLIMITED else size_text(soft)} of memory may be locked"
     if soft == _UNLIMITED or not (facts.infiniband and demand.hosts > 1):
         return ok(AREA, "locked memory", found)
     devices = ", ".join(facts.infiniband)
@@ -253,14 +254,15 @@ def _core(facts: LimitFacts, free: int | None, memory: int) -> Finding:
     soft, pattern = facts.core[0], facts.core_pattern
     if soft == 0:
         return ok(AREA, "core files", "none are written (to look into a crash of native code: ulimit -c unlimited)")
-    found = f"up to {'unlimited size' if soft == _UNLIMITED else size(soft)}, to {pattern}"
+    found = f"up to {'unlimited size' if soft == _UNLIMITED else size_text(soft)}, to {pattern}"
     here = not pattern.startswith(("/", "|"))
     if here and free is not None and memory and free < memory:
         return warning(
             AREA,
             "core files",
-            f"{found}; {size(free)} are free here",
-            f"room for what ranks hold in memory (up to {size(memory)}), since a crash of native code writes all of it",
+            f"{found}; {size_text(free)} are free here",
+            f"room for what ranks hold in memory (up to {size_text(memory)}), since a crash of native code writes all "
+            "of it",
             "ulimit -c 0",
         )
     return ok(AREA, "core files", found)
@@ -290,13 +292,13 @@ def judge_tmp(facts: FolderFacts) -> list[Finding]:
 
 
 def _folder(facts: FolderFacts, check: str, least: int, enough: int, what: str, todo: str) -> list[Finding]:
-    found = f"{size(facts.free)} free in {facts.exists}" + (f" ({facts.kind})" if facts.kind else "")
+    found = f"{size_text(facts.free)} free in {facts.exists}" + (f" ({facts.kind})" if facts.kind else "")
     if facts.problem is not None:
         words = f"{facts.exists}: {facts.problem}"
         return [error(AREA, check, f"nothing can be written: {words}", f"a folder for {what}", todo)]
     if facts.free < enough:
         judge = error if facts.free < least else warning
-        return [judge(AREA, check, found, f"at least {size(enough)} for {what}", todo)]
+        return [judge(AREA, check, found, f"at least {size_text(enough)} for {what}", todo)]
     if facts.inodes is not None and facts.inodes < _FEW_INODES:
         share = f"{facts.inodes:.1%} of the inodes of {facts.exists} are free"
         return [warning(AREA, check, share, f"at least {_FEW_INODES:.0%}: each file takes one", todo)]
@@ -306,7 +308,7 @@ def _folder(facts: FolderFacts, check: str, least: int, enough: int, what: str, 
 def judge_shared_memory(facts: SharedMemoryFacts, demand: Demand) -> list[Finding]:
     """Whether batches of loaders' workers, and what ranks hand each other, fit."""
     needed = demand.ranks * (demand.workers * _SHARED_OF_A_WORKER + (_SHARED_OF_A_RANK if demand.on_gpu else 0))
-    found = f"{size(facts.free)} free of {size(facts.total)} in /dev/shm"
+    found = f"{size_text(facts.free)} free of {size_text(facts.total)} in /dev/shm"
     who = f"{demand.ranks} ranks with {demand.workers} workers of loaders each"
     todo = f"docker run --shm-size={max(1, -(-2 * needed // 2**30))}g (or --ipc=host); outside of a container: "
     todo += f"mount -o remount,size={max(1, -(-2 * needed // 2**30))}G /dev/shm; or fewer workers"
@@ -314,7 +316,7 @@ def judge_shared_memory(facts: SharedMemoryFacts, demand: Demand) -> list[Findin
         return [ok(AREA, "shared memory", found)]
     # A worker that does not find room is killed by SIGBUS in the middle of an epoch.
     judge = error if facts.free < needed // 4 else warning
-    return [judge(AREA, "shared memory", found, f"about {size(needed)} for {who}", todo)]
+    return [judge(AREA, "shared memory", found, f"about {size_text(needed)} for {who}", todo)]
 
 
 def _count(number: int) -> str:

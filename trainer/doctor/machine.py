@@ -8,7 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.trainer.doctor.finding import Finding, error, ok, size, time_of, warning
+from trainwright.checkpoint.sizes import size_text
+from trainwright.trainer.doctor.finding import Finding, error, ok, time_of, warning
 from trainwright.trainer.doctor.limits import Demand
 from trainwright.trainer.machine import num_cores
 
@@ -134,9 +135,9 @@ def _cores(facts: MachineFacts, demand: Demand) -> Finding:
 
 
 def _memory(facts: MachineFacts, demand: Demand) -> Finding:
-    found = f"{size(facts.available)} available of {size(facts.memory)}"
+    found = f"{size_text(facts.available)} available of {size_text(facts.memory)}"
     if facts.memory_limit is not None:
-        found += f", {size(facts.memory_limit)} allowed by the control group"
+        found += f", {size_text(facts.memory_limit)} allowed by the control group"
     each = facts.available // demand.ranks
     if each >= _ENOUGH_MEMORY:
         return ok(AREA, "memory", found)
@@ -144,8 +145,8 @@ def _memory(facts: MachineFacts, demand: Demand) -> Finding:
     return judge(
         AREA,
         "memory",
-        f"{found}: {size(each)} for each of {demand.ranks} ranks",
-        f"{size(_ENOUGH_MEMORY)} for each rank before it holds a model; with less the kernel kills ranks",
+        f"{found}: {size_text(each)} for each of {demand.ranks} ranks",
+        f"{size_text(_ENOUGH_MEMORY)} for each rank before it holds a model; with less the kernel kills ranks",
         "fewer devices=, end what else runs, or raise the limit (docker run --memory, srun --mem)",
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainwright.strategies.communication.probe import now_on
 from trainwright.trainer.doctor.machine import machine_facts
 from trainwright.trainer.planning.profiles import machine_name
 
@@ -95,13 +95,6 @@ def _quickest(function: Callable[[], Any], device: torch.device, budget: float) 
         function()
         best = min(best, now_on(device) - begin)
     return best
-
-
-def now_on(device: torch.device) -> float:
-    """Seconds of a clock at which all is done that the device was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _copy_seconds(device: torch.device) -> tuple[int, float]:

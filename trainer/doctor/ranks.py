@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from trainwright.strategies.communication.advice import Link
-from trainwright.strategies.communication.probe import probe_links
+from trainwright.strategies.communication.probe import now_on, probe_links
 from trainwright.strategies.layout import Layout
 from trainwright.trainer.doctor.clocks import Offset, offset_of
-from trainwright.trainer.doctor.measure import measure_device, now_on, small_blocks, small_step
+from trainwright.trainer.doctor.measure import measure_device, small_blocks, small_step
 from trainwright.trainer.doctor.network import Pair
 
 # Longest wait for one collective.

@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from trainwright.checkpoint.sizes import size_text
+
 # A curve has at most twice as many points as a wide screen has pixels for it.
 _BUCKETS = 400
 _TABLE_ROWS = 40
@@ -261,12 +263,7 @@ def exact(value: float) -> str:
 def amount(value: float, unit: str) -> str:
     """A size with its unit: bytes as MiB and so on, seconds as ms or s."""
     if unit == "bytes":
-        size = float(value)
-        for word in ("B", "KiB", "MiB", "GiB"):
-            if abs(size) < 1024:
-                return f"{size:.0f} {word}" if word == "B" else f"{size:.2f} {word}"
-            size /= 1024
-        return f"{size:.2f} TiB"
+        return size_text(value, digits=2)
     return f"{value * 1000:.4g} ms" if abs(value) < 1 else f"{value:.4g} s"
 
 
