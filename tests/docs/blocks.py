@@ -3,6 +3,9 @@
 A mark is an HTML comment on the line above a block:
 
     <!-- not run: why -->           this machine cannot run it, or it is no command; Python is parsed all the same
+    <!-- in snippets: why -->       lines of Python that `make snippets` runs, as a script, and the tests do not
+    <!-- exit code: 1 0 -->         what the commands of the block end with, one after the other, the last for the rest;
+                                    2: it is refused. Without the mark: 0
     <!-- file: my_conf/recipe/a.yaml -->  the block is this file, which the rest of the page finds
     <!-- with: recipe=digits -->    what the lines of a yaml block are added to
     <!-- ranks: 2 -->               how many ranks run a Python block, where its own `devices=` does not say it
@@ -19,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MARKS = ("not run", "file", "with", "ranks")
+MARKS = ("not run", "in snippets", "exit code", "file", "with", "ranks")
 SHELL = ("bash", "sh", "console")
 PLAIN = ("", "text")
 LANGUAGES = (*SHELL, *PLAIN, "python", "yaml", "json")

@@ -11,7 +11,8 @@ from tests.trainer.checkpoints import write_checkpoint
 PACKAGE = """
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
 
 
 class MyModule(pl.LightningModule):
@@ -21,10 +22,10 @@ class MyModule(pl.LightningModule):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(layers))
 
     def training_step(self, batch, batch_idx):
-        x = batch[0]
+        x = batch["inputs"]
         for layer in self.layers:
             x = layer(x)
-        return x.pow(2).mean()
+        return F.cross_entropy(x, batch["labels"])
 
     def configure_optimizers(self):
         return self.optimizer(self.parameters())
@@ -36,7 +37,8 @@ class MyData(pl.LightningDataModule):
         self.batch_size = batch_size
 
     def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=self.batch_size)
+        samples = [{"inputs": torch.randn(4), "labels": torch.tensor(i % 4)} for i in range(64)]
+        return DataLoader(samples, batch_size=self.batch_size)
 """
 CHECKS = "def data(cfg, num_data_ranks):\n    return []\n"
 RECIPE = """# @package _global_
@@ -59,6 +61,7 @@ DEEPSPEED = {
     "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
 }
 RUN = "2026-01-31_14-05-09"
+MODEL = "models/my-llama"
 
 
 def write_project(folder: Path, files: dict[str, str]) -> None:
@@ -80,6 +83,24 @@ def write_project(folder: Path, files: dict[str, str]) -> None:
         assert path.resolve().is_relative_to(folder.resolve()), f"{name}: outside of the reader's folder"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+
+
+def write_language_model(folder: Path, text: Path) -> None:
+    """Write a small Llama with random weights, and a tokenizer that was trained on a text, as transformers does.
+
+    Args:
+        folder: that it is to be.
+        text: a file.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = Tokenizer(models.BPE(unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train([str(text)], trainers.BpeTrainer(vocab_size=256, special_tokens=["?"], show_progress=False))
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def write_runs(folder: Path) -> None:

@@ -1,0 +1,105 @@
+"""The commands of the documentation as this machine can run them: few steps, on the CPU, other hosts replaced by it."""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+FEW, MORE, KEPT = 1, 2, 30
+"""Steps of a run, of one that goes on from such a run, and the most that are made as they are typed."""
+_BEYOND_IMPORTED = 7
+_WRITES_TEXT = re.compile(r"recipe=(\w*gpt|moe|llama_3d)")
+_TRAINS = ("fit", "validate", "test", "predict")
+_LEFT_OUT = {
+    "pip": "it is installed already: the network",
+    "make": "it installs, trains for minutes or runs all tests",
+    "pytest": "it is a part of `make test`",
+    "ruff": "it is a part of `make test`",
+    "srun": "SLURM itself",
+}
+# What is typed for large machines -> what this one does in its place; an empty text leaves the word out.
+_HERE = (
+    (r"size=(125m|7b)", ""),
+    (r"\+*accelerator=.*", ""),
+    (r"module\.config\.seq_len=\d+", ""),
+    (r"launch\.hosts=.*", "launch.hosts=[127.0.0.2,127.0.0.3]"),
+    (r"launch\.(partition|time|account)=.*|preemption\.requeue=.*", ""),
+)
+_STEPS = re.compile(r"max_steps=(\d+)")
+
+
+def why_not(words: Sequence[str]) -> str:
+    """Why a command is not run here; empty if it is."""
+    program = Path(words[0]).name
+    if program in _LEFT_OUT:
+        return _LEFT_OUT[program]
+    if program in ("python", "python3") and words[1:2] == ["-m"] and len(words) > 2:
+        module = words[2]
+        if module == "venv":
+            return _LEFT_OUT["pip"]
+        if module == "pytest":
+            return _LEFT_OUT["pytest"]
+        return "minutes of all cores: a measurement" if module.startswith("benchmarks.") else ""
+    return ""
+
+
+def small(words: Sequence[str]) -> list[str]:
+    """The same command with few steps, on the CPU.
+
+    Args:
+        words: program and arguments; of what is no training they are given back as they are.
+    """
+    if not any(verb in words for verb in _TRAINS) or words[0] not in ("trainwright", "torchrun", "python"):
+        return [_several_agents(word) for word in words] if words[0] == "torchrun" else list(words)
+    if "launch=kubernetes" in words:
+        return list(words)  # it writes a manifest and starts nothing
+    kept = [here for word in words if not _STEPS.fullmatch(word) and (here := _here(word))]
+    if "launch=slurm" in kept:
+        kept = [*(word for word in kept if not word.startswith("nodes=")), "launch.cluster=local"]
+    elif any(word.startswith(("nodes=", "--nnodes=")) for word in kept):
+        kept = [_several_agents(word) for word in kept]
+    kept += ["launch.ssh=[]"] if "launch=multinode" in kept else []
+    kept += ["module.config.seq_len=512"] if "recipe=long_context" in kept else []
+    kept += ["trainer.val_check_interval=1"] if any("EarlyStopping" in word for word in kept) else []
+    kept += ["callbacks.sample.length=8"] if any(_WRITES_TEXT.fullmatch(word) for word in kept) else []
+    if "fit" in kept:
+        kept.append(f"max_steps={_steps(words)}")
+    return [*kept, "accelerator=cpu", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
+            "trainer.limit_predict_batches=1"]  # fmt: skip
+
+
+def as_processes(words: Sequence[str]) -> list[list[str]]:
+    """What is started: one process, or one agent of torchrun for each of its machines."""
+    programs = Path(sys.executable).parent
+    program = {"python": sys.executable, "python3": sys.executable}.get(words[0], str(programs / words[0]))
+    nodes = next((int(word.partition("=")[2]) for word in words if word.startswith("--nnodes=")), 1)
+    return [[program, *words[1:]]] * (nodes if words[0] == "torchrun" else 1)
+
+
+def _here(word: str) -> str:
+    return next((here for typed, here in _HERE if re.fullmatch(typed, word)), word)
+
+
+def _several_agents(word: str) -> str:
+    """Two ranks in place of eight for each of several machines, which this one is all of them."""
+    if re.fullmatch(r"devices=\d+", word):
+        return "devices=2"
+    if word.startswith("--nproc-per-node="):
+        return "--nproc-per-node=2"
+    if word.startswith("--rdzv-endpoint=host:"):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            return f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"
+    return word
+
+
+def _steps(words: Sequence[str]) -> int:
+    typed = next((int(found[1]) for word in words if (found := _STEPS.fullmatch(word))), None)
+    if typed is not None and (typed <= KEPT or typed >= 1_000_000):
+        return typed
+    if "ckpt_path=imported" in words:
+        return _BEYOND_IMPORTED
+    return MORE if any(word.startswith(("ckpt_path=", "resume=")) for word in words) else FEW
