@@ -29,7 +29,8 @@ class PlanCheck(Callback):
     """Compare the seconds of a step and the bytes of the fullest rank with those that ``plan.json`` predicts; once.
 
     A run has a ``plan.json`` where ``strategy=auto`` or ``micro_batch_size=auto`` was asked for. Without one, or where
-    the run has another layout than it tells of (after a restart with fewer devices), nothing is measured.
+    the run has another layout than it tells of (after a restart with fewer devices), nothing is measured; nor where
+    ranks step by themselves.
     Rank 0 prints one line, adds ``measured`` to the file, and tells an event ``plan`` to callbacks that keep records.
     Bytes are those of parameters, gradients (when the optimizer steps) and optimizer; on CUDA also the most that was
     allocated.
@@ -41,9 +42,6 @@ class PlanCheck(Callback):
     Raises:
         ValueError: if ``steps`` is less than 1.
     """
-
-    needs_collective_steps = True
-    """Whether it needs all ranks at the same optimizer step."""
 
     def __init__(self, steps: int = 5, console: Console | None = None) -> None:
         if steps < 1:

@@ -42,6 +42,9 @@ def test_default_is_what_is_cheap_for_every_recipe(recipe: str) -> None:
         MonitorFile,
     }
     assert isinstance(made[-1], MonitorFile)
+    assert not any(getattr(callback, "needs_collective_steps", False) for callback in made), (
+        "ranks may step by themselves"
+    )
 
 
 def test_steps_of_a_trace_are_spelt_out() -> None:
