@@ -83,8 +83,9 @@ def main(asked: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     outcome = Outcome()
     with ThreadPoolExecutor(WORKERS) as pool:
-        for done in [pool.submit(_run_page, page, outcome) for page in asked or pages()]:
-            done.result()
+        for page, done in [(page, pool.submit(_run_page, page, outcome)) for page in asked or pages()]:
+            if (error := done.exception()) is not None:
+                outcome.failed.append(f"{page}: the rest did not run: {error}")
     for reason, lines in outcome.left_out.items():
         print(f"left out, {reason}:", *lines, sep="\n  ")
     count = sum(map(len, outcome.left_out.values()))
