@@ -43,7 +43,7 @@ from trainwright.strategies.state import gather_tree, shard_optimizer_state, sha
 
 # Buckets that a model is cut into, unless they would be so small (bytes) that sending them costs more than they save.
 _LEAST_BUCKETS = 16
-_SMALL_BUCKET = 2**20
+_SMALL_BUCKET = 4 * 2**20
 
 Offload = Literal["none", "optimizer", "parameters"]
 
@@ -108,7 +108,7 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         find_unused_parameters: stages 1 and 2: parameters may get a gradient on some ranks only (one more collective
             a step, and no overlap).
         bucket_mib: stages 1 and 2: largest size in MiB of the buffers in which gradients and parameters travel; a model
-            of less than 16 of them travels in smaller ones (1 MiB at least).
+            of less than 16 of them travels in smaller ones (4 MiB at least).
         prefetch: stage 3: blocks whose parameters are gathered while the one before them computes, in forward and in
             backward; each takes the memory of a whole block. 0: none; ``None``: what FSDP2 does, which is 1 on CUDA
             and 0 on the CPU, or, after the steps that ``communication="auto"`` measures, as many as wait least.

@@ -9,7 +9,7 @@ from trainwright.strategies.layout import Layout
 
 # Of torch's DistributedDataParallel, and of ZeRO's buckets (strategy.bucket_mib).
 _BUCKET = 25 * 2**20
-_LEAST_BUCKETS, _SMALL_BUCKET = 16, 2**20
+_LEAST_BUCKETS, _SMALL_BUCKET = 16, 4 * 2**20
 
 
 @dataclass(frozen=True)
