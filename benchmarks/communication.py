@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from math import comb
 from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -193,6 +194,15 @@ def work_of(module: GPTModule, samples: int, ranks: int) -> Work:
     )
 
 
+def train(axis: Axis, module: GPTModule, samples: int, steps: int, observe: pl.Callback) -> None:
+    """Train on this rank, so many samples of a data rank a step, while ``observe`` looks on."""
+    ranks = dist.get_world_size()
+    options: dict[str, Any] = {**PLAIN_TRAINER, "accelerator": "cpu", "devices": ranks, "max_steps": steps}
+    trainer = Trainer(strategy=make_strategy(axis.strategy, **axis.options), callbacks=[observe], **options)
+    rows = Ids(axis.data_ranks(ranks) * samples * steps, module.config.seq_len + 1)
+    trainer.fit(module, DataLoader(rows, batch_size=samples))
+
+
 def measure(name: str, config: GPTConfig, samples: int) -> dict[str, Any]:
     """Train a few steps on this rank and return the row; every rank returns the same.
 
@@ -204,15 +214,7 @@ def measure(name: str, config: GPTConfig, samples: int) -> dict[str, Any]:
     axis, ranks = AXES[name], dist.get_world_size()
     module, observe = module_of(axis, config), Observe(_OBSERVED_STEP)
     work = work_of(module, samples, ranks)
-    options: dict[str, Any] = {
-        **PLAIN_TRAINER,
-        "accelerator": "cpu",
-        "devices": ranks,
-        "max_steps": _OBSERVED_STEP,
-    }
-    trainer = Trainer(strategy=make_strategy(axis.strategy, **axis.options), callbacks=[observe], **options)
-    rows = Ids(axis.data_ranks(ranks) * samples * _OBSERVED_STEP, config.seq_len + 1)
-    trainer.fit(module, DataLoader(rows, batch_size=samples))
+    train(axis, module, samples, _OBSERVED_STEP, observe)
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, (observe.sent, observe.written))
     by_kind: Counter[str] = Counter()

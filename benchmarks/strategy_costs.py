@@ -19,17 +19,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
-from benchmarks.communication import AXES, Axis, Work, module_of, work_of
+from benchmarks.communication import AXES, Axis, Work, module_of, train, work_of
 from benchmarks.layouts import Observe
-from benchmarks.memory import Ids
-from benchmarks.quiet import PLAIN_TRAINER
 from benchmarks.ranks import run_ranks, say_from_first
 from benchmarks.report import finish, say, table_of
 from trainwright.recipes.gpt_model import GPTConfig
-from trainwright.strategies.registry import make_strategy
-from trainwright.trainer.trainer import Trainer
 
 # Optimizer steps between two averages of local updates.
 _EVERY = 3
@@ -122,13 +117,10 @@ def measure(name: str, config: GPTConfig, samples: int) -> dict[str, Any]:
         samples: of one data rank and step.
     """
     cost, ranks = COSTS[name], dist.get_world_size()
-    axis, observe, steps = cost.axis, Window(), _BEFORE + _STEPS
+    axis, observe = cost.axis, Window()
     module = module_of(axis, config)
     work = work_of(module, samples, ranks)
-    options: dict[str, Any] = {**PLAIN_TRAINER, "accelerator": "cpu", "devices": ranks, "max_steps": steps}
-    trainer = Trainer(strategy=make_strategy(axis.strategy, **axis.options), callbacks=[observe], **options)
-    rows = Ids(axis.data_ranks(ranks) * samples * steps, config.seq_len + 1)
-    trainer.fit(module, DataLoader(rows, batch_size=samples))
+    train(axis, module, samples, _BEFORE + _STEPS, observe)
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, (observe.held, observe.least))
     held, sent = max(held for held, _ in everyone), mean(least for _, least in everyone) / _STEPS

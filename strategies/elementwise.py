@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trainwright.strategies.gradients import local_tensor
+
 # Exactly these: each collects what it steps on in `_init_group`, changes it in place, and keys nothing by it afterwards
 # (SGD writes its momentum back by parameter). A subclass may look at shapes.
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -53,7 +55,7 @@ def _collect(
     parameters, gradients = lists[0], lists[1]
     if not group.get("differentiable") and all(map(_split_alike, parameters, gradients)):
         for tensors in lists:
-            tensors[:] = [each._local_tensor if isinstance(each, DTensor) else each for each in tensors]
+            tensors[:] = map(local_tensor, tensors)
     return result
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from trainwright.strategies.bucket_size import bucket_bytes_for
 from trainwright.strategies.communication.advice import BACKWARD_SHARE
 from trainwright.strategies.communication.ahead import MOST_AHEAD, BlockTimes, best_depth
 from trainwright.strategies.communication.options import prefetch_of_nothing, prefetch_problems
@@ -40,10 +41,6 @@ from trainwright.strategies.reducer import GradientReducer, ParameterPublisher
 from trainwright.strategies.same_model import take_from_first
 from trainwright.strategies.shards import ParameterShard, optimize_shards
 from trainwright.strategies.state import gather_tree, shard_optimizer_state, shard_weights_on_load
-
-# Buckets that a model is cut into, unless they would be so small (bytes) that sending them costs more than they save.
-_LEAST_BUCKETS = 16
-_SMALL_BUCKET = 4 * 2**20
 
 Offload = Literal["none", "optimizer", "parameters"]
 
@@ -419,9 +416,7 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         self._make_exchanges()
 
     def _bucket_bytes_for(self, parameters: Iterable[nn.Parameter]) -> int:
-        """At most ``bucket_mib``, and a small part of a small model, which else would travel as one whole copy."""
-        total = sum(p.numel() * p.element_size() for p in parameters)
-        return min(self._bucket_bytes, max(total // _LEAST_BUCKETS, _SMALL_BUCKET))
+        return int(bucket_bytes_for(self._bucket_bytes, sum(p.numel() * p.element_size() for p in parameters)))
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Build the user's optimizers and give them this rank's rows."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trainwright.strategies.bucket_size import bucket_bytes_for
 from trainwright.strategies.hybrid_rules import cuts_module
 from trainwright.strategies.layout import Layout
 
 # Of torch's DistributedDataParallel, and of ZeRO's buckets (strategy.bucket_mib).
 _BUCKET = 25 * 2**20
-_LEAST_BUCKETS, _SMALL_BUCKET = 16, 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -54,5 +54,5 @@ class Work:
 
 
 def bucket_bytes(work: Work, whole: float) -> float:
-    """Of ZeRO's reducer for so many bytes of parameters: a small part of a small model, see strategies/zero.py."""
-    return min(work.bucket_bytes, max(whole / _LEAST_BUCKETS, _SMALL_BUCKET))
+    """Of ZeRO's reducer for so many bytes of parameters."""
+    return bucket_bytes_for(work.bucket_bytes, whole)
