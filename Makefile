@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help install train test lint types docs check snippets clean
+.PHONY: help install train test lint types docs check zoo snippets clean
 
 # The first interpreter that answers and is a supported version: a name can exist and still not run
 # (version managers leave such stubs), so each is asked rather than looked up.
@@ -35,6 +35,8 @@ $(BIN)/python:
 # The stamp makes a second `make install` cost nothing until a dependency changes.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs,recipes,huggingface]'
+	# It requires torchvision, whose builds on PyPI do not load beside a CPU torch; its models run without.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps timm
 	@touch $@
 
 train: install  ## Train the gpt recipe on two processes with DDP
@@ -66,9 +68,12 @@ check: export PYTHONDONTWRITEBYTECODE =
 check: export OMP_NUM_THREADS = 1
 check: install  ## Run the whole test suite
 	status=0; \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not alone' || status=1; \
-	$(BIN)/python -m pytest -m alone || status=1; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not alone' --ignore tests/zoo || status=1; \
+	$(BIN)/python -m pytest -m alone --ignore tests/zoo || status=1; \
 	exit $$status
+
+zoo: install  ## Train every module of tests/zoo under its layouts (not part of make test)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/zoo
 
 snippets: install  ## Really run the commands of the documentation, small (minutes; not part of make test)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.docs.snippets

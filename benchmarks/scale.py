@@ -40,11 +40,11 @@ from trainwright.callbacks.replica_check import _Holders
 from trainwright.callbacks.stragglers import StepTimes, find_stragglers
 from trainwright.checkpoint import distinct
 from trainwright.checkpoint import groups as gloo_groups
-from trainwright.checkpoint.dcp import TENSORS, from_json, to_json
+from trainwright.checkpoint.dcp import from_json, to_json
 from trainwright.checkpoint.dealing import Box, Deal, Kin, choose_writers, share_out, writers_of_common
 from trainwright.checkpoint.distinct import of_all_ranks, problems_of_ranks
 from trainwright.checkpoint.manifest import MANIFEST, read_manifest, records_of
-from trainwright.checkpoint.records import SPLIT, FileRecord, Listed, Manifest, file_of, list_to_bytes
+from trainwright.checkpoint.records import SPLIT, TENSORS, FileRecord, Listed, Manifest, file_of, list_to_bytes
 from trainwright.checkpoint.save import Content, write
 from trainwright.checkpoint.sizes import size_text
 from trainwright.checkpoint.split import Split, split_of

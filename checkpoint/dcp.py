@@ -29,8 +29,7 @@ from torch.futures import Future
 
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.parts import TensorParts
-
-TENSORS = "tensors.json"
+from trainwright.checkpoint.records import TENSORS
 
 # Each rank reads what it holds by itself, and DCP says so at every reading.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

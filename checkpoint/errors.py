@@ -30,4 +30,21 @@ class DamagedCheckpoint(CheckpointError):  # noqa: N818 - the name that everybod
         super().__init__(f"The checkpoint {path} is damaged, so nothing of it was used:{shown}{more}")
 
 
+class MissingCheckpoint(CheckpointError, FileNotFoundError):  # noqa: N818
+    """There is nothing at the path that was given; what expects Lightning's error finds that."""
+
+
+class DamagedFile(DamagedCheckpoint):
+    """A file of another tool that is damaged.
+
+    Args:
+        path: the file.
+        problem: what is wrong, as what follows its name.
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        CheckpointError.__init__(self, f"{path} {problem}.")
+        self.path, self.problems = path, (problem,)
+
+
 _SHOWN = 20

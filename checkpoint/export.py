@@ -240,7 +240,13 @@ def _facts(state: RunState, model: str | None) -> dict[str, Any]:
 
 
 def _lightning(state: RunState, order: _Order) -> None:
-    _write_torch(order, as_lightning(state), state.manifest.num_bytes)
+    tree, changed = as_lightning(state.tree)
+    if changed:
+        warnings.warn(
+            f"{changed} became plain values, since other classes would need torch.load(weights_only=False).",
+            stacklevel=3,
+        )
+    _write_torch(order, tree, state.manifest.num_bytes)
 
 
 def _torch(state: RunState, order: _Order) -> None:

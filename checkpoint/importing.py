@@ -24,6 +24,7 @@ from trainwright.checkpoint.ordinary import load_ordinary
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.paths import join_path, local_path
 from trainwright.checkpoint.records import MANIFEST
+from trainwright.checkpoint.run_state import RunState
 from trainwright.checkpoint.safetensors_folder import SafetensorsFolder
 from trainwright.checkpoint.save import Content, write
 from trainwright.checkpoint.storage import Folder
@@ -76,6 +77,8 @@ def import_checkpoint(source: str, to: str | Path, *, trust: bool = False, overw
 
 def _content(source: str, trust: bool) -> Content:
     folder = Folder(source)
+    if folder.is_file() and folder.exists():
+        return _of_state_file(source)
     if folder.is_file():
         return _of_safetensors(source) if source.endswith(".safetensors") else _of_torch_file(source, trust)
     if not folder.exists():
@@ -96,6 +99,16 @@ def _of_folder(source: str, names: Sequence[str], trust: bool) -> Content:
         raise CheckpointError(f"{source} is a folder with {', '.join(sorted(pickled)[:5])}; give one file of it.")
     # A folder of torch.distributed.checkpoint: what must be said about it is said there.
     return _of_torch_file(source, trust)
+
+
+def _of_state_file(source: str) -> Content:
+    """All of a run state that is one file, as a folder holds it."""
+    state = RunState.open(source)
+    streamed: dict[str, TensorParts] = {
+        key: StreamedTensor(state.shape(key), state.dtype(key), partial(state.read, key))
+        for key in state.keys()  # noqa: SIM118 - a source is no dict
+    }
+    return Content(state.plain_tree, streamed, dict(state.about))
 
 
 # ---- safetensors and Hugging Face -----------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from pathlib import PurePath
@@ -13,7 +12,7 @@ import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainwright.checkpoint.run_state import RunState, StoredTensor
+from trainwright.checkpoint.run_state import StoredTensor
 from trainwright.checkpoint.torch_file import LazyTensor
 
 # What `torch.load(weights_only=True)` takes as it is.
@@ -25,28 +24,29 @@ _OF_RUN = "trainwright"
 _CURSORS = "combined_loader"
 
 
-def as_lightning(state: RunState) -> dict[str, Any]:
+def as_lightning(state: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """What Lightning would have saved, with a :class:`~trainwright.checkpoint.torch_file.LazyTensor` for each tensor.
 
     Everything in it is of a kind that ``torch.load(weights_only=True)`` takes: paths and dates become texts, arrays
-    tensors, configurations of OmegaConf dicts. A warning says so.
+    tensors, configurations of OmegaConf dicts.
+
+    Args:
+        state: the tree of a run state.
+
+    Returns:
+        The dict, and which values became plainer ones, in words; ``""``: none.
     """
     simplifier = _Simplifier()
     tree = {}
-    for key, value in state.tree.items():
+    for key, value in state.items():
         if key == _OF_RUN:
             continue
         if key == "optimizer_states":
             value = [positional(optimizer) for optimizer in value]
         tree[key] = simplifier.simple(value, key)
-    if simplifier.changed:
-        shown = ", ".join(simplifier.changed[:_SHOWN])
-        more = f" and {len(simplifier.changed) - _SHOWN} more" if len(simplifier.changed) > _SHOWN else ""
-        warnings.warn(
-            f"{shown}{more} became plain values, since other classes would need torch.load(weights_only=False).",
-            stacklevel=3,
-        )
-    return _with_cursors_aside(tree)
+    shown = ", ".join(simplifier.changed[:_SHOWN])
+    more = f" and {len(simplifier.changed) - _SHOWN} more" if len(simplifier.changed) > _SHOWN else ""
+    return _with_cursors_aside(tree), f"{shown}{more}"
 
 
 def with_cursors(tree: Mapping[str, Any]) -> dict[str, Any]:

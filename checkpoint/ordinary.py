@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -35,7 +36,6 @@ _LIGHTNING_WEIGHTS = ("model", "state_dict")
 _LIGHTNING_OPTIMIZER = re.compile(r"optimizer_(\d+)")
 # How torch's safe reader says which class or function it would have had to call.
 _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not|whose)")
-_ZIP = b"PK\x03\x04"
 
 
 def load_ordinary(path: str | os.PathLike[str], *, trust: bool = False, map_location: Any = "cpu") -> dict[str, Any]:
@@ -70,15 +70,26 @@ def load_ordinary(path: str | os.PathLike[str], *, trust: bool = False, map_loca
 
 
 def _load_file(path: str, file: BinaryIO, trust: bool, map_location: Any) -> Any:
-    mapped = not is_remote(path) and file.read(len(_ZIP)) == _ZIP
-    file.seek(0)
     try:
+        # Bytes of a compressed record are not those of its tensor.
+        mapped = not is_remote(path) and _is_stored(file)
         if mapped:
             return torch.load(local_path(path), map_location, weights_only=not trust, mmap=True)
         return torch.load(file, map_location, weights_only=not trust)
     except Exception as error:
         # Torch raises anything here: a bare EOFError, RuntimeError, KeyError, UnpicklingError.
         raise _why(path, file, error, trust) from error
+
+
+def _is_stored(file: BinaryIO) -> bool:
+    """Whether a file is a zip archive whose records can be mapped into memory as they are."""
+    if not zipfile.is_zipfile(file):
+        stored = False
+    else:
+        with zipfile.ZipFile(file) as archive:
+            stored = all(info.compress_type == zipfile.ZIP_STORED for info in archive.infolist())
+    file.seek(0)
+    return stored
 
 
 def _why(path: str, file: BinaryIO, error: Exception, trust: bool) -> CheckpointError:

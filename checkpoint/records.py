@@ -19,11 +19,15 @@ import xxhash
 
 from trainwright.checkpoint.errors import CheckpointError
 
-MANIFEST = "manifest.json"
+MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.json"
+"""Files of every checkpoint: what it consists of, everything that is no tensor, and where the boxes of tensors are."""
 WHOLE, SPLIT = 1, 2
 """Versions of the format: a manifest that names all files, and one whose lists do."""
 VERSION = SPLIT
 """The newest version of the format that this code reads."""
+
+TENSOR_FILE = ".safetensors"
+"""How the names of files of tensors end; other files that hold tensors hold the bytes of one each."""
 
 _HASH = "xxh3_128"
 
@@ -191,7 +195,7 @@ class Manifest:
 
 def file_of(rank: int) -> str:
     """Name of the file of tensors that a rank writes."""
-    return f"rank_{rank:05d}.safetensors"
+    return f"rank_{rank:05d}{TENSOR_FILE}"
 
 
 def with_token(name: str, token: str) -> str:

@@ -17,11 +17,11 @@ from trainwright.checkpoint.dcp import PartsLoadPlanner, RunStateReader, StoredM
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from trainwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
 from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.save import STATE
+from trainwright.checkpoint.records import STATE, TENSOR_FILE
 from trainwright.checkpoint.source import TensorSource
 from trainwright.checkpoint.storage import Folder
 from trainwright.checkpoint.stored import StoredTensors, stored_tensors
-from trainwright.checkpoint.tensor_file import TensorFileReader
+from trainwright.checkpoint.tensor_file import TensorEntry, TensorFileReader
 from trainwright.checkpoint.tree import decode
 
 
@@ -80,7 +80,7 @@ class RunState:
     """A checkpoint whose manifest is in order; a :class:`~trainwright.checkpoint.source.TensorSource`.
 
     Args:
-        path: its folder.
+        path: its folder, or its file.
         manifest: what was published.
     """
 
@@ -95,7 +95,7 @@ class RunState:
         """Open the checkpoint at ``path``.
 
         Args:
-            path: its folder, local or any fsspec path.
+            path: its folder or file, local or any fsspec path.
             verify_files: hold the contents of all files against the manifest first. ``False``: somebody has done so.
 
         Raises:
@@ -117,11 +117,15 @@ class RunState:
     @cached_property
     def tree(self) -> dict[str, Any]:
         """Everything that is not a tensor; a :class:`StoredTensor` stands where one is."""
-        plain = self._json(STATE)
-        tree = decode(plain, lambda key: StoredTensor(self, key))
+        tree = decode(self.plain_tree, lambda key: StoredTensor(self, key))
         if not isinstance(tree, dict):
             raise CheckpointError(f"{self.path}/{STATE} holds no mapping.")
         return tree
+
+    @property
+    def plain_tree(self) -> Any:
+        """The tree as JSON, keys in the places of tensors."""
+        return self._json(STATE)
 
     @property
     def stored(self) -> dict[str, StoredMetadata]:
@@ -194,6 +198,10 @@ class RunState:
             raise CheckpointError(f"{self.path} cannot be read: {cause}") from error
 
     def _read_box(self, file: str, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        if not file.endswith(TENSOR_FILE):  # the bytes of one tensor alone; there may be more such than may be open
+            only = TensorEntry(name, self.dtype(name), self.shape(name))
+            with TensorFileReader(partial(self._folder.open, file), only) as reader:
+                return reader.read(name, offsets, sizes)
         # One reader per thread: a file has one position.
         place = (threading.get_ident(), file)
         if place not in self._readers:

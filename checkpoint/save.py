@@ -13,19 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.checkpoint.dcp import TENSORS, problem_of, to_json
+from trainwright.checkpoint.dcp import problem_of, to_json
 from trainwright.checkpoint.dealing import Deal, Dealer
 from trainwright.checkpoint.distinct import problems_of_ranks
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.lists import records_of_ranks, write_divided
 from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.records import SPLIT, FileRecord, Listed, Manifest
+from trainwright.checkpoint.records import SPLIT, STATE, TENSORS, FileRecord, Listed, Manifest
 from trainwright.checkpoint.sizes import size_text
 from trainwright.checkpoint.storage import PendingFolder
 from trainwright.checkpoint.write_errors import free_bytes
 from trainwright.checkpoint.writing import directory_of, stored_by, write_parts
-
-STATE = "state.json"
 
 
 @dataclass
@@ -102,7 +100,7 @@ def _write_together(
         record = write_parts(pending, rank, content.tensors) if content.tensors else None
     except BaseException as error:  # the others must hear of it, or they would wait for this rank
         problem = error
-    _end_alike(problem, path, group)
+    end_alike(problem, path, group)
     assert content.deal is not None
     files: dict[str, FileRecord] = {}
     lists: dict[str, Listed] = {}
@@ -114,13 +112,13 @@ def _write_together(
             files, lists = write_divided(pending, content.deal, content.deal.split, record, group)
         except BaseException as error:
             problem = error
-        _end_alike(problem, path, group)
+        end_alike(problem, path, group)
     if rank == 0:
         try:
             manifest = _publish(pending, content, files, lists)
         except BaseException as error:
             problem = error
-    _end_alike(problem, path, group)
+    end_alike(problem, path, group)
     return manifest
 
 
@@ -205,8 +203,8 @@ def _refuse_full(path: str, needed: int) -> None:
         )
 
 
-def _end_alike(problem: BaseException | None, path: str, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank if one has a problem, in the words of the ranks that have."""
+def end_alike(problem: BaseException | None, path: str, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank if one has a problem, in the words of the ranks that have. A collective."""
     own = None if problem is None else (str(problem) or type(problem).__name__, isinstance(problem, CheckpointError))
     found = problems_of_ranks(own, group)
     if problem is not None and not isinstance(problem, Exception):

@@ -11,6 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import BinaryIO
 
@@ -29,27 +30,28 @@ from trainwright.checkpoint.remote_files import (
 )
 from trainwright.checkpoint.sealed import SealedFile
 from trainwright.checkpoint.write_errors import write_error
+from trainwright.checkpoint.zip_files import ZipFiles
 
 # A folder that another machine's rank wrote into may be listed late by a network file system.
 _PATIENCE_SECONDS = 5.0
 
 
 class Folder:
-    """One checkpoint's folder, for reading.
+    """One checkpoint's folder, for reading; or one file, whose records are then called its files.
 
     Args:
-        path: a folder of this machine, or a URL that fsspec knows.
+        path: a folder or file of this machine, or a URL that fsspec knows.
         manifest: its manifest. With it, files are called by their names in the manifest; without it, by those in the
             folder. The two differ in stores without renaming.
     """
 
     def __init__(self, path: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
         self.path = normal_path(path)
-        self._files = RemoteFiles(self.path) if is_remote(self.path) else LocalFiles(self.path)
+        self._files = _files_at(self.path)
         self._manifest = manifest
 
     def exists(self) -> bool:
-        """Whether there is a folder at the path."""
+        """Whether there is a folder at the path, or one file that holds a run state."""
         return self._files.exists()
 
     def is_file(self) -> bool:
@@ -91,6 +93,18 @@ class Folder:
 
     def _stored(self, name: str) -> str:
         return self._manifest.stored(name) if self._manifest else name
+
+
+def _files_at(path: str) -> LocalFiles | RemoteFiles | ZipFiles:
+    if not is_remote(path):
+        files: LocalFiles | RemoteFiles = LocalFiles(path)
+        return ZipFiles(path, lambda: open(path, "rb")) if files.is_file() else files
+    files = RemoteFiles(path)
+    # A store is asked only where the name is one of a file. A web server gives no parts of files.
+    named_as_file = bool(os.path.splitext(path)[1]) and not path.startswith(("http://", "https://"))
+    if not named_as_file or not files.is_file():
+        return files
+    return ZipFiles(path, partial(files.store.open, files.root, "rb"))
 
 
 class PendingFolder:

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
-from trainwright.checkpoint.dcp import TENSORS, StoredBox, StoredMetadata, from_json
+from trainwright.checkpoint.dcp import StoredBox, StoredMetadata, from_json
 from trainwright.checkpoint.directory import Directory, Entry, Place, overlap, rank_and_name
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.manifest import read_whole
-from trainwright.checkpoint.records import WHOLE, Manifest, file_of
+from trainwright.checkpoint.records import TENSORS, WHOLE, Manifest, file_of
 from trainwright.checkpoint.split import boxes_file
 from trainwright.checkpoint.storage import Folder
 from trainwright.checkpoint.writing import name_of

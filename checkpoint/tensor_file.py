@@ -144,14 +144,18 @@ class TensorFileReader:
 
     Args:
         open: opens the file for reading; it must be able to seek.
+        only: the one tensor of a file that holds its bytes and no header; ``None``: a file of this format.
 
     Raises:
         CheckpointError: if it is no file of this format.
     """
 
-    def __init__(self, open: Callable[[], BinaryIO]) -> None:
+    def __init__(self, open: Callable[[], BinaryIO], only: TensorEntry | None = None) -> None:
         self._open = open
         self._file: BinaryIO | None = open()
+        if only is not None:
+            self.entries, self.metadata, self._begins = {only.name: only}, {}, {only.name: 0}
+            return
         try:
             self.entries, self.metadata, self._begins = _read_header(self._file)
         except BaseException:

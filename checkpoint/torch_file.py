@@ -13,16 +13,19 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
+import xxhash
 from torch import Tensor
 
 from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.records import FileRecord
 from trainwright.checkpoint.tensor_file import bytes_of
 
 # Bytes; what `torch.save` aligns storages to.
@@ -70,29 +73,76 @@ def write_torch_file(file: BinaryIO, tree: Any) -> None:
     Raises:
         ValueError: if a lazy tensor turns out to be of another shape or dtype than it said.
     """
-    pickled = io.BytesIO()
-    pickler = _TensorPickler(pickled)
-    pickler.dump(tree)
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(zipfile.ZipInfo(f"{_ROOT}/data.pkl"), pickled.getvalue())
-        archive.writestr(zipfile.ZipInfo(f"{_ROOT}/byteorder"), sys.byteorder)
-        for index, lazy in enumerate(pickler.tensors.values()):
-            _write_storage(archive, file, f"{_ROOT}/data/{index}", lazy)
-        archive.writestr(zipfile.ZipInfo(f"{_ROOT}/version"), "3\n")
+    with TorchFileWriter(file) as writer:
+        writer.write(tree)
 
 
-def _write_storage(archive: zipfile.ZipFile, file: BinaryIO, name: str, lazy: LazyTensor) -> None:
-    info = zipfile.ZipInfo(name)
-    info.file_size = lazy.nbytes
-    info.extra = _padding(file.tell() + _LOCAL_HEADER + len(name) + _SIZES_FIELD)
-    with archive.open(info, "w", force_zip64=True) as entry:
-        tensor = lazy.read()
-        if tuple(tensor.shape) != lazy.shape or tensor.dtype != lazy.dtype:
-            raise ValueError(
-                f"{lazy.key} was said to have shape {lazy.shape} and {lazy.dtype}; "
-                f"it has {tuple(tensor.shape)} and {tensor.dtype}."
-            )
-        entry.write(bytes_of(tensor.detach().contiguous()))
+class TorchFileWriter:
+    """Writes one file of ``torch.save``, with records beside the tree that ``torch.load`` passes over.
+
+    Args:
+        file: see :func:`write_torch_file`.
+
+    Attributes:
+        records: what each record holds, by its name within the archive, ``/`` written as ``.``.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.records: dict[str, FileRecord] = {}
+        self._file = file
+        self._archive = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
+
+    def write(self, tree: Any, beside: Sequence[LazyTensor] = ()) -> dict[str, str]:
+        """Write ``tree``, and tensors that are not in it.
+
+        Returns:
+            Name of the record of each tensor, by its key.
+
+        Raises:
+            ValueError: if a lazy tensor turns out to be of another shape or dtype than it said.
+        """
+        pickled = io.BytesIO()
+        pickler = _TensorPickler(pickled)
+        pickler.dump(tree)
+        tensors = {**{lazy.key: lazy for lazy in beside}, **pickler.tensors}
+        # In the order of the numbers that the pickle has given.
+        tensors = {key: tensors[key] for key in dict.fromkeys((*pickler.tensors, *tensors))}
+        self.add("data.pkl", pickled.getvalue())
+        self.add("byteorder", sys.byteorder.encode())
+        for index, lazy in enumerate(tensors.values()):
+            self._write_storage(f"data/{index}", lazy)
+        self.add("version", b"3\n")
+        return {key: f"data.{index}" for index, key in enumerate(tensors)}
+
+    def add(self, name: str, data: bytes) -> None:
+        """Write a record of bytes."""
+        self._archive.writestr(zipfile.ZipInfo(f"{_ROOT}/{name}"), data)
+        self._record(name, memoryview(data))
+
+    def _write_storage(self, name: str, lazy: LazyTensor) -> None:
+        info = zipfile.ZipInfo(f"{_ROOT}/{name}")
+        info.file_size = lazy.nbytes
+        info.extra = _padding(self._file.tell() + _LOCAL_HEADER + len(info.filename) + _SIZES_FIELD)
+        with self._archive.open(info, "w", force_zip64=True) as entry:
+            tensor = lazy.read()
+            if tuple(tensor.shape) != lazy.shape or tensor.dtype != lazy.dtype:
+                raise ValueError(
+                    f"{lazy.key} was said to have shape {lazy.shape} and {lazy.dtype}; "
+                    f"it has {tuple(tensor.shape)} and {tensor.dtype}."
+                )
+            data = bytes_of(tensor.detach().contiguous())
+            entry.write(data)
+        self._record(name, data)
+
+    def _record(self, name: str, data: memoryview) -> None:
+        name = name.replace("/", ".")
+        self.records[name] = FileRecord(name, data.nbytes, xxhash.xxh3_128_hexdigest(data), rank=0)
+
+    def __enter__(self) -> TorchFileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._archive.close()
 
 
 def _padding(start: int) -> bytes:

@@ -17,16 +17,16 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.errors import CheckpointError, DamagedFile, MissingCheckpoint
 from trainwright.checkpoint.paths import file_system, is_remote, local_path, normal_path
 from trainwright.checkpoint.pickle_machine import PickleMachine, UnreadablePickleError
 from trainwright.checkpoint.pickle_values import BUILDERS, CONSTANTS, MAKERS, Storage, is_plain, storage_dtype
+from trainwright.checkpoint.zip_files import RecordError, place_of
 
 # What torch.save wrote before it wrote zip archives begins with this number and this version, each a pickle.
 _MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_VERSION = 1001
 _ZIP = b"PK\3\4"
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
 _BYTE_ORDER = {"little": b"little", "big": b"big"}[sys.byteorder]
 
 
@@ -88,7 +88,7 @@ def open_file(path: str) -> AbstractContextManager[BinaryIO]:
     except CheckpointError:
         raise
     except FileNotFoundError as error:
-        raise CheckpointError(f"There is no file {path}.") from error
+        raise MissingCheckpoint(f"Checkpoint file not found: {path}. Give the path of one that exists.") from error
     except IsADirectoryError as error:
         raise CheckpointError(f"{path} is a folder; a file is expected here.") from error
     except Exception as error:
@@ -111,7 +111,7 @@ def _read(path: str, file: BinaryIO, machine: Machine) -> Any:
             raise UnreadablePickleError("its end is missing, where the list of its contents stands")
         return _load_legacy(file, machine)
     except Exception as error:  # a damaged file makes zipfile, struct and torch raise anything
-        raise CheckpointError(f"{path} {_what_is_wrong(file.seek(0, io.SEEK_END), error)}.") from error
+        raise DamagedFile(path, _what_is_wrong(file.seek(0, io.SEEK_END), error)) from error
 
 
 def _what_is_wrong(size: int, error: Exception) -> str:
@@ -166,14 +166,10 @@ class _Archive:
             info = self._zip.getinfo(self._root + name)
         except KeyError:
             raise UnreadablePickleError(f"its part {name} is missing") from None
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise UnreadablePickleError(f"its part {name} is compressed or encrypted, which torch never does")
-        self._file.seek(info.header_offset)
-        mark, name_length, extra_length = _LOCAL_HEADER.unpack(self._file.read(_LOCAL_HEADER.size))
-        start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-        if mark != _ZIP or start + info.file_size > self._size:
-            raise UnreadablePickleError(f"its part {name} is cut short")
-        return start, info.file_size
+        try:
+            return place_of(self._file, info, self._size)
+        except RecordError as error:
+            raise UnreadablePickleError(f"its part {name} {error}") from None
 
 
 def _load_zip(path: str, file: BinaryIO, machine: Machine) -> Any:

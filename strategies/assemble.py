@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainwright.strategies.cuts import Cut
+from trainwright.strategies.run_state import StateOwners
 from trainwright.strategies.state import register_taking, whole_on_device
 
 
@@ -95,7 +96,12 @@ class Assembly:
     # ---- optimizers -----------------------------------------------------------------------------------------------
 
     def whole_optimizer(
-        self, optimizer: Optimizer, state: Mapping[str, Any], name_of: Callable[[Tensor], str], keep: bool
+        self,
+        optimizer: Optimizer,
+        state: Mapping[str, Any],
+        name_of: Callable[[Tensor], str],
+        keep: bool,
+        whole_states: StateOwners | None = None,
     ) -> dict[str, Any]:
         """The ``state_dict`` that ``optimizer`` would have on one process.
 
@@ -104,6 +110,7 @@ class Assembly:
             state: its ``state_dict``, whose tensors may be parts.
             name_of: name of a parameter as the optimizer holds it.
             keep: as in :meth:`whole_state`.
+            whole_states: parameters whose state is whole already, on every rank; ``None``: of none.
         """
         groups = self.group_names(optimizer, name_of)
         mine = [name_of(p) for group in optimizer.param_groups for p in group["params"]]
@@ -117,18 +124,19 @@ class Assembly:
                 continue
             whole[index] = {key: value for key, value in owner.items() if value is not True}
             for key in (key for key, value in owner.items() if value is True):
-                whole[index][key] = self._whole_value(name, by_name.get(name, {}).get(key), keep)
+                is_whole = whole_states is not None and name in whole_states
+                whole[index][key] = self._whole_value(name, by_name.get(name, {}).get(key), keep, is_whole)
         param_groups, first = [], 0
         for group, names in zip(state["param_groups"], groups, strict=True):
             param_groups.append({**group, "params": list(range(first, first + len(names)))})
             first += len(names)
         return {**state, "state": dict(sorted(whole.items())), "param_groups": param_groups}
 
-    def _whole_value(self, name: str, value: Any, keep: bool) -> Tensor | None:
+    def _whole_value(self, name: str, value: Any, keep: bool, is_whole: bool) -> Tensor | None:
         owner = self.owners.get(name, 0)
         if not self.owns(name):
             value = None
-        elif value.dim() == 0:  # a step count is the same on all ranks
+        elif value.dim() == 0 or is_whole:  # a step count is the same on all ranks
             value = value.detach().cpu()
         else:
             value = self.whole_here(name, value)
@@ -181,9 +189,16 @@ class Assembly:
         register_taking(module, take)
 
     def optimizer_parts(
-        self, optimizer: Optimizer, state: Mapping[str, Any], name_of: Callable[[Tensor], str]
+        self,
+        optimizer: Optimizer,
+        state: Mapping[str, Any],
+        name_of: Callable[[Tensor], str],
+        whole_states: StateOwners | None = None,
     ) -> dict[str, Any]:
-        """Of a whole optimizer ``state_dict``, what belongs to the parameters of this rank's ``optimizer``."""
+        """Of a whole optimizer ``state_dict``, what belongs to the parameters of this rank's ``optimizer``.
+
+        ``whole_states`` are left whole.
+        """
         groups = self.group_names(optimizer, name_of)
         saved = [index for group in state["param_groups"] for index in group["params"]]
         index_of = dict(zip((name for names in groups for name in names), saved, strict=True))
@@ -193,7 +208,9 @@ class Assembly:
             for offset, parameter in enumerate(group["params"]):
                 values = state["state"].get(index_of[name_of(parameter)])
                 if values is not None:
-                    parts[count + offset] = {k: self.part(name_of(parameter), v) for k, v in values.items()}
+                    name = name_of(parameter)
+                    is_whole = whole_states is not None and name in whole_states
+                    parts[count + offset] = {k: v if is_whole else self.part(name, v) for k, v in values.items()}
             param_groups.append({**saved_group, "params": list(range(count, count + len(group["params"])))})
             count += len(group["params"])
         return {**state, "state": parts, "param_groups": param_groups}

@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainwright.checkpoint.parts import TensorParts
+from trainwright.strategies.assemble import Assembly
 from trainwright.strategies.blocks import (
     ActivationCheckpointing,
     checkpoint_activations,
@@ -25,8 +27,11 @@ from trainwright.strategies.blocks import (
     find_blocks,
     validate_checkpointing,
 )
+from trainwright.strategies.certificate.certificate import Certificate
+from trainwright.strategies.certificate.options import validate_certificate
 from trainwright.strategies.checkpointing import RunStateStrategy
 from trainwright.strategies.communication.meter import CommunicationMeter
+from trainwright.strategies.data_collectives import gather_stacked
 from trainwright.strategies.deferred import Piece, deferred_pieces, is_deferred
 from trainwright.strategies.gradients import local_tensor, squares_by_block
 from trainwright.strategies.held import trained_boxes
@@ -38,6 +43,7 @@ from trainwright.strategies.problems import refuse
 from trainwright.strategies.same_model import refuse_other_models
 from trainwright.strategies.state import whole_tensor
 from trainwright.strategies.waiting import Waits
+from trainwright.strategies.whole.view import end_view
 from trainwright.strategies.word_of_end import EndNotice, HeardNotice
 
 # Before anybody can have written a run state with a strategy.
@@ -73,6 +79,9 @@ class LayoutStrategy(RunStateStrategy):
         activation_checkpointing: ``"none"`` (off), ``"full"`` (every block) or ``"selective"``.
         checkpoint_modules: patterns of module names for ``"selective"``.
         compile: ``False`` is off; ``True`` or a mapping of ``torch.compile`` options compiles block by block.
+        certificate: before the first optimizer step, compare the numbers of a layout that splits the module with those
+            of the module as written, see :mod:`~trainwright.strategies.certificate.certify`: ``"refuse"`` ends the run
+            where they differ by more than rounding, ``"warn"`` goes on, ``"off"`` does not look.
         **kwargs: ``init_from``, see :class:`~trainwright.strategies.checkpointing.RunStateStrategy`; the others are for
             Lightning's strategy.
 
@@ -87,10 +96,13 @@ class LayoutStrategy(RunStateStrategy):
         activation_checkpointing: ActivationCheckpointing = "none",
         checkpoint_modules: Sequence[str] | None = None,
         compile: bool | dict[str, Any] = False,
+        certificate: str = "refuse",
         **kwargs: Any,
     ) -> None:
         refuse(validate_checkpointing(activation_checkpointing, checkpoint_modules))
+        refuse(validate_certificate(certificate))
         super().__init__(**kwargs)
+        self._certificate = Certificate(certificate)
         self._block_patterns = blocks
         self._activation_checkpointing = activation_checkpointing
         self._checkpoint_modules = checkpoint_modules
@@ -310,7 +322,9 @@ class LayoutStrategy(RunStateStrategy):
         Ranks that hold the same box under the same key must have the same bytes in it, between two optimizer steps.
         """
         assert self.lightning_module is not None
-        return trained_boxes(self.lightning_module, self.optimizers, self.placement, self._name_of())
+        return trained_boxes(
+            self.lightning_module, self.optimizers, self.placement, self._name_of(), self._state_owners
+        )
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Name and averaged gradient (a DTensor where it is sharded) of each parameter that has one.
@@ -370,6 +384,47 @@ class LayoutStrategy(RunStateStrategy):
     def _optimized_parameters(self) -> Iterable[Tensor]:
         return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
 
+    # ---- the certificate ------------------------------------------------------------------------------------------
+
+    @property
+    def certificate(self) -> Certificate:
+        """The comparison with the module as written, made before the first optimizer step of a run."""
+        return self._certificate
+
+    @property
+    def certificate_key(self) -> str:
+        """What the certificate of this run holds for, as a run state keeps it; empty without one."""
+        return self._certificate.key
+
+    @property
+    def splits_module(self) -> bool:
+        """Whether ranks that step together hold parts of the module, so that there is something to certify."""
+        return False
+
+    def certificate_remedy(self, module: str) -> str:
+        """What to type where the layout computes other numbers than the module as written.
+
+        Args:
+            module: name of the first module or parameter that differs; empty: it is not known.
+        """
+        return "Use strategy=ddp."
+
+    def held_parameter(self, name: str) -> Tensor | None:
+        """This rank's part of a parameter between two steps; ``None``: another rank holds it."""
+        assert self.lightning_module is not None
+        return dict(self.lightning_module.named_parameters()).get(name)
+
+    def certified_shares(self, batch: Any) -> list[tuple[Any, float]]:
+        """The parts of a batch of which the user has said that their losses are weighed one by one, and their weights.
+
+        The certificate compares with their weighted mean, else with the loss of the whole batch.
+        """
+        return [(batch, 1.0)]
+
+    def certified_parts(self) -> tuple[Assembly | None, dist.ProcessGroup | None]:
+        """Where parts of parameters are, and the ranks that share this rank's samples; ``None``: whole, no others."""
+        return None, None
+
     # ---- what Lightning calls -------------------------------------------------------------------------------------
 
     if not TYPE_CHECKING:  # Lightning's own, read ten times a step, without a frame of Python for each
@@ -398,10 +453,34 @@ class LayoutStrategy(RunStateStrategy):
             closure_loss = closure_loss * self.loss_factor
         return super().backward(closure_loss, *args, **kwargs)
 
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all ranks of ``group``, or of all data ranks, stacked: ``(ranks, *tensor.shape)``.
+
+        Raises:
+            ValueError: on every rank, if shapes or dtypes differ between the ranks.
+        """
+        if getattr(self, "world_size", 1) == 1:
+            return super().all_gather(tensor, group=group, sync_grads=sync_grads)  # type: ignore[safe-super]
+        assert self.lightning_module is not None
+        is_even = getattr(self.lightning_module.trainer, "reads_evenly", False)
+        return gather_stacked(tensor, group, sync_grads, is_even)
+
+    @contextmanager
+    def among_data_ranks(self) -> Iterator[None]:
+        """Around user code that one rank of those that share samples runs: what it asks of all ranks, data ranks do."""
+        yield
+
+    @property
+    def leads_data_rank(self) -> bool:
+        """Whether this rank is the first of those that share its samples, which writes what is made of them."""
+        return True
+
     def connect(self, model: LightningModule) -> None:
-        """Take the module of the run that begins."""
+        """Take the module of the run that begins, with this rank's parts in place."""
+        end_view(model)
         super().connect(model)
         self._restores_late = None
+        self.certified_before = ""
 
     def setup_environment(self) -> None:
         """Let the processes meet.
@@ -436,6 +515,8 @@ class LayoutStrategy(RunStateStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before a step: take up parameters that were frozen until now (a finetuning callback's)."""
         super().on_train_batch_start(batch, batch_idx)
+        if self._certificate.is_due:
+            self._certificate.make(self, batch, batch_idx)
         thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
         if thawed:
             self._know_frozen()

@@ -16,9 +16,10 @@ ActivationCheckpointing = Literal["none", "full", "selective"]
 def find_blocks(module: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """Blocks of ``module`` by fully qualified name, in the order of ``named_modules``; none lies inside another.
 
-    Sources in order: ``patterns``; the class names in Hugging Face's ``_no_split_modules``; repeated modules, that is
-    children with parameters of an ``nn.ModuleList``, or of one class in an ``nn.Sequential``, or all of one class that
-    has children of its own in an ``nn.ModuleDict`` (whose other uses are heads, or parts of all kinds); two or more.
+    Sources in order: ``patterns``; the class names in Hugging Face's ``_no_split_modules``, those of modules in lists
+    if any are; repeated modules, that is children with parameters of an ``nn.ModuleList``, or of one class in an
+    ``nn.Sequential``, or all of one class that has children of its own in an ``nn.ModuleDict`` (whose other uses are
+    heads, or parts of all kinds); two or more.
 
     Args:
         module: the whole model.
@@ -57,7 +58,14 @@ def _unsplittable(module: nn.Module) -> dict[str, nn.Module]:
     classes: set[str] = set()
     for submodule in module.modules():
         classes.update(getattr(submodule, "_no_split_modules", None) or ())
-    return {name: sub for name, sub in module.named_modules() if name and type(sub).__name__ in classes}
+    found = {name: sub for name, sub in module.named_modules() if name and type(sub).__name__ in classes}
+    # They name embeddings, too, which are not repeated, and may be tied to a head outside of them.
+    listed = {n: sub for n, sub in found.items() if isinstance(_parent(module, n), nn.ModuleList | nn.Sequential)}
+    return listed or found
+
+
+def _parent(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])
 
 
 def _repeated(module: nn.Module) -> dict[str, nn.Module]:

@@ -37,7 +37,8 @@ from trainwright.checkpoint.run_state import RunState, StoredTensor, holds_run_s
 from trainwright.checkpoint.safetensors_folder import SafetensorsFolder
 from trainwright.checkpoint.save import Content, write
 from trainwright.checkpoint.source import TensorSource
-from trainwright.checkpoint.storage import remove
+from trainwright.checkpoint.state_file import write_file
+from trainwright.checkpoint.storage import Folder, remove
 from trainwright.checkpoint.weights import SavedWeights
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.random_state import RANK_STRIDE, random_state, set_random_state
@@ -49,6 +50,7 @@ from trainwright.strategies.run_state import (
     Collector,
     CompletePlacement,
     Placement,
+    StateOwners,
     WholePlacement,
     can_fill,
     fill_weights,
@@ -87,8 +89,9 @@ class KeptBack:
 class RunStateStrategy(Strategy):
     """Mixin: checkpoints that any layout writes and any other reads.
 
-    A checkpoint is a folder, see :mod:`trainwright.checkpoint`. Where the user gave Lightning a ``CheckpointIO`` plugin
-    of his own, that one is used instead, with a whole ordinary state on rank 0.
+    A checkpoint is a folder, see :mod:`trainwright.checkpoint`, or one file where every rank holds all
+    (:attr:`saves_one_file`). Where the user gave Lightning a ``CheckpointIO`` plugin of their own, that one is used
+    instead, with a whole ordinary state on rank 0.
 
     Args:
         init_from: weights to begin from when no checkpoint is given: a safetensors file, a folder of them (as Hugging
@@ -97,6 +100,8 @@ class RunStateStrategy(Strategy):
     """
 
     strategy_name: str
+    saves_one_file = False
+    """Whether ``save_checkpoint`` writes a file that ``torch.load`` reads; ``run_state`` is the same either way."""
     if TYPE_CHECKING:  # of LayoutStrategy
 
         @property
@@ -108,6 +113,9 @@ class RunStateStrategy(Strategy):
         @property
         def num_data_ranks(self) -> int: ...
 
+        @property
+        def certificate_key(self) -> str: ...
+
     def __init__(self, *, init_from: str | Path | None = None, **kwargs: Any) -> None:
         self._own_io = kwargs.get("checkpoint_io") is not None
         super().__init__(**kwargs)
@@ -116,6 +124,7 @@ class RunStateStrategy(Strategy):
         # What to put back when training begins, while that has not been done.
         self.pending_rank_state: dict[str, Tensor] | None = None
         self._trained_before: set[str] = set()
+        self.certified_before = ""  # what the certificate of the run that is resumed holds for
         self._pending_kept_back: tuple[RunState | HeldSource, Mapping[str, Any]] | None = None
 
     @property
@@ -139,6 +148,11 @@ class RunStateStrategy(Strategy):
     def placement(self) -> Placement:
         """How the ranks of this layout hold the module."""
         return WholePlacement(is_first=self.is_global_zero)
+
+    @property
+    def _state_owners(self) -> StateOwners | None:
+        """Of which parameters one rank has the whole optimizer state; ``None``: all states lie as parameters do."""
+        return None
 
     def _name_of(self) -> Callable[[Tensor], str]:
         """A function from a parameter, as an optimizer holds it, to its name."""
@@ -185,7 +199,7 @@ class RunStateStrategy(Strategy):
         """
         assert self.lightning_module is not None
         placement = CompletePlacement(self.placement) if complete else self.placement
-        collector = Collector(self.lightning_module, placement, self._name_of())
+        collector = Collector(self.lightning_module, placement, self._name_of(), self._state_owners)
         tree = collector.collect(checkpoint, self.optimizers)
         if OPTIMIZERS in checkpoint:
             buffers = {} if complete else self._own_buffers()  # with the weights already
@@ -193,6 +207,8 @@ class RunStateStrategy(Strategy):
             of_rank = {} if kept is None else kept.of_rank
             collector.add_of_rank(self._rank, {**random_state(self.root_device), **buffers, **of_rank})
             tree[OF_RUN] = {"layout": asdict(self.layout), "trained": sorted(self._trained())}
+            if self.certificate_key:
+                tree[OF_RUN]["certificate"] = self.certificate_key
             if kept is not None:
                 collector.tensors.update(kept.tensors)
                 tree[OF_RUN][COMPRESSION] = dict(kept.about)
@@ -240,7 +256,7 @@ class RunStateStrategy(Strategy):
         }
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write the run state into the folder ``filepath``; all ranks together.
+        """Write the run state to ``filepath``, a folder or (:attr:`saves_one_file`) a file; all ranks together.
 
         Raises:
             CheckpointError: on every rank, if one failed; what was there before is untouched.
@@ -253,7 +269,8 @@ class RunStateStrategy(Strategy):
                 "storage_options are for a CheckpointIO plugin of your own; a run state takes none. Leave them out, or "
                 "give Trainer(plugins=[...]) the plugin that understands them."
             )
-        write(self.run_state(checkpoint), str(filepath), self.checkpoint_group())
+        write_to = write_file if self.saves_one_file else write
+        write_to(self.run_state(checkpoint), str(filepath), self.checkpoint_group())
 
     def _save_plain(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         """Let rank 0 write a whole ordinary state through the user's plugin."""
@@ -263,7 +280,7 @@ class RunStateStrategy(Strategy):
         """Remove a checkpoint, never so that half of it could be taken for a whole one."""
         if not self.is_global_zero:
             return
-        if holds_run_state(str(filepath)):
+        if holds_run_state(str(filepath)) and not Folder(str(filepath)).is_file():
             remove(str(filepath))
         else:
             super().remove_checkpoint(filepath)
@@ -300,6 +317,7 @@ class RunStateStrategy(Strategy):
         if of_run is not None and self._is_fitting():
             self.pending_rank_state = self._rank_state_of(state, of_run)
             self._trained_before = set(of_run.get("trained", ()))
+            self.certified_before = str(of_run.get("certificate", ""))
             self._pending_kept_back = (state, of_run)
             left = of_run.get("left_behind")
             if left is not None and not self._knows_left_behind(left["of"]):
@@ -366,13 +384,14 @@ class RunStateStrategy(Strategy):
         return any_of_ranks(value, self.checkpoint_group())
 
     def _is_fitting(self) -> bool:
-        assert self.lightning_module is not None
-        return bool(self.lightning_module.trainer.state.fn == TrainerFn.FITTING)
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is not None and bool(trainer.state.fn == TrainerFn.FITTING)
 
     def _somebody_edits(self) -> bool:
         """Whether the module or a callback has an ``on_load_checkpoint``, which may look at all tensors."""
         module = self.lightning_module
-        assert module is not None
+        if module is None or module._trainer is None:
+            return True  # who opens it outside of a run
         if type(module).on_load_checkpoint is not CheckpointHooks.on_load_checkpoint:
             return True
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
@@ -422,7 +441,8 @@ class RunStateStrategy(Strategy):
             return
         self._refuse_state_of_other_shapes(checkpoint)
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            parts = optimizer_parts(optimizer, state, self.placement, self._name_of(), "the checkpoint")
+            where, owners = "the checkpoint", self._state_owners
+            parts = optimizer_parts(optimizer, state, self.placement, self._name_of(), where, owners)
             optimizer.load_state_dict(parts)
             refuse_other_optimizer(optimizer, "the checkpoint")
 

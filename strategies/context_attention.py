@@ -86,7 +86,8 @@ class DistributedAttention:
             return self(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
         if is_causal and attn_mask is not None:
             raise ValueError("attn_mask with is_causal=True (allowed: one of them; put causality into the mask).")
-        query, key, value = _autocast(query, key, value)
+        # Fused kernels read rows of features as if they were contiguous.
+        query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in _autocast(query, key, value))
         if query.size(2) != key.size(2):
             return self._cross(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         mask = None if attn_mask is None else self._whole_columns(attn_mask, query.size(2))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -454,6 +455,23 @@ def _counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return bounds[1] if bounds[0] == 0 and bounds[2:] in ([], [1]) else None
 
 
+class _Attending(threading.local):
+    """The exchanges that are entered in this thread: virtual ranks of a proof are threads of one process."""
+
+    def __init__(self) -> None:
+        self.exchanges: list[Exchange] = []
+
+
+_attending = _Attending()
+_entered = [0]  # exchanges in all threads
+
+
+@torch.compiler.disable
+def _attend_here(*args: Any, **kwargs: Any) -> Tensor:
+    """What stands in the place of torch's attention while any exchange is entered."""
+    return _attending.exchanges[-1].attend(*args, **kwargs) if _attending.exchanges else _ATTENTION(*args, **kwargs)
+
+
 class Exchange:
     """Puts another attention in the place of torch's, wherever the blocks look for it, for a while."""
 
@@ -464,7 +482,10 @@ class Exchange:
         for module in filter(None, (sys.modules.get(cls.__module__) for cls in classes)):
             spaces[id(module)] = vars(module)
         # Besides torch.nn.functional: modules that imported the function itself.
-        self._places = [(space, n) for space in spaces.values() for n, value in space.items() if value is _ATTENTION]
+        known = (_ATTENTION, _attend_here)
+        self._places = [
+            (space, n) for space in spaces.values() for n, value in space.items() if any(value is one for one in known)
+        ]
         self._depth = 0
         self.calls = 0
 
@@ -473,18 +494,22 @@ class Exchange:
         """Exchange attention; no effect within itself."""
         self._depth += 1
         if self._depth == 1:
+            _attending.exchanges.append(self)
+            _entered[0] += 1
             for space, name in self._places:
-                space[name] = self._attend
+                space[name] = _attend_here
 
     @torch.compiler.disable
     def __exit__(self, *_: object) -> None:
         """Put torch's attention back."""
         self._depth -= 1
         if self._depth == 0:
-            for space, name in self._places:
+            _attending.exchanges.remove(self)
+            _entered[0] -= 1
+            for space, name in self._places if not _entered[0] else ():
                 space[name] = _ATTENTION
 
-    @torch.compiler.disable
-    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The attention that is exact across ranks."""
         self.calls += 1
         return self._attention(*args, **kwargs)

@@ -31,7 +31,7 @@ class SequenceOrder:
     @classmethod
     def of(cls, group: dist.ProcessGroup, balance: bool) -> SequenceOrder:
         """The order of this rank in ``group``."""
-        return cls(dist.get_world_size(group), dist.get_rank(group), balance)
+        return cls(group.size(), group.rank(), balance)
 
     @property
     def chunks(self) -> int:

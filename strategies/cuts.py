@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,11 +35,11 @@ class Cut:
     @property
     def size(self) -> int:
         """Number of parts."""
-        return dist.get_world_size(self.group)
+        return self.group.size()
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of ``whole``, in memory of its own."""
-        rank = dist.get_rank(self.group)
+        rank = self.group.rank()
         return torch.cat([piece.chunk(self.size, self.dim)[rank] for piece in self._sections(whole)], self.dim).clone()
 
     def whole(self, part: Tensor) -> Tensor:
@@ -52,15 +53,18 @@ class Cut:
         split = [p.split(lengths, self.dim) for p in parts]
         return torch.cat([pieces[section] for section in range(len(lengths)) for pieces in split], self.dim)
 
+    def whole_shape(self, part: Sequence[int]) -> torch.Size:
+        """Shape of the whole, from that of a part."""
+        return torch.Size((*part[: self.dim], part[self.dim] * self.size, *part[self.dim + 1 :]))
+
     def in_whole(self, held: TensorParts) -> TensorParts:
         """Where boxes of this rank's part lie in the whole tensor.
 
         Args:
             held: boxes of the part, in the part's own coordinates.
         """
-        dim, index = self.dim, dist.get_rank(self.group)
+        dim, index = self.dim, self.group.rank()
         lengths = self.sections or (held.shape[dim] * self.size,)
-        shape = (*held.shape[:dim], held.shape[dim] * self.size, *held.shape[dim + 1 :])
         parts = []
         in_part = in_whole = 0  # where a section begins
         for length in (section // self.size for section in lengths):
@@ -72,7 +76,7 @@ class Cut:
                     place = (*offsets[:dim], start + first - in_part, *offsets[dim + 1 :])
                     parts.append((place, tensor.narrow(dim, first - offsets[dim], last - first)))
             in_part, in_whole = in_part + length, in_whole + length * self.size
-        return TensorParts(shape, held.dtype, parts)
+        return TensorParts(self.whole_shape(held.shape), held.dtype, parts)
 
     def _sections(self, whole: Tensor) -> tuple[Tensor, ...]:
         lengths = self.sections or (whole.shape[self.dim],)

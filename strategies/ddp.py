@@ -52,6 +52,7 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
     """
 
     strategy_name = "ddp"
+    saves_one_file = True
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,14 +13,16 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from trainwright.strategies.context_engine import ContextParallel, validate_context
+from trainwright.strategies.context_proof import sequence_problems
 from trainwright.strategies.cuts import Cut
 from trainwright.strategies.expert_engine import Dispatcher, ExpertParallel, validate_experts
+from trainwright.strategies.gradient_hooks import refuse_hook
 from trainwright.strategies.gradients import GradientScope
 from trainwright.strategies.groups import LayoutGroups
 from trainwright.strategies.hybrid_rules import micro_batches_for
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.pipeline.cut import PipelineCut
-from trainwright.strategies.pipeline.engine import PipelineEngine
+from trainwright.strategies.pipeline.engine import PipelineEngine, Run
 from trainwright.strategies.pipeline.schedules import (
     ranks_of_stages,
     split_blocks,
@@ -31,6 +33,8 @@ from trainwright.strategies.pipeline.stage import OwnForwardStage
 from trainwright.strategies.plan import ModelPlan
 from trainwright.strategies.plan_sources import make_plan
 from trainwright.strategies.tensor_engine import TensorParallel, validate_tensor
+from trainwright.strategies.whole.parts import Share, find_slots
+from trainwright.strategies.whole.watch import PartsWatch
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,13 @@ def plan_for(module: nn.Module, layout: Layout, options: EngineOptions) -> Model
     config = dict(options.plan)
     if options.blocks is not None:
         config.setdefault("blocks", list(options.blocks))
-    return make_plan(module, config, needs=needs, tensor_size=layout.tensor if layout.tensor > 1 else None)
+    return make_plan(
+        module,
+        config,
+        needs=needs,
+        tensor_size=layout.tensor,
+        sequence_parallel=layout.tensor > 1 and options.sequence_parallel,
+    )
 
 
 def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: EngineOptions) -> list[str]:
@@ -109,7 +119,8 @@ def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: Eng
                 "use expert=1"
             )
     if layout.context > 1:
-        problems += validate_context(module, plan, layout.context, options.attention, layout.tensor)
+        found = validate_context(module, plan, layout.context, options.attention, layout.tensor)
+        problems += found or sequence_problems(module, plan, layout.context, options.attention)  # type: ignore[arg-type]
     return problems
 
 
@@ -228,6 +239,7 @@ class Engines:
             if parameter is None or parameter.is_meta:
                 continue
             if parameter not in real:
+                refuse_hook(name, parameter)
                 real[parameter] = nn.Parameter(cut.part(parameter.detach()), requires_grad=parameter.requires_grad)
             owner._parameters[own] = real[parameter]
 
@@ -358,6 +370,39 @@ class Engines:
         places = {n: tuple(sorted({self._stage_ranks[s] for s in h})) for n, h in self._pipeline_cut.holders.items()}
         return {name: at for name, at in places.items() if len(at) > 1}
 
+    def shares(self, held: Mapping[str, Share], names: Iterable[str]) -> dict[str, Share]:
+        """Return what this rank holds of each parameter of the whole module.
+
+        Args:
+            held: what is registered here, by name, without regard to how it is cut.
+            names: of all parameters, in order.
+        """
+        found = {}
+        for name in names:
+            cut, pipeline = self.cuts.get(name), self._pipeline_cut
+            if name not in held:
+                assert pipeline is not None
+                ghost = pipeline.ghosts[name]
+                found[name] = Share(pipeline.slots(name), ghost.shape, ghost, is_here=False, cut=cut)
+                continue
+            share = held[name]
+            shape = share.shape if cut is None else cut.whole_shape(share.shape)
+            slots = share.slots if pipeline is None else pipeline.slots(name)
+            found[name] = Share(slots, shape, share.part, cut=cut)
+        return found
+
+    def parts_watch(self) -> PartsWatch | None:
+        """Return what refuses uses of parts outside of their modules; ``None``: nothing is cut."""
+        if not self.cuts or any(module._compiled_call_impl is not None for module in self.module.modules()):
+            return None  # compiled code would be traced with it
+        slots = find_slots(self.module)
+        named = {name: p for name, p in self.module.named_parameters() if name in self.cuts}
+        parts = {name: (slots[id(p)], self.cuts[name]) for name, p in named.items()}
+        owners = {owner for places, _ in parts.values() for owner, _ in places}
+        attentions = {m for m in self.module.modules() if isinstance(m, nn.MultiheadAttention) and m.out_proj in owners}
+        axes = [axis for axis in ("tensor", "expert") if getattr(self._layout, axis) > 1]
+        return PartsWatch(parts, [*owners, *attentions], "use " + " and ".join(f"{axis}=1" for axis in axes))
+
     # ---- running --------------------------------------------------------------------------------------------------
 
     @property
@@ -370,11 +415,13 @@ class Engines:
         """The stages of this rank; none without a pipeline."""
         return [] if self._pipeline is None else self._pipeline.stages
 
-    def attach(self, run: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def attach(self, run: Run, look: Run, whole: Callable[[str], Tensor]) -> None:
         """Connect the pipeline, after everything else has put its hooks on the module.
 
         Args:
             run: runs a method of the module on one micro-batch.
+            look: as ``run``, without gradients and on all stages together.
+            whole: see :meth:`evaluating`.
         """
         if self._pipeline_cut is None:
             return
@@ -389,6 +436,8 @@ class Engines:
             micro_batches=self._options.micro_batches_for(self._layout.pipeline),
             device=self._device,
             run=run,
+            look=look,
+            whole=whole,
             batch_dims=self._options.batch_dims,
         )
         self._pipeline.attach()
@@ -408,15 +457,31 @@ class Engines:
         """Call ``function``, which runs the user's step, as far as this stage goes."""
         return function() if self._pipeline is None else self._pipeline.call(function)
 
-    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], scale: Callable[[Tensor, float], Tensor]) -> Any:
-        """Forward and backward of a whole batch through the pipeline."""
+    def train(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        scale: Callable[[Tensor, float], Tensor],
+        samples: int | None,
+    ) -> Any:
+        """Forward and backward of a whole batch of at most so many ``samples`` through the pipeline."""
         assert self._pipeline is not None
-        return self._pipeline.train(args, kwargs, batch=args[0], scale=scale)
+        return self._pipeline.train(args, kwargs, batch=args[0], scale=scale, samples=samples)
 
-    def relay(self, function: Callable[[], Any]) -> Any:
-        """Run ``function``, which runs the whole of a user's step, on all stages together."""
+    def micro_batches_of(self, batch: Any) -> list[tuple[Any, float]]:
+        """The micro-batches of a batch, and the share of its samples in each."""
         assert self._pipeline is not None
-        return self._pipeline.relay(function)
+        return self._pipeline.micro_batches_of(batch)
+
+    def relay(self, function: Callable[[], Any], kind: str) -> Any:
+        """Run ``function``, which runs the whole of a user's step of a ``kind``, on all stages together."""
+        assert self._pipeline is not None
+        return self._pipeline.relay(function, kind)
+
+    def from_last_stage(self, value: Any, source: str) -> Any:
+        """Return a structure of tensors of the last stage's rank on all ranks of the pipeline; a collective."""
+        assert self._pipeline is not None
+        return self._pipeline.from_last_stage(value, source)
 
     def evaluating(self, whole: Callable[[str], Tensor]) -> AbstractContextManager[None]:
         """Context in which every stage holds what is outside of the blocks.

@@ -9,11 +9,15 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.strategies.gradients import local_tensor
-from trainwright.strategies.run_state import Placement, boxes_of
+from trainwright.strategies.run_state import Placement, StateOwners, boxes_of
 
 
 def trained_boxes(
-    module: nn.Module, optimizers: Sequence[Optimizer], placement: Placement, name_of: Callable[[Tensor], str]
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    placement: Placement,
+    name_of: Callable[[Tensor], str],
+    owners: StateOwners | None = None,
 ) -> dict[str, TensorParts]:
     """Boxes of parameters and of the tensors in the states of optimizers, views of this rank's own; no collective.
 
@@ -24,6 +28,7 @@ def trained_boxes(
         optimizers: of its parameters.
         placement: who holds what.
         name_of: name of a parameter as an optimizer holds it.
+        owners: of optimizer states that are whole; ``None``: there are none.
 
     Returns:
         ``weights/<parameter>`` and ``optimizer/<index>/<parameter>/<name of the value>`` -> boxes, in the order of the
@@ -33,7 +38,8 @@ def trained_boxes(
     for index, optimizer in enumerate(optimizers):
         for parameter, value_name, value in _states(optimizer):
             name = name_of(parameter)
-            is_alike = value.dim() > 0 and value.shape == parameter.shape
+            is_whole = owners is not None and name in owners
+            is_alike = not is_whole and value.dim() > 0 and value.shape == parameter.shape
             held = placement.boxes(name, value) if is_alike else boxes_of(value if value.dim() else local_tensor(value))
             found[f"optimizer/{index}/{name}/{value_name}"] = held
     return {key: boxes for key, boxes in found.items() if boxes.parts}

@@ -25,8 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from trainwright.strategies.assemble import Assembly
+from trainwright.strategies.data_collectives import DataCollectives, metric_states, set_metric_states
 from trainwright.strategies.deferred import Piece
 from trainwright.strategies.engines import EngineOptions, Engines
 from trainwright.strategies.gathering import parameter_groups
@@ -37,7 +40,6 @@ from trainwright.strategies.hybrid_rules import (
     cuts_module,
     manual_optimization_problems,
     micro_batches_for,
-    optimizer_problem,
     sync_batchnorm_problem,
     validate_hybrid,
 )
@@ -45,9 +47,12 @@ from trainwright.strategies.layout import Layout
 from trainwright.strategies.layout_placement import LayoutPlacement
 from trainwright.strategies.mixed_placement import MixedPlacement
 from trainwright.strategies.optimization import optimize_after_zero_grad
+from trainwright.strategies.pipeline.empty_stages import optimizers_without_parameters
 from trainwright.strategies.pipeline.timeline import HearsStages, StageTimeline, listen_to_stages
+from trainwright.strategies.plan_names import parent_of, starred, within
 from trainwright.strategies.precision import AgreedGradScaler
 from trainwright.strategies.problems import refuse
+from trainwright.strategies.random_state import random_state, set_random_state
 from trainwright.strategies.run_state import (
     CURRENT_WEIGHTS,
     OPTIMIZERS,
@@ -59,6 +64,8 @@ from trainwright.strategies.run_state import (
 )
 from trainwright.strategies.shared_gradients import SharedGradients
 from trainwright.strategies.state import whole_on_device
+from trainwright.strategies.whole.parts import ModuleParts
+from trainwright.strategies.whole.watch import PartsWatch
 from trainwright.strategies.zero import averaged_copies
 
 # Options of the classes above that may contradict those of a layout.
@@ -74,7 +81,7 @@ _JUDGED_OPTIONS = (
 )
 
 
-class HybridStrategy(MixedPlacement):
+class HybridStrategy(DataCollectives, MixedPlacement):
     """Any layout: the axes of :class:`~trainwright.strategies.layout.Layout` in any combination.
 
     The user's module stays as it is; names of parameters never change. What may be cut where comes from a
@@ -170,11 +177,11 @@ class HybridStrategy(MixedPlacement):
         )
         self._groups: LayoutGroups | None = None
         self._engines: Engines | None = None
+        self._watch: PartsWatch | None = None
         self._assembly: Assembly | None = None
         self._shared = SharedGradients({})
         self._expert_mesh: DeviceMesh | None = None
         self._num_parameters = 0
-        self._accumulates = False
         self._evaluation = ExitStack()
         self._evaluates = False  # an evaluation has begun, but none of its steps
 
@@ -203,9 +210,44 @@ class HybridStrategy(MixedPlacement):
         return self._groups.of(self.layout.groups("replicate", "shard"))
 
     @property
+    def leads_data_rank(self) -> bool:
+        """Whether this rank is the first along the pipeline, context and tensor axes."""
+        place = self.layout.coordinates(self.global_rank)
+        return not (place["pipeline"] or place["context"] or place["tensor"])
+
+    @property
     def is_cut(self) -> bool:
         """Whether ranks hold different parts of the module along another axis than replicate and shard."""
         return cuts_module(self._open_layout)
+
+    def certificate_remedy(self, module: str) -> str:
+        """See the base class."""
+        layout = self.layout
+        plan = None if self._engines is None else self._engines.plan
+        if plan is not None and layout.tensor > 1:
+            split = dict.fromkeys(starred(name) for name in plan.tensor if within(name, parent_of(module) or module))
+            whole = ", ".join(f"{name}: none" for name in split)
+            if whole:
+                return f"Leave it whole: 'strategy.plan.tensor={{{whole}}}', or use tensor=1."
+        axes = ("pipeline", "context", "tensor", "expert")
+        used = [axis for axis in axes if getattr(layout, axis) > 1]
+        return f"Use {' or '.join(f'{axis}=1' for axis in used)}." if used else super().certificate_remedy(module)
+
+    def certified_shares(self, batch: Any) -> list[tuple[Any, float]]:
+        """See the base class: the micro-batches of a pipeline, with ``loss_weighting="tokens"``."""
+        if self._engines is None or not self._weighs_tokens:
+            return super().certified_shares(batch)
+        return self._engines.micro_batches_of(batch)
+
+    @property
+    def _weighs_tokens(self) -> bool:
+        weights = getattr(self.lightning_module.trainer, "token_weights", None)  # type: ignore[union-attr]
+        return self.backward_in_step and weights is not None
+
+    def certified_parts(self) -> tuple[Assembly | None, dist.ProcessGroup | None]:
+        """See the base class."""
+        assert self._groups is not None
+        return self._assembly, self._groups.along("pipeline", "context", "tensor")
 
     @property
     def least_batch_size(self) -> int:
@@ -321,12 +363,10 @@ class HybridStrategy(MixedPlacement):
         group = self._groups.along("pipeline", "context", "tensor")
         if group is None:
             return
-        is_cuda = self.root_device.type == "cuda"
-        states: list[Any] = [torch.get_rng_state(), torch.cuda.get_rng_state(self.root_device) if is_cuda else None]
+        # Those of python and numpy, too: data sets that the ranks read by themselves may draw from them.
+        states = [random_state(self.root_device)]
         dist.broadcast_object_list(states, src=dist.get_global_rank(group, 0), group=group, device=self.root_device)
-        torch.set_rng_state(states[0])
-        if is_cuda:
-            torch.cuda.set_rng_state(states[1], self.root_device)
+        set_random_state(states[0], self.root_device)
 
     def _refuse_companions(self, module: LightningModule) -> None:
         """Refuse what beside the strategy cannot work with a module that is cut."""
@@ -340,11 +380,29 @@ class HybridStrategy(MixedPlacement):
                 problems.append(averaging_problem(type(callback).__name__))
         refuse(problems)
 
+    @property
+    def _in_words(self) -> str:
+        sizes = {**self.layout.sizes, "expert": self.layout.expert}
+        return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+
+    @property
+    def _divides(self) -> bool:
+        return self.is_cut or super()._divides
+
+    def _whole_shape(self, name: str, parameter: Tensor) -> torch.Size:
+        cut = None if self._assembly is None else self._assembly.cuts.get(name)
+        return parameter.shape if cut is None else cut.whole_shape(parameter.shape)
+
+    def _shared_by(self) -> dist.ProcessGroup | None:
+        if not self.is_cut:
+            return super()._shared_by()
+        assert self._groups is not None
+        return self._groups.along("shard", "context", "tensor")
+
     def setup_optimizers(self, trainer: Any) -> None:
-        """Build the user's optimizers, and refuse those that need whole weights."""
-        super().setup_optimizers(trainer)
-        names = dict.fromkeys(type(optimizer).__name__ for optimizer in self.optimizers)
-        refuse([problem for name in names if (problem := optimizer_problem(self.layout, name))])
+        """Build the user's optimizers; a stage of a pipeline may train nothing."""
+        with optimizers_without_parameters() if self.layout.pipeline > 1 else nullcontext():
+            super().setup_optimizers(trainer)
 
     def _broadcast_from_first(self, module: nn.Module) -> None:
         if self._engines is None:
@@ -387,6 +445,8 @@ class HybridStrategy(MixedPlacement):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before a step; at the beginning of an epoch stages of a pipeline may have been frozen or thawed."""
+        if "training" not in self._compared:
+            self._compare_first("training", batch)
         super().on_train_batch_start(batch, batch_idx)
         if batch_idx == 0 and self._engines is not None:
             self._engines.refresh()
@@ -394,6 +454,7 @@ class HybridStrategy(MixedPlacement):
     def setup_precision_plugin(self) -> None:
         """Let the precision plugin know over which ranks gradients are spread; then attach the pipeline."""
         super().setup_precision_plugin()
+        self._sync_metrics(self._take_metric if self.backward_in_step else None)
         engines = self._engines
         if engines is None:
             return
@@ -402,7 +463,8 @@ class HybridStrategy(MixedPlacement):
         scaler = getattr(self.precision_plugin, "scaler", None)
         if isinstance(scaler, AgreedGradScaler):
             scaler.always_agrees = True
-        engines.attach(self._run)
+        self._watch = engines.parts_watch()
+        engines.attach(self._run, self._look, self._whole_here)
         if engines.has_pipeline:
             optimize_after_zero_grad(self.lightning_module.trainer)  # type: ignore[union-attr]
 
@@ -411,23 +473,57 @@ class HybridStrategy(MixedPlacement):
     def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method of the user's module on one micro-batch, for the pipeline."""
         assert self._engines is not None
-        with self.precision_plugin.train_step_context(), self._observed(args[0]):
+        with self.precision_plugin.train_step_context(), self._observed(args[0]), self.among_data_ranks():
             if self._step is not None:
                 return self._step(method, *args, **kwargs)
             return self._engines.guard(partial(getattr(self.lightning_module, method), *args, **kwargs))
 
+    def _look(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method of the user's module without gradients on all stages of the pipeline together."""
+        try:
+            with self.among_data_ranks():
+                return super()._evaluate(method, self.precision_plugin.train_step_context, *args, **kwargs)
+        finally:
+            self._split_blocks_again()
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``training_step``; in a pipeline forward and backward of all micro-batches."""
+        if self._watch is None:
+            return self._training_step(args, kwargs)
+        module: Any = self.lightning_module
+        module.__dict__["training_step"] = self._watch.around(module.training_step)
+        try:
+            return self._training_step(args, kwargs)
+        finally:
+            del module.__dict__["training_step"]
+            self._watch = None  # as it costs at every operation, the first step alone is watched
+
+    def _training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.backward_in_step:
             return super().training_step(*args, **kwargs)
         assert self._engines is not None
         with self._local_gradients():
-            output = self._engines.train(args, kwargs, self._scaled)
+            output = self._engines.train(args, kwargs, self._scaled, self._samples_of_loader())
         self._average_gradients()
         self._hand_over_gradients()
         self._sum_shared_gradients()
         self._average_replicas()
         return output
+
+    def _take_metric(self, metric: Metric) -> None:
+        """Take a metric's states from the last stage, the only one that reaches the update in a training step."""
+        if self._apart:
+            return
+        assert self._engines is not None
+        set_metric_states(metric, self._engines.from_last_stage(metric_states(metric), type(metric).__name__))
+
+    def _samples_of_loader(self) -> int | None:
+        """Samples of a batch, by the loader that made it; ``None``: it does not say."""
+        assert self.lightning_module is not None
+        loader = getattr(self.lightning_module.trainer, "train_dataloader", None)
+        sampler = getattr(loader, "batch_sampler", None)
+        size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        return size if isinstance(size, int) else None
 
     def _observed(self, batch: Any) -> AbstractContextManager[Any]:
         """Within it tokens are counted, if the Trainer weighs losses by them."""
@@ -469,7 +565,7 @@ class HybridStrategy(MixedPlacement):
         step = self._step
         step.set_is_last_backward(True)
         step.set_reshard_after_backward(True)
-        step.set_requires_gradient_sync(not (self._accumulates and self._holds_whole_gradients))
+        step.set_requires_gradient_sync(not (self._accumulates_gradients and self._holds_whole_gradients))
         state = step._get_fsdp_state()
         for each in state._state_ctx.all_states:
             for group in parameter_groups(each):
@@ -477,23 +573,23 @@ class HybridStrategy(MixedPlacement):
         state._root_post_backward_final_callback()
         step.set_requires_gradient_sync(True)
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Micro-batches inside do not finish the averaging of gradients."""
-        self._accumulates = True
-        try:
-            with super().block_backward_sync():
-                yield
-        finally:
-            self._accumulates = False
-
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Backward of one micro-batch; a pipeline has run it already and only those who listen are told."""
         if not self.backward_in_step:
-            return super().backward(closure_loss, *args, **kwargs)
+            with self._of_strategy():
+                return super().backward(closure_loss, *args, **kwargs)
         assert self.lightning_module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step this rank's rows."""
+        with self._of_strategy():
+            return super().optimizer_step(*args, **kwargs)
+
+    def _of_strategy(self) -> AbstractContextManager[None]:
+        """Within the user's step of manual optimization: what runs inside works with parts."""
+        return nullcontext() if self._watch is None else self._watch.resting()
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Complete gradients that several ranks hold parts of."""
@@ -510,7 +606,7 @@ class HybridStrategy(MixedPlacement):
         return "" if self._engines is None else self._engines.kin_of(name)
 
     def _sum_shared_gradients(self) -> None:
-        if self._shared and not self._accumulates:
+        if self._shared and not self._accumulates_gradients:
             self._shared.sum(self._gradient_of)
 
     def _gradient_of(self, parameter: nn.Parameter) -> tuple[Tensor | None, Tensor]:
@@ -530,6 +626,8 @@ class HybridStrategy(MixedPlacement):
     # ---- evaluation -----------------------------------------------------------------------------------------------
 
     def _evaluate(self, method: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if method not in self._compared:
+            self._compare_first(method, args[0] if args else kwargs)
         if not self.backward_in_step:
             return super()._evaluate(method, context, *args, **kwargs)
         assert self._engines is not None
@@ -539,7 +637,7 @@ class HybridStrategy(MixedPlacement):
             self._evaluates = False
         with self._engines.evaluating(self._whole_here):  # entered already, unless a callback asks in between
             try:
-                return self._engines.relay(step)
+                return self._engines.relay(step, method)
             finally:
                 self._split_blocks_again()
 
@@ -592,25 +690,11 @@ class HybridStrategy(MixedPlacement):
     def teardown(self) -> None:
         """Detach from the module; each rank's module keeps the part of the weights that the rank held."""
         self._end_evaluation()
+        self._leave_metrics()
+        self._compared = frozenset()
         if self._engines is not None:
             self._engines.detach()
         super().teardown()
-
-    # ---- agreement ------------------------------------------------------------------------------------------------
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks that read different samples, unless ``group`` says otherwise."""
-        return super().reduce(tensor, group if group is not None else self.data_group, reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks (or any) decided so."""
-        flag = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(flag.item())
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the ranks that read different samples, unless ``group`` says otherwise."""
-        return super().all_gather(tensor, group if group is not None else self.data_group, sync_grads)
 
     # ---- the whole ------------------------------------------------------------------------------------------------
 
@@ -644,27 +728,41 @@ class HybridStrategy(MixedPlacement):
         leads = all(index == 0 for axis, index in place.items() if axis != "pipeline")
         return LayoutPlacement(self._assembly, self.is_global_zero, leads)
 
+    def _module_parts(self) -> ModuleParts | None:
+        if self._engines is None or self._assembly is None:
+            return super()._module_parts()
+        assembly, shares = self._assembly, super()._shares()
+        return ModuleParts(
+            self._engines.shares(shares, assembly.names), assembly.pipeline, assembly.owners, self.root_device
+        )
+
+    def _group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        if self._assembly is None:
+            return super()._group_names(optimizer)
+        return self._assembly.group_names(optimizer, self._name_of())
+
     def _whole_keys(self) -> list[str]:
         return super()._whole_keys() if self._assembly is None else list(self._assembly.keys)
 
-    def _save_plain(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+    def _with_whole_states(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Put the whole module and optimizer states together on rank 0."""
+        checkpoint = super()._with_whole_states(checkpoint)
         if self._assembly is not None:
-            keep, assembly = self.is_global_zero, self._assembly
+            keep, assembly, owners = self.is_global_zero, self._assembly, self._state_owners
             for key in (WEIGHTS, CURRENT_WEIGHTS):
                 if key in checkpoint:
                     checkpoint[key] = assembly.whole_state(checkpoint[key], keep)
             if OPTIMIZERS in checkpoint:
                 checkpoint[OPTIMIZERS] = [
-                    assembly.whole_optimizer(optimizer, state, self._name_of(), keep)
+                    assembly.whole_optimizer(optimizer, state, self._name_of(), keep, owners)
                     for optimizer, state in zip(self.optimizers, checkpoint[OPTIMIZERS], strict=True)
                 ]
-        super()._save_plain(checkpoint, filepath, storage_options)
+        return checkpoint
 
     def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         if self._assembly is not None:
             states = [
-                self._assembly.optimizer_parts(optimizer, state, self._name_of())
+                self._assembly.optimizer_parts(optimizer, state, self._name_of(), self._state_owners)
                 for optimizer, state in zip(self.optimizers, checkpoint[OPTIMIZERS], strict=True)
             ]
             checkpoint = {**checkpoint, OPTIMIZERS: states}

@@ -18,8 +18,6 @@ from trainwright.strategies.problems import is_whole
 
 ATTENTION = ("ring", "ulysses", "gather")
 PLAN_PARTS = ("blocks", "tensor", "heads", "whole_inputs", "first", "last", "experts")
-# Optimizers whose update of a weight depends on more of it than the element: on a part they would compute another one.
-WHOLE_WEIGHT_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon")
 
 # Option -> its default, the axis without which nothing reads it, and what it does.
 _AXIS_OPTIONS: Mapping[str, tuple[Any, str, str]] = {
@@ -141,18 +139,19 @@ def sync_batchnorm_problem(layout: Layout) -> str | None:
 
 
 def optimizer_problem(layout: Layout, optimizer: str) -> str | None:
-    """Why an optimizer cannot step a module that is cut by ``layout``; ``None`` if it can.
+    """Why an optimizer cannot step a module that is cut by ``layout``, as far as its name tells; ``None``: nothing.
+
+    All others are tried when they are built, see :mod:`~trainwright.strategies.optimizer_probe`.
 
     Args:
         optimizer: name of its class.
     """
-    axes = [axis for axis in ("tensor", "expert") if getattr(layout, axis) != 1]
-    if optimizer not in WHOLE_WEIGHT_OPTIMIZERS or not axes:
+    axes = [f"{axis}={getattr(layout, axis)}" for axis in _CUTTING_AXES if getattr(layout, axis) != 1]
+    if optimizer != "LBFGS" or not axes:
         return None
     return (
-        f"{optimizer} with {' and '.join(f'{axis}={getattr(layout, axis)}' for axis in axes)}: its update of a weight "
-        "depends on the whole of it, and a rank holds a part. Use an optimizer that works element by element (AdamW, "
-        f"SGD), or {' '.join(f'{axis}=1' for axis in axes)}"
+        f"LBFGS with {' '.join(axes)}: it computes the loss several times within a step, between which ranks would "
+        "have to exchange parameters. Use an optimizer that computes it once (AdamW, SGD, Muon), or strategy=ddp"
     )
 
 

@@ -19,8 +19,9 @@ from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.run_state import RunState, StoredTensor, holds_run_state
 from trainwright.checkpoint.storage import Folder
 
-# Where Lightning keeps the function: for load_from_checkpoint, and for strategies with Lightning's own CheckpointIO.
-_HOLDERS = ("lightning.pytorch.core.saving", "lightning.fabric.plugins.io.torch_io")
+# Where Lightning keeps the function: for strategies with Lightning's own CheckpointIO, and for load_from_checkpoint.
+_IO = "lightning.fabric.plugins.io.torch_io"
+_HOLDERS = (_IO, "lightning.pytorch.core.saving")
 _OPTIMIZERS = "optimizer_states"
 
 
@@ -29,7 +30,7 @@ def teach_lightning() -> None:
     for name in _HOLDERS:
         module: Any = importlib.import_module(name)
         if not hasattr(module.pl_load, "without_run_states"):
-            module.pl_load = _with_run_states(module.pl_load)
+            module.pl_load = _with_run_states(module.pl_load, resumes=name == _IO)
 
 
 def load_whole(path: str, map_location: Any = None) -> dict[str, Any]:
@@ -53,13 +54,16 @@ def load_whole(path: str, map_location: Any = None) -> dict[str, Any]:
     }
 
 
-def _with_run_states(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_run_states(original: Callable[..., Any], resumes: bool) -> Callable[..., Any]:
     @wraps(original)
     def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         if isinstance(path_or_url, str | os.PathLike):
             path = os.fspath(path_or_url)
             if holds_run_state(path):
-                return load_whole(path, map_location)
+                if not resumes or os.path.isdir(path):
+                    return load_whole(path, map_location)
+                RunState.open(path)  # verified; Lightning's own strategies take optimizers as torch has them
+                return original(path_or_url, map_location=map_location, weights_only=True)
             _refuse_folder(path)
             if path.startswith("http") and weights_only is None:
                 # Lightning's default for web addresses is False: whatever a server sends would run.

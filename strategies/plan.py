@@ -31,6 +31,9 @@ class ModelPlan:
             ``packed_colwise:3`` and its ``out_proj`` is ``rowwise``.
         heads: name of a module -> names of its integer attributes that count heads or features of split outputs, to be
             divided by the size of the tensor axis.
+        narrow: names of modules that hold split projections and take the width of what is split from their input
+            (``B, N, C = x.shape``): they are given as many features of it as a rank has of the others.
+        summed: names of whole parameters that work on split features, so that a rank has a part of their gradient.
         whole_inputs: names of the modules (attention, feed-forward) that need the whole sequence of their first tensor
             input under sequence parallelism.
         first: names of modules and parameters outside of the blocks that run before them.
@@ -44,6 +47,8 @@ class ModelPlan:
     blocks: tuple[str, ...] = ()
     tensor: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     heads: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    narrow: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
     whole_inputs: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()

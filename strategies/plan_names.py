@@ -41,6 +41,11 @@ def parent_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def joined(outer: str, inner: str) -> str:
+    """Name of what is called ``inner`` within ``outer``; either may be the root, ``""``."""
+    return f"{outer}.{inner}" if outer and inner else outer or inner
+
+
 def within(name: str, outer: str) -> bool:
     """Whether ``name`` is ``outer`` or lies in it."""
     return not outer or name == outer or name.startswith(f"{outer}.")

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from trainwright.strategies.plan_code import reads_of
 from trainwright.strategies.plan_names import matching, within
+from trainwright.strategies.proof.trace import Trace
 
 # Names of what comes last wherever it is registered.
 _ENDS = ("head", "lm_head", "classifier", "score", "ln_f", "norm_f")
@@ -21,22 +21,23 @@ def tied_groups(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
-def used_functionally(module: nn.Module, name: str, blocks: Collection[str]) -> bool:
+def used_functionally(module: nn.Module, name: str, blocks: Collection[str], trace: Trace) -> bool:
     """Whether the embedding ``name`` serves as output head, as in ``F.linear(x, self.embedding.weight)``.
 
-    That is so if code around it reads its ``weight``, unless a linear layer of the same length stands outside of the
-    ``blocks``: then the model has a head, and that code is for when it has none.
+    A head that is tied to it is no such use. Where no forward has shown it, it is so if the model has no head: no
+    linear layer of the same length outside of the ``blocks``.
     """
-    attribute = name.rpartition(".")[2]
-    outer = [sub for sub_name, sub in module.named_modules() if within(name, sub_name) and sub_name != name]
-    if not any(attribute in reads_of(type(sub)).weights for sub in outer):
-        return False
-    length = module.get_submodule(name).weight.shape[0]  # type: ignore[index]
-    return not any(
-        isinstance(sub, nn.Linear) and sub.out_features == length
+    weight = module.get_submodule(name).weight
+    heads = [
+        sub
         for other, sub in module.named_modules()
-        if not any(within(other, block) for block in blocks)
-    )
+        if isinstance(sub, nn.Linear) and not any(within(other, block) for block in blocks)
+    ]
+    if any(head.weight is weight for head in heads):
+        return False
+    if f"{name}.weight" in trace.uses:
+        return f"{name}.weight" in trace.functional
+    return not any(head.out_features == weight.shape[0] for head in heads)  # type: ignore[index]
 
 
 def find_experts(module: nn.Module) -> dict[str, str]:
@@ -66,20 +67,22 @@ def _is_stacked(sub: nn.Module) -> bool:
 
 
 def split_outside(
-    module: nn.Module, blocks: Sequence[str], first: Sequence[str], last: Sequence[str]
+    module: nn.Module, blocks: Sequence[str], first: Sequence[str], last: Sequence[str], trace: Trace
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What owns parameters outside of the blocks, before and after them.
 
-    What is registered before the first block runs before it, what is registered after the last one runs after it.
-    Exceptions: embeddings, and parameters of the modules around the blocks, run before; what is called ``head``,
-    ``classifier``, ``score``, ``ln_f``, ``norm_f`` or ``final_...`` runs after. An embedding whose weight other code
-    reads (a tied head without a module of its own) is in both.
+    A parameter runs where a forward has shown it to be used. Where none has, what is registered before the first block
+    runs before it, and what is registered after the last one runs after it, but for embeddings and parameters of the
+    modules around the blocks, which run before, and what is called ``head``, ``classifier``, ``score``, ``ln_f``,
+    ``norm_f`` or ``final_...``, which runs after. An embedding that may be a tied head without a module of its own is
+    in both.
 
     Args:
         module: the whole model.
         blocks: names of the blocks; without any, there is neither before nor after.
         first: patterns of modules or parameters that run before, whatever the rules say.
         last: patterns of those that run after; what is in both runs in both places.
+        trace: where a forward used parameters.
 
     Returns:
         Names of modules, outermost, and of parameters: before, after. What stands between blocks is in neither.
@@ -89,7 +92,7 @@ def split_outside(
     """
     if not blocks:
         return (), ()
-    sides = {name: _default_sides(module, name, side, blocks) for name, side in _units(module, blocks)}
+    sides = {name: _default_sides(module, name, side, blocks, trace) for name, side in _units(module, blocks)}
     chosen: dict[str, set[str]] = {}
     for option, patterns in (("first", first), ("last", last)):
         for pattern in patterns:
@@ -123,14 +126,18 @@ def _units(module: nn.Module, blocks: Sequence[str]) -> list[tuple[str, str]]:
     return units
 
 
-def _default_sides(module: nn.Module, name: str, side: str, blocks: Sequence[str]) -> set[str]:
+def _default_sides(module: nn.Module, name: str, side: str, blocks: Sequence[str], trace: Trace) -> set[str]:
     owner = _module_or_none(module, name)
+    own = [name] if owner is None else [f"{name}.{n}" for n, _ in owner.named_parameters()]
+    tied = {n for group in tied_groups(module) for n in group}
+    if tied.isdisjoint(own) and all(n in trace.uses for n in own):
+        return {place for n in own for place in trace.uses[n]}
     inner = [] if owner is None else [n for n, sub in owner.named_modules() if isinstance(sub, nn.Embedding)]
     if not inner:
         last = name.rpartition(".")[2]
         return {"last"} if last in _ENDS or last.startswith("final_") else {side}
     embeddings = [f"{name}.{n}" if n else name for n in inner]
-    return {"first", "last"} if any(used_functionally(module, n, blocks) for n in embeddings) else {"first"}
+    return {"first", "last"} if any(used_functionally(module, n, blocks, trace) for n in embeddings) else {"first"}
 
 
 def _hits(module: nn.Module, sides: dict[str, set[str]], pattern: str, option: str) -> list[str]:

@@ -13,8 +13,9 @@ from trainwright.strategies.blocks import find_blocks
 from trainwright.strategies.plan import ModelPlan, PlanConfig
 from trainwright.strategies.plan_names import folded, matched, module_tree, parent_of, starred, within
 from trainwright.strategies.plan_outside import find_experts, split_outside, tied_groups
-from trainwright.strategies.plan_structure import features_of, find_heads
-from trainwright.strategies.plan_tensor import TensorDraft
+from trainwright.strategies.plan_structure import features_of
+from trainwright.strategies.plan_tensor import TensorDraft, sequence_problems
+from trainwright.strategies.proof.trace import trace
 
 _NEEDS = ("blocks", "tensor", "experts")
 # A list of blocks is taken for the model's trunk if it holds this many times the parameters of any other list.
@@ -27,6 +28,7 @@ def make_plan(
     *,
     needs: Collection[str] = (),
     tensor_size: int | None = None,
+    sequence_parallel: bool = False,
 ) -> ModelPlan:
     """Find out where ``module`` can be cut.
 
@@ -38,11 +40,13 @@ def make_plan(
         config: what the user says, see :class:`~trainwright.strategies.plan.PlanConfig`; ``None`` is nothing.
         needs: parts that the layout cannot do without: ``"blocks"``, ``"tensor"``, ``"experts"``.
         tensor_size: size of the tensor axis. Embeddings and heads that nobody configured stay whole if their length
-            does not divide by it; ``None``: they are cut anyway.
+            does not divide by it; ``None``: they are cut anyway, and proofs take two ranks; 1: nothing is proven.
+        sequence_parallel: whether blocks must compute the same on slices of the sequence between split projections.
 
     Raises:
-        ValueError: if the configuration contradicts itself or names what does not exist, or if a needed part is not
-            found; the message then shows the module tree, what was tried, and lines to start from.
+        ValueError: if a block does not compute the same on a slice though it must, if the configuration contradicts
+            itself or names what does not exist, or if a needed part is not found; the message then shows the module
+            tree, what was tried, and lines to start from.
     """
     unknown = sorted(set(needs) - set(_NEEDS))
     if unknown:
@@ -51,17 +55,26 @@ def make_plan(
     own = own_plan(module)
     blocks, candidates, sources = _choose_blocks(module, said, own)
     experts, sources["experts"] = _choose_experts(module, said, own)
-    draft = TensorDraft(module, said, own, tuple(candidates), tuple(experts), tensor_size)
+    seen = trace(module, candidates, tensor_size or 2)
+    draft = TensorDraft(module, said, own, tuple(candidates), tuple(experts), tensor_size, seen)
     tensor, sources["tensor"] = draft.styles(), draft.source()
-    heads = _merge_heads(module, {**find_heads(module, tensor), **draft.fixed_heads()}, own, said)
-    first, last = split_outside(module, blocks, [*own.first, *said.first], [*own.last, *said.last])
+    heads = _merge_heads(module, {n: h for n, h in draft.heads.items() if n in tensor or _holds(tensor, n)}, own, said)
+    first, last = split_outside(module, blocks, [*own.first, *said.first], [*own.last, *said.last], seen)
     asked = ", configuration" if said.first or said.last else ""
-    sources["first"] = sources["last"] = f"order of registration, names{asked}" if blocks else "needs blocks"
+    sources["first"] = sources["last"] = (
+        f"{'use in a forward' if seen.uses else 'order of registration, names'}{asked}" if blocks else "needs blocks"
+    )
+    whole_inputs = _whole_inputs(module, tensor, blocks, said, own)
+    problems = sequence_problems(draft, whole_inputs, blocks) if sequence_parallel else []
+    if problems:
+        raise ValueError("; ".join(problems))
     plan = ModelPlan(
         blocks=blocks,
         tensor=MappingProxyType(tensor),
         heads=MappingProxyType(heads),
-        whole_inputs=_whole_inputs(module, tensor, blocks, said, own),
+        narrow=tuple(n for n in draft.narrow if _holds(tensor, n)),
+        summed=tuple(dict.fromkeys(draft.summed)),
+        whole_inputs=whole_inputs,
         first=first,
         last=last,
         tied=tied_groups(module),
@@ -164,6 +177,10 @@ def _merge_heads(
     return {name: attributes for name, attributes in heads.items() if attributes}
 
 
+def _holds(tensor: Mapping[str, str], name: str) -> bool:
+    return any(within(other, name) for other in tensor)
+
+
 def _integers(sub: nn.Module) -> list[str]:
     return [name for name, value in vars(sub).items() if isinstance(value, int) and not isinstance(value, bool)]
 
@@ -216,7 +233,7 @@ def _tried(module: nn.Module) -> str:
         "the configuration (strategy.plan), "
         f"a parallel_plan() method ({'there is one' if has_own else 'there is none'}), "
         f"Hugging Face metadata ({'there is some' if has_metadata else 'there is none'}), "
-        "known names and shapes of layers"
+        "what computes the same when it is split"
     )
 
 

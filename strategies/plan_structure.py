@@ -1,295 +1,215 @@
-"""Which weights can be split over the tensor axis, read off the structure of a module where it is unmistakable.
+"""Which weights of a module may be split together over the tensor axis, by the order in which it calls them.
 
 The pattern is that of Megatron-LM (arXiv:1909.08053): projections into heads or into the wide feed-forward space are
-split by columns, the projection back by rows.
+split by columns, the projection back by rows. A guess is taken if its proof succeeds, whatever the names are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from torch import nn
 
-from trainwright.strategies.plan_code import reads_of
-from trainwright.strategies.plan_names import parent_of
-from trainwright.strategies.tensor_rules import COUNTS_OF_HEADS, HEAD_WIDTHS
+from trainwright.strategies.plan_names import joined, parent_of
+from trainwright.strategies.tensor_rules import COUNTS_OF_HEADS, features, is_attention, is_projection, is_splittable
 
-# Names under which attention keeps its projections of queries, keys, values, and back.
-_ATTENTION = (
-    ("q_proj", "k_proj", "v_proj", ("o_proj", "out_proj")),
-    ("query", "key", "value", ("out", "output", "proj", "out_proj", "dense")),
-    ("wq", "wk", "wv", ("wo",)),
-    ("q", "k", "v", ("o", "out", "proj")),
-    ("to_q", "to_k", "to_v", ("to_out",)),
-    ("q_lin", "k_lin", "v_lin", ("out_lin",)),
-    ("query_proj", "key_proj", "value_proj", ("out_proj", "output_proj")),
-)
-# One matrix of queries, keys and values, and the projection back.
-_PACKED = ("c_attn", "qkv", "qkv_proj", "in_proj", "Wqkv", "to_qkv")
-_PACKED_BACK = ("c_proj", "proj", "out_proj", "o_proj", "to_out", "out", "Wo")
-# Feed-forward layers: gate, up, down.
-_GATED = (
-    ("gate_proj", "up_proj", "down_proj"),
-    ("gate", "up", "down"),
-    ("w1", "w3", "w2"),
-    ("wi_0", "wi_1", "wo"),
-    ("gate_linear", "up_linear", "down_linear"),
-)
-# Feed-forward layers: up, down.
-_PLAIN = (
-    ("fc1", "fc2"),
-    ("linear1", "linear2"),
-    ("linear_1", "linear_2"),
-    ("lin1", "lin2"),
-    ("c_fc", "c_proj"),
-    ("fc_in", "fc_out"),
-    ("up_proj", "down_proj"),
-    ("up", "down"),
-    ("w1", "w2"),
-    ("wi", "wo"),
-    ("dense_h_to_4h", "dense_4h_to_h"),
-)
-_GATED_PACKED = (("gate_up_proj", "down_proj"), ("gate_up", "down"), ("w12", "w3"))
-
-_POINTWISE = (
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.ELU, nn.CELU, nn.SELU, nn.Mish, nn.Tanh, nn.Sigmoid,
-    nn.Softplus, nn.Softsign, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.LogSigmoid, nn.Dropout, nn.Identity,
-)  # fmt: skip
-
-# Attributes that measure features of all heads.
-_FEATURES = (
-    "split_size", "all_head_size", "embed_dim", "inner_dim", "n_embd", "hidden_size", "hidden_dim", "d_model", "dim",
-    "kv_dim", "q_dim", "q_size", "kv_size", "attn_dim", "num_features",
-)  # fmt: skip
+# Projections that may share a projection back: queries, keys, values and a gate.
+_MOST_COLUMNS = 4
+# Ways to divide attributes that are tried for one group.
+_MOST_HEADS = 16
 
 
 @dataclass(frozen=True)
-class Group:
-    """Weights that can only be split together.
+class Guess:
+    """One way to split some weights, which stands or falls as a whole.
 
     Args:
         styles: name of a module -> its style.
-        fixed_heads: name of a module -> attributes that count heads, where the class tells them.
+        heads: name of a module -> attributes that count heads or features of what is split.
+        narrow: names of modules whose code takes the width of what is split from their input.
+        summed: names of whole parameters of whose gradient each rank then has a part of the sum.
     """
 
     styles: Mapping[str, str]
-    fixed_heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    narrow: tuple[str, ...] = ()
+    summed: frozenset[str] = frozenset()
 
 
 def features_of(module: nn.Module | None) -> tuple[int, int] | None:
     """``(inputs, outputs)`` of a linear layer, ``nn.Linear`` or Hugging Face's ``Conv1D``; ``None`` for others."""
-    if isinstance(module, nn.Linear) and type(module).__name__ != "NonDynamicallyQuantizableLinear":
-        return module.in_features, module.out_features
-    inputs, outputs = getattr(module, "nx", None), getattr(module, "nf", None)
-    if type(module).__name__ == "Conv1D" and isinstance(inputs, int) and isinstance(outputs, int):
-        return inputs, outputs
-    return None
+    if module is None or not is_projection(module) or not is_splittable(module):
+        return None
+    return features(module)
 
 
-def find_groups(module: nn.Module, left_alone: tuple[str, ...]) -> list[Group]:
-    """Groups of weights that can be split over the tensor axis, in the order of ``named_modules``.
+def base_of(module: nn.Module) -> str | None:
+    """Name of the projection within ``module`` to which all others in it are adapters of low rank (LoRA).
 
-    Args:
-        module: the whole model; its parameters may be on the meta device.
-        left_alone: names of modules whose insides are not looked at (those that route to experts).
+    ``None`` if it is something else. Adapters come in pairs, from the projection's inputs to a few features and from
+    these to its outputs.
     """
-    found: list[Group] = []
-    taken: set[str] = set()
-    for name, sub in module.named_modules():
-        if any(name == outer or name.startswith(f"{outer}.") for outer in left_alone):
-            continue
-        prefix = f"{name}." if name else ""
-        for group in _groups_of(sub, name, prefix):
-            if taken.isdisjoint(group.styles):
-                taken.update(group.styles)
-                found.append(group)
+    inner = [(name, sub) for name, sub in module.named_modules() if name and is_projection(sub)]
+    if len(inner) < 3:
+        return None
+    (base, first), *others = inner
+    inputs, outputs = features(first)
+    down = [features(sub)[1] for _, sub in others if features(sub)[0] == inputs]
+    up = [features(sub)[0] for _, sub in others if features(sub)[1] == outputs]
+    is_low = all(rank < min(inputs, outputs) for rank in down)
+    return base if is_low and sorted(down) == sorted(up) and len(down) + len(up) == len(others) else None
+
+
+def with_adapters(module: nn.Module, name: str, style: str) -> dict[str, str]:
+    """``name: style``; where ``name`` is a projection with adapters, the styles of what is in it."""
+    sub = module.get_submodule(name)
+    base = base_of(sub) if not is_projection(sub) else None
+    if base is None:
+        return {name: style}
+    side = 0 if style == "rowwise" else 1
+    width = features(sub.get_submodule(base))[side]
+    inner = [(n, part) for n, part in sub.named_modules() if is_projection(part)]
+    return {f"{name}.{n}": style for n, part in inner if n == base or features(part)[side] == width}
+
+
+def owners(module: nn.Module, apart: Sequence[str]) -> list[str]:
+    """Names of the innermost modules that hold several projections, or are attentions; none within ``apart``."""
+    found: list[str] = []
+
+    def visit(sub: nn.Module, name: str) -> bool:
+        if name in apart:
+            return False
+        if is_attention(sub):
+            found.append(name)
+            return True
+        inner = [visit(child, f"{name}.{key}" if name else key) for key, child in sub.named_children()]
+        own = sum(is_projection(child) or base_of(child) is not None for _, child in _called(sub))
+        if own > 1 and not isinstance(sub, nn.ModuleList | nn.ModuleDict) and base_of(sub) is None:
+            found.append(name)
+            return True
+        return any(inner)
+
+    visit(module, "")
     return found
 
 
-def _groups_of(sub: nn.Module, name: str, prefix: str) -> Iterator[Group]:
-    if isinstance(sub, nn.MultiheadAttention):
-        if sub._qkv_same_embed_dim and sub.bias_k is None and not sub.add_zero_attn:
-            styles = {name: "packed_colwise:3", f"{prefix}out_proj": "rowwise"}
-            yield Group(styles, {name: ("num_heads", "embed_dim")})
-        return
-    if isinstance(sub, nn.Sequential):
-        yield from (Group(styles) for styles in _sequence(sub, prefix))
-        return
-    for styles in (_attention(sub), _packed_attention(sub), _distant_attention(sub), _feed_forward(sub)):
-        if styles:
-            yield Group({prefix + key: style for key, style in styles.items()})
+def _called(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Children of ``module``, and those of its lists."""
+    for name, child in module.named_children():
+        yield name, child
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called(child)
 
 
-# ---- attention ----------------------------------------------------------------------------------------------------
+def guesses(
+    unit: nn.Module,
+    calls: Sequence[tuple[str, object]],
+    reads: Mapping[str, Mapping[str, int]],
+    size: int,
+) -> Iterator[list[Guess]]:
+    """Ways to split each group of weights, likelier ones first; a caller that takes one skips groups that overlap.
 
-
-def _attention(sub: nn.Module) -> dict[str, str]:
-    for query, key, value, backs in _ATTENTION:
-        shapes = [features_of(getattr(sub, part, None)) for part in (query, key, value)]
-        for back in backs:
-            out = features_of(getattr(sub, back, None))
-            if out is None or not _are_projections(shapes, out[0]) or not _splits_heads(sub):
-                continue
-            if _works_by_head(sub, (query, key, value, back)):
-                return {query: "colwise", key: "colwise", value: "colwise", back: "rowwise"}
-    return {}
-
-
-def _packed_attention(sub: nn.Module) -> dict[str, str]:
-    for packed in _PACKED:
-        shape = features_of(getattr(sub, packed, None))
-        for back in _PACKED_BACK:
-            out = features_of(getattr(sub, back, None))
-            if shape is None or out is None or shape[1] != 3 * out[0] or not _splits_heads(sub):
-                continue
-            if _works_by_head(sub, (packed, back)):
-                return {packed: "packed_colwise:3", back: "rowwise"}
-    return {}
-
-
-def _distant_attention(sub: nn.Module) -> dict[str, str]:
-    """BERT's: one child projects to queries, keys and values, its sibling ``output`` projects back."""
-    back = getattr(getattr(sub, "output", None), "dense", None)
-    out = features_of(back)
-    if out is None:
-        return {}
-    for child_name, child in sub.named_children():
-        shapes = [features_of(getattr(child, part, None)) for part in ("query", "key", "value")]
-        if not _are_projections(shapes, out[0]) or not _splits_heads(child):
+    Args:
+        unit: what has been run.
+        calls: names of its projections and attentions in the order in which they were called, with what those have in
+            common that were given the same tensor.
+        reads: name of a submodule -> integers that it read.
+        size: of the tensor axis.
+    """
+    called = outer_calls(unit, dict(calls))
+    for start, (name, _) in enumerate(called):
+        if is_attention(unit.get_submodule(name)):
+            yield list(attention_guess(unit, name, size))
             continue
-        if _works_by_head(child, ("query", "key", "value")):
-            inner = {f"{child_name}.{part}": "colwise" for part in ("query", "key", "value")}
-            return {**inner, "output.dense": "rowwise"}
-    return {}
+        for count in range(1, _MOST_COLUMNS + 1):
+            columns, rest = called[start : start + count], called[start + count :]
+            if not rest or any(is_attention(unit.get_submodule(n)) for n, _ in (*columns, rest[0])):
+                break
+            if rest[0][1] not in [given for _, given in columns]:
+                yield list(_pairs(unit, [n for n, _ in columns], rest[0][0], reads, size))
 
 
-def _are_projections(shapes: list[tuple[int, int] | None], back_inputs: int) -> bool:
-    query, key, value = shapes
-    if query is None or key is None or value is None:
-        return False
-    return query[1] == back_inputs and key[1] == value[1] and query[1] % key[1] == 0
+def attention_guess(unit: nn.Module, name: str, size: int) -> Iterator[Guess]:
+    """How torch's own attention is split, if it can be."""
+    part = unit.get_submodule(name)
+    assert isinstance(part, nn.MultiheadAttention)
+    if part._qkv_same_embed_dim and part.bias_k is None and not part.add_zero_attn and part.num_heads % size == 0:
+        styles = {name: "packed_colwise:3", joined(name, "out_proj"): "rowwise"}
+        yield Guess(styles, {name: ("num_heads", "embed_dim")})
 
 
-def _splits_heads(sub: nn.Module) -> bool:
-    """Whether its code takes the number of heads from itself or from the tensors, not from a configuration."""
-    reads = reads_of(type(sub))
-    from_config = [name for name in reads.config if name in COUNTS_OF_HEADS or name in _FEATURES]
-    return not from_config and not any(p is not None for p in sub._parameters.values())
-
-
-def _works_by_head(sub: nn.Module, projections: tuple[str, ...]) -> bool:
-    """Whether further children work on one head at a time; one that mixes heads forbids to split these."""
-    width = next((value for name in HEAD_WIDTHS if isinstance(value := getattr(sub, name, None), int)), None)
-    others = [child for name, child in sub.named_children() if name not in projections]
-    return all(width is not None and tuple(p.shape) == (width,) for child in others for p in child.parameters())
-
-
-# ---- feed-forward -------------------------------------------------------------------------------------------------
-
-
-def _feed_forward(sub: nn.Module) -> dict[str, str]:
-    for gate, up, down in _GATED:
-        shapes = [features_of(getattr(sub, part, None)) for part in (gate, up, down)]
-        if _are_gated(shapes) and shapes[0] is not None and _is_clean(sub, (gate, up, down), shapes[0][1]):
-            return {gate: "colwise", up: "colwise", down: "rowwise"}
-    for packed, down in _GATED_PACKED:
-        wide, back = features_of(getattr(sub, packed, None)), features_of(getattr(sub, down, None))
-        if (
-            wide is not None
-            and back is not None
-            and wide == (back[1], 2 * back[0])
-            and _is_clean(sub, (packed, down), wide[1])
-        ):
-            return {packed: "packed_colwise:2", down: "rowwise"}
-    for up, down in _PLAIN:
-        wide, back = features_of(getattr(sub, up, None)), features_of(getattr(sub, down, None))
-        if wide is not None and wide == (back or (0, 0))[::-1] and _is_clean(sub, (up, down), wide[1]):
-            return {up: "colwise", down: "rowwise"}
-    return _distant_feed_forward(sub) or _two_layers(sub)
-
-
-def _are_gated(shapes: list[tuple[int, int] | None]) -> bool:
-    gate, up, down = shapes
-    return gate is not None and gate == up and down is not None and down == gate[::-1]
-
-
-def _is_clean(sub: nn.Module, layers: tuple[str, ...], width: int) -> bool:
-    """Whether nothing else can stand between the layers that needs all of the ``width`` features there."""
-    if isinstance(sub, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-        return True
-    children = [child for name, child in sub.named_children() if name not in layers]
-    if any(isinstance(child, nn.Softmax | nn.LogSoftmax | nn.GLU) for child in children):
-        return False
-    simple = [child for child in children if next(child.children(), None) is None]
-    own = [p for p in sub._parameters.values() if p is not None]
-    return not any(width in p.shape for p in (*own, *(p for child in simple for p in child.parameters())))
-
-
-def _distant_feed_forward(sub: nn.Module) -> dict[str, str]:
-    """BERT's: ``intermediate.dense`` and ``output.dense``."""
-    wide = features_of(getattr(getattr(sub, "intermediate", None), "dense", None))
-    back = features_of(getattr(getattr(sub, "output", None), "dense", None))
-    if wide is None or back is None or wide != back[::-1]:
-        return {}
-    return {"intermediate.dense": "colwise", "output.dense": "rowwise"}
-
-
-def _two_layers(sub: nn.Module) -> dict[str, str]:
-    """A module that consists of two linear layers and a pointwise one between them, whatever their names."""
-    children = list(sub.named_children())
-    layers = [name for name, child in children if features_of(child) is not None]
-    between = [child for _, child in children if isinstance(child, _POINTWISE)]
-    if len(layers) != 2 or not between or len(between) + 2 != len(children) or isinstance(sub, nn.ModuleDict):
-        return {}
-    wide, back = features_of(getattr(sub, layers[0])), features_of(getattr(sub, layers[1]))
-    if wide is None or back is None or wide[1] != back[0]:
-        return {}
-    is_between = isinstance(children[[name for name, _ in children].index(layers[0]) + 1][1], _POINTWISE)
-    return {layers[0]: "colwise", layers[1]: "rowwise"} if is_between else {}
-
-
-def _sequence(sub: nn.Sequential, prefix: str) -> Iterator[dict[str, str]]:
-    """Pairs of linear layers of a sequence with nothing but pointwise layers between them."""
-    first: str | None = None
-    width = 0
-    for name, child in sub.named_children():
-        shape = features_of(child)
-        if shape is None:
-            first = first if isinstance(child, _POINTWISE) else None
-        elif first is not None and shape[0] == width:
-            yield {prefix + first: "colwise", prefix + name: "rowwise"}
-            first = None
-        else:
-            first, width = name, shape[1]
-
-
-# ---- attributes that count heads ----------------------------------------------------------------------------------
-
-
-def find_heads(module: nn.Module, tensor: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Attributes that count heads or features of what ``tensor`` splits and that are read while computing."""
-    outputs: dict[str, set[int]] = {}
-    for name, style in tensor.items():
-        shape = features_of(module.get_submodule(name))
-        if shape is None or not style.startswith(("colwise", "packed_colwise")) or style == "colwise_gather":
-            continue
-        sections = style.partition(":")[2]
-        lengths = [int(part) for part in sections.split(",")] if sections else []
-        widths = [shape[1] // lengths[0]] if len(lengths) == 1 else lengths or [shape[1]]
-        outputs.setdefault(parent_of(name), set()).update(widths)
-    found = {name: _counting(module.get_submodule(name), widths) for name, widths in outputs.items()}
-    return {name: attributes for name, attributes in found.items() if attributes}
-
-
-def _counting(sub: nn.Module, widths: set[int]) -> tuple[str, ...]:
-    reads = reads_of(type(sub))
+def outer_calls(unit: nn.Module, calls: Mapping[str, object]) -> list[tuple[str, object]]:
+    """The calls, those of adapters left out."""
+    wrappers = {name: base for name, sub in unit.named_modules() if (base := base_of(sub)) is not None}
     found = []
-    for name, value in vars(sub).items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            continue
-        counts = name in COUNTS_OF_HEADS and (not reads.known or name in reads.attributes)
-        measures = name in _FEATURES and name in reads.shaping and value in widths
-        if measures or (counts and any(width % value == 0 for width in widths)):
-            found.append(name)
-    return tuple(found)
+    for name, given in calls.items():
+        outer = next((w for w in wrappers if name.startswith(f"{w}.")), None)
+        if outer is None:
+            found.append((name, given))
+        elif name == f"{outer}.{wrappers[outer]}":
+            found.append((outer, given))
+    return found
+
+
+def _shape(unit: nn.Module, name: str) -> tuple[int, int] | None:
+    sub = unit.get_submodule(name)
+    base = None if is_projection(sub) else base_of(sub)
+    return features_of(sub if base is None else sub.get_submodule(base))
+
+
+def _pairs(
+    unit: nn.Module, columns: Sequence[str], back: str, reads: Mapping[str, Mapping[str, int]], size: int
+) -> Iterator[Guess]:
+    shapes, shape = [_shape(unit, name) for name in columns], _shape(unit, back)
+    if shape is None or shape[0] % size or None in shapes:
+        return
+    width = shape[0]
+    options = [_styles(outputs, width, size) for _, outputs in filter(None, shapes)]
+    if not any(outputs >= width for _, outputs in filter(None, shapes)):
+        return
+    for styles in product(*options):
+        split = dict(zip(columns, styles, strict=True))
+        expanded = {n: s for name, style in split.items() for n, s in with_adapters(unit, name, style).items()}
+        expanded |= with_adapters(unit, back, "rowwise")
+        owners = dict.fromkeys(parent_of(name) for name in columns)
+        heads = list(heads_of(owners, reads, {w for _, w in filter(None, shapes)} | {width}, size))
+        for narrow in ((), tuple(owners)):
+            yield from (Guess(expanded, chosen, narrow) for chosen in heads)
+
+
+def _styles(outputs: int, width: int, size: int) -> list[str]:
+    """Styles of a projection to ``outputs`` features before one that takes ``width`` of them."""
+    if outputs % size:
+        return []
+    if outputs <= width:
+        return ["colwise"] if width % outputs == 0 else []
+    if outputs % width == 0:  # several projections in one matrix, or those of each head together
+        return [f"packed_colwise:{outputs // width}", "colwise"]
+    rest = (outputs - width) // 2  # queries, and fewer keys and values
+    packed = rest > 0 and 2 * rest == outputs - width and rest % size == 0
+    return [f"packed_colwise:{width},{rest},{rest}", "colwise"] if packed else ["colwise"]
+
+
+def heads_of(
+    owners: Mapping[str, object] | Sequence[str], reads: Mapping[str, Mapping[str, int]], widths: set[int], size: int
+) -> Iterator[dict[str, tuple[str, ...]]]:
+    """Which of the integers that ``owners`` read may count heads or features of what is split, likelier ones first."""
+    numbers = [
+        (owner, name, value)
+        for owner in owners
+        for name, value in reads.get(owner, {}).items()
+        if value > 1 and value % size == 0 and any(width % value == 0 for width in widths)
+    ]
+    likely = [name in COUNTS_OF_HEADS or value in widths for _, name, value in numbers]
+    ways = sorted(
+        product((True, False), repeat=len(numbers)),
+        key=lambda way: sum(a != b for a, b in zip(way, likely, strict=True)),
+    )
+    for way in ways[:_MOST_HEADS]:
+        found: dict[str, tuple[str, ...]] = {}
+        for (owner, name, _), is_divided in zip(numbers, way, strict=True):
+            if is_divided:
+                found[owner] = (*found.get(owner, ()), name)
+        yield found

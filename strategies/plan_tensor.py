@@ -1,23 +1,41 @@
-"""The tensor part of a plan: styles from all sources, made consistent."""
+"""The tensor part of a plan: styles from all sources, proven where modules can be run, and made consistent."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from trainwright.checkpoint.hugging_face import outermost_models
+from trainwright.strategies.cuts import Cut
 from trainwright.strategies.hugging_face import tensor_metadata
-from trainwright.strategies.plan import PlanConfig, base_style
-from trainwright.strategies.plan_names import folded, matched, parent_of, within
+from trainwright.strategies.plan import ModelPlan, PlanConfig, base_style
+from trainwright.strategies.plan_names import folded, joined, matched, matching, parent_of, starred, within
 from trainwright.strategies.plan_outside import tied_groups, used_functionally
-from trainwright.strategies.plan_structure import features_of, find_groups
+from trainwright.strategies.plan_structure import (
+    Guess,
+    attention_guess,
+    features_of,
+    guesses,
+    heads_of,
+    outer_calls,
+    owners,
+    with_adapters,
+)
+from trainwright.strategies.proof.proof import UNIT, Proof, Split
+from trainwright.strategies.proof.trace import Trace, calls_for, kinds_of
+from trainwright.strategies.tensor_engine import TensorParallel
+from trainwright.strategies.tensor_rules import COUNTS_OF_HEADS
 
 _COLUMNS = ("colwise", "packed_colwise")
 
 
 class TensorDraft:
-    """Puts the tensor styles of a model together.
+    """Puts the tensor styles of a model together, and proves them where its modules can be run.
 
     Args:
         module: the whole model.
@@ -26,9 +44,17 @@ class TensorDraft:
         blocks: names of all blocks, of whatever list: nothing is paired beyond one, no outputs are gathered in one.
         experts: names of the modules that hold experts.
         size: size of the tensor axis, or ``None`` if it is not known.
+        trace: how the model calls its blocks.
+
+    Attributes:
+        heads: name of a module -> attributes that count heads or features of what is split.
+        narrow: names of the modules whose code takes the width of what is split from their input.
+        summed: names of whole parameters of whose gradient each rank has a part of the sum.
+        proofs: names of modules of one kind, their proof, and the plan of one of them as a unit.
 
     Raises:
-        ValueError: if the configuration names what does not exist, or splits columns without the rows that follow.
+        ValueError: if the configuration names what does not exist, splits columns without the rows that follow, or
+            splits what then computes something else.
     """
 
     def __init__(
@@ -39,21 +65,35 @@ class TensorDraft:
         blocks: tuple[str, ...],
         experts: tuple[str, ...],
         size: int | None,
+        trace: Trace,
     ) -> None:
         self._module = module
         self._blocks = blocks
         self._size = size
+        self._trace = trace
         self._names = [name for name, _ in module.named_modules() if name]
         self._canonical = {id(sub): name for name, sub in module.named_modules()}
         self._styles: dict[str, str] = {}
         self._explicit: set[str] = set()
         self._sources: list[str] = []
         self._whole: dict[str, str] = {}
+        self.heads: dict[str, tuple[str, ...]] = {}
+        self.narrow: list[str] = []
+        self.summed: list[str] = []
+        self.proofs: list[tuple[list[str], Proof, ModelPlan]] = []
         self._take_metadata()
         self._take_patterns(own.tensor, "parallel_plan()", "parallel_plan() tensor")
         self._take_patterns(said.tensor, "configuration", "plan.tensor")
-        self._take_structure(tuple(parent_of(name) for name in experts if parent_of(name)))
+        self._said_heads = {
+            name: tuple(attributes)
+            for heads in (own.heads, said.heads)
+            for pattern, attributes in heads.items()
+            for name in matching(self._names, pattern)
+        }
         self._check_pairs()
+        self._routed = tuple(parent_of(name) for name in experts if parent_of(name))
+        if size != 1:
+            self._prove()
         self._take_vocabulary()
         self._leave_whole()
         self._follow_ties()
@@ -62,17 +102,19 @@ class TensorDraft:
         """Name of a module -> style, in the order of ``named_modules``."""
         return {n: self._styles[n] for n in self._names if self._styles.get(n, "none") != "none"}
 
-    def fixed_heads(self) -> dict[str, tuple[str, ...]]:
-        """Attributes that count heads in modules of torch's own that are split."""
-        return {n: ("num_heads", "embed_dim") for n in self.styles() if isinstance(self._of(n), nn.MultiheadAttention)}
-
     def source(self) -> str:
-        """Where the styles came from, and what stays whole and why."""
+        """Where the styles came from, what stays whole, why, and what that costs."""
         reasons: dict[str, list[str]] = {}
         for name, reason in self._whole.items():
             reasons.setdefault(reason, []).append(name)
-        left = [f"{', '.join(folded(names))}: {reason}" for reason, names in reasons.items()]
+        left = [f"{', '.join(folded(names))}: {reason}{self._cost(names)}" for reason, names in reasons.items()]
         return "; left whole: ".join([", ".join(self._sources) or "not found", *left])
+
+    def _cost(self, names: Iterable[str]) -> str:
+        """What a rank holds more of ``names`` since they are whole."""
+        found = {id(p): p.numel() * p.element_size() for n in names for p in self._of(n).parameters()}
+        more = sum(found.values()) * (1 - 1 / (self._size or 2))
+        return f" ({more / 2**20:.1f} MiB more per rank)" if more >= 2**16 else ""
 
     # ---- sources --------------------------------------------------------------------------------------------------
 
@@ -81,9 +123,9 @@ class TensorDraft:
 
     def _take_metadata(self) -> None:
         styles, self._whole = tensor_metadata(self._module)
-        for name, style in styles.items():
+        for name, style in [pair for n, s in styles.items() for pair in with_adapters(self._module, n, s).items()]:
             if features_of(self._of(name)) is None and style != "vocabulary":
-                continue  # said of stacked experts
+                continue  # said of stacked experts, or more than a projection
             if style == "colwise_gather" and self._block_of(name):
                 self._whole[parent_of(name)] = "outputs are gathered within a block"
             else:
@@ -101,37 +143,141 @@ class TensorDraft:
         if patterns:
             self._sources.insert(0, source)
 
-    def _take_structure(self, routed: tuple[str, ...]) -> None:
-        added = False
-        groups = find_groups(self._module, routed)
-        found = {name for group in groups for name in group.styles}
-        for group in groups:
-            if not self._styles.keys().isdisjoint(group.styles):
-                continue
-            if any(not self._is_alike_in_all_blocks(name, found) for name in group.styles):
-                self._whole.update(dict.fromkeys(group.styles, "it cannot be split in another block of its kind"))
-                continue
-            self._styles.update(group.styles)
-            self._whole = {n: r for n, r in self._whole.items() if not any(parent_of(g) == n for g in group.styles)}
-            added = True
-        self._sources += ["structure"] if added else []
+    # ---- proof ----------------------------------------------------------------------------------------------------
 
-    def _is_alike_in_all_blocks(self, name: str, found: Collection[str]) -> bool:
-        """Whether the same module of the other blocks was found too, unless what holds it there is something else.
+    def _prove(self) -> None:
+        """Keep what computes the same when it is split, and add what else can be, once for each kind of block."""
+        units = [name for name in self._blocks if owners(self._of(name), [])]
+        units += owners(self._module, [*units, *self._routed])
+        while units:
+            deeper: list[str] = []
+            for kind in kinds_of(self._module, units):
+                proof = self._proof_of(kind[0])
+                if proof is None:
+                    deeper += [inner for name in kind for inner in self._without_proof(name)]
+                else:
+                    self._prove_kind(kind, proof)
+            units = deeper
+        self._whole = {n: reason for n, reason in self._whole.items() if self._styles.get(n, "none") == "none"}
 
-        Blocks may hand on what depends on the split (T5's first one computes the position bias of all).
-        """
-        block = self._block_of(name)
-        if block is None:
-            return True
-        inner = name[len(block) :]
-        for other in self._blocks:
-            holder = parent_of(other + inner)
-            if parent_of(other) != parent_of(block) or other + inner in found or holder not in self._names:
+    def _proof_of(self, name: str) -> Proof | None:
+        sub = self._of(name)
+        if isinstance(sub, nn.MultiheadAttention):
+            return None
+        traced = [self._trace.calls[name]] if name in self._trace.calls else []
+        for call in (*traced, *calls_for(sub, self._ranks)):
+            with suppress(Exception):  # it wants something else
+                return Proof(sub, call, self._ranks)
+        return None
+
+    def _without_proof(self, name: str) -> list[str]:
+        """What may run by itself within a unit that does not; torch's own attention is certain by its class."""
+        sub, holder = self._of(name), parent_of(name)
+        if isinstance(sub, nn.MultiheadAttention):
+            if name not in self._styles:
+                for guess in attention_guess(self._of(holder), name.rpartition(".")[2], self._ranks):
+                    self._accept(guess, [holder])
+            return []
+        inner = [joined(name, n) for n in owners(sub, [])]
+        if inner == [name] or not inner:
+            self._whole |= dict.fromkeys(self._projections(name), "it cannot be run by itself, so nothing is proven")
+        return [n for n in inner if n != name and not self._is_routed(n)]
+
+    def _prove_kind(self, kind: list[str], proof: Proof) -> None:
+        unit, prefix = self._of(kind[0]), f"{kind[0]}." if kind[0] else ""
+        said = {n[len(prefix) :]: s for n, s in self._styles.items() if n.startswith(prefix)}
+        accepted: list[Guess] = []
+        for styles in _groups({n: s for n, s in said.items() if s != "none"}):
+            heads = list(
+                heads_of(dict.fromkeys(map(parent_of, styles)), proof.reads, self._widths(unit, styles), self._ranks)
+            )
+            found = self._first_proven(proof, prefix, accepted, [Guess(styles, chosen) for chosen in heads])
+            if isinstance(found, Guess):
+                accepted.append(found)
                 continue
-            if type(self._of(holder)) is type(self._of(parent_of(name))) and other + inner in self._names:
-                return False
-        return True
+            names = [prefix + n for n in styles]
+            if not self._explicit.isdisjoint(names):
+                raise ValueError(
+                    f"plan.tensor splits {', '.join(f'{n}: {self._styles[n]}' for n in names[:4])} over {self._ranks} "
+                    f"ranks, and {kind[0] or 'the module'} does not compute the same then: {found}. Leave them whole "
+                    "(none), name the attributes that count heads in plan.heads, or use tensor=1."
+                )
+            self._drop(joined(name, n) for name in kind for n in styles)
+            said = {n: s for n, s in said.items() if n not in styles}
+            self._whole |= dict.fromkeys(names, found)
+        self._add_structure(kind, proof, accepted, set(said))
+        for guess in accepted:
+            self._accept(guess, kind)
+        self.proofs.append((kind, proof, _plan_of(accepted)))
+        for name, _ in outer_calls(unit, dict(proof.projections)):
+            if not self._is_routed(prefix + name) and not any(within(n, name) for g in accepted for n in g.styles):
+                self._whole.setdefault(prefix + name, "nothing shows how it could be split")
+
+    def _add_structure(self, kind: list[str], proof: Proof, accepted: list[Guess], taken: set[str]) -> None:
+        prefix = f"{kind[0]}." if kind[0] else ""
+        calls = [call for call in proof.projections if not self._is_routed(prefix + call[0])]
+        for ways in guesses(self._of(kind[0]), calls, proof.reads, self._ranks):
+            names = {name for guess in ways[:1] for name in guess.styles}
+            if not names or not taken.isdisjoint(names):
+                continue
+            found = self._first_proven(proof, prefix, accepted, ways)
+            if isinstance(found, Guess):
+                accepted.append(found)
+                taken |= names
+                self._sources += ["structure"] if "structure" not in self._sources else []
+            elif heads := self._indivisible(proof, names):
+                accepted.append(Guess(ways[0].styles, heads))  # validation refuses it, with the sizes that are possible
+                taken |= names
+            else:
+                for name in names:
+                    self._whole.setdefault(prefix + name, found)
+
+    def _indivisible(self, proof: Proof, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+        """Attributes that count heads which the tensor axis does not divide, of the owners of ``names``."""
+        found = {}
+        for owner in dict.fromkeys(map(parent_of, names)):
+            counts = {n: v for n, v in proof.reads.get(owner, {}).items() if n in COUNTS_OF_HEADS}
+            if any(value % self._ranks for value in counts.values()):
+                found[owner] = tuple(counts)
+        return found
+
+    def _first_proven(self, proof: Proof, prefix: str, accepted: list[Guess], ways: list[Guess]) -> Guess | str:
+        """The first of ``ways`` that computes the same, together with what was accepted; else what is wrong with it."""
+        problem = "nothing to split"
+        for way in ways:
+            way = self._with_said_heads(way, prefix)
+            verdict = proof.of(_splitting(_plan_of([*accepted, way])))
+            if verdict.problem is None:
+                return replace(way, summed=verdict.summed)
+            problem = verdict.problem if way is ways[0] or problem == "nothing to split" else problem
+        return problem
+
+    def _with_said_heads(self, way: Guess, prefix: str) -> Guess:
+        said = {n[len(prefix) :]: heads for n, heads in self._said_heads.items() if n.startswith(prefix)}
+        mine = {n: heads for n, heads in said.items() if any(within(other, n) for other in way.styles)}
+        return replace(way, heads={**way.heads, **mine})
+
+    def _accept(self, guess: Guess, kind: list[str]) -> None:
+        for name in kind:
+            self._styles |= {joined(name, n): style for n, style in guess.styles.items()}
+            self.heads |= {joined(name, n): heads for n, heads in guess.heads.items() if heads}
+            self.narrow += [joined(name, n) for n in guess.narrow]
+            self.summed += [joined(name, n) for n in guess.summed]
+
+    @property
+    def _ranks(self) -> int:
+        return self._size or 2
+
+    def _is_routed(self, name: str) -> bool:
+        return any(within(name, outer) for outer in self._routed)
+
+    def _projections(self, name: str) -> list[str]:
+        found = [joined(name, n) for n, sub in self._of(name).named_modules() if features_of(sub) is not None]
+        return [n for n in found if n not in self._styles]
+
+    def _widths(self, unit: nn.Module, styles: Mapping[str, str]) -> set[int]:
+        shapes = [features_of(unit.get_submodule(name)) for name in styles]
+        return {width for shape in filter(None, shapes) for width in shape}
 
     def _take_vocabulary(self) -> None:
         """An embedding and the output head of the same vocabulary, if both are there and nobody spoke of them."""
@@ -204,7 +350,7 @@ class TensorDraft:
                 return "it has max_norm, scale_grad_by_freq or sparse"
             if type(sub).forward is not nn.Embedding.forward:
                 return "it has a forward of its own"
-            if used_functionally(self._module, name, self._blocks):
+            if used_functionally(self._module, name, self._blocks, self._trace):
                 return "other code reads its weight"
         if self._size is not None and length % self._size:
             return f"its length {length} does not divide by {self._size}"
@@ -221,3 +367,64 @@ class TensorDraft:
         owners = list(dict.fromkeys(self._canonical.get(id(self._of(parent_of(n))), "") for n in group))
         cut = [name for name in owners if self._styles.get(name, "none") != "none"]
         return [name for name in cut if name not in self._explicit] if len(cut) < len(owners) else []
+
+
+def sequence_problems(draft: TensorDraft, whole_inputs: Collection[str], blocks: Collection[str]) -> list[str]:
+    """What of the ``blocks`` computes something else on a slice of the sequence, under sequence parallelism."""
+    problems = []
+    for (first, *_), proof, plan in draft.proofs:
+        if first not in blocks:
+            continue
+        inner = tuple(joined(UNIT, name[len(first) + 1 :]) for name in whole_inputs if within(name, first))
+        verdict = proof.of(_splitting(replace(plan, blocks=(UNIT,), whole_inputs=inner), sequence_parallel=True))
+        if verdict.problem is not None:
+            problems.append(
+                f"sequence_parallel=true: {starred(joined(first, verdict.mixing or ''))} does not compute the same on "
+                f"a slice of the sequence ({verdict.problem}); split it in strategy.plan.tensor, or set "
+                "sequence_parallel=false"
+            )
+    return list(dict.fromkeys(problems))
+
+
+def _splitting(plan: ModelPlan, *, sequence_parallel: bool = False) -> Split:
+    """Split what is proven as :class:`TensorParallel` does."""
+
+    def split(module: nn.Module, group: dist.ProcessGroup) -> Mapping[str, Cut]:
+        engine = TensorParallel(module, plan, group, sequence_parallel=sequence_parallel)
+        parts: dict[int, nn.Parameter] = {}
+        for name, cut in engine.cuts.items():
+            owner = module.get_submodule(parent_of(name))
+            own = name.rpartition(".")[2]
+            whole = owner.get_parameter(own)
+            owner._parameters[own] = parts.setdefault(id(whole), nn.Parameter(cut.part(whole.detach())))
+        unit = module.get_submodule(UNIT)
+        engine.apply(unit, unit)
+        return engine.cuts
+
+    return split
+
+
+def _groups(styles: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Styles that can only be split together: of one module, where it has columns and rows; else all others."""
+    holders: dict[str, dict[str, str]] = {}
+    for name, style in styles.items():
+        holders.setdefault(parent_of(name), {})[name] = style
+    rest: dict[str, str] = {}
+    for group in holders.values():
+        if {base_style(style) == "rowwise" for style in group.values()} == {True, False}:
+            yield group
+        else:
+            rest |= group
+    if rest:
+        yield rest
+
+
+def _plan_of(accepted: list[Guess]) -> ModelPlan:
+    def named(names: Mapping[str, Any]) -> dict[str, Any]:
+        return {joined(UNIT, name): value for name, value in names.items()}
+
+    return ModelPlan(
+        tensor={n: s for guess in accepted for n, s in named(guess.styles).items()},
+        heads={n: h for guess in accepted for n, h in named(guess.heads).items()},
+        narrow=tuple(n for guess in accepted for n in named(dict.fromkeys(guess.narrow))),
+    )

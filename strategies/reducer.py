@@ -211,6 +211,11 @@ def _taken(shard: ParameterShard) -> Tensor | None:
     """The gradient that backward has left on a parameter, which lets go of it."""
     gradient = shard.whole_gradient
     if gradient is not None:
+        if gradient.is_sparse:
+            raise ValueError(
+                f"A parameter of shape {tuple(gradient.shape)} got a sparse gradient, and ZeRO splits dense gradients "
+                "only. Type sparse=False where the module looks up its rows."
+            )
         shard.parameter.grad = None
     return gradient
 

@@ -69,6 +69,19 @@ def boxes_of(tensor: Tensor) -> TensorParts:
     return TensorParts(tensor.shape, part.dtype, [(tuple(offsets), part)])
 
 
+class StateOwners(Protocol):
+    """Of which parameters one rank has the optimizer state, and has it whole."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the parameter ``name`` is one of them."""
+
+    def is_mine(self, name: str) -> bool:
+        """Whether this rank is its owner."""
+
+    def united(self, mine: Mapping[str, Any]) -> dict[str, Any]:
+        """Entries by name of all ranks among which parameters are dealt. A collective of these."""
+
+
 class WholePlacement:
     """Every rank holds all of the module, or DTensors that say themselves what they hold.
 
@@ -135,12 +148,20 @@ class Collector:
         module: the user's module as this rank holds it.
         placement: who holds what.
         name_of: name of a parameter as an optimizer holds it.
+        owners: of optimizer states that are whole; ``None``: there are none.
     """
 
-    def __init__(self, module: nn.Module, placement: Placement, name_of: Callable[[Tensor], str]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        placement: Placement,
+        name_of: Callable[[Tensor], str],
+        owners: StateOwners | None = None,
+    ) -> None:
         self.tensors: dict[str, TensorParts] = {}
         self._placement = placement
         self._name_of = name_of
+        self._owners = owners
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
         first = {id(parameter): name for name, parameter in module.named_parameters()}
         self._canonical = {name: first[id(parameter)] for name, parameter in self._parameters.items()}
@@ -172,6 +193,11 @@ class Collector:
         if isinstance(tensor, DTensor) or self._placement.is_first:
             self.tensors[key] = boxes_of(tensor)
         return key
+
+    def _put_whole(self, path: str, tensor: Tensor) -> str:
+        """A tensor that this rank alone has, of those that share its parameter."""
+        self.tensors[path] = TensorParts.whole(tensor.detach())
+        return path
 
     def _weights(self, section: str, state: Mapping[str, Any]) -> dict[str, Any]:
         tree: dict[str, Any] = {}
@@ -218,6 +244,8 @@ class Collector:
         return tree
 
     def _optimizer(self, index: int, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+        if "param_groups" not in state:  # Lightning's stand-in where configure_optimizers gives None
+            return dict(encode(state, self._put, f"optimizer/{index}"))
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         tree = {}
         for position, values in state["state"].items():
@@ -229,7 +257,7 @@ class Collector:
         return {
             **encode(rest, self._put, f"optimizer/{index}"),
             "by_name": True,
-            "state": self._placement.united(tree),
+            "state": self._placement.united(tree if self._owners is None else self._owners.united(tree)),
             "param_groups": list(self._groups(index, optimizer, state["param_groups"])),
         }
 
@@ -240,6 +268,8 @@ class Collector:
             yield {**encode(options, self._put, f"optimizer/{index}/groups/{number}"), "params": own}
 
     def _optimizer_value(self, key: str, name: str, parameter: Tensor, value: Any) -> Any:
+        if self._owners is not None and name in self._owners:
+            return encode(value, self._put_whole, key)
         if not isinstance(value, Tensor) or value.dim() == 0:
             value = local_tensor(value) if isinstance(value, Tensor) else value
             return encode(value, self._put, key)
@@ -259,7 +289,7 @@ def is_stored(state: Mapping[str, Any]) -> bool:
 
 def can_fill(module: nn.Module) -> bool:
     """Whether weights may be read straight into ``module``: nobody in it wants to change them on the way."""
-    if type(module).load_state_dict is not nn.Module.load_state_dict:
+    if getattr(module.load_state_dict, "__func__", None) is not nn.Module.load_state_dict:
         return False
     keys = list(module.state_dict())
     for name, part in module.named_modules():
@@ -398,6 +428,7 @@ def optimizer_parts(
     placement: Placement,
     name_of: Callable[[Tensor], str],
     where: str,
+    owners: StateOwners | None = None,
 ) -> dict[str, Any]:
     """The ``state_dict`` for this rank's ``optimizer``, from what was saved by name under any layout.
 
@@ -411,9 +442,12 @@ def optimizer_parts(
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         first = position
         for parameter in group["params"]:
-            values = saved["state"].get(name_of(parameter))
-            if values is not None:
-                state[position] = {k: reader.value(name_of(parameter), parameter, k, v) for k, v in values.items()}
+            name = name_of(parameter)
+            values = saved["state"].get(name)
+            if values is not None and (owners is None or name not in owners):
+                state[position] = {k: reader.value(name, parameter, k, v) for k, v in values.items()}
+            elif values is not None and owners is not None and owners.is_mine(name):
+                state[position] = materialised(values)
             position += 1
         param_groups.append({**materialised(dict(saved_group)), "params": list(range(first, position))})
     reader.read()

@@ -9,14 +9,13 @@ give the rank, so optimizer state has the same form under every stage.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.optim import Optimizer
 
 from trainwright.strategies.gradients import local_tensor
 
@@ -113,6 +112,33 @@ def rows_of(tensor: Tensor, count: int, index: int) -> tuple[int, int]:
     return min(index * rows, tensor.shape[0]), min((index + 1) * rows, tensor.shape[0])
 
 
+def gradient_problems(
+    module: nn.Module, is_split: Callable[[nn.Parameter], bool], stage: int, layout: str
+) -> Iterator[str]:
+    """Why gradients of a module cannot be split over ranks, each with what to type.
+
+    Args:
+        module: whole.
+        is_split: whether the gradient of a parameter is to be.
+        stage: of ZeRO; FSDP2, which is stage 3, takes no complex parameters beside real ones.
+        layout: in words.
+    """
+    remedy = "Type strategy=ddp, or"
+    for name, parameter in module.named_parameters():
+        if stage == 3 and parameter.is_complex() and is_split(parameter):
+            yield (
+                f"{name} is complex ({parameter.dtype}), and {layout} splits real numbers only. {remedy} "
+                "strategy=zero2, or make it real (torch.view_as_real) and view it as complex in forward"
+            )
+    for name, part in module.named_modules():
+        is_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad
+        if is_sparse and is_split(part.weight):
+            yield (
+                f"{name} ({type(part).__name__}) has sparse=True, and {layout} splits dense gradients only. "
+                f"{remedy} leave out sparse=True"
+            )
+
+
 class ShardBucket:
     """Shards that travel together, as ``(count, numel)``: row r is what belongs to rank r of the shard axis."""
 
@@ -198,43 +224,3 @@ def make_buckets(shards: Iterable[ParameterShard], bucket_bytes: int) -> list[Sh
         open_buckets[kind].append(shard)
         filled[kind] += size
     return buckets + [ShardBucket(rest) for rest in open_buckets.values() if rest]
-
-
-def optimize_shards(optimizer: Optimizer, shards: Mapping[nn.Parameter, ParameterShard]) -> None:
-    """Make ``optimizer`` step the shards in place of the whole parameters.
-
-    Raises:
-        ValueError: if the optimizer already holds state or keeps parameters outside its groups, so that the exchange
-            would miss some.
-    """
-    fresh = _accumulators(optimizer)
-    if (optimizer.state and fresh is None) or isinstance(optimizer, torch.optim.LBFGS):
-        why = "keeps flat copies of whole parameters" if not optimizer.state else "already holds state"
-        raise ValueError(
-            f"{type(optimizer).__name__} {why}, so its state cannot be sharded by ZeRO. "
-            "Use strategy='ddp' with it, or an optimizer such as AdamW or SGD."
-        )
-    for group in optimizer.param_groups:
-        group["params"] = [shards[p].optimized if p in shards else p for p in group["params"]]
-    for parameter, shard in shards.items():
-        if fresh and parameter in fresh:
-            step, value = fresh[parameter]
-            del optimizer.state[parameter]
-            optimizer.state[shard.optimized] = {"step": step, "sum": torch.full_like(shard.optimized, value)}
-
-
-def _accumulators(optimizer: Optimizer) -> dict[Tensor, tuple[Tensor, float]] | None:
-    """Of Adagrad, which makes its state when it is built: the step of each parameter and the value of its sums.
-
-    ``None``: it is another optimizer, or has made a step.
-    """
-    if type(optimizer) is not torch.optim.Adagrad:
-        return None
-    if any(state["step"].item() for state in optimizer.state.values()):
-        return None
-    return {
-        parameter: (optimizer.state[parameter]["step"], float(group["initial_accumulator_value"]))
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter in optimizer.state  # torch gives those of a later add_param_group theirs with their first step
-    }

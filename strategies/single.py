@@ -20,6 +20,7 @@ class SingleDeviceStrategy(LayoutStrategy, LightningSingleDeviceStrategy):
     """
 
     strategy_name = "single"
+    saves_one_file = True
 
     def __init__(self, device: torch.device | str | None = None, **kwargs: Any) -> None:
         super().__init__(device=device or "cpu", **kwargs)

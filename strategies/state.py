@@ -91,12 +91,25 @@ def part_like(value: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(part, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
-def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a whole optimizer ``state_dict`` that belongs to the parameters of ``optimizer`` on this rank."""
+def shard_optimizer_state(
+    optimizer: Optimizer, state: Mapping[str, Any], owns: Callable[[Tensor], bool | None]
+) -> dict[str, Any]:
+    """The part of a whole optimizer ``state_dict`` that belongs to the parameters of ``optimizer`` on this rank.
+
+    Args:
+        optimizer: this rank's.
+        state: of the whole module.
+        owns: whether this rank has the state of a parameter whole, or nothing of it; ``None``: as it has the parameter.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     indices = [index for group in state["param_groups"] for index in group["params"]]
     by_index = dict(zip(indices, parameters, strict=True))
-    return {**state, "state": {i: _shard_values(values, by_index[i]) for i, values in state["state"].items()}}
+    parts = {
+        index: _shard_values(values, by_index[index]) if owns(by_index[index]) is None else dict(values)
+        for index, values in state["state"].items()
+        if owns(by_index[index]) is not False
+    }
+    return {**state, "state": parts}
 
 
 def _shard_values(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:

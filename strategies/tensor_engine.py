@@ -33,7 +33,6 @@ from trainwright.strategies.sharded_logits import ShardedLogits
 from trainwright.strategies.split_attention import attend
 from trainwright.strategies.split_randomness import SplitRandomness, draws_randomly
 from trainwright.strategies.tensor_rules import (
-    between,
     has_own_forward,
     is_inside,
     is_transposed,
@@ -130,7 +129,7 @@ class TensorParallel:
         if self._sequence:
             names = [name for name, _ in self._module.named_parameters(remove_duplicate=False)]
             return frozenset(n for n in names if n not in self.cuts and is_inside(n, self._plan.blocks))
-        return frozenset(name for name, is_split in between(self._module, self._plan) if is_split)
+        return frozenset(self._plan.summed)
 
     def _parent(self, name: str) -> nn.Module:
         return self._module.get_submodule(name.rpartition(".")[0])
@@ -149,7 +148,8 @@ class TensorParallel:
         """The place where the projection ``name`` shares its input with others."""
         key = site_name(self._module, name)
         if key not in self._sites:
-            self._sites[key] = _Site(self, self._module.get_submodule(key))
+            parts = self._group.size() if key in self._plan.narrow else 1
+            self._sites[key] = _Site(self, self._module.get_submodule(key), parts)
         return self._sites[key]
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -176,6 +176,7 @@ class TensorParallel:
         in_blocks, takes_slices = is_inside(name, self._plan.blocks), self._takes_slices(name)
 
         def forward(x: Tensor) -> Tensor:
+            x = site.given(x)
             if in_blocks and self.slices_sequence:
                 if takes_slices:
                     x = site.share(x, lambda given: gather(given, _SEQUENCE, self._group))
@@ -389,10 +390,14 @@ class _Site:
     Args:
         engine: whose projections they are.
         module: the module.
+        parts: into how many parts the features of its first input are cut for its own code, which takes the width of
+            what is split from there. Projections are given all of them.
     """
 
-    def __init__(self, engine: TensorParallel, module: nn.Module) -> None:
+    def __init__(self, engine: TensorParallel, module: nn.Module, parts: int = 1) -> None:
         self.module = module
+        self._parts = parts
+        self._narrowed: tuple[Tensor, Tensor] | None = None
         self._engine = engine
         self._random = engine.random
         self._draws = draws_randomly(module)
@@ -400,6 +405,10 @@ class _Site:
         self._began = False
         self._given: tuple[Tensor, int] | None = None
         self._shared: Tensor | None = None
+
+    def given(self, x: Tensor) -> Tensor:
+        """What was given to the module, where its code hands on the part that it was shown."""
+        return self._narrowed[1] if self._narrowed is not None and x is self._narrowed[0] else x
 
     def share(self, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         """``change(x)``, once for all projections that are given the same tensor: one collective for all of them."""
@@ -423,6 +432,11 @@ class _Site:
             self._began, self._engine.splitting = False, None
             self._random.leave()
 
+    def _narrow(self, x: Tensor) -> Tensor:
+        part = x.narrow(-1, 0, x.shape[-1] // self._parts)
+        self._narrowed = part, x
+        return part
+
     def around(self, forward: _Forward) -> _Forward:
         """``forward`` as one use of the site."""
 
@@ -431,9 +445,11 @@ class _Site:
                 return forward(*args, **kwargs)
             self._is_open = True
             try:
+                if self._parts > 1:
+                    args, kwargs = _change_first_tensor(args, kwargs, self._narrow, "a module that is split")
                 return forward(*args, **kwargs)
             finally:
-                self._is_open, self._given, self._shared = False, None, None
+                self._is_open, self._given, self._shared, self._narrowed = False, None, None, None
                 self.end()
 
         return run
@@ -483,4 +499,4 @@ def _change_first_tensor(
     for name, value in kwargs.items():
         if isinstance(value, Tensor):
             return args, {**kwargs, name: change(value)}
-    raise TypeError(f"sequence_parallel=true: {where} was called without a tensor. Set sequence_parallel=false.")
+    raise TypeError(f"{where} was called without a tensor, and tensor parallelism splits what it is given.")

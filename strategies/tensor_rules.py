@@ -24,8 +24,6 @@ COUNTS_OF_HEADS = (
     "n_local_kv_heads", "num_local_heads",
 )  # fmt: skip
 _ATTENDS = re.compile(r"attn|attention", re.IGNORECASE)
-# Names and classes of modules whose output at one position depends on other positions.
-_MIXES = re.compile(r"attn|attention|conv\dd|rnn|lstm|gru|mamba|ssm|mixer", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,11 @@ def parse_style(style: str) -> tuple[str, tuple[int, ...]]:
     if not re.fullmatch(r"(\d+(,\d+)*)?", numbers):
         raise ValueError(f"tensor style {style!r}: after the colon stands a count (3) or section lengths (64,32,32)")
     return name, tuple(int(number) for number in numbers.split(",") if number)
+
+
+def is_splittable(module: nn.Module) -> bool:
+    """Whether a projection has no other parameters than a weight and a bias, and computes them from no others."""
+    return not hasattr(module, "parametrizations") and {"weight"} <= module._parameters.keys() <= {"weight", "bias"}
 
 
 def features(module: nn.Module) -> tuple[int, int]:
@@ -154,49 +157,6 @@ def site_name(module: nn.Module, name: str) -> str:
     return parent
 
 
-def between(module: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, bool | None]]:
-    """Whole parameters beside split projections, and whether they work on split activations.
-
-    A norm of each head's queries does: its gradient is a part of the sum over the tensor ranks. A norm before the
-    projections does not. What tells them apart is their length: that of the projections' inputs means whole
-    activations.
-
-    Yields:
-        Fully qualified name, and ``None`` where the two cannot be told apart.
-    """
-    inputs: dict[str, set[int]] = {}
-    for name, style in plan.tensor.items():
-        projection = module.get_submodule(name)
-        if parse_style(style)[0] in ("colwise", "packed_colwise") and is_projection(projection):
-            inputs.setdefault(site_name(module, name), set()).add(features(projection)[0])
-    for site, widths in inputs.items():
-        if not site or any(block.startswith(f"{site}.") for block in plan.blocks):
-            continue  # holds far more than what stands between two projections
-        yield from _beside(module.get_submodule(site), site, widths, plan)
-
-
-def _beside(site: nn.Module, name: str, widths: set[int], plan: ModelPlan) -> Iterator[tuple[str, bool | None]]:
-    for key, parameter in site.named_parameters(name, recurse=False):
-        yield key, _is_split_by_shape(tuple(parameter.shape), widths)
-    for key, child in site.named_children():
-        full = f"{name}.{key}"
-        if full in plan.tensor or any(other.startswith(f"{full}.") for other in plan.tensor):
-            continue
-        for prefix, part in child.named_modules(prefix=full):
-            own = dict(part.named_parameters(prefix, recurse=False))
-            # A module is on one side: its largest parameter decides, a bias goes along.
-            shape = max((tuple(p.shape) for p in own.values()), key=len, default=())
-            yield from ((parameter, _is_split_by_shape(shape, widths)) for parameter in own)
-
-
-def _is_split_by_shape(shape: tuple[int, ...], widths: set[int]) -> bool | None:
-    if math.prod(shape) == 1:
-        return None
-    if shape[-1] in widths:
-        return False
-    return True if len(shape) == 1 else None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Whether it can be done
 
@@ -221,7 +181,6 @@ def validate_tensor(
     problems = [*_shape_problems(module, plan, size)]
     if not problems:  # the checks below read shapes
         problems += [*_head_problems(module, plan, size), *_tie_problems(module, plan)]
-        problems += _mixing_problems(module, plan) if sequence_parallel else _side_problems(module, plan)
     if not plan.tensor:
         problems.append(f"tensor={size}: the plan names no module to split; name them in strategy.plan.tensor")
     if sequence_parallel and not plan.blocks:
@@ -355,28 +314,3 @@ def _tie_problems(module: nn.Module, plan: ModelPlan) -> Iterator[str]:
                 f"the tied parameters {styles} are split differently; a tied embedding and head take vocabulary and "
                 "colwise_gather, or both none"
             )
-
-
-def _side_problems(module: nn.Module, plan: ModelPlan) -> Iterator[str]:
-    for name, is_split in between(module, plan):
-        if is_split is None:
-            yield (
-                f"the parameter {_star(name)} stands beside split projections, and nothing tells whether it works on "
-                "split or on whole activations; leave the projections beside it whole (none in strategy.plan.tensor), "
-                "or set sequence_parallel=true, under which it does not matter"
-            )
-
-
-def _mixing_problems(module: nn.Module, plan: ModelPlan) -> Iterator[str]:
-    """Modules that would silently look at a slice of the sequence only."""
-    for block in plan.blocks:
-        for name, part in module.get_submodule(block).named_modules(prefix=block):
-            is_known = is_projection(part) or is_inside(name, (*plan.tensor, *plan.whole_inputs))
-            if is_known or any(is_inside(other, (name,)) for other in (*plan.tensor, *plan.whole_inputs)):
-                continue
-            looks_so = _MIXES.search(name.rpartition(".")[2]) or _MIXES.search(type(part).__name__)
-            if looks_so and any(parameter.dim() > 1 for parameter in part.parameters()):
-                yield (
-                    f"sequence_parallel=true: {_star(name)} ({type(part).__name__}) is left whole, and would see only "
-                    "a slice of the sequence; split it in strategy.plan.tensor, or set sequence_parallel=false"
-                )

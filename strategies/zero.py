@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -31,16 +31,22 @@ from trainwright.strategies.communication.options import prefetch_of_nothing, pr
 from trainwright.strategies.compressed import CompressedReplicas
 from trainwright.strategies.compression.buckets import ReplicaPart
 from trainwright.strategies.deferred import deferred_pieces, is_deferred
-from trainwright.strategies.elementwise import step_on_local_tensors
+from trainwright.strategies.divided_steps import DividedSteps, Sharing, optimize_shards
+from trainwright.strategies.finetuning import show_parameters_to
+from trainwright.strategies.gathered_writes import GatheredWrites, RefusesNewData
 from trainwright.strategies.gathering import gather_ahead, let_go_of_gathered, split_blocks, whole_bytes
+from trainwright.strategies.gradient_hooks import hooks_of, refuse_accumulation_hooks, run_when_gathered
 from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.outside import CallsOutside
+from trainwright.strategies.owners import Owners
 from trainwright.strategies.problems import is_number, refuse
 from trainwright.strategies.reducer import GradientReducer, ParameterPublisher
+from trainwright.strategies.run_state import OPTIMIZERS
 from trainwright.strategies.same_model import take_from_first
-from trainwright.strategies.shards import ParameterShard, optimize_shards
+from trainwright.strategies.shards import ParameterShard, gradient_problems
 from trainwright.strategies.state import gather_tree, shard_optimizer_state, shard_weights_on_load
+from trainwright.strategies.whole.strategy import ShowsWholes
 
 Offload = Literal["none", "optimizer", "parameters"]
 
@@ -76,7 +82,7 @@ def validate_zero(
     return problems + prefetch_problems(prefetch, stage)
 
 
-class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
+class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
     """Data parallelism whose ranks share one copy of the training state instead of holding one each.
 
     Bytes per rank of a model of P parameters in fp32 with Adam, N = size of the shard axis, and traffic per step in
@@ -153,6 +159,8 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         self._split_shards: dict[nn.Parameter, ParameterShard] = {}  # those of parameters that are split already
         self._reducers: list[GradientReducer] = []  # one per mesh
         self._publishers: list[ParameterPublisher] = []
+        self._hide_parameters: Callable[[], None] = _nothing
+        self._divided: DividedSteps | None = None
 
     # ---- what others may read -------------------------------------------------------------------------------------
 
@@ -176,6 +184,17 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
     def forward_is_collective(self) -> bool:
         """Stage 3 gathers parameters in forward."""
         return self.stage == 3
+
+    @property
+    def splits_module(self) -> bool:
+        """Ranks hold rows of optimizer state, gradients or parameters."""
+        assert self.lightning_module is not None
+        is_served = any(map(self._is_elsewhere, self.lightning_module.parameters()))  # its own ranks step those
+        return self.world_size > 1 and self.steps_are_collective and not is_served
+
+    def held_parameter(self, name: str) -> Tensor | None:
+        """See the base class."""
+        return self._named.get(name)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Name and averaged gradient, a DTensor, of each parameter that has one."""
@@ -213,9 +232,13 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.lightning_module)
+        self._certificate.begin(self.lightning_module, fitting and self.world_size > 1)
         self._release()
         self._refuse_other_models()
         if fitting:
+            stage, words = self.stage, self._in_words
+            refuse(gradient_problems(self.lightning_module, self._splits_gradient, stage, words))
+            refuse_accumulation_hooks(self.lightning_module)
             self._know_nodes()
             self._choose_way()
         self._cut_module()
@@ -235,7 +258,9 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
             self._set_up_means()
             self._set_up_compression()
             self._know_frozen()
+        self._certificate.set_up(self)
         self.begin_from_weights()
+        self._show_wholes_in_hooks(trainer)
 
     @property
     def _splits_parameters(self) -> bool:
@@ -284,6 +309,9 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         """Whether others step ``parameter`` than the ranks, which then neither split it nor average its gradient."""
         return False
 
+    def _splits_gradient(self, parameter: nn.Parameter) -> bool:
+        return not self._is_elsewhere(parameter) and not self._is_trained_alone(parameter)
+
     def _cut_module(self) -> None:
         """Give away what other ranks hold along axes other than replicate and shard: nothing, in plain ZeRO."""
 
@@ -326,12 +354,17 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
             self._fill([piece for piece in pieces if piece.overlaps(name)], seed, real)
             pieces = [piece for piece in pieces if not piece.overlaps(name)]
             self._place(block)
+            hooks = hooks_of(_whole_in(block))
             self._shard_within(block, options)
             fully_shard(block, **options)
+            run_when_gathered(block, hooks)
         self._fill(pieces, seed, real)
         step = _Step(module)
         self._place(step)
+        hooks = hooks_of(_whole_in(step))
         fully_shard(step, **{**options, "reshard_after_forward": False})
+        run_when_gathered(step, hooks)
+        step.writes = GatheredWrites(step._get_fsdp_state())
         shard_weights_on_load(module)
         CallsOutside(step, module, blocks.values())
         object.__setattr__(module, "_trainwright_step", step)
@@ -412,18 +445,73 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
                 self._shards[parameter].optimized.requires_grad_()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:  # a callback may have added a group of the parameters themselves
-                group["params"] = [self._as_optimized(parameter) for parameter in group["params"]]
+                group["params"][:] = [self._as_optimized(parameter) for parameter in group["params"]]
         self._make_exchanges()
+        self._divide_steps()
+        self._know_held()
 
     def _bucket_bytes_for(self, parameters: Iterable[nn.Parameter]) -> int:
         return int(bucket_bytes_for(self._bucket_bytes, sum(p.numel() * p.element_size() for p in parameters)))
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Build the user's optimizers and give them this rank's rows."""
+        """Build the user's optimizers and give them this rank's rows, or whole parameters where they need those.
+
+        Raises:
+            ValueError: for an optimizer that can be given neither.
+        """
         super().setup_optimizers(trainer)
+        self._divided = DividedSteps(
+            Sharing(self._in_words, self._divides, self.root_device, self._whole_shape, self._make_owners)
+        )
+        self._divide_steps()
         for optimizer in self.optimizers:
             optimize_shards(optimizer, self._shards)
-            step_on_local_tensors(optimizer)
+        self._divided.attach(self.optimizers)
+        self._know_held()
+        self._hide_parameters()
+        self._hide_parameters = show_parameters_to(trainer.callbacks, self.optimizers, self._shards)  # type: ignore[attr-defined]
+
+    def _divide_steps(self) -> None:
+        """Find out which parameters are stepped whole, and by which rank. A collective."""
+        assert self._divided is not None
+        self._divided.divide(self.optimizers, {name: (p, self._as_optimized(p)) for name, p in self._named.items()})
+
+    def _know_held(self) -> None:
+        assert self._divided is not None
+        names: dict[Tensor, str] = {self._as_optimized(p): name for name, p in self._named.items()}
+        wholes = {name: p for name, p in self._named.items() if self._is_whole_here(name, p)}
+        self._divided.know(names, wholes)
+
+    def _is_whole_here(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is whole on every rank, where the optimizer steps it in place."""
+        shard = self._shards.get(parameter)
+        if shard is None or shard.is_offloaded or isinstance(parameter, DTensor):
+            return False
+        return self._whole_shape(name, parameter) == parameter.shape
+
+    @property
+    def _in_words(self) -> str:
+        """The layout as it is typed."""
+        return f"strategy=zero{self.stage}"
+
+    @property
+    def _divides(self) -> bool:
+        """Whether another rank holds parameters, or parts of them, that this one does not."""
+        return self.mesh.size(self.mesh.ndim - 1) > 1
+
+    def _whole_shape(self, name: str, parameter: Tensor) -> torch.Size:
+        """Shape of the whole of what an optimizer holds of a parameter."""
+        return parameter.shape
+
+    def _shared_by(self) -> dist.ProcessGroup | None:
+        """The ranks that share one copy of each parameter; ``None``: there are no others. A collective."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
+
+    def _make_owners(self) -> Owners | None:
+        group = self._shared_by()
+        if group is None:
+            return None
+        return Owners(group, self.root_device, lambda name, part: self.placement.boxes(name, part), self._bucket_bytes)
 
     def _release(self) -> None:
         for reducer in self._reducers:
@@ -432,7 +520,12 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         self._shards, self._split_shards, self._named = {}, {}, {}
 
     def teardown(self) -> None:
-        """Detach from the module; its weights stay usable."""
+        """Detach from the module; its weights stay usable, and are shown whole."""
+        self._hide_parameters()
+        self._let_go_of_module()
+        self._show_wholes_after_run()
+
+    def _let_go_of_module(self) -> None:
         for reducer in self._reducers:
             reducer.detach()
         if self._step is None:
@@ -511,6 +604,7 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         """Micro-batches inside do not finish the averaging of gradients."""
         step, whole = self._step, self._holds_whole_gradients
         with ExitStack() as stack:
+            stack.enter_context(self._accumulating())
             stack.enter_context(super().block_backward_sync())
             for reducer in self._reducers:
                 stack.enter_context(reducer.accumulate(shards_too=whole))
@@ -524,9 +618,18 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
             finally:
                 set_sync(True)
 
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        before, self._accumulates_gradients = self._accumulates_gradients, True
+        try:
+            yield
+        finally:
+            self._accumulates_gradients = before
+
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Set aside the gradients of toggled-off optimizers."""
         if self._steps_within():
+            self._step.writes.keep()  # type: ignore[union-attr]
             # FSDP2 took note of requires_grad when it gathered the root, before the optimizer was toggled.
             self._set_aside = {p: p.grad for p in self._optimized_parameters() if not p.requires_grad}
             # FSDP2 learns from outputs of a forward that backward has come. The root's forward, the user's step, has
@@ -568,6 +671,8 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """Step this rank's rows, then give every rank the others'."""
+        if self._steps_within():
+            self._step.writes.keep()  # type: ignore[union-attr]
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._let_go_of_gathered()
         self._publish(optimizer)
@@ -587,6 +692,7 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         """Make the parameters outside of the blocks whole again for the rest of the user's step."""
         assert self._step is not None
         self._step.unshard()
+        self._step.writes.begin()
         for name, parameter in self._step.module.named_parameters():
             if name in self._trainable and not isinstance(parameter, DTensor):
                 # Gathered while another optimizer was toggled, it would stay frozen for its own turn.
@@ -595,6 +701,10 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Say what to do when a split parameter was used where it is not gathered."""
         self._failed = True
+        if self._divided is not None:
+            self._divided.restore()
+        if self.stage != 3:
+            return
         _augment_message(
             exception,
             pattern=r".*got mixed torch\.Tensor and DTensor.*",
@@ -614,17 +724,50 @@ class ZeroStrategy(CompressedReplicas, LightningDDPStrategy):
         shard = self._shards.get(parameter)
         return parameter if shard is None else shard.optimized
 
+    @property
+    def _state_owners(self) -> Owners | None:
+        return None if self._divided is None else self._divided.owners
+
     def _save_plain(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         """Gather every sharded tensor, one at a time, into the memory of rank 0."""
-        super()._save_plain(gather_tree(checkpoint, keep=self.is_global_zero), filepath, storage_options)
+        whole = gather_tree(self._with_whole_states(checkpoint), keep=self.is_global_zero)
+        super()._save_plain(whole, filepath, storage_options)
+
+    def _with_whole_states(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Give every rank, for an ordinary file, the optimizer states that others own. A collective."""
+        owners = self._state_owners
+        if owners is None or OPTIMIZERS not in checkpoint:
+            return checkpoint
+        name_of, states = self._name_of(), []
+        for optimizer, state in zip(self.optimizers, checkpoint[OPTIMIZERS], strict=True):
+            names = dict(enumerate(name_of(p) for group in optimizer.param_groups for p in group["params"]))
+            spread = {i: owners.spread(n, state["state"].get(i)) for i, n in names.items() if n in owners}
+            found = {**state["state"], **{i: values for i, values in spread.items() if values is not None}}
+            states.append({**state, "state": dict(sorted(found.items()))})
+        return {**checkpoint, OPTIMIZERS: states}
 
     def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(shard_optimizer_state(optimizer, state))
+        name_of = self._name_of()
+        for optimizer, state in zip(self.optimizers, checkpoint[OPTIMIZERS], strict=True):
+            optimizer.load_state_dict(shard_optimizer_state(optimizer, state, lambda p: self._owns_state(name_of(p))))
+
+    def _owns_state(self, name: str) -> bool | None:
+        """Whether this rank has the whole optimizer state of a parameter; ``None``: each rank has its part."""
+        owners = self._state_owners
+        return None if owners is None or name not in owners else owners.is_mine(name)
 
     def _weights_changed(self) -> None:
+        self._parameters_written()
+
+    def _parameters_written(self) -> None:
         self._let_go_of_gathered()
         self._reload_offloaded()
+
+    def _shard_of(self, parameter: nn.Parameter) -> ParameterShard | None:
+        return self._shards.get(parameter)
+
+    def _is_shown(self, parameter: nn.Parameter) -> bool:
+        return not self._is_elsewhere(parameter)
 
     def _let_go_of_gathered(self) -> None:
         if self._step is not None and self._prefetch:
@@ -646,15 +789,28 @@ class _Step(nn.Module):
         super().__init__()
         self.module = module
         self.running = False
+        self._is_new = True
         # Surrounds the call within the root's hooks; a pipeline ends a stage's part of it there.
         self.guard: Callable[[Callable[[], Any]], Any] = _call
+        self.writes: GatheredWrites  # once it is split
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.running = True
+        self.writes.begin()
         try:
-            return self.guard(partial(getattr(self.module, method), *args, **kwargs))
+            with self._watch():
+                output = self.guard(partial(getattr(self.module, method), *args, **kwargs))
         finally:
             self.running = False
+        self.writes.keep()
+        return output
+
+    def _watch(self) -> AbstractContextManager[Any]:
+        """In the first step alone, and not where code is compiled, which would be traced with it."""
+        is_new, self._is_new = self._is_new, False
+        if not is_new or any(module._compiled_call_impl is not None for module in self.module.modules()):
+            return nullcontext()
+        return RefusesNewData()
 
     # Added by fully_shard.
     _get_fsdp_state: Callable[[], Any]
@@ -666,9 +822,21 @@ class _Step(nn.Module):
     set_reshard_after_backward: Callable[[bool], None]
 
 
+def _nothing() -> None:
+    pass
+
+
 def _free_bytes(device: torch.device) -> float:
     """Memory of a device that nobody has taken; of a host nothing is known, and little would be wanted."""
     return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else math.inf
+
+
+def _whole_in(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Where parameters of ``module`` are registered that are not split yet."""
+    for owner in module.modules():
+        yield from (
+            (owner, name) for name, p in owner._parameters.items() if p is not None and not isinstance(p, DTensor)
+        )
 
 
 def _call(function: Callable[[], Any]) -> Any:

@@ -88,6 +88,19 @@ class RankTimeout(AssertionError):
 
 
 @dataclass(frozen=True)
+class Last:
+    """A result that ends the case: the other ranks may wait for this one forever.
+
+    Attributes:
+        value: the result.
+        seconds: how long the others have to end, too. One that does not is ended, and its result is ``None``.
+    """
+
+    value: Any
+    seconds: float = 1.0
+
+
+@dataclass(frozen=True)
 class Case:
     """What one rank is told to run.
 
@@ -521,8 +534,9 @@ class RankPool:
                         timeout=timeout,
                     )
                 )
-            results = self._collect(world_size, timeout)
-            clean = True
+            results, clean = self._collect(world_size, timeout)
+            if not clean:
+                return results
             self._replace_burdened()
             return results
         finally:
@@ -546,11 +560,12 @@ class RankPool:
                 rank.end(kill=True)
                 self._ranks[index] = _Rank()
 
-    def _collect(self, world_size: int, timeout: float) -> list[Any]:
+    def _collect(self, world_size: int, timeout: float) -> tuple[list[Any], bool]:
+        """Results by rank, and whether all ranks are ready for another case."""
         waiting = {self._ranks[rank].connection: rank for rank in range(world_size)}
         results: dict[int, Any] = {}
         failures: dict[int, tuple[float, str]] = {}
-        end = time.monotonic() + timeout
+        end, ended_by_result = time.monotonic() + timeout, False
         while waiting:
             ready = wait(list(waiting), max(0.0, end - time.monotonic()))
             if not ready:
@@ -559,24 +574,27 @@ class RankPool:
                 rank = waiting.pop(cast(Connection, connection))
                 kind, value, ended = self._ranks[rank].reply()
                 if kind == "result":
+                    if isinstance(value, Last):
+                        ended_by_result, end = True, min(end, time.monotonic() + value.seconds)
+                        value = value.value
                     results[rank] = value
                     continue
                 failures[rank] = (ended, value)
                 # The others may wait for this rank forever.
                 end = min(end, time.monotonic() + GRACE_SECONDS)
-        if waiting:
+        if waiting and (failures or not ended_by_result):
             self._dump(sorted(waiting.values()))
         if failures:
             first_to_last = sorted(failures, key=lambda rank: failures[rank][0])
             tracebacks = {rank: failures[rank][1] for rank in first_to_last}
             raise RankError(self._describe(tracebacks, sorted(waiting.values()), world_size), tracebacks)
-        if waiting:
+        if waiting and not ended_by_result:
             stuck = sorted(waiting.values())
             raise RankTimeout(
                 f"{len(stuck)} of {world_size} rank(s) still ran after {timeout:g} s. The end of what they printed, "
                 f"with the stack of each thread:\n\n" + self._outputs(stuck)
             )
-        return [results[rank] for rank in range(world_size)]
+        return [results.get(rank) for rank in range(world_size)], not waiting
 
     def _dump(self, ranks: list[int]) -> None:
         for rank in ranks:

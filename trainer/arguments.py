@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.connectors.accelerator_connector import _select_auto_accelerator
+from lightning.pytorch.utilities.argparse import _parse_env_variables
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from trainwright.strategies.precision import AutocastPrecision
 from trainwright.strategies.registry import make_strategy, strategy_names, strategy_target
@@ -87,16 +92,46 @@ def resolve_strategy(strategy: str | Strategy, kwargs: dict[str, Any]) -> str | 
     """
     if not isinstance(strategy, str):
         return strategy
+    strategy = strategy.lower()
     if strategy == "auto":
         count = _device_count(kwargs)
         if count is None:
             return strategy
-        return make_strategy("single" if count == 1 else "ddp")  # type: ignore[no-any-return]
+        # A notebook's module is in no script that other processes could run.
+        forks = accelerator_connector._IS_INTERACTIVE and int(kwargs.get("num_nodes", 1)) == 1
+        options = {"start_method": "fork"} if count > 1 and forks else {}
+        return make_strategy("single" if count == 1 else "ddp", **options)  # type: ignore[no-any-return]
     if strategy in strategy_names():
+        _refuse_in_notebook(strategy, kwargs)
         return make_strategy(strategy)  # type: ignore[no-any-return]
     if strategy not in StrategyRegistry.available_strategies():
         strategy_target(strategy)  # raises, naming what there is
     return strategy
+
+
+def _refuse_in_notebook(strategy: str, kwargs: dict[str, Any]) -> None:
+    """Raise where ranks would be started by running the script again, and there is none."""
+    if accelerator_connector._IS_INTERACTIVE and (_device_count(kwargs) or 1) > 1:
+        raise MisconfigurationException(
+            f"`Trainer(strategy={strategy!r})` is not compatible with an interactive environment on several devices: "
+            "its ranks are started by running the script again, and a notebook is none. Use strategy='auto' (DDP on "
+            "forked processes) or devices=1, or start a script or the command trainwright."
+        )
+
+
+def from_environment(trainer: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the Trainer, with those of the variables ``PL_TRAINER_<ARGUMENT>`` where none is given.
+
+    Args:
+        trainer: its class, whose own arguments count as well as Lightning's.
+        given: by the caller.
+    """
+    found = {**vars(_parse_env_variables(Trainer)), **vars(_parse_env_variables(trainer))}
+    taken = {name: value for name, value in found.items() if name not in given}
+    if taken:
+        values = ", ".join(f"{name}={value!r}" for name, value in taken.items())
+        rank_zero_info(f"From PL_TRAINER_* variables of the environment: {values}.")
+    return {**taken, **given}
 
 
 def _accelerator_name(kwargs: dict[str, Any]) -> str | None:
@@ -109,12 +144,13 @@ def _accelerator_name(kwargs: dict[str, Any]) -> str | None:
 def _device_count(kwargs: dict[str, Any]) -> int | None:
     """Number of devices of the run; ``None`` where Lightning is to choose (accelerators that we know nothing of)."""
     name = _accelerator_name(kwargs)
-    name = "cuda" if name == "gpu" and torch.cuda.is_available() else name
+    name = "cuda" if name == "gpu" and CUDAAccelerator.is_available() else name
     if name not in ("cpu", "cuda"):
         return None
     accelerator = AcceleratorRegistry[name]["accelerator"]
     devices = kwargs.get("devices", "auto")
-    devices = accelerator.auto_device_count() if devices == "auto" else devices
+    if devices == "auto":  # in a notebook Lightning takes one GPU
+        devices = 1 if name == "cuda" and accelerator_connector._IS_INTERACTIVE else accelerator.auto_device_count()
     if devices in ([], 0, "0"):
         return None  # Lightning's own error
     parsed = accelerator.parse_devices(devices)

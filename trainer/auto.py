@@ -39,7 +39,7 @@ _SIMPLEST_FIRST = ("single", "ddp", "zero1", "zero2", "zero3", "hybrid")
 # Layouts that are held against everything else in the configuration before it is refused.
 _MOST_TRIED = 8
 # What is handed over from strategy=auto to the strategy that was chosen, whatever that is.
-_OF_EVERY_STRATEGY = ("blocks", "compile")
+_OF_EVERY_STRATEGY = ("blocks", "compile", "certificate")
 _OF_THE_MODEL = ("plan", "batch_dims", "attention")
 _PLANNED = ("SingleDeviceStrategy", "DDPStrategy", "ZeroStrategy", "HybridStrategy", "TensorParallelStrategy",
             "PipelineStrategy", "ContextParallelStrategy", "ExpertParallelStrategy")  # fmt: skip

@@ -4,6 +4,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from trainwright.strategies.certificate.options import CHOICES as CERTIFICATES
 from trainwright.strategies.communication.options import WORDS as COMMUNICATION_WORDS
 from trainwright.trainer.check_recovery import RECOVERIES
 from trainwright.trainer.config import ACCELERATORS, PARTITIONS, PRECISIONS
@@ -58,6 +59,7 @@ def word_problems(cfg: DictConfig, _: Surroundings) -> list[str]:
     for key, allowed in (
         ("communication", COMMUNICATION_WORDS),
         ("activation_checkpointing", ("none", "full", "selective")),
+        ("certificate", CERTIFICATES),
         ("offload", ("none", "optimizer", "parameters")),
         ("stage", (1, 2, 3)),
     ):

@@ -14,13 +14,12 @@ from trainwright.checkpoint.directory import Directory
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from trainwright.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest, records_of, verify
 from trainwright.checkpoint.paths import is_remote, local_path, normal_path
-from trainwright.checkpoint.records import WHOLE
+from trainwright.checkpoint.records import TENSORS, WHOLE
 from trainwright.checkpoint.sizes import size_text
 from trainwright.checkpoint.storage import Folder, folders_in
 from trainwright.trainer.candidates import Candidate, candidates_in
 from trainwright.trainer.run_directory import CHECKPOINTS
 
-TENSORS = "tensors.json"
 GOOD, DAMAGED, UNFINISHED, UNCHECKED = "good", "damaged", "half-written", "not checkable"
 _SCREENFUL = 40
 _PARTIAL = ".partial-"

@@ -16,8 +16,9 @@ from trainwright.trainer.auto import lines_of
 from trainwright.trainer.compose import compose_checked
 from trainwright.trainer.deepspeed_config.tell import tell_import
 from trainwright.trainer.launch.external import agree
-from trainwright.trainer.launch.failure import RankError, is_told, log_file, log_traceback
+from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.launcher import Launcher, detect_launcher
+from trainwright.trainer.launch.uncaught import Uncaught
 from trainwright.trainer.problems import ConfigError, did_you_mean
 from trainwright.trainer.run import RunResult, launch, plan, prepare
 from trainwright.trainer.run_directory import command_words, write_command
@@ -96,13 +97,7 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
     except (RankError, ConfigError):
         raise
     except Exception as error:
-        # The run was in this process.
-        if is_told(error):
-            log_traceback(error)
-            log = log_file(Path(cfg.run_dir), 0 if launcher is None else launcher.rank)
-            print(f"trainwright: {error}\n(its traceback is in {_relative(log)})", file=sys.stderr)
-        else:
-            traceback.print_exc()
+        Uncaught(Path(cfg.run_dir)).tell(error)  # the run was in this process
         return FAILED
     if _speaks(launcher) and verb != "fit" and result.has_ended:  # after fit, the callbacks of the group monitor say it
         _say_where(result, verb)

@@ -36,6 +36,9 @@ class _BlockConfig:
     checkpoint_modules: list[str] | None = None
     # Compile each block with torch.compile; false = off.
     compile: bool = False
+    # Before the first step, compare losses and gradients of a layout that splits the module with those of the module as
+    # written: refuse (end the run if they differ by more than rounding), warn or off.
+    certificate: str = "refuse"
     # Functions that look at the configuration before a process starts, as package.module:function, of a strategy of
     # your own; [] = none. Its class is not given them.
     checks: list[str] = field(default_factory=list)
@@ -221,6 +224,8 @@ class AutoConfig:
     blocks: list[str] | None = None
     # Compile each block with torch.compile; false = off.
     compile: bool = False
+    # The comparison with the module as written before the first step: refuse, warn or off.
+    certificate: str = "refuse"
     # Tensors of a batch whose samples are not along dim 0: path in the batch -> dim; null = whole for all.
     batch_dims: dict[str, int | None] = field(default_factory=dict)
     # How context ranks exchange keys and values: ring, ulysses or gather.

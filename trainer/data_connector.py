@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,18 @@ from torch.utils.data import DataLoader
 from trainwright.trainer.data_order import RankBatchSampler
 from trainwright.trainer.dealt_batches import DealtBatchSampler
 from trainwright.trainer.epoch_order import EpochOrder
-from trainwright.trainer.even import EvenLoader
+from trainwright.trainer.even import EvenLoader, Reader
 from trainwright.trainer.leased_batches import LeasedBatchSampler, why_not_leased
 from trainwright.trainer.loader_workers import spare_workers
-from trainwright.trainer.loaders import OrderedSampler, can_order, has_plain_batches, replace_batches
+from trainwright.trainer.loaders import (
+    OrderedSampler,
+    batches_of,
+    can_order,
+    has_plain_batches,
+    keep,
+    lend,
+    replace_batches,
+)
 from trainwright.trainer.partition import Partition, RangePartition
 from trainwright.trainer.reading import hash_partition
 from trainwright.trainer.remembered_states import RememberedStates, state_source
@@ -27,6 +36,7 @@ from trainwright.trainer.stream import StreamLoader, uses_stream
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
 
+_EVALUATING = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 _ONLY_SINGLE_SAMPLES = (
     "Leases are of single samples of a map-style data set, but the training loader is {loader}. Give a DataLoader with "
     "batch_size, or turn leases off (strategy.leases=none)."
@@ -38,9 +48,13 @@ class OrderedDataConnector(_DataConnector):
 
     trainer: Trainer
 
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self._given_back: dict[DataLoader[Any], Callable[[], None]] = {}
+
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         loader = self._prepared(dataloader, shuffle, mode)
-        _auto_add_worker_init_fn(loader, self.trainer.global_rank)
+        _auto_add_worker_init_fn(loader, self._seed_rank)
         spare_workers(loader)
         return loader
 
@@ -53,6 +67,8 @@ class OrderedDataConnector(_DataConnector):
             assert ranks is not None
             assert isinstance(dataloader, DataLoader)
             _check_enough_samples(dataloader, ranks, mode)
+            if self.trainer.world_size == 1 and mode in _EVALUATING and keep(dataloader):
+                return dataloader
             return self._deal(dataloader, rank, ranks, mode)
         if training:
             self._refuse_undealt(dataloader)
@@ -66,9 +82,10 @@ class OrderedDataConnector(_DataConnector):
         elif training and isinstance(loader, DataLoader) and loader.batch_size:
             self.trainer.settle_global_batch(loader.batch_size, ranks or self.trainer.world_size)
         if training and state_source(loader) is not None:
-            _auto_add_worker_init_fn(loader, self.trainer.global_rank)
+            _auto_add_worker_init_fn(loader, self._seed_rank)
             loader = RememberedStates(loader, lambda: self.trainer.accumulate_grad_batches)
-        return self._even(loader, ranks, training)
+        drop_last = bool(getattr(dataloader, "drop_last", False)) and mode != RunningStage.PREDICTING
+        return self._even(loader, ranks, training, drop_last)
 
     def _refuse_undealt(self, loader: object) -> None:
         """Samples that we do not deal cannot be dealt, or drawn, as asked."""
@@ -88,6 +105,7 @@ class OrderedDataConnector(_DataConnector):
 
     def _deal(self, loader: DataLoader[Any], rank: int, ranks: int, mode: RunningStage) -> DataLoader[Any]:
         trainer, training = self.trainer, mode == RunningStage.TRAINING
+        self.give_back(loader)
         sampler: OrderedSampler
         if has_plain_batches(loader):
             sampler = self._rank_sampler(loader, rank, ranks, mode)
@@ -96,7 +114,7 @@ class OrderedDataConnector(_DataConnector):
                 _refuse_to_deal_batches(trainer)
             self._settle_other(loader, ranks, training)
             sampler = DealtBatchSampler(loader.batch_sampler, trainer.data_seed, rank, ranks)
-        dealt = replace_batches(loader, sampler, mode)
+        dealt = self._lent(loader, sampler, training) or replace_batches(loader, sampler, mode)
         if training:
             current = trainer.fit_loop.epoch_loop.batch_progress.current
             sampler.consumed = lambda: current.ready
@@ -105,6 +123,21 @@ class OrderedDataConnector(_DataConnector):
             if trainer.seed_samples:
                 draw_seeded(dealt, sampler, trainer.data_seed)
         return dealt
+
+    def _lent(self, loader: DataLoader[Any], sampler: OrderedSampler, training: bool) -> DataLoader[Any] | None:
+        """The user's own loader, where it can read our batches until training ends."""
+        if not training or self.trainer.world_size > 1 or self.trainer.seed_samples:
+            return None
+        give_back = lend(loader, sampler)
+        if give_back is None:
+            return None
+        self._given_back[loader] = give_back
+        return loader
+
+    def give_back(self, *loaders: object) -> None:
+        """Leave the user's loaders as they were: those given, or all."""
+        for loader in loaders or list(self._given_back):
+            self._given_back.pop(loader, lambda: None)()  # type: ignore[call-overload]
 
     def _rank_sampler(self, loader: DataLoader[Any], rank: int, ranks: int, mode: RunningStage) -> RankBatchSampler:
         trainer, training = self.trainer, mode == RunningStage.TRAINING
@@ -116,8 +149,9 @@ class OrderedDataConnector(_DataConnector):
         step_samples = (trainer.global_batch.samples or 0) if training and trainer.global_batch is not None else 0
         if trainer.global_batch_size is None and partition is None:
             group = min(group, 1)
-        drop_last = loader.drop_last and mode != RunningStage.PREDICTING
-        order = EpochOrder(loader.sampler, trainer.data_seed)
+        own, drop_last = batches_of(loader)
+        drop_last = drop_last and mode != RunningStage.PREDICTING
+        order = EpochOrder(own, trainer.data_seed)
         shares = trainer.balance.shares_of(micro) if training and trainer.balance is not None else None
         return RankBatchSampler(order, micro, rank, ranks, group, drop_last, partition, step_samples, shares)
 
@@ -131,8 +165,9 @@ class OrderedDataConnector(_DataConnector):
         accumulation = trainer.settle_global_batch(micro, ranks)
         limit = trainer.limit_train_batches
         most = limit * micro * ranks if isinstance(limit, int) else None
-        order = EpochOrder(loader.sampler, trainer.data_seed)
-        return LeasedBatchSampler(order, micro, accumulation, loader.drop_last, trainer.leases, most)
+        own, drop_last = batches_of(loader)
+        order = EpochOrder(own, trainer.data_seed)
+        return LeasedBatchSampler(order, micro, accumulation, drop_last, trainer.leases, most)
 
     def _partition(self, dataset: object) -> Partition | None:
         if self.trainer.data_partition == "interleave":
@@ -146,7 +181,7 @@ class OrderedDataConnector(_DataConnector):
         assert loader.batch_size is not None
         group = trainer.settle_global_batch(loader.batch_size, ranks) if training else 1
         dealt = StreamLoader(loader, rank, ranks, 1 if trainer.global_batch_size is None else group)
-        _auto_add_worker_init_fn(dealt.loader, trainer.global_rank)
+        _auto_add_worker_init_fn(dealt.loader, self._seed_rank)
         return dealt
 
     def _settle_other(self, loader: object, ranks: int, training: bool) -> None:
@@ -165,8 +200,8 @@ class OrderedDataConnector(_DataConnector):
                 "Give the DataLoader a batch_size, or leave global_batch_size out and set accumulate_grad_batches."
             )
 
-    def _even(self, loader: object, ranks: int | None, training: bool) -> object:
-        """Keep ranks in step over loaders that may have unequal lengths."""
+    def _even(self, loader: object, ranks: int | None, training: bool, drop_last: bool) -> object:
+        """Keep ranks in step over loaders that may have unequal lengths, and deal streams that are the same on all."""
         several = dist.is_initialized() and dist.get_world_size() > 1
         if ranks is None or not several:
             return loader
@@ -184,8 +219,28 @@ class OrderedDataConnector(_DataConnector):
                 f"would have to ask each other at every step, but under {type(self.trainer.strategy).__name__} as it "
                 "is set they step by themselves. Use a DataLoader over a map-style data set, or a synchronous strategy."
             )
-        _auto_add_worker_init_fn(loader, self.trainer.global_rank)
-        return EvenLoader(loader, group, pad=not training)
+        _auto_add_worker_init_fn(loader, self._seed_rank)
+        return EvenLoader(loader, group, self._reader(ranks, training, drop_last))
+
+    def _reader(self, ranks: int, training: bool, drop_last: bool) -> Reader:
+        trainer: Any = self.trainer
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        whole_steps = training and trainer.global_batch_size is not None
+        return Reader(
+            data_rank=trainer.strategy.data_rank,
+            data_ranks=ranks,
+            world_size=dist.get_world_size(),
+            training=training,
+            deals=ranks > 1 and trainer._accelerator_connector.use_distributed_sampler,
+            waves=trainer.accumulate_grad_batches if whole_steps else 1,
+            drop_last=drop_last,
+            position=lambda: int(progress.ready),
+        )
+
+    @property
+    def _seed_rank(self) -> int:
+        """Whose workers draw the same random numbers: ranks that share samples draw the same augmentations."""
+        return int(getattr(self.trainer.strategy, "data_rank", self.trainer.global_rank))
 
 
 def _refuse_to_deal_batches(trainer: Trainer) -> None:
@@ -205,8 +260,9 @@ def _refuse_to_deal_batches(trainer: Trainer) -> None:
 
 def _check_enough_samples(loader: DataLoader[Any], ranks: int, mode: RunningStage) -> None:
     samples = sized_len(loader.dataset)
-    if mode == RunningStage.TRAINING and samples is not None and samples < ranks:
+    # Of an empty one Lightning warns, and trains on nothing.
+    if mode == RunningStage.TRAINING and samples is not None and 0 < samples < ranks:
         raise ValueError(
             f"The training data set has {samples} sample(s), fewer than the {ranks} data ranks, so some rank would "
-            f"have nothing to learn from. Use at most devices={max(samples, 1)}, or a larger data set."
+            f"have nothing to learn from. Use at most devices={samples}, or a larger data set."
         )

@@ -27,12 +27,17 @@ class EpochOrder:
         self.sampler = sampler
         self.seed = seed
         self.epoch = 0
+        self._told: int | None = None
         self._drawn: tuple[int, Sequence[int]] | None = None
         self._seed_of: dict[int, int] = {}
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next (0 is the first)."""
+        """Choose the epoch whose order comes next (0 is the first); the user's sampler is told too, if it listens."""
         self.epoch = epoch
+        listener = getattr(self.sampler, "set_epoch", None)
+        if callable(listener) and epoch != self._told:
+            listener(epoch)
+            self._told = epoch
 
     @property
     def order_seed(self) -> int | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.trainer import call
@@ -16,9 +17,9 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 from torchmetrics import Metric
 
+from trainwright.strategies.data_collectives import metric_states, set_metric_states
 from trainwright.strategies.random_state import random_state, set_random_state
-from trainwright.trainer.even import EvenLoader
-from trainwright.trainer.reading import dealer_of
+from trainwright.trainer.reading import weigher_of
 from trainwright.trainer.results import LeanResults
 
 
@@ -80,11 +81,25 @@ class ExactEvaluationLoop(_EvaluationLoop):
 
 
 class OrderedPredictionLoop(_PredictionLoop):
-    """Lightning's prediction loop; every rank returns the predictions of all ranks, in the order of the samples."""
+    """Lightning's prediction loop; every rank returns the predictions of all ranks, in the order of the samples.
+
+    A ``BasePredictionWriter`` writes each sample once: on the first of the ranks that share it, and no padding.
+    """
+
+    _others: list[Any] | None = None  # callbacks but those that write predictions, if any does
+
+    def on_run_start(self) -> None:
+        """Find out whose predictions this rank writes: those of samples that it shares, the first rank alone does."""
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
+        self._others = [callback for callback in callbacks if callback not in writers] if writers else None
+        super().on_run_start()
 
     def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-        super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
-        if dataloader_iter is None and _is_padding(self._combined_loader, batch_idx, dataloader_idx):
+        padding = dataloader_iter is None and _is_padding(self._combined_loader, batch_idx, dataloader_idx)
+        with self._writing(padding):
+            super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        if padding:
             kept = self._predictions[dataloader_idx]
             if len(kept) > batch_idx:
                 kept.pop()
@@ -93,8 +108,25 @@ class OrderedPredictionLoop(_PredictionLoop):
             signals: Any = self.trainer._signal_connector
             signals.end()
 
+    @contextmanager
+    def _writing(self, padding: bool = False) -> Iterator[None]:
+        """Leave out the callbacks that write predictions where they are not this rank's to write."""
+        trainer: Any = self.trainer
+        if self._others is None:
+            yield
+            return
+        strategy, callbacks = trainer.strategy, trainer.callbacks
+        if padding or not getattr(strategy, "leads_data_rank", True):
+            trainer.callbacks = self._others
+        try:
+            with strategy.among_data_ranks() if hasattr(strategy, "among_data_ranks") else nullcontext():
+                yield
+        finally:
+            trainer.callbacks = callbacks
+
     def _on_predict_epoch_end(self) -> Any:
-        predictions = super()._on_predict_epoch_end()
+        with self._writing():
+            predictions = super()._on_predict_epoch_end()
         strategy: Any = self.trainer.strategy
         ranks = getattr(strategy, "num_data_ranks", 1)
         if predictions is None or ranks == 1:
@@ -108,7 +140,8 @@ class OrderedPredictionLoop(_PredictionLoop):
 
     def _merge(self, by_rank: tuple[list[Any], ...], dataloader_idx: int) -> list[Any]:
         assert self._combined_loader is not None
-        if dealer_of(self._combined_loader.flattened[dataloader_idx]) is None:
+        loader = weigher_of(self._combined_loader.flattened[dataloader_idx])
+        if loader is None or not getattr(loader, "is_dealt", True):
             # Not dealt by us: there is no order between ranks but their own.
             return [batch for batches in by_rank for batch in batches]
         waves = max(map(len, by_rank))
@@ -124,24 +157,46 @@ def _is_told_to_end(trainer: Any, dataloader_iter: Any) -> bool:
 
 
 def _is_padding(combined_loader: Any, batch_idx: int, dataloader_idx: int) -> bool:
-    loader = combined_loader.flattened[dataloader_idx]
-    if isinstance(loader, EvenLoader):
-        return loader.is_padding(batch_idx)
-    dealer = dealer_of(loader)
-    return dealer is not None and dealer.is_padding(batch_idx)
+    weigher = weigher_of(combined_loader.flattened[dataloader_idx])
+    return weigher is not None and weigher.is_padding(batch_idx)
 
 
 @contextmanager
 def _counting_for_nothing(module: LightningModule) -> Iterator[None]:
-    """Put the state of every ``torchmetrics.Metric`` of ``module`` back afterwards."""
+    """Put back afterwards what ``module`` collects: metrics of torchmetrics, lists, numbers and tensors it holds."""
     metrics = [m for m in module.modules() if isinstance(m, Metric)]
-    kept = [
-        ({name: copy.deepcopy(getattr(m, name)) for name in m._defaults}, m._update_count, m._computed) for m in metrics
-    ]
+    kept = [(copy.deepcopy(metric_states(metric)), metric._computed) for metric in metrics]
+    collected = {name: _held(value) for name, value in vars(module).items() if not name.startswith("_")}
     try:
         yield
     finally:
-        for metric, (states, count, computed) in zip(metrics, kept, strict=True):
-            for name, value in states.items():
-                setattr(metric, name, value)
-            metric._update_count, metric._computed = count, computed
+        for metric, (states, computed) in zip(metrics, kept, strict=True):
+            set_metric_states(metric, states)
+            metric._computed = computed
+        for name, value in collected.items():
+            if value is not None:
+                vars(module)[name] = _put_back(vars(module).get(name), value)
+
+
+def _held(value: Any) -> Any:
+    """A copy of what is collected step by step, as far as its containers go; ``None``: it is something else."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (list, int, float):
+        return copy.copy(value)
+    if isinstance(value, dict):
+        return {key: _held(item) for key, item in value.items()}
+    return None
+
+
+def _put_back(value: Any, held: Any) -> Any:
+    """What ``value`` was before; a list or dictionary stays the same object."""
+    if isinstance(value, list) and isinstance(held, list):
+        value[:] = held
+        return value
+    if isinstance(value, dict) and isinstance(held, dict):
+        for key in value.keys() - held.keys():
+            del value[key]
+        value.update({key: _put_back(value.get(key), item) for key, item in held.items() if item is not None})
+        return value
+    return held

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
@@ -12,8 +14,13 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.trainer.data_order import RankBatchSampler
 from trainwright.trainer.dealt_batches import DealtBatchSampler
+from trainwright.trainer.epoch_order import EpochOrder
 
 OrderedSampler = RankBatchSampler | DealtBatchSampler
+# Of the user's own loaders, on one process: what each read last in training, and those that are evaluated with.
+_LENT: WeakKeyDictionary[DataLoader[Any], OrderedSampler] = WeakKeyDictionary()
+_KEPT: WeakSet[DataLoader[Any]] = WeakSet()
+_OWN = ("batch_sampler", "worker_init_fn", "_iterator")
 
 
 def ordered_sampler(loader: object) -> OrderedSampler | None:
@@ -21,7 +28,42 @@ def ordered_sampler(loader: object) -> OrderedSampler | None:
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, _IndexBatchSamplerWrapper):
         sampler = sampler._batch_sampler
-    return sampler if isinstance(sampler, RankBatchSampler | DealtBatchSampler) else None
+    if isinstance(sampler, RankBatchSampler | DealtBatchSampler):
+        return sampler
+    return _LENT.get(loader) if isinstance(loader, DataLoader) else None  # given back when training ended
+
+
+def keep(loader: DataLoader[Any]) -> bool:
+    """Evaluate with the user's own loader as it is, on one process, where its order is that of the data set.
+
+    Returns:
+        Whether it stays as it is; not if training reads it.
+    """
+    stays = type(loader.batch_sampler) is BatchSampler and isinstance(batches_of(loader)[0], SequentialSampler)
+    if stays and loader not in _LENT:
+        _KEPT.add(loader)
+        return True
+    return False
+
+
+def lend(loader: DataLoader[Any], batches: OrderedSampler) -> Callable[[], None] | None:
+    """Let the user's own loader read ``batches`` in training, on one process.
+
+    Returns:
+        How to give it back as it was; ``None``: it is not lent, as it keeps a state of its own or is evaluated with.
+    """
+    if loader in _KEPT or hasattr(loader, "state_dict"):
+        return None
+    own = {name: loader.__dict__.get(name) for name in _OWN}
+    loader.__dict__.update(batch_sampler=batches, _iterator=None)
+    _LENT[loader] = batches
+
+    def give_back() -> None:
+        for name in ("state_dict", "load_state_dict"):
+            loader.__dict__.pop(name, None)
+        loader.__dict__.update(own)
+
+    return give_back
 
 
 def can_order(loader: object) -> bool:
@@ -41,6 +83,16 @@ def can_order(loader: object) -> bool:
 def has_plain_batches(loader: DataLoader[Any]) -> bool:
     """Whether ``loader`` cuts batches of one size, not by a batch sampler of the user's own."""
     return type(loader.batch_sampler) is BatchSampler or isinstance(loader.batch_sampler, RankBatchSampler)
+
+
+def batches_of(loader: DataLoader[Any]) -> tuple[Iterable[int], bool]:
+    """What orders the samples of plain batches, and whether a last batch that is not full is left out.
+
+    The loader's own sampler stands for nothing where it was given a ``BatchSampler``.
+    """
+    batches: Any = loader.batch_sampler
+    sampler = batches.sampler
+    return sampler.sampler if isinstance(sampler, EpochOrder) else sampler, bool(batches.drop_last)
 
 
 def replace_batches(loader: DataLoader[Any], batches: OrderedSampler, stage: RunningStage) -> DataLoader[Any]:

@@ -39,7 +39,7 @@ from trainwright.callbacks.phases import DATA, HOOKS, IDLE, VALIDATION, Phases
 from trainwright.strategies.hooks import HookTable
 from trainwright.trainer.loss_weighting import refuse_impossible
 from trainwright.trainer.optimization import LeanOptimization, LossDivisor, forget_scaled
-from trainwright.trainer.reading import Dealer, dealer_of
+from trainwright.trainer.reading import Dealer, Weigher, dealer_of, weigher_of
 from trainwright.trainer.remembered_logs import Entry, RememberedLogs, collected, without_weight
 from trainwright.trainer.results import LeanResults, RepeatedLog
 
@@ -103,7 +103,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if hasattr(trainer.precision_plugin, "hooks"):
             trainer.precision_plugin.hooks = self.hooks if passes_through else None
         self.automatic_optimization.loss_divisor = LossDivisor(
-            dealer,
+            self._weigher(),
             trainer.accumulate_grad_batches,
             # In manual optimization the user decides what a step is; then each wave stands for itself.
             whole_step=(trainer.global_batch_size is not None or (dealer is not None and dealer.whole_step))
@@ -149,6 +149,11 @@ class LeanEpochLoop(_TrainingEpochLoop):
     def _only_dealer(self) -> Dealer | None:
         loaders = self.trainer.fit_loop._combined_loader.flattened
         return dealer_of(loaders[0]) if len(loaders) == 1 else None
+
+    def _weigher(self) -> Weigher | None:
+        """What knows how many samples each data rank has of a micro-batch."""
+        loaders = self.trainer.fit_loop._combined_loader.flattened
+        return weigher_of(loaders[0]) if len(loaders) == 1 else None
 
     # ---- leases ---------------------------------------------------------------------------------------------------
 

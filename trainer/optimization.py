@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,13 +20,13 @@ from trainwright.callbacks.verdict import DropStep
 from trainwright.strategies.hooks import HookTable
 from trainwright.strategies.optimization import ZeroGradFirst
 from trainwright.trainer.loss_weighting import TokenWeights
-from trainwright.trainer.reading import Dealer
+from trainwright.trainer.reading import Weigher
 
 
 class LossDivisor:
     """Divides the loss of a micro-batch so that gradients are means over the samples of the whole optimizer step."""
 
-    def __init__(self, dealer: Dealer | None, accumulation: int, whole_step: bool) -> None:
+    def __init__(self, dealer: Weigher | None, accumulation: int, whole_step: bool) -> None:
         self._dealer = dealer
         self._accumulation = accumulation
         self._whole_step = whole_step
@@ -34,6 +35,10 @@ class LossDivisor:
     def is_regular(self, batch_idx: int) -> bool:
         """Whether all ranks have all samples of the ``batch_idx``-th micro-batch: nothing is weighed."""
         return self._dealer is None or batch_idx < self._regular
+
+    def is_even(self, batch_idx: int) -> bool:
+        """Whether all ranks are known to have the same number of samples in the ``batch_idx``-th micro-batch."""
+        return self._dealer is not None and batch_idx < self._regular
 
     def divisor(self, batch_idx: int) -> float:
         """Divisor for the ``batch_idx``-th micro-batch of the epoch: the accumulation, unless samples are missing."""
@@ -66,7 +71,13 @@ class LeanOptimization(_AutomaticOptimization):
             with _block_parallel_sync_behavior(strategy, block=True):
                 closure()
         result = closure.result
-        return {} if result is None or result.loss is None else {"loss": result.loss, **result.extra}
+        if result is None:
+            raise MisconfigurationException(
+                "The closure hasn't been executed: the module's optimizer_step, or the optimizer's step, was given the "
+                "closure that computes loss and gradients and did not call it, so nothing is trained. Call "
+                "optimizer.step(closure), or the closure itself."
+            )
+        return {} if result.loss is None else {"loss": result.loss, **result.extra}
 
     def _step_lean(
         self, optimizer: Optimizer, batch_idx: int, closure: Callable[[], Tensor | None], stepping: bool
@@ -250,8 +261,8 @@ def _scaled(output: Any, divisor: float) -> ClosureResult:
 def _refuse_none(trainer: Trainer) -> None:
     if trainer.world_size > 1:
         raise RuntimeError(
-            "training_step returned None on one of several ranks, which would leave the others waiting for its "
-            "gradients. Return a loss that counts for nothing instead, for example 0 * sum(p.sum() for p in "
-            "self.parameters())."
+            "Skipping the `training_step` by returning None on one of several ranks is not supported: the others would "
+            "wait for its gradients. Return a loss that counts for nothing instead, for example "
+            "0 * sum(p.sum() for p in self.parameters())."
         )
     rank_zero_warn("`training_step` returned `None`: no optimizer step is made for this batch.")

@@ -10,6 +10,7 @@ from lightning.fabric.utilities.data import sized_len
 from trainwright.trainer.cursor import LoaderCursor
 from trainwright.trainer.data_order import RankBatchSampler, Resumed
 from trainwright.trainer.dealt_batches import DealtBatchSampler
+from trainwright.trainer.even import EvenLoader
 from trainwright.trainer.leased_batches import LeasedBatchSampler
 from trainwright.trainer.loaders import OrderedSampler, ordered_sampler
 from trainwright.trainer.partition import HashPartition, Partition, RangePartition, Read, name_of_key, resolve_data_key
@@ -26,6 +27,7 @@ def leased_batches(loaders: Sequence[object]) -> LeasedBatchSampler | None:
 
 
 Dealer = OrderedSampler | StreamLoader
+Weigher = Dealer | EvenLoader
 
 
 def dealer_of(loader: object) -> Dealer | None:
@@ -33,6 +35,11 @@ def dealer_of(loader: object) -> Dealer | None:
     if isinstance(loader, StreamLoader):
         return loader
     return ordered_sampler(loader)
+
+
+def weigher_of(loader: object) -> Weigher | None:
+    """What of ours knows how many samples each data rank has of a batch of ``loader``; if any."""
+    return loader if isinstance(loader, EvenLoader) else dealer_of(loader)
 
 
 def remembered(loader: object) -> RememberedStates | None:

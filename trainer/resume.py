@@ -117,6 +117,7 @@ class ResumeConnector(_CheckpointConnector):
             if problem is None:
                 say = rank_zero_warn if passed_over else rank_zero_info  # of another than the command has named
                 say(f"ckpt_path={word!r}: going on from {candidate.path}")
+                self._ckpt_path = candidate.path
                 return
             passed_over.append(f"{candidate.path}: {problem}")
             rank_zero_warn(f"ckpt_path={word!r}: passed over {passed_over[-1]}")
@@ -142,7 +143,10 @@ class ResumeConnector(_CheckpointConnector):
             )
         super().resume_start(None)
         where = ", ".join(self._folders()) or "no callback saves any"
-        text = f"ckpt_path={word!r}: there is no {'good ' if passed_over else ''}checkpoint ({where}); starting afresh."
+        text = (
+            f"ckpt_path={word!r}: there is no {'good ' if passed_over else ''}checkpoint ({where}). "
+            "No checkpoint will be loaded; starting afresh."
+        )
         if passed_over or word == LAST:
             rank_zero_warn(text)
         else:

@@ -82,9 +82,10 @@ class FlagOnSignal(_SignalConnector):
         self._notice = Notice()
         self._process = os.getpid()
         self._without_callback = Preemption(signals=("SIGTERM",))
-        self._paces: dict[bool, Pace] = {}
+        # A callback may train before signals are listened to (LearningRateFinder, when fit starts).
+        self._paces = {fits: Pace(self._without_callback.check_seconds) for fits in (True, False)}
         self._clock: Callable[[], float] = time.perf_counter
-        self._last_batch = 0.0  # when it ended
+        self._last_batch = self._clock()  # when it ended
         self._heard: Told | None = None  # by the steps of ranks that step by themselves
         self._undo: list[Callable[[], object]] = []
         self.agreed: Told | None = None

@@ -11,13 +11,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainwright.trainer.launch.ends import forget_end
 from trainwright.trainer.launch.external import agree
-from trainwright.trainer.launch.failure import FailureRecorder, is_told, log_file
+from trainwright.trainer.launch.failure import FailureRecorder, log_file
 from trainwright.trainer.launch.here import tell_here
 from trainwright.trainer.launch.interrupt import Interrupted, raise_interrupted
 from trainwright.trainer.launch.launcher import detect_launcher
@@ -46,7 +45,7 @@ def run_rank(run_dir: Path, verb: str) -> dict[str, float]:
     launcher = detect_launcher()
     assert launcher is not None, _NO_RANK
     ends = forget_end(run_dir, launcher.rank, launcher.world_size)
-    recorder = FailureRecorder(ends, launcher.rank)
+    recorder = FailureRecorder(ends, launcher.rank, run_dir)
     try:
         cfg = agree(launcher, lambda launcher: begin_or_go_on(run_dir, verb, launcher))
         if cfg is None:
@@ -57,8 +56,6 @@ def run_rank(run_dir: Path, verb: str) -> dict[str, float]:
         raise
     except Exception as error:
         recorder.record(error)
-        if not is_told(error):
-            traceback.print_exc()
         raise SystemExit(1) from None
     if launcher.rank == 0:
         write_result(ends, metrics)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import wraps
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from trainwright.callbacks.communication_advice import CommunicationAdvice
@@ -19,7 +24,13 @@ from trainwright.callbacks.phases import SAVING, Phases
 from trainwright.checkpoint.groups import WorldGroup
 from trainwright.strategies.precision import set_loss_scale
 from trainwright.strategies.registry import strategy_names
-from trainwright.trainer.arguments import check_batch_options, check_partition, fp16_on_cpu, resolve_strategy
+from trainwright.trainer.arguments import (
+    check_batch_options,
+    check_partition,
+    fp16_on_cpu,
+    from_environment,
+    resolve_strategy,
+)
 from trainwright.trainer.balance import Balance, make_balance
 from trainwright.trainer.balance_options import BalanceArgument
 from trainwright.trainer.batch import GlobalBatch, solve_accumulation
@@ -28,6 +39,9 @@ from trainwright.trainer.data_connector import OrderedDataConnector
 from trainwright.trainer.epoch_order import seed_of_run
 from trainwright.trainer.evaluation import ExactEvaluationLoop, OrderedPredictionLoop
 from trainwright.trainer.fit_loop import ResumableFitLoop
+from trainwright.trainer.interruption import all_are_interrupted
+from trainwright.trainer.launch.script import ScriptLauncher
+from trainwright.trainer.launch.uncaught import is_one_of_many, tell_uncaught
 from trainwright.trainer.leased_batches import LeasedBatchSampler, SampleLeases
 from trainwright.trainer.loop import LeanEpochLoop
 from trainwright.trainer.loss_scale import PRECISION as LOSS_SCALING_PRECISION
@@ -38,13 +52,25 @@ from trainwright.trainer.resume import ResumeConnector
 from trainwright.trainer.serving import serve
 from trainwright.trainer.signals import FlagOnSignal
 
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def _with_environment(init: _Init) -> _Init:
+    """Let the variables ``PL_TRAINER_<ARGUMENT>`` give what the caller leaves out."""
+
+    @wraps(init)
+    def with_environment(self: Trainer, **kwargs: Any) -> None:
+        init(self, **from_environment(type(self), kwargs))
+
+    return cast(_Init, with_environment)
+
 
 class Trainer(LightningTrainer):
     """Trains a ``LightningModule`` on any layout of devices.
 
     Args:
-        strategy: a name (``"auto"``, ``"single"``, ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``), one of
-            Lightning's own names, or a strategy object. ``"auto"`` is one device, or DDP on several.
+        strategy: a name in any case (``"auto"``, ``"single"``, ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ...),
+            one of Lightning's own names, or a strategy object. ``"auto"`` is one device, or DDP on several.
         global_batch_size: samples per optimizer step, the same under every layout; the number of accumulated
             micro-batches follows from it, the loader's batch size and the number of data ranks. ``None`` (off) keeps
             Lightning's meaning: the loader's batch size per rank, times ``accumulate_grad_batches``.
@@ -84,12 +110,14 @@ class Trainer(LightningTrainer):
     """
 
     _checkpoint_connector: ResumeConnector
+    _data_connector: OrderedDataConnector
 
     if not TYPE_CHECKING:  # Lightning's own, read twenty times a step, without a frame of Python for each
         strategy = property(attrgetter("_accelerator_connector.strategy"))
         lightning_module = property(attrgetter("_accelerator_connector.strategy.lightning_module"))
         current_epoch = property(attrgetter("fit_loop.epoch_progress.current.completed"))
 
+    @_with_environment
     def __init__(
         self,
         *,
@@ -108,10 +136,15 @@ class Trainer(LightningTrainer):
         error_if_nonfinite: bool = False,
         **kwargs: Any,
     ) -> None:
+        root = str(kwargs.get("default_root_dir") or os.getcwd())
+        run_dir = Path(os.getcwd() if "://" in root else root)
+        if is_one_of_many():
+            tell_uncaught(run_dir)
         check_batch_options(global_batch_size, kwargs)
         check_partition(data_partition, data_key, kwargs)
         kwargs.update(fp16_on_cpu(kwargs))
-        super().__init__(strategy=resolve_strategy(strategy, kwargs), **kwargs)
+        # Without reading the environment again, where it would take our arguments for its own.
+        LightningTrainer.__init__.__wrapped__(self, strategy=resolve_strategy(strategy, kwargs), **kwargs)  # type: ignore[attr-defined]
         self.global_batch_size = global_batch_size
         self.uneven_steps = uneven_steps
         self.global_batch: GlobalBatch | None = None
@@ -120,6 +153,7 @@ class Trainer(LightningTrainer):
         self.data_partition, self.data_key = data_partition, resolve_data_key(data_key)
         self.seed_samples, self.allow_changed_data = seed_samples, allow_changed_data
         self._agreement_group = WorldGroup()
+        self._all_interrupted: bool | None = None  # whether all ranks have met an exception, once that is asked
         self.copies = StateCopies(self)
         self.balance: Balance | None = make_balance(self, balance)
         leased = getattr(self.strategy, "leases_samples", None)
@@ -130,6 +164,8 @@ class Trainer(LightningTrainer):
         _add_advice(self)
         self._use_own_loops(inference_mode=kwargs.get("inference_mode", True))
         self._use_own_connectors()
+        if type(self.strategy.launcher) is _SubprocessScriptLauncher:
+            self.strategy._launcher = ScriptLauncher(self.strategy.launcher, run_dir)
 
     def _use_own_loops(self, inference_mode: bool) -> None:
         # Parameters gathered under inference_mode could not be trained with afterwards.
@@ -166,8 +202,31 @@ class Trainer(LightningTrainer):
         phases: Phases = loop.phases
         return phases
 
+    @property
+    def reads_evenly(self) -> bool:
+        """Whether ``training_step`` runs on a micro-batch of which every data rank has the same number of samples.
+
+        ``False`` also where that is not known, or something else runs.
+        """
+        loop: Any = self.fit_loop.epoch_loop
+        divisor = loop.automatic_optimization.loss_divisor
+        within = getattr(self.lightning_module, "_current_fx_name", None) == "training_step"
+        return within and divisor is not None and divisor.is_even(loop.batch_idx)
+
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """As Lightning's; who watches is told that it is no step that takes so long."""
+        """As Lightning's; monitors are told that a checkpoint is being saved, so they report no slow step.
+
+        After an exception it saves if all ranks have met one, and else warns: saving takes all of them.
+        """
+        if self.interrupted and self._all_interrupted is None:
+            self._all_interrupted = all_are_interrupted()
+        if self._all_interrupted is False:
+            warnings.warn(
+                f"No checkpoint is saved after the exception on rank {self.global_rank}: saving takes all ranks, but "
+                "others have met none and wait for this one. Resume from the latest checkpoint.",
+                stacklevel=2,
+            )
+            return
         with self.phases.within(SAVING):
             super().save_checkpoint(*args, **kwargs)
 
@@ -230,6 +289,7 @@ class Trainer(LightningTrainer):
         return self._agreement_group.get()
 
     def _run(self, model: LightningModule, ckpt_path: Any = None, weights_only: bool | None = None) -> Any:
+        self._all_interrupted = None
         # Lightning does not pass it on to strategies that restore after they are set up.
         self._checkpoint_connector.weights_only = weights_only
         if getattr(self.strategy, "serves", False):
@@ -238,6 +298,7 @@ class Trainer(LightningTrainer):
 
     def _teardown(self) -> None:
         super()._teardown()
+        self._data_connector.give_back()
         self.copies.stop()
         if self.leases is not None:
             self.leases.close()

@@ -127,6 +127,8 @@ class LocalUpdateStrategy(HybridStrategy):
 
     # ---- setup ----------------------------------------------------------------------------------------------------
 
+    _ranks_agree = False
+
     def _mesh_over(self, groups: LayoutGroups, *axes: str) -> DeviceMesh:
         return groups.mesh(axes)  # the ranks of one replica
 
@@ -229,7 +231,7 @@ class LocalUpdateStrategy(HybridStrategy):
 
     def _sum_shared_gradients(self) -> None:
         super()._sum_shared_gradients()
-        if self._warms_up and not self._accumulates:
+        if self._warms_up and not self._accumulates_gradients:
             self._average_over_replicas()
 
     @property

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from trainwright.strategies.pipeline.block_values import HookRange, placeholder
 from trainwright.strategies.plan import ModelPlan
 
 # A place where a parameter is registered: the module and the name in it.
@@ -18,8 +21,9 @@ class PipelineCut:
     """Deals a module's parameters out to the stages of a pipeline. Nothing is communicated.
 
     Parameters of a block belong to its stage, those of ``plan.first`` to the first stage and those of ``plan.last`` to
-    the last. Of two entries that match, the longer one counts; a parameter that both name, or that is tied, has several
-    holders, each of which computes a part of its gradient. Buffers stay everywhere.
+    the last; of those that neither names, to the first. Of two entries that match, the longer one counts; a parameter
+    that both name, or that is tied, has several holders, each of which computes a part of its gradient. Buffers stay
+    everywhere.
 
     Args:
         module: the whole module; its parameters may be on the meta device.
@@ -33,13 +37,13 @@ class PipelineCut:
         owned: names of the parameters this rank owns.
         holders: name of each parameter -> the stages that hold it, ascending.
         outside: names of the parameters outside of the blocks.
+        used_outside: names of parameters of blocks that code outside of them was seen to use.
         ghosts: name of each parameter that this rank does not own -> what stands for it, once the cut is applied.
         buffer_stages: name of each buffer in a block, in ``plan.first`` or in ``plan.last`` -> the stage whose copy
             counts (the others' copies of running statistics mean nothing).
 
     Raises:
-        ValueError: if spans and blocks do not fit, two blocks are one module, a name does not exist, or a parameter
-            belongs nowhere.
+        ValueError: if spans and blocks do not fit, two blocks are one module, or a name does not exist.
     """
 
     def __init__(self, module: nn.Module, plan: ModelPlan, spans: Sequence[range], mine: Sequence[int]) -> None:
@@ -53,10 +57,12 @@ class PipelineCut:
         self._check_names()
         self._stage_of_block = [stage for stage, span in enumerate(self.spans) for _ in span]
         self._slots: dict[str, list[Slot]] = {}
-        self.holders: Mapping[str, tuple[int, ...]] = self._deal_out()
+        self.holders = self._deal_out()
         own = set(self.mine)
         self.owned = frozenset(name for name, stages in self.holders.items() if own & set(stages))
         self.ghosts: dict[str, Tensor] = {}
+        self.used_outside: set[str] = set()
+        self._first_engine_hook = RemovableHandle.next_id
         self.buffer_stages: Mapping[str, int] = {
             name: stages[0] for name, _ in module.named_buffers() if (stages := sorted(self._stages_of(name)))
         }
@@ -89,6 +95,10 @@ class PipelineCut:
                     found.append(parameter)
         return found
 
+    def hold_also(self, name: str, stage: int) -> None:
+        """Let another stage of a rank that holds a parameter use it too; on all ranks alike."""
+        self.holders[name] = tuple(sorted({*self.holders[name], stage}))
+
     def apply(self, device: torch.device | None = None) -> None:
         """Exchange every parameter that this rank does not own for a ghost, and forbid the blocks it does not own.
 
@@ -98,6 +108,7 @@ class PipelineCut:
         Args:
             device: where the ghosts of meta parameters are; ``None``: on the CPU.
         """
+        self._first_engine_hook = RemovableHandle.next_id
         for name in self.holders:
             if name not in self.owned:
                 owner, key = self._slots[name][0]
@@ -106,10 +117,15 @@ class PipelineCut:
             if not self.owns_block(index):
                 block.forward = _Forbidden(self.names[index], self._stage_of_block[index])
 
+    @cached_property
+    def engine_hooks(self) -> HookRange:
+        """The hooks that were put on since the cut was applied; to be asked for once all engines have theirs."""
+        return HookRange(self._first_engine_hook, RemovableHandle.next_id)
+
     def place_ghosts(self, device: torch.device, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
         """Put every ghost on ``device``, with the dtype that ``dtype_of`` says for it."""
         for name, ghost in list(self.ghosts.items()):
-            self._put_ghost(name, torch.zeros((), dtype=dtype_of(ghost), device=device).expand(ghost.shape))
+            self._put_ghost(name, placeholder(ghost.shape, dtype_of(ghost), device))
 
     def put_ghost_back(self, name: str) -> None:
         """Let the ghost of a parameter stand again where something else was put for a while."""
@@ -121,9 +137,13 @@ class PipelineCut:
 
     @property
     def outside(self) -> list[str]:
-        """Names of the parameters that are registered outside of the blocks too, or only there."""
+        """Names of the parameters that are registered or used outside of the blocks too, or only there."""
         inside = {id(module) for block in self.blocks for module in block.modules()}
-        return [name for name in self.holders if any(id(owner) not in inside for owner, _ in self._slots[name])]
+        return [
+            name
+            for name in self.holders
+            if name in self.used_outside or any(id(owner) not in inside for owner, _ in self._slots[name])
+        ]
 
     def _deal_out(self) -> dict[str, tuple[int, ...]]:
         canonical = {id(parameter): name for name, parameter in self.module.named_parameters()}
@@ -135,15 +155,8 @@ class PipelineCut:
             slot = (self.module.get_submodule(owner), key)
             if not any(slot[0] is module and slot[1] == other for module, other in self._slots.get(name, ())):
                 self._slots.setdefault(name, []).append(slot)
-        lost = [name for name, found in stages.items() if not found]
-        if lost:
-            raise ValueError(
-                f"These parameters are outside of the blocks, and nothing says whether they are used before or after "
-                f"them: {lost}. Say plan.first=[{lost[0]!r}] if before (the first stage holds it), "
-                f"plan.last=[{lost[0]!r}] if after (the last stage), both if both. A module's name stands for all in "
-                f"it. Blocks are: {self.names[0]} to {self.names[-1]}."
-            )
-        return {name: tuple(sorted(found)) for name, found in stages.items()}
+        # What nothing is known of is held first: from there it travels to wherever it is used.
+        return {name: tuple(sorted(found or {0})) for name, found in stages.items()}
 
     def _stages_of(self, name: str) -> set[int]:
         for index, block in enumerate(self.names):
@@ -201,7 +214,7 @@ class _Forbidden:
 def make_ghost(parameter: Tensor, device: torch.device | None = None) -> Tensor:
     """Zeros of the parameter's shape, dtype and device in the memory of one element, without gradient."""
     place = parameter.device if parameter.device.type != "meta" else device or torch.device("cpu")
-    return torch.zeros((), dtype=parameter.dtype, device=place).expand(parameter.shape)
+    return placeholder(parameter.shape, parameter.dtype, place)
 
 
 def put(slots: Iterable[Slot], tensor: Tensor) -> None:
@@ -209,11 +222,11 @@ def put(slots: Iterable[Slot], tensor: Tensor) -> None:
     for owner, key in slots:
         owner._parameters.pop(key, None)
         owner.__dict__[key] = tensor
-        _refresh_recurrent(owner)
+        refresh_recurrent(owner)
 
 
-def _refresh_recurrent(owner: nn.Module) -> None:
-    # Recurrent modules keep a list of their weights, which would hold on to the parameters.
+def refresh_recurrent(owner: nn.Module) -> None:
+    """Have a recurrent layer, which keeps a list of its weights, look them up again."""
     names = getattr(owner, "_flat_weights_names", None)
     if names is not None:
         owner.__dict__["_flat_weights"] = [getattr(owner, name, None) for name in names]

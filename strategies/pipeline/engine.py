@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainwright.strategies.communication.calls import listen
 from trainwright.strategies.pipeline.cut import PipelineCut, StageParameters, put
 from trainwright.strategies.pipeline.form import FormBook
-from trainwright.strategies.pipeline.gates import Gates, StagePass
+from trainwright.strategies.pipeline.gates import Gates, StagePass, order_message
 from trainwright.strategies.pipeline.micro_batches import (
     BatchDims,
     batch_size_of,
+    check_samples,
     part_sizes,
     replace_argument,
     signature,
     split_batch,
 )
-from trainwright.strategies.pipeline.misuse import Watch, make_watch
+from trainwright.strategies.pipeline.module_state import ModuleState
 from trainwright.strategies.pipeline.relay import Carrier, RelayPass
 from trainwright.strategies.pipeline.results import Publisher, Recorder, bound_log
+from trainwright.strategies.pipeline.routes import Routes, needs_everything, plan_routes
 from trainwright.strategies.pipeline.schedules import CHOICES, make_schedule, orders_of, ranks_of_stages
-from trainwright.strategies.pipeline.sends import Place, Sends, known_to_be_taken
+from trainwright.strategies.pipeline.sends import Place as SendPlace
+from trainwright.strategies.pipeline.sends import Sends, known_to_be_taken
 from trainwright.strategies.pipeline.stage import Around, OwnForwardStage
+from trainwright.strategies.pipeline.step_randomness import StepRandomness
+from trainwright.strategies.pipeline.step_state import Place, StepState, find_places
+from trainwright.strategies.pipeline.survey import Survey
+from trainwright.strategies.random_state import random_state, set_random_state
 
 Run = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -50,6 +59,8 @@ class PipelineEngine:
         run: ``run(method, args, kwargs)`` runs a method of the module as the strategy wants it run (precision, root
             module); innermost it must use :meth:`call`, and return what that returns.
         batch_dims: exceptions to "samples are along dim 0", by path in the batch; see :func:`split_batch`.
+        look: as ``run``, for a run without gradients in which every stage runs all of the step; ``None`` is ``run``.
+        whole: see :meth:`evaluating`.
         around_backward: ``around_backward(stage, last)`` gives a context manager for every backward of a stage that
             computes gradients of weights, ``last`` for its last one in the step; ``None`` is none.
 
@@ -68,13 +79,16 @@ class PipelineEngine:
         micro_batches: int,
         device: torch.device,
         run: Run,
+        look: Run | None = None,
+        whole: Callable[[str], Tensor] | None = None,
         batch_dims: BatchDims | None = None,
         around_backward: Around | None = None,
     ) -> None:
         self.cut = cut
         self._module, self._group, self._device = module, group, torch.device(device)
         self._schedule_name, self._micro_batches = schedule, micro_batches
-        self._run, self._dims = run, dict(batch_dims or {})
+        self._run, self._look, self._whole = run, look or run, whole
+        self._dims = dict(batch_dims or {})
         self._ranks = ranks_of_stages(dist.get_world_size(group), cut.stages, schedule)
         self.last_stage_rank = self._ranks[-1]
         self._gates = Gates(cut.blocks)
@@ -82,10 +96,15 @@ class PipelineEngine:
         _greet_neighbours(group, self._device)
         self._carrier = Carrier(group, self._device)
         self._publisher = Publisher(group, self.last_stage_rank, self._device)
-        self._schedules: dict[int, tuple[Any, dict[Place, list[Place]] | None]] = {}
+        self._schedules: dict[int, tuple[Any, dict[SendPlace, list[SendPlace]] | None]] = {}
         self._step: _Step | None = None
-        self._unwatched = set(cut.mine)
-        self._relay_watched = False
+        self._routes: Routes | None = None
+        self._state: StepState | None = None
+        self._randomness = StepRandomness(group, self._device)
+        self._draws = False
+        self._is_compiled = False
+        # What was run in a relay -> whether every rank must get everything for it, whether it draws outside of blocks.
+        self._relays: dict[str, tuple[bool, bool]] = {}
         self._is_whole = False
         self.stages = [self._make_stage(index, around_backward) for index in cut.mine]
 
@@ -120,7 +139,9 @@ class PipelineEngine:
                 f"schedule={self._schedule_name!r} computes gradients of inputs and of weights apart, which a compiled "
                 f"block ({compiled[0]}) cannot. Set compile to off, or schedule to one of: {', '.join(possible)}."
             )
+        self._is_compiled = any(module._compiled_call_impl is not None for module in self._module.modules())
         self._gates.attach()
+        _ = self.cut.engine_hooks  # from here on hooks are the user's
 
     def detach(self) -> None:
         """Take the gates away, and forget schedules and buffers."""
@@ -138,15 +159,25 @@ class PipelineEngine:
         """Run ``function``, which runs the user's step, and return its result, or the stage's output if it ends early.
 
         Raises:
-            RuntimeError: if the step does not call the blocks once and in order, or uses a parameter that is not here.
+            RuntimeError: if the step does not call the blocks once and in order, or needs what cannot be sent here.
         """
         run = self._gates.current
-        return run.run(function) if isinstance(run, StagePass) else function()
+        if isinstance(run, StagePass):
+            return run.run(function)
+        if isinstance(run, RelayPass) and run.survey is not None:
+            run.survey.refresh()
+        return function()
 
     # Training
 
     def train(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, batch: Any, scale: Callable[[Tensor, float], Tensor]
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        batch: Any,
+        scale: Callable[[Tensor, float], Tensor],
+        samples: int | None = None,
     ) -> Any:
         """One ``training_step`` of the whole batch: forward and backward of all micro-batches. A collective.
 
@@ -157,6 +188,7 @@ class PipelineEngine:
             batch: same on all ranks of the pipeline.
             scale: what is differentiated for the loss of a micro-batch that holds the given share of the samples (it
                 also knows of accumulation and loss scaling).
+            samples: of a batch, by its loader; ``None``: not known.
 
         Returns:
             On every rank what the step would have returned for the whole batch, without gradient: the loss, or a dict;
@@ -165,31 +197,54 @@ class PipelineEngine:
         size = batch_size_of(batch, self._dims)
         parts = split_batch(batch, min(self._micro_batches, size), self._dims)
         arguments = [replace_argument(args, kwargs, batch, part) for part in parts]
-        recorder = Recorder(part_sizes(size, len(parts)), self._device)
-        self._step = _Step(arguments, recorder, scale)
+        if self._routes is None:
+            if samples is not None and len(parts) > 1:
+                check_samples(batch, self._dims, size, samples)
+            self._learn(arguments[0], len(parts))
+        recorder = Recorder(part_sizes(size, len(parts)), self._device, self._module)
+        seeds = self._randomness.seeds(len(parts)) if self._draws else []
+        self._step = _Step(arguments, recorder, scale, seeds)
         signatures = [signature(arguments[index]) for index in range(len(parts))]
         for stage in self.stages:
             stage.signatures = signatures
+        state = self._state
+        if state is not None:
+            state.begin_step()
         try:
-            with self._recorded_log(recorder):
+            with self._logged_to(recorder.log):
                 self._run_schedule(len(parts))
         except BaseException:
             self._forget_step()
             raise
         self._end_step()
+        if state is not None:
+            state.end_step()
         return self._publisher.publish(recorder, getattr(self._module, "log", _no_log))
+
+    def micro_batches_of(self, batch: Any) -> list[tuple[Any, float]]:
+        """The parts that :meth:`train` runs, and the share of the samples in each."""
+        size = batch_size_of(batch, self._dims)
+        parts = split_batch(batch, min(self._micro_batches, size), self._dims)
+        return [(part, count / size) for part, count in zip(parts, part_sizes(size, len(parts)), strict=True)]
 
     def _forward(self, stage: int, part: int, received: Any) -> Any:
         step = self._step
         assert step is not None
-        run = self._stage_pass(stage, received)
+        assert self._routes is not None
+        run = StagePass(self._routes, stage, received)
         args, kwargs = step.arguments[part]
         self._gates.current = run
         step.recorder.current = part if run.is_last else None
+        if self._state is not None:
+            self._state.begin_micro_batch()
         try:
-            output = self._run("training_step", args, kwargs)
+            with self._randomness.outside(step.seeds[part]) if step.seeds else nullcontext():
+                run.randomness = self._randomness if step.seeds else None
+                output = self._run("training_step", args, kwargs)
         finally:
             self._gates.current, step.recorder.current = None, None
+        if self._state is not None:
+            self._state.end_micro_batch(stage)
         if not run.is_last:
             return output
         loss = step.recorder.finish(part, output)
@@ -197,15 +252,56 @@ class PipelineEngine:
         # A new tensor always: torch detaches what it gets in place, which must not be the user's tensor, nor a view.
         return None if loss is None else step.scale(loss, share).sum() * 1.0
 
-    def _stage_pass(self, stage: int, received: Any) -> StagePass:
-        span = self.cut.spans[stage]
-        if stage not in self._unwatched:
-            return StagePass(self.cut.names, span, received)
-        self._unwatched.discard(stage)
-        run = StagePass(self.cut.names, span, received)
-        run.watch = watch = make_watch(self.cut, lambda: run.phase)
-        run.enter = watch.enter_block
-        return run
+    def _learn(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], micro_batches: int) -> None:
+        """Run the first micro-batch without gradients and see what stages need of each other. A collective.
+
+        Nothing of that run is left in the module.
+
+        Raises:
+            RuntimeError: if something cannot be sent, or depends on how the batch is split.
+        """
+        args, kwargs = arguments
+        survey = Survey(self.cut, self._device, arguments)
+        run = RelayPass(self.cut, self._ranks, self._carrier, self.cut.engine_hooks, survey, everything=True)
+        error: Exception | None = None
+        places: list[Place] = []
+        problems: list[str] = []
+        random = random_state(self._device)
+        ranks = set(dist.get_process_group_ranks(self._group))
+        stop = listen(lambda call: survey.hear(call.kind, ranks & set(dist.get_process_group_ranks(call.group))))
+        with torch.no_grad(), self.evaluating(self._whole):
+            state = ModuleState(self._module)
+            survey.name_state(self._module)
+            try:
+                with self._logged_to(lambda name, value, **options: survey.use_results(value)):
+                    survey.use_results(self._relayed(run, lambda: self._look("training_step", args, kwargs)))
+                places, problems = find_places(self.cut, self._module, state.changes(), survey, micro_batches)
+                if run.passes != 1:
+                    raise RuntimeError(order_message(self.cut.names, 0, len(self.cut.names)))
+            except Exception as raised:
+                error = raised
+            finally:
+                stop()
+            state.restore()
+        set_random_state(random, self._device)
+        survey.finish()
+        problems += survey.problems
+        found: list[Any] = [None] * dist.get_world_size(self._group)
+        told = survey.needs, survey.mutated, problems, error is None, survey.draws
+        dist.all_gather_object(found, told, group=self._group)
+        forms, left = run.known()
+        if len(forms) == len(self.cut.blocks):
+            needs = [(each[0], each[1]) for each in found]
+            self._routes, unsent = plan_routes(self.cut, self._ranks, self.cut.engine_hooks, survey, needs, forms, left)
+            problems = list(dict.fromkeys([*unsent, *(problem for each in found for problem in each[2])]))
+            if problems:
+                raise RuntimeError(" ".join(problems)) from error
+        if error is not None:
+            raise error
+        if not all(each[3] for each in found):
+            raise RuntimeError("training_step failed on another stage of the pipeline; see the error of its rank.")
+        self._draws = any(each[4] for each in found)
+        self._state = StepState(self._module, places, self._ranks, self._carrier) if places else None
 
     def _run_schedule(self, count: int) -> None:
         schedule, taken = self._schedule(count)
@@ -216,7 +312,7 @@ class PipelineEngine:
         if sends is not None:
             sends.finish()
 
-    def _schedule(self, count: int) -> tuple[Any, dict[Place, list[Place]] | None]:
+    def _schedule(self, count: int) -> tuple[Any, dict[SendPlace, list[SendPlace]] | None]:
         """Torch's schedule for so many micro-batches, and what is known of its sends."""
         if count not in self._schedules:
             made = make_schedule(self._schedule_name, self.stages, count, lambda output, target: output)
@@ -226,14 +322,14 @@ class PipelineEngine:
         return self._schedules[count]
 
     @contextmanager
-    def _recorded_log(self, recorder: Recorder) -> Iterator[None]:
+    def _logged_to(self, record: Callable[..., None]) -> Iterator[None]:
         log = getattr(self._module, "log", None)
         if log is None:
             yield
             return
         attributes = self._module.__dict__
         before = attributes.get("log")
-        attributes["log"] = bound_log(log, recorder.log)
+        attributes["log"] = bound_log(log, record)
         try:
             yield
         finally:
@@ -253,6 +349,15 @@ class PipelineEngine:
         self._schedules.clear()
 
     # Evaluation
+
+    def from_last_stage(self, value: Any, source: str) -> Any:
+        """Return a structure of tensors of the last stage's rank on all ranks of the pipeline. A collective.
+
+        Args:
+            value: what the last stage has; ignored on the others.
+            source: what it comes from, for messages.
+        """
+        return self._carrier.broadcast(self.last_stage_rank, value, source)
 
     @contextmanager
     def evaluating(self, whole: Callable[[str], Tensor] | None = None) -> Iterator[None]:
@@ -300,25 +405,53 @@ class PipelineEngine:
                 dist.broadcast(sent.view(-1).view(torch.uint8), group=self._group, group_src=self._ranks[stage])
                 buffer.copy_(sent)
 
-    def relay(self, function: Callable[[], Any]) -> Any:
+    def relay(self, function: Callable[[], Any], kind: str = "") -> Any:
         """Run ``function`` (a validation step, a generation loop) on every rank of the pipeline, and return its result.
 
         Own blocks run, others' results are received; the last block's output is known to all. Enter
         :meth:`evaluating` before. A collective: all ranks pass through the blocks equally often.
 
+        Args:
+            function: what to run.
+            kind: what it is. The first of a kind is looked at: where more than outputs of the blocks before is used,
+                all ranks get what all blocks leave.
+
         Raises:
             RuntimeError: if a pass does not go through all blocks in order, or goes on with a key-value cache.
         """
-        run = RelayPass(self.cut, self._ranks, self._carrier)
-        watch: Watch | None = None
-        if not self._relay_watched:
-            self._relay_watched = True
-            watch = make_watch(self.cut, lambda: run.phase)
-            run.enter = watch.enter_block
+        if kind in self._relays:
+            everything, draws = self._relays[kind]
+            run = RelayPass(self.cut, self._ranks, self._carrier, self.cut.engine_hooks, None, everything)
+            return self._relayed(run, function, draws)
+        survey = Survey(self.cut, self._device)
+        run = RelayPass(self.cut, self._ranks, self._carrier, self.cut.engine_hooks, survey, everything=True)
+        with self._logged_to(partial(_logged_and_used, getattr(self._module, "log", _no_log), survey)):
+            output = self._relayed(run, function)
+        survey.use_results(output)
+        survey.finish()
+        routes = Routes(self.cut, self.cut.engine_hooks, (), *run.known())
+        everything = len(routes.forms) == len(self.cut.blocks) and needs_everything(routes, survey)
+        flags = torch.tensor([int(everything), int(survey.draws)], device=self._device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        self._relays[kind] = bool(flags[0]), bool(flags[1])
+        return output
+
+    def _relayed(self, run: RelayPass, function: Callable[[], Any], draws: bool = True) -> Any:
         before, self._gates.current = self._gates.current, run
+        run.randomness = self._randomness if draws else None
         try:
-            with watch if watch is not None else nullcontext():
+            with ExitStack() as stack:
+                if draws:
+                    stack.enter_context(self._randomness.outside(self._randomness.seeds(1)[0]))
+                if run.survey is not None:
+                    if self._is_compiled:  # compiled code would not be followed, and be compiled for this run alone
+                        stack.enter_context(torch.compiler.set_stance("force_eager"))
+                    run.survey.look_at_generators()
+                    stack.enter_context(run.survey)
+                    stack.enter_context(run.survey.in_user_code())
                 output = function()
+                if run.survey is not None:
+                    run.survey.look_at_generators()
         finally:
             self._gates.current = before
         run.finish()
@@ -333,8 +466,9 @@ class _Step:
         arguments: list[tuple[tuple[Any, ...], dict[str, Any]]],
         recorder: Recorder,
         scale: Callable[[Tensor, float], Tensor],
+        seeds: list[int],
     ) -> None:
-        self.arguments, self.recorder, self.scale = arguments, recorder, scale
+        self.arguments, self.recorder, self.scale, self.seeds = arguments, recorder, scale, seeds
 
 
 def _common_prefix(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -363,3 +497,8 @@ def _greet_neighbours(group: dist.ProcessGroup, device: torch.device) -> None:
 
 def _no_log(name: str, value: Any, **kwargs: Any) -> None:
     """A module without ``log`` logs nothing."""
+
+
+def _logged_and_used(log: Callable[..., Any], survey: Survey, name: str, value: Any, **kwargs: Any) -> None:
+    survey.use_results(value)
+    log(name, value, **kwargs)

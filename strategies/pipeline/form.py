@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from trainwright.strategies.groups import default_store
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype)
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def take_apart(value: Any, source: str) -> tuple[Form, tuple[Tensor, ...]]:
     """
     leaves, spec = _flatten(value)
     for leaf in leaves:
-        if not isinstance(leaf, (Tensor, *_PLAIN)):
+        if not isinstance(leaf, (Tensor, *PLAIN)):
             raise TypeError(
                 f"{source} returns a {type(leaf).__name__}, which cannot be passed on to the next stage of the "
                 f"pipeline. Blocks may return tensors and plain values in tuples, lists, dicts and dataclasses"

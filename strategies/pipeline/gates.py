@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-Call = Callable[..., Any]
-Enter = Callable[[int, Any, Any], AbstractContextManager[Any]]
+from trainwright.strategies.pipeline.block_values import (
+    BlockValue,
+    Call,
+    Placeholder,
+    known_call,
+    placeholder,
+    refuse_placeholders,
+    replay,
+)
+from trainwright.strategies.pipeline.cut import put
+from trainwright.strategies.pipeline.routes import Routes
+from trainwright.strategies.pipeline.step_randomness import StepRandomness
+from trainwright.strategies.pipeline.survey import Source
 
 
 class StageDone(Exception):  # noqa: N818 - no error: it leaves the user's step after a stage's last block
@@ -71,23 +83,25 @@ class StagePass:
     """One stage's run of a training step on one micro-batch.
 
     Args:
-        names: of all blocks.
-        span: the stage's blocks.
+        routes: what travels.
+        stage: whose run it is.
         received: what the stage before handed over; not used by the first stage.
 
     Attributes:
         output: of the stage's last block, once it ran.
-        enter: called with a block's index, arguments and keyword arguments before an own block runs, and returns a
-            context manager around it; ``None`` is none.
-        watch: to be entered while the step runs; ``None`` is none.
+        randomness: gives own blocks the generators of the rank; ``None``: they have them.
     """
 
-    def __init__(self, names: Sequence[str], span: range, received: Any) -> None:
-        self.span, self.received = span, received
-        self.output: Any = None
-        self.enter: Enter | None = None
-        self.watch: AbstractContextManager[Any] | None = None
-        self._names = names
+    def __init__(self, routes: Routes, stage: int, received: Any) -> None:
+        self.span, self.output = routes.cut.spans[stage], None  # type: range, Any
+        self.randomness: StepRandomness | None = None
+        self._routes, self._cut, self._stage = routes, routes.cut, stage
+        self._names = routes.cut.names
+        arriving = routes.sent[stage - 1] if stage else ()
+        self._main, carried = received if arriving else (received, ())
+        self._carried: dict[Source, Tensor] = dict(zip(arriving, carried, strict=True))
+        self._own: dict[Source, Tensor] = {}
+        self._stand_in: Any = None
         self._next = 0
         self._versions: list[int] = []
 
@@ -95,11 +109,6 @@ class StagePass:
     def is_last(self) -> bool:
         """Whether this is the stage that reaches the loss."""
         return self.span.stop == len(self._names)
-
-    @property
-    def phase(self) -> str:
-        """``before`` the first block was called, ``after`` the last was, or ``between``."""
-        return "before" if self._next == 0 else "after" if self._next == len(self._names) else "between"
 
     def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run, skip or end; see :class:`Pass`."""
@@ -110,27 +119,100 @@ class StagePass:
             raise StageDone
         self._next += 1
         if index < self.span.start:
-            return self.received
-        with self.enter(index, args, kwargs) if self.enter is not None else nullcontext():
-            output = call(*args, **kwargs)
+            return self._skip(index)
+        if any(type(value) is Placeholder for value in (*args, *kwargs.values())):
+            refuse_placeholders((args, kwargs), f"What is given to the block {self._names[index]!r}")
+        with self.randomness.block() if self.randomness is not None else nullcontext():
+            output = self._call(index, call, args, kwargs)
         if index == self.span.stop - 1 and not self.is_last:
-            self.output = output
-            self._versions = [t._version for t in _tensors_of(output)]
+            self.output = self._copied(index, output)
+            self._versions = [t._version for t in _tensors_of(self.output)]
         return output
 
+    def _call(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if index not in self._routes.kept:
+            return call(*args, **kwargs)
+        value = known_call(self._cut.blocks[index], call, args, kwargs, self._routes.places[index])
+        _, tensors = value.take_apart(f"The block {self._names[index]!r}")
+        if len(tensors) != len(self._routes.forms[index].tensors):
+            raise RuntimeError(
+                f"The block {self._names[index]!r} leaves {len(tensors)} tensors for code outside of it, and left "
+                f"{len(self._routes.forms[index].tensors)} in the first step. Under a pipeline each step must leave "
+                f"the same ones; use pipeline=1 for this model."
+            )
+        for source in self._routes.sent[self._stage]:
+            if source.kind == "block" and source.block == index:
+                tensor = tensors[source.leaf]
+                self._own[source] = tensor.clone() if source in self._routes.cloned else tensor
+        return value.output
+
+    def _copied(self, index: int, output: Any) -> Any:
+        """The output to be sent: a copy of what is changed in place before the next block is called."""
+        if not any(at_once for source, at_once in self._routes.cloned.items() if source.block == index):
+            return output
+        return pytree.tree_map_only(Tensor, Tensor.clone, output)
+
+    def _skip(self, index: int) -> Any:
+        """What a block of a stage before returns."""
+        routes = self._routes
+        extra = bool(routes.forms) and (routes.forms[index].spec.num_leaves > routes.outputs(index))
+        if index == self.span.start - 1 and not extra:
+            return self._main
+        if not extra and not any(source.block == index for source in (*self._carried, *routes.cloned)):
+            if self._stand_in is None:
+                self._stand_in = pytree.tree_map_only(Tensor, _stand_in_for, self._main)
+            return self._stand_in
+        form, outputs = routes.forms[index], routes.tensors_of_output(index)
+        main = _tensors_of(self._main)
+        tensors = []
+        for leaf, tensor in enumerate(form.tensors):
+            source = Source("block", block=index, leaf=leaf)
+            if index == self.span.start - 1 and leaf < outputs:
+                tensors.append(main[leaf])
+            elif source in self._carried:
+                carried = self._carried[source]
+                tensors.append(carried.clone() if source in routes.cloned else carried)
+            else:
+                shape = main[leaf].shape if leaf < min(outputs, len(main)) else tensor.shape
+                made = placeholder(shape, tensor.dtype, main[0].device if main else torch.device("cpu"))
+                tensors.append(made.clone() if source in routes.cloned else made)
+        output, attributes, hooked = form.build(tensors)
+        value = BlockValue(output, dict(zip(routes.places[index].attributes, attributes, strict=True)), hooked)
+        return replay(self._cut.blocks[index], value, routes.engines)
+
     def run(self, function: Callable[[], Any]) -> Any:
-        """Result of ``function``, which runs the user's step, or the stage's output if it ends before.
+        """Result of ``function``, which runs the user's step, or what is sent on if the stage ends before.
 
         Raises:
             RuntimeError: see :meth:`block` and :meth:`finish`.
         """
-        with self.watch if self.watch is not None else nullcontext():
-            try:
-                output = function()
-            except StageDone:
-                return self.output
+        borrowed = [(source.name, t) for source, t in self._carried.items() if source.name in self._cut.ghosts]
+        for name, tensor in borrowed:
+            put(self._cut.slots(name), tensor)
+        try:
+            output = function()
+        except StageDone:
+            return self._outgoing()
+        finally:
+            for name, _ in borrowed:
+                self._cut.put_ghost_back(name)
         self.finish()
+        refuse_placeholders(output, "What training_step returns")
         return output
+
+    def _outgoing(self) -> Any:
+        sent = self._routes.sent[self._stage]
+        return (self.output, tuple(self._sent_on(source) for source in sent)) if sent else self.output
+
+    def _sent_on(self, source: Source) -> Tensor:
+        if source in self._own:
+            return self._own[source]
+        if source in self._carried:
+            return self._carried[source]
+        owner, key = self._cut.slots(source.name)[0]
+        parameter: Tensor = getattr(owner, key)
+        # Not the parameter itself: hooks are put on what a stage returns.
+        return parameter.view_as(parameter)
 
     def finish(self) -> None:
         """Check that the step went through all of the stage's blocks.
@@ -140,19 +222,28 @@ class StagePass:
         """
         if self._next == self.span.stop and self.is_last:
             return
-        raise RuntimeError(
-            f"training_step ended without calling the block {self._names[min(self._next, len(self._names) - 1)]!r}. A "
-            f"pipeline needs a step that calls every block once, in the order of plan.blocks: "
-            f"{self._names[0]} to {self._names[-1]}. (If the step catches exceptions, let StageDone pass.)"
-        )
+        raise RuntimeError(unfinished_message(self._names, self._next))
 
     def _check_unchanged(self) -> None:
         if self._versions != [t._version for t in _tensors_of(self.output)]:
             raise RuntimeError(
                 f"What the block {self._names[self.span.stop - 1]!r} returned is changed in place before the next "
-                f"block is called. The next stage would do so again: use an operation that makes a new tensor "
-                f"(x = x + y, not x += y), or move the boundary of the stages with split."
+                f"block is called, which it was not in the first step. The next stage would do so again: use an "
+                f"operation that makes a new tensor (x = x + y, not x += y)."
             )
+
+
+def unfinished_message(names: Sequence[str], then: int) -> str:
+    """What to say when a step ends without having called all blocks."""
+    return (
+        f"training_step ended without calling the block {names[min(then, len(names) - 1)]!r}. A pipeline needs a step "
+        f"that calls every block once, in the order of plan.blocks: {names[0]} to {names[-1]}. (If the step catches "
+        f"exceptions, let StageDone pass.)"
+    )
+
+
+def _stand_in_for(tensor: Tensor) -> Tensor:
+    return placeholder(tensor.shape, tensor.dtype, tensor.device)
 
 
 def order_message(names: Sequence[str], index: int, expected: int) -> str:

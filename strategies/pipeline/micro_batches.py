@@ -49,6 +49,31 @@ def batch_size_of(batch: Any, dims: BatchDims | None = None) -> int:
     return common
 
 
+def check_samples(batch: Any, dims: BatchDims, size: int, samples: int) -> None:
+    """Compare the length along the batch dims with what the loader says.
+
+    Args:
+        batch: the first of a run.
+        dims: exceptions to dim 0, by path.
+        size: of :func:`batch_size_of`.
+        samples: of a batch, by its loader; the last batch of an epoch may have fewer.
+
+    Raises:
+        ValueError: if the samples lie along another dim, or cannot be told.
+    """
+    tensors = [(path, tensor) for path, tensor, dim in _tensors(batch, dims) if dim is not None]
+    elsewhere = {path: tuple(t.shape).index(samples) for path, t in tensors if samples in t.shape}
+    if size == samples or (size < samples and not elsewhere):
+        return
+    example = ", ".join(f"{path!r}: {dim}" for path, dim in elsewhere.items()) or f"{tensors[0][0]!r}: <dim>"
+    raise ValueError(
+        f"The tensors of the batch have length {size} along the dim of samples ({tensors[0][0]!r} has shape "
+        f"{tuple(tensors[0][1].shape)}), but the loader makes batches of {samples} samples. A pipeline splits a batch "
+        f"by its samples, along dim 0 unless told otherwise: say strategy.batch_dims={{{example}}} for tensors such "
+        f"as (time, batch), with null to give a tensor whole to every micro-batch."
+    )
+
+
 def part_sizes(size: int, parts: int) -> list[int]:
     """Samples of each micro-batch: as even as can be, the larger ones first.
 

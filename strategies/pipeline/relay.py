@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -12,9 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.strategies.pipeline.block_values import (
+    BlockValue,
+    Call,
+    HookRange,
+    Places,
+    observed_call,
+    replay,
+)
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.form import Form, take_apart
-from trainwright.strategies.pipeline.gates import Call, Enter, order_message
+from trainwright.strategies.pipeline.gates import order_message
+from trainwright.strategies.pipeline.step_randomness import StepRandomness
+from trainwright.strategies.pipeline.survey import Survey
 
 _CACHES = ("past_key_value", "past_key_values", "layer_past")
 
@@ -99,43 +109,90 @@ class RelayPass:
         cut: the cut of the module.
         ranks: rank in the pipeline of each stage.
         carrier: moves activations.
+        engines: hooks on blocks that are not the user's.
+        survey: follows what is computed; ``None``: nothing does.
+        everything: whether every rank gets all that each block leaves; ``False``: what its next stage is given, and the
+            output of the last block.
 
     Attributes:
-        enter: as in :class:`StagePass`.
+        randomness: as in :class:`StagePass`.
+        passes: how many have begun.
     """
 
-    def __init__(self, cut: PipelineCut, ranks: Sequence[int], carrier: Carrier) -> None:
+    def __init__(
+        self,
+        cut: PipelineCut,
+        ranks: Sequence[int],
+        carrier: Carrier,
+        engines: HookRange,
+        survey: Survey | None = None,
+        everything: bool = False,
+    ) -> None:
         self._cut, self._ranks, self._carrier = cut, ranks, carrier
-        self.enter: Enter | None = None
-        self._next, self._passes = 0, 0
+        self._engines, self.survey, self._everything = engines, survey, everything
+        self.randomness: StepRandomness | None = None
+        self._forms: dict[int, Form] = {}
+        self._places: dict[int, Places] = {}
+        self._next, self.passes = 0, 0
         self._held: Any = None
         self._in_gap = False
         self._caches: dict[int, tuple[int, Any]] = {}
         self._positions = [_cache_positions(type(block).forward) for block in cut.blocks]
-
-    @property
-    def phase(self) -> str:
-        """As in :class:`StagePass`."""
-        if self._next == len(self._cut.blocks):
-            return "after"
-        return "between" if self._next else "before"
 
     def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block of this rank, or return what came from the others; see :class:`Pass`."""
         count = len(self._cut.blocks)
         if index == 0 and self._next in (0, count):
             self._next, self._in_gap = 0, False
-            self._passes += 1
+            self.passes += 1
         if index != self._next:
             raise RuntimeError(order_message(self._cut.names, index, self._next))
         self._refuse_reused_cache(index, args, kwargs)
         self._next += 1
+        if self.survey is not None:
+            self.survey.enter_block(index, args, kwargs)
+        if self._everything:
+            with self.survey.paused() if self.survey is not None else nullcontext():
+                return self._told(index, call, args, kwargs)
         if self._cut.owns_block(index):
             self._in_gap = False
             return self._own(index, call, args, kwargs)
         if not self._in_gap:
             self._in_gap, self._held = True, self._next_result(index)
         return self._held
+
+    def _told(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block and tell all ranks what it has left, or hear of it."""
+        block, name = self._cut.blocks[index], f"The block {self._cut.names[index]!r}"
+        rank = self._ranks[self._cut.stage_of_block(index)]
+        if not self._cut.owns_block(index):
+            told = self._carrier.broadcast(rank)
+            if isinstance(told, str):
+                raise RuntimeError(told)
+            value = BlockValue(*told)
+            self._keep(index, value, name)
+            return replay(block, value, self._engines)
+        try:
+            with self._random(), self.survey.running(index) if self.survey is not None else nullcontext():
+                value = observed_call(block, call, args, kwargs, self._engines, self.survey)
+            take_apart(tuple(value), name)
+        except Exception as error:
+            self._carrier.broadcast(rank, f"{name} failed on its rank: {type(error).__name__}: {error}", name)
+            raise
+        self._carrier.broadcast(rank, tuple(value), name)
+        self._keep(index, value, name)
+        return value.output
+
+    def _keep(self, index: int, value: BlockValue, name: str) -> None:
+        self._forms[index], tensors = value.take_apart(name)
+        hooked = tuple(dict.fromkeys(path for path, _, _ in value.hooked))
+        self._places[index] = Places(tuple(value.attributes), hooked)
+        if self.survey is not None:
+            self.survey.leave_block(index, tensors)
+
+    def known(self) -> tuple[list[Form], list[Places]]:
+        """Forms of the blocks' values in the last pass, and where they were left, if every rank gets everything."""
+        return [self._forms[i] for i in sorted(self._forms)], [self._places[i] for i in sorted(self._places)]
 
     def finish(self) -> None:
         """Check that no pass was left in the middle.
@@ -151,7 +208,7 @@ class RelayPass:
             )
 
     def _own(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self.enter(index, args, kwargs) if self.enter is not None else nullcontext():
+        with self._random():
             output = call(*args, **kwargs)
         stage, name = self._cut.stage_of_block(index), f"The block {self._cut.names[index]!r}"
         if index == len(self._cut.blocks) - 1:
@@ -159,6 +216,9 @@ class RelayPass:
         elif index == self._cut.spans[stage].stop - 1 and self._ranks[stage + 1] != self._ranks[stage]:
             self._carrier.send(output, self._ranks[stage + 1], name)
         return output
+
+    def _random(self) -> AbstractContextManager[None]:
+        return self.randomness.block() if self.randomness is not None else nullcontext()
 
     def _next_result(self, index: int) -> Any:
         """What this rank sees next: the input of its next stage, or the last block's output.
@@ -179,8 +239,8 @@ class RelayPass:
             if held is None:
                 continue
             # Kept alive, so that its id is not another's later.
-            first, _ = self._caches.setdefault(id(held), (self._passes, held))
-            if first != self._passes:
+            first, _ = self._caches.setdefault(id(held), (self.passes, held))
+            if first != self.passes:
                 raise RuntimeError(
                     f"The block {self._cut.names[index]!r} is given a key-value cache ({name}) of an earlier pass. "
                     f"Under a pipeline each stage would hold only its own blocks' part of it: set use_cache=False."

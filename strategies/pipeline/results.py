@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import Metric
 
 from trainwright.strategies.pipeline.micro_batches import map_tensors
 
@@ -34,11 +35,13 @@ class _Layout:
         entries: ``(key, how)`` with ``how`` = ``("scalar", dtype or None)``, ``("tensor", dtype, shape)`` or
             ``("object", value)``. The loss has the key ``loss``.
         logs: ``(name, dtype, keyword arguments, whether a batch size was given)``.
+        metrics: ``(name, name of the metric in the module, keyword arguments)`` of metric objects that were logged.
     """
 
     kind: str = "none"
     entries: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
     logs: tuple[tuple[str, torch.dtype | None, dict[str, Any], bool], ...] = ()
+    metrics: tuple[tuple[str, str, dict[str, Any]], ...] = ()
 
     @property
     def scalars(self) -> int:
@@ -52,10 +55,12 @@ class Recorder:
     Args:
         sizes: samples of each micro-batch.
         device: of the results.
+        module: the user's.
     """
 
-    def __init__(self, sizes: list[int], device: torch.device) -> None:
-        self.sizes, self.device = sizes, device
+    def __init__(self, sizes: list[int], device: torch.device, module: nn.Module) -> None:
+        self.sizes, self.device, self.module = sizes, device, module
+        self.metrics: dict[str, tuple[str, dict[str, Any]]] = {}
         self.current: int | None = None
         self._logs: dict[str, _Logged] = {}
         self._outputs: dict[int, Any] = {}
@@ -64,15 +69,21 @@ class Recorder:
         """Keep what was logged in the current micro-batch; without one (another stage's pass), nothing.
 
         Raises:
-            TypeError: if the value is no number and no tensor of one element.
+            TypeError: if the value is no number, no tensor of one element and no metric that is logged for the epoch.
         """
         if self.current is None:
             return
+        if isinstance(value, Metric) and kwargs.get("on_step") is False:
+            where = self._name_of(value)
+            if where is not None:
+                self.metrics[name] = (where, {key: each for key, each in kwargs.items() if key != "batch_size"})
+                return
         if not isinstance(value, (int, float, Tensor)) or (isinstance(value, Tensor) and value.numel() != 1):
             raise TypeError(
                 f"self.log({name!r}, ...) was given a {type(value).__name__}. In a step that a pipeline runs in "
-                f"micro-batches, log a number or a tensor of one element; of a metric object, its value for the batch: "
-                f"self.log({name!r}, metric(prediction, target))."
+                f"micro-batches, log a number or a tensor of one element; of a metric object, its value for the epoch "
+                f"(self.log({name!r}, self.metric, on_step=False, on_epoch=True), the metric an attribute of the "
+                f"module) or for the batch (self.log({name!r}, self.metric(prediction, target)))."
             )
         size = kwargs.pop("batch_size", None)
         logged = self._logs.setdefault(name, _Logged(kwargs))
@@ -81,6 +92,13 @@ class Recorder:
         logged.weights.append(float(self.sizes[self.current] if size is None else size))
         if size is not None:
             logged.batch_sizes.append(float(size))
+
+    def _name_of(self, metric: Metric) -> str | None:
+        # Lightning finds these once, when a metric is logged for the first time.
+        known: dict[int, str] = getattr(self.module, "_metric_attributes", None) or {}
+        if id(metric) in known:
+            return known[id(metric)]
+        return next((name for name, part in self.module.named_modules() if part is metric), None)
 
     def finish(self, micro_batch: int, output: Any) -> Tensor | None:
         """Keep, without gradient, what the step returned, and give the loss in it.
@@ -162,7 +180,7 @@ class Publisher:
             log: called as ``log(name, value, **kwargs)``.
         """
         output, logs = recorder.merged()
-        layout = _layout_of(output, logs) if self._is_source else self._layout
+        layout = _layout_of(output, logs, recorder.metrics) if self._is_source else self._layout
         changed = self._is_source and not _same(layout, self._layout)
         scalars = torch.zeros(1 + self._layout.scalars, dtype=torch.float64, device=self._device)
         if changed:
@@ -177,6 +195,8 @@ class Publisher:
             if self._is_source:
                 scalars[1:] = _scalars(output, logs, layout, self._device)
             self._broadcast(scalars)
+        for name, where, kwargs in self._layout.metrics:
+            log(name, recorder.module.get_submodule(where), **kwargs)
         return self._unpacked(scalars[1:], output, log)
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -221,7 +241,7 @@ class Publisher:
         return tensor
 
 
-def _layout_of(output: Any, logs: Mapping[str, _Logged]) -> _Layout:
+def _layout_of(output: Any, logs: Mapping[str, _Logged], metrics: Mapping[str, tuple[str, dict[str, Any]]]) -> _Layout:
     entries = output if isinstance(output, dict) else {} if output is None else {"loss": output}
     return _Layout(
         kind="none" if output is None else "dict" if isinstance(output, dict) else "loss",
@@ -229,6 +249,7 @@ def _layout_of(output: Any, logs: Mapping[str, _Logged]) -> _Layout:
         logs=tuple(
             (name, torch.get_default_dtype(), logged.kwargs, bool(logged.batch_sizes)) for name, logged in logs.items()
         ),
+        metrics=tuple((name, where, kwargs) for name, (where, kwargs) in metrics.items()),
     )
 
 

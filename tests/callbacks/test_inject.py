@@ -169,6 +169,8 @@ def test_raising_in_a_hook(hook: str, at_step: int, steps_done: int) -> None:
 class StepsDone(Callback):
     """Optimizer steps done, also when the run ends by an error."""
 
+    sees_parts = True  # it looks at what this rank holds
+
     steps = 0
 
     def setup(self, *_: Any, **__: Any) -> None:
@@ -226,6 +228,8 @@ def test_a_rank_that_is_not_there_is_warned_of() -> None:
 
 class Gradients(Callback):
     """Names of the gradients with a NaN in them, by step, as this rank sees them before they are averaged or after."""
+
+    sees_parts = True  # it looks at what this rank holds
 
     def __init__(self) -> None:
         self.bad: dict[int, set[str]] = {}
@@ -339,6 +343,8 @@ def flipped(strategy: str) -> tuple[dict[str, int], dict[int, int]]:
     name, options = STRATEGIES[strategy]
 
     class Seen(Callback):
+        sees_parts = True  # it looks at what this rank holds
+
         def __init__(self) -> None:
             self.weights: dict[str, torch.Tensor] = {}
 

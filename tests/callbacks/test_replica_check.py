@@ -61,6 +61,8 @@ def repaired(layout: str, rank: int) -> tuple[list[tuple[int, Difference]], bool
 class FlipAfterGradients(Callback):
     """Flips a bit between the backward pass and the check, so that nothing has been computed with it."""
 
+    sees_parts = True  # it looks at what this rank holds
+
     def __init__(self, rank: int) -> None:
         self.fault = inject.flip_bit(rank, 2, NAME)
 

@@ -28,7 +28,7 @@ from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.find import list_checkpoints
 from trainwright.checkpoint.interval import young_daly
 from trainwright.checkpoint.memory import HeldState
-from trainwright.checkpoint.run_state import RunState
+from trainwright.checkpoint.run_state import RunState, holds_run_state
 from trainwright.checkpoint.save import write
 from trainwright.strategies.registry import make_strategy
 
@@ -189,7 +189,8 @@ def test_what_others_saved_into_the_folder_stays(tmp_path: Path) -> None:
                 trainer.save_checkpoint(str(tmp_path / "mine"))
 
     make_trainer(SaveOwn(), RunStateCheckpoint(str(tmp_path), every_n_steps=1)).fit(Regression(), loader(12))
-    assert steps_of(tmp_path) == [1, 3]
+    assert steps_of(tmp_path) == [3]
+    assert holds_run_state(str(tmp_path / "mine"))
 
 
 def test_a_folder_that_may_not_be_written_is_told_of_before_training(

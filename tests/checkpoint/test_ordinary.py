@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 import pathlib
+import zipfile
 from typing import Any
 
 import fsspec
@@ -68,6 +69,18 @@ def test_local_files_are_mapped(tmp_path):
     assert begin <= weight.data_ptr() < end
 
 
+@pytest.mark.parametrize("trust", [False, True])
+def test_compressed_records_are_read_not_mapped(tmp_path, trust):
+    """Tools that pack archives anew compress them; the bytes in the file are then not those of the tensors."""
+    state = {"w": torch.randn(64, 64), "few": torch.zeros(4096), "more": torch.randn(4096)}
+    torch.save(state, tmp_path / "x.ckpt")
+    with zipfile.ZipFile(tmp_path / "x.ckpt") as stored, zipfile.ZipFile(tmp_path / "y.ckpt", "w", 8) as packed:
+        for name in stored.namelist():
+            packed.writestr(name, stored.read(name))
+    found = load_ordinary(tmp_path / "y.ckpt", trust=trust)
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
 def test_map_location(tmp_path):
     torch.save(value(), tmp_path / "x.ckpt")
     assert load_ordinary(tmp_path / "x.ckpt", map_location="meta")["state_dict"]["w"].device.type == "meta"
@@ -84,7 +97,7 @@ def test_files_of_a_web_server(tmp_path):
     torch.save(value(), tmp_path / "x.ckpt")
     with serving(tmp_path) as address:
         assert_value(load_ordinary(f"{address}/x.ckpt"))
-        with pytest.raises(CheckpointError, match=r"There is no file http.*/none\.ckpt"):
+        with pytest.raises(CheckpointError, match=r"Checkpoint file not found: http.*/none\.ckpt"):
             load_ordinary(f"{address}/none.ckpt")
 
 
@@ -180,9 +193,9 @@ def test_what_is_no_checkpoint(tmp_path):
     torch.jit.save(torch.jit.script(nn.Linear(2, 2)), tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match="TorchScript"):
         load_ordinary(tmp_path / "x.ckpt")
-    with pytest.raises(CheckpointError, match=r"There is no file .*none\.ckpt"):
+    with pytest.raises(CheckpointError, match=r"Checkpoint file not found: .*none\.ckpt"):
         load_ordinary(tmp_path / "none.ckpt")
-    with pytest.raises(CheckpointError, match=r"There is no file memory://ordinary/none\.ckpt"):
+    with pytest.raises(CheckpointError, match=r"Checkpoint file not found: memory://ordinary/none\.ckpt"):
         load_ordinary("memory://ordinary/none.ckpt")
     with pytest.raises(CheckpointError, match="nowhere://a/b cannot be opened"):
         load_ordinary("nowhere://a/b")

@@ -240,7 +240,7 @@ def test_remote_files():
     with fsspec.open("memory://unpickle/x.pt", "wb") as file:
         file.write(buffer.getvalue())
     assert load_inert("memory://unpickle/x.pt")["a"].tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(CheckpointError, match="There is no file memory://unpickle/y.pt"):
+    with pytest.raises(CheckpointError, match="Checkpoint file not found: memory://unpickle/y.pt"):
         load_inert("memory://unpickle/y.pt")
 
 
@@ -345,7 +345,7 @@ def test_what_is_no_torch_file(tmp_path):
     torch.jit.save(torch.jit.script(nn.Linear(2, 2)), tmp_path / "script.pt")
     with pytest.raises(CheckpointError, match="TorchScript"):
         load_inert(tmp_path / "script.pt")
-    with pytest.raises(CheckpointError, match="There is no file"):
+    with pytest.raises(CheckpointError, match="Checkpoint file not found:"):
         load_inert(tmp_path / "none.pt")
     with pytest.raises(CheckpointError, match="is a folder"):
         load_inert(tmp_path)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.parity.optimizers import OPTIMIZERS
 from trainwright.recipes.gpt_model import GPT, GPTConfig
 
 VOCABULARY = 24
@@ -106,9 +107,7 @@ class LanguageModel(pl.LightningModule):
         return self(batch["tokens"][:, :-1]).argmax(-1)
 
     def configure_optimizers(self) -> Any:
-        if self.optimizer_name == "sgd":
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+        return OPTIMIZERS[self.optimizer_name](self.parameters())
 
 
 class MaskedModel(LanguageModel):
@@ -167,6 +166,7 @@ def _hugging_face(kind: str) -> nn.Module:
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "gpt": gpt,
+    "gpt-small": lambda: gpt(layers=2),
     "gpt-untied": lambda: gpt(tied=False),
     "encoder": Encoder,
     "odd": Odd,

@@ -39,6 +39,7 @@ class LayoutCase:
         global_batch_size, accumulation: samples per optimizer step, micro-batches per data rank that make them up.
         steps, samples, length: optimizer steps, samples of the data set and their positions.
         clip: largest norm of gradients; ``None`` is off.
+        optimizer: name in :data:`~tests.parity.optimizers.OPTIMIZERS`.
         trainer: further options of the Trainer.
     """
 
@@ -51,6 +52,7 @@ class LayoutCase:
     samples: int = 24
     length: int = LENGTH + 1
     clip: float | None = None
+    optimizer: str = "sgd"
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -86,7 +88,9 @@ def run(case: LayoutCase) -> Record:
         callbacks=[recorder],
         **options,
     )
-    trainer.fit(make_module(case.network), DataLoader(Texts(case.samples, case.length), batch_size=micro))
+    trainer.fit(
+        make_module(case.network, case.optimizer), DataLoader(Texts(case.samples, case.length), batch_size=micro)
+    )
     return recorder.record
 
 
@@ -96,6 +100,8 @@ def _data_ranks(case: LayoutCase) -> int:
 
     if case.strategy == "single":
         return 1
+    if case.strategy == "ddp":
+        return world_size()
     layout: Layout = make_strategy(case.strategy, **case.options)._open_layout
     return layout.resolve(world_size()).data_ranks
 
@@ -107,7 +113,7 @@ def run_all(cases: list[LayoutCase]) -> list[Record]:
 
 def reference(case: LayoutCase) -> Record:
     """The same steps in a bare loop on one process."""
-    module, data, record = make_module(case.network), Texts(case.samples, case.length), Record()
+    module, data, record = make_module(case.network, case.optimizer), Texts(case.samples, case.length), Record()
     module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[assignment,method-assign]
     made: Any = module.configure_optimizers()
     optimizer = made["optimizer"] if isinstance(made, dict) else made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,10 @@ def mean_of_epoch(path: str, saves: bool, most_logged: int = fit_loop.MOST_LOGGE
     return module.ends[0][1]
 
 
+def _record(state: Path) -> str:
+    return next(name for name in zipfile.ZipFile(state).namelist() if name.endswith("state.json"))
+
+
 @pytest.mark.parametrize(
     ("before", "after", "most_logged"), [(1, 2, 256), (2, 1, 256), (2, 2, 256), (2, 1, 1), (2, 2, 1)]
 )
@@ -223,7 +228,10 @@ def test_means_of_an_epoch_go_on_over_other_ranks(
     ranks: Callable[..., list[Any]], tmp_path: Path, before: int, after: int, most_logged: int
 ) -> None:
     whole = ranks(mean_of_epoch, before, str(tmp_path / "state"), True, most_logged, init_group=before > 1)
-    kept = json.loads((tmp_path / "state/state.json").read_text())["loops"]["fit_loop"]["state_dict"]["logged"]
+    state = tmp_path / "state"  # one file under single and ddp, which holds the same records as a folder
+    is_file = state.is_file()
+    text = zipfile.ZipFile(state).read(_record(state)) if is_file else (state / "state.json").read_bytes()
+    kept = json.loads(text)["loops"]["fit_loop"]["state_dict"]["logged"]
     assert len(kept) == (1 if before > most_logged else before)
     found = ranks(mean_of_epoch, after, str(tmp_path / "state"), False, init_group=after > 1)
     for one in found:

@@ -55,6 +55,14 @@ def test_hugging_face_names_go_before_structure():
     assert list(find_blocks(Unsplittable())) == ["only"]
 
 
+def test_embeddings_that_hugging_face_does_not_split_are_no_blocks():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with torch.device("meta"):
+        model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=32, **sizes))
+    assert list(find_blocks(model)) == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
+
+
 def test_one_of_a_kind_is_no_block():
     assert find_blocks(nn.Sequential(nn.Linear(4, 4), nn.ReLU())) == {}
     assert find_blocks(nn.ModuleList([nn.Linear(4, 4)])) == {}

@@ -40,7 +40,10 @@ def tensors(kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def attend(attention: Any, inputs: list[torch.Tensor], mask: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Result and gradients of queries, keys and values; the gradient of the result is its cosine."""
-    out = attention(*inputs, attn_mask=mask, **kwargs)
+    further = {name: value for name, value in kwargs.items() if name != "strided"}
+    # Transposed in memory: features of a position do not stand side by side.
+    given = [t.mT.contiguous().mT for t in inputs] if kwargs.get("strided") else inputs
+    out = attention(*given, attn_mask=mask, **further)
     return [out.detach(), *torch.autograd.grad(out, inputs, out.detach().cos())]
 
 
@@ -53,6 +56,7 @@ CASES = [
     (4, "causal", torch.float32, {}),
     (4, "padding", torch.float32, {}),
     (4, None, torch.bfloat16, {"is_causal": True}),
+    (4, None, torch.float32, {"is_causal": True, "strided": True}),
 ]
 
 

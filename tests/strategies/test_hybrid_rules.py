@@ -23,7 +23,6 @@ from trainwright.strategies.hybrid_rules import (
     _AXIS_OPTIONS,
     ATTENTION,
     PLAN_PARTS,
-    WHOLE_WEIGHT_OPTIMIZERS,
     optimizer_problem,
     sync_batchnorm_problem,
     validate_hybrid,
@@ -122,10 +121,9 @@ def test_batchnorm_and_optimizers():
     assert sync_batchnorm_problem(Layout(shard=2, expert=2)) is None
     assert "for ever" in str(sync_batchnorm_problem(Layout(pipeline=2, tensor=2)))
     assert "several times" in str(sync_batchnorm_problem(Layout(context=2)))
-    assert optimizer_problem(Layout(pipeline=2), "Adafactor") is None
-    assert optimizer_problem(Layout(tensor=2), "AdamW") is None
-    assert "Adafactor with tensor=2" in str(optimizer_problem(Layout(tensor=2), "Adafactor"))
-    assert all(hasattr(torch.optim, name) for name in WHOLE_WEIGHT_OPTIMIZERS)
+    assert optimizer_problem(Layout(replicate=2), "LBFGS") is None
+    assert optimizer_problem(Layout(tensor=2), "Adafactor") is None
+    assert "LBFGS with pipeline=2 tensor=2" in str(optimizer_problem(Layout(tensor=2, pipeline=2), "LBFGS"))
 
 
 # ---- on ranks -----------------------------------------------------------------------------------------------------
@@ -142,15 +140,6 @@ class _Manual(pl.LightningModule):
         return [torch.optim.SGD(self.parameters(), 0.1) for _ in range(2)]
 
 
-class _Adafactor(_Manual):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = True
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adafactor(self.parameters())
-
-
 COMPANIONS: list[tuple[str, dict[str, Any], str]] = [
     ("swa", {"expert": 2, "shard": 2}, "StochasticWeightAveraging averages a copy"),
     ("ema", {"expert": 2, "shard": 2}, "EMAWeightAveraging averages a copy"),
@@ -158,7 +147,6 @@ COMPANIONS: list[tuple[str, dict[str, Any], str]] = [
     ("sync_batchnorm", {"tensor": 2}, "sync_batchnorm=true with tensor=2"),
     ("manual", {"pipeline": 2}, "Manual optimization"),
     ("manual", {"tensor": 2, "sequence_parallel": True}, "Manual optimization"),
-    ("adafactor", {"tensor": 2}, "Adafactor with tensor=2"),
     ("open", {"pipeline": -1, "shard": 2, "micro_batches": 3}, "micro_batches=3 with pipeline=1 has no effect"),
 ]
 
@@ -172,7 +160,7 @@ def _refusal(kind: str, options: dict[str, Any]) -> str:
         "swa": lambda: [StochasticWeightAveraging(0.1)],
         "ema": lambda: [EMAWeightAveraging(device="cpu")],
     }
-    modules: dict[str, Any] = {"manual": _Manual, "adafactor": _Adafactor}
+    modules: dict[str, Any] = {"manual": _Manual}
     trainer = make_trainer(
         "hybrid",
         options,

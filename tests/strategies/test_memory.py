@@ -48,6 +48,8 @@ class Wide(pl.LightningModule):
 class Scale(pl.Callback):
     """What the strategy says it holds when a later step is about to be made: everything is there then."""
 
+    sees_parts = True  # what a rank holds is weighed, not the wholes that hooks are shown
+
     def __init__(self) -> None:
         self.held: Any = None
         self.known: dict[int, int] = {}

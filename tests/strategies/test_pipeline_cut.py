@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,13 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tests.strategies.pipeline_models import Model, build, engine_of, make_batch, plan_of, train
+from tests.strategies.pipeline_models import Block, Model, build, engine_of, make_batch, plan_of, reference, train
 from trainwright.strategies.pipeline.cut import PipelineCut
-from trainwright.strategies.pipeline.form import take_apart
-from trainwright.strategies.pipeline.gates import Gates, StagePass
-from trainwright.strategies.pipeline.misuse import make_watch
 from trainwright.strategies.pipeline.schedules import (
     SCHEDULES,
     ranks_of_stages,
@@ -142,8 +140,7 @@ def test_recurrent_modules_let_go_of_their_weights() -> None:
 
 
 def test_errors_of_a_cut_say_what_to_type() -> None:
-    with pytest.raises(ValueError, match=r"'norm.weight', 'norm.bias'.*plan.first=\['norm.weight'\]"):
-        cut_of(Model(4), 2, [0], last=("head",))
+    assert cut_of(Model(4), 2, [0], last=("head",)).holders["norm.weight"] == (0,)  # sent to where it is used
     with pytest.raises(ValueError, match="has no such module"):
         cut_of(Model(4), 2, [0], last=("norm", "haed"))
     shared = Model(4)
@@ -231,6 +228,53 @@ class Vector(Model):
         return self.logits(batch["ids"]).mean((1, 2))
 
 
+_SHARED: list[Tensor] = []
+
+
+class Hidden(Model):
+    """What a block computes within is put into a list."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        _SHARED.clear()
+        forward = Block.forward
+        Block.forward = _told_to_a_list  # type: ignore[method-assign]
+        try:
+            return super().training_step(batch, batch_idx) + sum(x.mean() for x in _SHARED)
+        finally:
+            Block.forward = forward  # type: ignore[method-assign]
+
+
+def _told_to_a_list(self: Block, x: Tensor, mask: Any = None, *, scale: float = 1.0) -> Tensor:
+    inner = torch.tanh(self.inner(self.norm(x)))
+    _SHARED.append(inner)
+    return x + self.outer(inner)
+
+
+class Collective(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        torch.distributed.all_reduce(loss.detach())
+        return loss
+
+
+class Running(Model):
+    """Keeps a running mean of its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.mean = 0.9 * getattr(self, "mean", 0.0) + 0.1 * loss.detach()
+        return loss
+
+
+class Listed(Model):
+    """Collects losses for the end of the epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.__dict__.setdefault("outputs", []).append(loss.detach())
+        return loss
+
+
 class Modest(Model):
     """Reads shapes and dtypes of whatever it likes."""
 
@@ -242,49 +286,51 @@ class Modest(Model):
         return self.norm(x).type_as(self.embed.weight)
 
 
-def run_stages(model: type[Model], changes: dict[str, Any], stages: int = 2) -> None:
-    """Run a training step through all stages in this process, one after the other, each on a cut copy."""
-    received = None
-    for stage in range(stages):
-        instance = build(model, 4)
-        cut = cut_of(instance, stages, [stage], **changes)
-        cut.apply()
-        gates = Gates(cut.blocks)
-        gates.attach()
-        run = StagePass(cut.names, cut.spans[stage], received)
-        run.watch = watch = make_watch(cut, lambda run=run: run.phase)  # type: ignore[misc]
-        run.enter = watch.enter_block
-        gates.current = run
-        output = run.run(lambda instance=instance: instance.training_step(make_batch(), 0))  # type: ignore[misc]
-        if stage < stages - 1:
-            form, tensors = take_apart(output, "The block")
-            received = form.build([tensor.detach() for tensor in tensors])
+MISUSES: list[tuple[Any, dict[str, Any], str | None]] = [
+    (Skip, {}, None),
+    (Early, {"last": ("head", "norm")}, r"'norm.bias'.*layer_norm, before the blocks.*plan.first=\['norm.bias'\]"),
+    (Early, {"first": ("embed", "norm"), "last": ("head",)}, None),
+    (Bias, {}, None),
+    (Twice, {}, "The block 'layers.0' was called when all blocks had run"),
+    (Backwards, {}, "The block 'layers.3' was called when 'layers.0' was next"),
+    (Short, {}, "ended after the block 'layers.0'"),
+    (Penalty, {}, "sees only the parameters of this rank's stage"),
+    (Between, {}, None),
+    (Opaque, {}, "returns a object, which cannot be passed on"),
+    (Hidden, {}, "uses a tensor that the block 'layers.0' computes but neither returns nor keeps"),
+    (Collective, {}, r"a collective \(all_reduce\) in which ranks \[0, 1\]"),
+    (Running, {}, "changes 'mean' .Running. by the samples that it sees.*each of 2 micro-batches"),
+    (Listed, {}, "keeps tensors in 'outputs' .list."),
+    (Modest, {}, None),
+    (Model, {"first": ("embed", "norm"), "last": ("head",)}, None),
+]
 
 
-@pytest.mark.parametrize(
-    ("model", "changes", "message"),
-    [
-        (Skip, {}, "'embed.weight' .of plan.first. is not on this stage.*before and after the blocks: name it in both"),
-        (Skip, {"last": ("embed", "norm", "head")}, None),
-        (Early, {"last": ("head", "norm")}, r"plan.first=\['norm.weight'\]"),
-        (Early, {"first": ("embed", "norm"), "last": ("head",)}, None),
-        (Bias, {}, "is given to the block 'layers.2'. Only the first stage has it."),
-        (Twice, {}, "The block 'layers.0' was called when all blocks had run"),
-        (Backwards, {}, "The block 'layers.3' was called when 'layers.0' was next"),
-        (Short, {}, "without calling the block 'layers.1'"),
-        (Penalty, {}, "of a block is used outside of it"),
-        (Between, {}, "is changed in place"),
-        (Opaque, {}, "returns a object, which cannot be passed on"),
-        (Modest, {}, None),
-        (Model, {"first": ("embed", "norm"), "last": ("head",)}, "move it from plan.first to plan.last"),
-    ],
-)
-def test_misuse_is_found_and_explained(model: Any, changes: Any, message: str | None) -> None:
-    if message is None:
-        run_stages(model, changes)
-        return
-    with pytest.raises((RuntimeError, TypeError), match=message):
-        run_stages(model, changes)
+def misuse() -> list[str | None]:
+    """What the first step of each model says; its state is as if it had not begun."""
+    found: list[str | None] = []
+    for kind, changes, _ in MISUSES:
+        model = build(kind, 4)
+        engine = engine_of(model, "gpipe", 2, plan_of(model, **changes))
+        before = {name: value.clone() for name, value in model.named_buffers()}
+        try:
+            loss = train(engine, make_batch())
+            wanted = reference(build(kind, 4), make_batch())[0][0]
+            found.append(None if abs(float(loss - wanted)) < 1e-6 else f"{float(loss)} instead of {float(wanted)}")
+        except (RuntimeError, TypeError) as error:
+            found.append(str(error))
+            assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+            assert not any(parameter.grad is not None for parameter in model.parameters())
+    return found
+
+
+def test_misuse_is_found_on_every_rank_before_the_first_step(ranks: Ranks) -> None:
+    for found in ranks(misuse, 2, timeout=60):
+        for (kind, _, message), text in zip(MISUSES, found, strict=True):
+            if message is None:
+                assert text is None, f"{kind.__name__}: {text}"
+            else:
+                assert re.search(message, text or ""), f"{kind.__name__}: {text}"
 
 
 def first_step(model: type[Model], changes: dict[str, Any]) -> str:

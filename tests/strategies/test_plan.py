@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from trainwright.recipes.gpt_model import GPT, GPTConfig
-from trainwright.strategies import plan_code
 from trainwright.strategies.blocks import find_blocks
 from trainwright.strategies.plan_sources import describe_plan, make_plan
 from trainwright.strategies.tensor_rules import validate_tensor
@@ -212,10 +209,10 @@ def test_blocks_in_a_dictionary_and_parts_of_what_stands_outside():
     assert list(find_blocks(Nested())) == ["trunk.a", "trunk.b"]
     plan = make_plan(Nested())
     assert plan.blocks == ("trunk.a", "trunk.b")
-    assert (plan.first, plan.last) == (("ends", "words"), ())
+    assert (plan.first, plan.last) == (("ends", "words"), ("words",))  # nothing runs that would show its use
     plan = make_plan(Nested(), {"last": ["ends.late.1"]})
     assert plan.first == ("ends.stem", "ends.late.0", "words")
-    assert plan.last == ("ends.late.1",)
+    assert plan.last == ("ends.late.1", "words")
     with pytest.raises(ValueError, match=r"plan\.last: nothing .* is called 'trunk\.a'.*: ends, words"):
         make_plan(Nested(), {"last": ["trunk.a"]})
 
@@ -234,8 +231,11 @@ class TwoLayers(nn.Module):
         self.between = between
         self.fc2 = nn.Linear(8, 4)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.between(self.fc1(x)))
 
-@pytest.mark.parametrize("between", [nn.LayerNorm(8), nn.Softmax(-1), nn.Linear(8, 8)])
+
+@pytest.mark.parametrize("between", [nn.LayerNorm(8), nn.Softmax(-1)])
 def test_what_mixes_features_between_two_layers_keeps_them_whole(between):
     assert make_plan(TwoLayers(nn.GELU())).tensor == {"fc1": "colwise", "fc2": "rowwise"}
     assert make_plan(TwoLayers(between)).tensor == {}
@@ -266,19 +266,42 @@ def test_norms_of_heads_are_no_reason_to_stay_whole_and_norms_of_all_features_ar
     assert make_plan(nn.Sequential(Attention(16))).tensor == {}
 
 
-class Biased(nn.Module):
-    def __init__(self, has_bias: bool) -> None:
+class Shared(nn.Module):
+    """The first of a list computes a bias of each head, which the others are given."""
+
+    def __init__(self, is_first: bool) -> None:
         super().__init__()
         self.attention = Attention(4)
-        if has_bias:
-            self.attention.bias = nn.Embedding(8, 4)
+        if is_first:
+            self.bias = nn.Parameter(torch.randn(4, 1, 1))
         self.feed_forward = TwoLayers(nn.ReLU())
 
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        bias = self.bias.expand(-1, *2 * x.shape[1:2]) if bias is None else bias
+        q, k, v = (getattr(self.attention, f"w{part}")(x).unflatten(-1, (-1, 4)).transpose(1, 2) for part in "qkv")
+        y = F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2)
+        return x + self.feed_forward(x), self.attention.wo(y).mean() * bias
 
-def test_what_cannot_be_split_in_one_block_stays_whole_in_all():
-    plan = make_plan(nn.ModuleList(Biased(index == 0) for index in range(3)))
-    assert set(plan.tensor) == {f"{index}.feed_forward.{part}" for index in range(3) for part in ("fc1", "fc2")}
-    assert "it cannot be split in another block of its kind" in plan.sources["tensor"]
+
+class Sharing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 16)
+        self.stack = nn.ModuleList(Shared(index == 0) for index in range(3))
+        for block in self.stack:
+            block.feed_forward = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 16))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, bias = self.words(ids), None
+        for block in self.stack:
+            x, bias = block(x, bias)
+        return x
+
+
+def test_what_blocks_hand_on_to_the_next_stays_as_it_is():
+    plan = make_plan(Sharing())
+    assert set(plan.tensor) == {f"stack.{index}.feed_forward.{part}" for index in range(3) for part in (0, 2)}
+    assert "stack.*.attention.wq, " in plan.sources["tensor"].replace("wk", "wq").replace("wv", "wq")
 
 
 def test_one_module_in_several_places_is_cut_in_all():
@@ -389,43 +412,3 @@ def test_description_folds_repeated_names():
         ["tensor", "model.model.embed_tokens", "vocabulary"],
         ["tensor", "model.model.layers.*.self_attn.q_proj", "colwise"],
     ]
-
-
-# ---- what the source tells -------------------------------------------------------------------------------------------
-
-
-class Around(nn.Module):
-    """Reads the weight of what it holds, and a length for a shape."""
-
-    class Inner(nn.Module):
-        def forward(self, x):
-            return x.view(self.rows, -1)
-
-    def _init_weights(self):
-        self.built.weight = None
-
-    def forward(self, x):
-        return F.linear(x, self.table.weight).split(self.config.width)
-
-
-def test_source_is_parsed_once_a_file(monkeypatch):
-    """Each rank reads the sources of a Hugging Face model: parsed for each class anew they took seconds."""
-
-    def local():
-        class Within(Around):
-            def forward(self, x):
-                return super().forward(x) * self.scale
-
-        return Within
-
-    parsed, parse = [], ast.parse
-    monkeypatch.setattr(plan_code.ast, "parse", lambda *args: parsed.append(1) or parse(*args))
-    plan_code._classes_of.cache_clear()
-    plan_code._read.cache_clear()
-    reads = plan_code.reads_of(local())
-    assert reads.known
-    assert (reads.weights, reads.config) == ({"table"}, {"width"})
-    assert {"scale", "table", "config"} <= reads.attributes
-    assert plan_code.reads_of(Around.Inner).shaping == {"rows"}
-    assert not plan_code.reads_of(type("Made", (nn.Module,), {"__module__": "nowhere"})).known
-    assert len(parsed) == 1

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from trainwright.recipes.gpt_model import GPT, GPTConfig
 from trainwright.strategies import flat_collectives
 from trainwright.strategies.plan import ModelPlan
+from trainwright.strategies.plan_sources import make_plan
 from trainwright.strategies.split_randomness import SplitRandomness, draws_randomly
 from trainwright.strategies.tensor_engine import TensorParallel, validate_tensor
 
@@ -368,7 +369,8 @@ class NormedHeads(nn.Module):
 def beside_differences(sequence: bool) -> tuple[dict[str, float], frozenset[str]]:
     torch.manual_seed(0)
     whole = Stack([NormedHeads(), NormedHeads()], 16)
-    plan = plan_of(2, {"up": "colwise", "down": "rowwise"}, {}, ())
+    said = {"tensor": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}
+    plan = make_plan(whole, said, tensor_size=4, sequence_parallel=sequence)
     values = differences(whole, plan, partial(run_on, floats(2, 8, 16), call), sequence_parallel=sequence)
     return values, TensorParallel(whole, plan, dist.group.WORLD, sequence_parallel=sequence).summed
 
@@ -625,11 +627,6 @@ def test_problems_of_ties_embeddings_and_sides():
     assert "head.weight: none, words.weight: vocabulary are split differently" in text
     normed = Holder(words=nn.Embedding(12, 8, max_norm=1.0))
     assert "max_norm=1.0" in problems(normed, ModelPlan(tensor={"words": "vocabulary"}), 2)
-    gated = Holder(layer=NormedHeads())
-    gated.layer.gate = nn.Parameter(torch.zeros(()))
-    plan = ModelPlan(blocks=("layer",), tensor={"layer.up": "colwise", "layer.down": "rowwise"})
-    assert "layer.gate stands beside split projections" in problems(gated, plan, 2)
-    assert problems(gated, plan, 2, sequence_parallel=True) == ""
 
 
 def odd_sequence() -> str:
@@ -649,12 +646,10 @@ def test_a_sequence_that_does_not_divide_is_refused_in_training_only(ranks):
 
 
 def test_attention_that_is_left_whole_is_refused_where_the_sequence_is_sliced():
-    half = {name: style for name, style in gpt_plan().tensor.items() if "feed_forward" in name}
-    plan = ModelPlan(gpt_plan().blocks, half, whole_inputs=("blocks.0.feed_forward", "blocks.1.feed_forward"))
-    text = problems(gpt(), plan, 2, sequence_parallel=True)
-    assert "blocks.*.attention (Attention) is left whole" in text
-    assert "norm" not in text
-    assert problems(gpt(), plan, 2) == ""
+    said = {"tensor": {"blocks.*.attention.*": "none"}}
+    assert make_plan(gpt(), said, tensor_size=2).tensor
+    with pytest.raises(ValueError, match=r"blocks\.\*\.attention does not compute the same on a slice of the sequence"):
+        make_plan(gpt(), said, tensor_size=2, sequence_parallel=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -90,8 +90,10 @@ def test_every_verb_with_one_process(conf: Path) -> None:
     assert done.returncode == 0, done.stderr
     *_, last = done.stdout.splitlines()
     assert json.loads(last) == [[0, 0, 0, 0, 0, 1], "api", ["loss"]]
-    # A failing run in this process shows its own traceback.
-    assert "ValueError: boom in rank 0" in done.stderr
+    # A failing run in this process tells where in the user's code.
+    assert "trainwright: the run failed with ValueError: boom in rank 0\n" in done.stderr
+    assert 'raise ValueError(f"boom in rank {self.global_rank}")' in done.stderr
+    assert "Traceback" not in done.stderr
     assert "going on from first/checkpoints/step=4" in done.stdout
     _check_first_run()
     assert "test_loss" in Path("test/metrics.csv").read_text()

@@ -25,6 +25,8 @@ class Judge(pl.Callback):
         verdict: what to raise.
     """
 
+    sees_parts = True  # it looks at what this rank holds
+
     keeps_its_state = True
 
     def __init__(self, at: int, verdict: Any) -> None:
@@ -147,6 +149,8 @@ def test_skipping(ranks, place, options):
 class Saves(pl.Callback):
     """Saves a checkpoint after one optimizer step."""
 
+    sees_parts = True  # it looks at what this rank holds
+
     keeps_its_state = True
 
     def __init__(self, folder: str, at: int) -> None:
@@ -189,6 +193,8 @@ def test_resuming_knows_what_is_skipped(ranks, tmp_path, place, save_at):
 
 class Weights(pl.Callback):
     """Weights and learning rate after every micro-batch."""
+
+    sees_parts = True  # it looks at what this rank holds
 
     def __init__(self) -> None:
         self.after: list[tuple[int, float, dict[str, Tensor]]] = []

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from omegaconf import OmegaConf
 
 from tests.trainer.project import command, environment, run_command, write_project
 from trainwright.checkpoint.errors import CheckpointError
+from trainwright.trainer.batch import solve_accumulation
 from trainwright.trainer.launch import external
-from trainwright.trainer.launch.failure import FailureRecorder, first_failure
+from trainwright.trainer.launch.failure import Failure, FailureRecorder, first_failure
 from trainwright.trainer.launch.launcher import Launcher, detect_launcher
 from trainwright.trainer.launch.scratch import remove_abandoned
 from trainwright.trainer.problems import ConfigError
@@ -36,31 +37,67 @@ def conf(tmp_path: Path) -> Path:
 # ---- which rank is to blame ------------------------------------------------------------------------------------------
 
 
-def _fail(folder: Path, rank: int, error: Exception) -> None:
+def _fail(folder: Path, rank: int, error: Exception, module: str = "users_module") -> None:
+    """Record an error that a module raises on a rank."""
     try:
-        raise error
+        exec("raise error", {"__name__": module, "error": error})
     except Exception as raised:
-        FailureRecorder(folder, rank).record(raised)
+        FailureRecorder(folder, rank, folder).record(raised)
 
 
-def test_the_earliest_failure_is_the_cause(tmp_path: Path) -> None:
+def test_the_earliest_error_that_is_no_consequence_is_told_with_the_users_frames_alone(tmp_path: Path) -> None:
+    _fail(tmp_path, 0, RuntimeError("Connection closed by peer"), "torch.distributed.distributed_c10d")
     _fail(tmp_path, 1, ValueError("boom"))
-    _fail(tmp_path, 0, RuntimeError("Connection closed by peer"))
-    error = first_failure(tmp_path, {0: 1, 1: 1}, tmp_path)
+    _fail(tmp_path, 2, RuntimeError("later"))
+    error = first_failure(tmp_path, {0: 1, 1: 1, 2: 1}, tmp_path)
     assert error.rank == 1
-    assert str(error).startswith("rank 1 of 2 failed with ValueError: boom; the others were ended")
-    assert "Traceback (most recent call last)" in str(error)
+    head, *frames, last = str(error).splitlines()
+    assert head == "rank 1 of 3 failed with ValueError: boom; the others were ended"
+    assert last == f"(its traceback is in {tmp_path / 'logs/rank_1.log'})"
+    assert [line.split(", line")[0] for line in frames[::2]] == [f'  File "{__file__}"']
+    for rank, kind in enumerate(("RuntimeError: Connection", "ValueError: boom", "RuntimeError: later")):
+        log = (tmp_path / f"logs/rank_{rank}.log").read_text()
+        assert log.startswith("traceback| Traceback (most recent call last):\n")
+        assert f"traceback| {kind}" in log
+
+
+def _of(raiser: Callable[[], Any]) -> Failure:
+    try:
+        raiser()
+    except Exception as error:
+        return Failure.of(error, 0)
+    raise AssertionError("nothing was raised")
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_who_raised_an_error_decides_what_is_told_of_it() -> None:
+    refused = _of(lambda: solve_accumulation(7, 2, 2, False))
+    assert refused.is_refusal
+    assert refused.place.startswith(f"{__file__}:")
+    bug = _of(lambda: exec("int('x')", {"__name__": "trainwright.trainer.trainer"}))
+    users = _of(lambda: _raise(ValueError("no peer in the store")))
+    assert not bug.is_refusal
+    assert not users.is_refusal
+    assert not users.is_secondary
+    assert not _of(lambda: _raise(RuntimeError("the socket of my data base timed out"))).is_secondary
+    assert not _of(lambda: Path("the/peer/store").read_text()).is_refusal
 
 
 def test_an_error_that_says_it_all_is_shown_without_its_traceback(tmp_path: Path) -> None:
     _fail(tmp_path, 1, CheckpointError("the checkpoint x is damaged"))
     text = str(first_failure(tmp_path, {0: -15, 1: 1}, tmp_path))
     log = tmp_path / "logs/rank_1.log"
-    assert text == f"the checkpoint x is damaged\n(said by rank 1 of 2; its traceback is in {log})"
+    head, last = text.splitlines()
+    assert head == "the checkpoint x is damaged"
+    assert last.startswith(f"(said by rank 1 of 2 at {__file__}:")
+    assert last.endswith(f"; its traceback is in {log})")
 
 
 def test_a_killed_rank_is_the_cause_of_lost_connections(tmp_path: Path) -> None:
-    _fail(tmp_path, 0, RuntimeError("[gloo] Connection closed by peer"))
+    _fail(tmp_path, 0, RuntimeError("[gloo] Connection closed by peer"), "torch.distributed")
     error = first_failure(tmp_path, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGTERM}, tmp_path)
     assert "rank 1 of 3 was ended by SIGKILL" in str(error)
     assert "memory" in str(error)
@@ -71,11 +108,10 @@ def test_a_crash_that_follows_from_an_error_is_not_the_cause(tmp_path: Path) -> 
     assert first_failure(tmp_path, {0: 1, 1: -signal.SIGABRT}, tmp_path).rank == 0
 
 
-def test_the_log_of_the_failing_rank_is_shown(tmp_path: Path) -> None:
+def test_the_log_of_a_rank_that_said_nothing_is_shown(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/rank_1.log").write_text("".join(f"line {number}\n" for number in range(100)))
-    _fail(tmp_path, 1, ValueError("boom"))
-    text = str(first_failure(tmp_path, {0: -15, 1: 1}, tmp_path))
+    text = str(first_failure(tmp_path, {0: -15, 1: -signal.SIGSEGV}, tmp_path))
     assert "line 99" in text
     assert "line 79" not in text
 
@@ -93,6 +129,55 @@ def test_only_the_first_error_of_a_rank_is_kept_and_no_interruption(tmp_path: Pa
     recorder.record(ValueError("first"))
     recorder.record(ValueError("second"))
     assert json.loads((tmp_path / "0.json").read_text())["message"] == "first"
+
+
+SCRIPT = """
+import os, sys
+import lightning.pytorch as pl, torch
+from torch.utils.data import DataLoader, TensorDataset
+from trainwright import Trainer
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch, index):
+        if index == 1 and self.global_rank == 1:
+            os.kill(os.getpid(), 9) if "kill" in sys.argv else self.fail()
+        return self.net(batch[0]).sum()
+
+    def fail(self):
+        raise ValueError("boom")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+data = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4)
+Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=4, **quiet).fit(Module(), data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("raise", "rank 1 of 2 failed with ValueError: boom; the others were ended"),
+        ("kill", "rank 1 of 2 was ended by SIGKILL (from outside"),
+    ],
+)
+def test_a_script_tells_one_error_of_its_ranks(how: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "mine.py", how], capture_output=True, text=True, env=environment(), timeout=120, cwd=tmp_path
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("trainwright: ") == 1, done.stderr
+    assert f"trainwright: {told}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Connection" not in done.stderr
+    assert ("in fail" in done.stderr) == (how == "raise")
+    assert "Traceback" in (tmp_path / "logs/rank_0.log").read_text()  # of the connection that it lost
 
 
 # ---- what is left behind ---------------------------------------------------------------------------------------------
@@ -239,7 +324,8 @@ def test_two_ranks_and_the_ways_they_fail(conf: Path) -> None:
     assert ends["good"].startswith("good {'loss': ")
     assert "RankError rank 1 of 2 failed with ValueError: boom in rank 1; the others were ended" in ends["raise"]
     assert 'raise ValueError(f"boom in rank {self.global_rank}")' in ends["raise"]
-    assert "rank 1 is about to fail" in ends["raise"]  # from its log
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "rank 1 is about to fail" in Path("raise/logs/rank_1.log").read_text()
     assert "RankError rank 1 of 2 was ended by SIGKILL" in ends["kill"]
     assert "RankError rank 0 of 2 called sys.exit(7); the others were ended" in ends["exit"]
     assert "predict {}" in ends["predict"]

@@ -132,7 +132,7 @@ def test_the_command(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["recipe=gpt", "strategy=tensor", "devices=3"], "possible sizes of the tensor axis"),
+        (["recipe=gpt", "strategy=tensor", "devices=5"], "none were recognised"),
         (["recipe=gpt", "-m"], "--multirun with layout"),
         (["recipe=gpt", "--json"], "--json"),
     ],

@@ -83,7 +83,7 @@ def test_sizes_that_cannot_fit_are_not_tried() -> None:
     ],
 )
 def test_why_a_rank_ended(failure: tuple[str, str] | None, exit_code: int, fits: bool | None) -> None:
-    said = None if failure is None else Failure(1, *failure, "", 0)
+    said = None if failure is None else Failure(1, *failure, time_ns=0)
     assert probe._failed(8, RankError("", 1, exit_code, said)).fits is fits
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.trainer.checkpoints import RANK_FILE, cut_short, flip_bit, write_checkpoint
 from trainwright import RunStateCheckpoint, Trainer
 from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.tensor_file import bytes_of
 from trainwright.trainer.resume import look_in
 
 STRATEGIES = [("single", 1), ("ddp", 2), ("zero3", 2)]
@@ -156,15 +157,20 @@ def test_other_folders(tmp_path):
 
 
 def test_what_lightnings_callback_saves(tmp_path):
-    """Folders under our strategies, so a damaged one is found as well."""
+    """Run states under our strategies, so a damaged one is found as well; a file that was cut short is passed over."""
     saver = ModelCheckpoint(str(tmp_path), "{step}", every_n_train_steps=1, save_top_k=-1, save_last=True)
-    trainer_of("single", tmp_path, 3, callbacks=[saver]).fit(Small(), loader())
-    flip_bit(tmp_path / "last.ckpt")
-    saver = ModelCheckpoint(str(tmp_path), save_last=True)
-    module, trainer = Small(), trainer_of("single", tmp_path, 4, callbacks=[saver])
-    with pytest.raises(CheckpointError, match="no good checkpoint.*\n.*last.ckpt: rank_00000"):
-        trainer.fit(module, loader(), ckpt_path=LAST)
-    assert module.began == -1
+    trained = Small()
+    trainer_of("single", tmp_path, 3, callbacks=[saver]).fit(trained, loader())
+    data = (tmp_path / "last.ckpt").read_bytes()
+    at = data.index(bytes(bytes_of(trained.layer.weight.detach())))
+    flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    for damaged, what in ((flipped, r"data\.\d+ .*changed"), (data[:-9], "its end is missing")):
+        (tmp_path / "last.ckpt").write_bytes(damaged)
+        saver = ModelCheckpoint(str(tmp_path), save_last=True)
+        module, trainer = Small(), trainer_of("single", tmp_path, 4, callbacks=[saver])
+        with pytest.raises(CheckpointError, match=rf"no good checkpoint.*\n.*last.ckpt: .*{what}"):
+            trainer.fit(module, loader(), ckpt_path=LAST)
+        assert module.began == -1
 
 
 def fit_from_weights(folder: Path, strategy: str, word: str | None) -> tuple[int, float]:

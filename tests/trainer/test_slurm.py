@@ -148,8 +148,9 @@ def test_the_agents_of_a_job_meet_on_its_first_machine() -> None:
 
 
 def _fails(folder: Path, rank: int, text: str) -> None:
+    """Record an error that torch has raised on a rank."""
     try:
-        raise RuntimeError(text)
+        exec("raise RuntimeError(text)", {"__name__": "torch.distributed", "text": text})
     except RuntimeError as error:
         FailureRecorder(folder, rank).record(error)
 

@@ -1,8 +1,6 @@
 """Which rank failed first, and how: written by the ranks, read by the launching process."""
 
 import json
-import logging
-import re
 import signal
 import time
 import traceback
@@ -10,18 +8,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainwright.callbacks.diverged import DivergedError
-from trainwright.checkpoint.errors import CheckpointError
+from trainwright.trainer.launch.error_text import is_refusal, is_secondary, message_of, place, short_traceback
 from trainwright.trainer.launch.records import write_whole
 from trainwright.trainer.launch.supervisor import Hang
-from trainwright.trainer.problems import ChangedDataError
-
-# Words of an error that a rank raises because another one has gone.
-_CONSEQUENCE = re.compile(
-    r"connection (closed|reset|refused|was)|socket|broken pipe|timed? ?out|gloo|nccl|store|aborted|peer", re.IGNORECASE
-)
 
 _EXIT = SystemExit.__name__
+TRACEBACK_MARK = "traceback| "
+"""Begins each line of a traceback in a log, which those who show logs on a terminal leave out."""
 
 
 @dataclass(frozen=True)
@@ -32,32 +25,57 @@ class Failure:
         rank: global rank.
         kind: name of the exception's class.
         message: its text.
-        traceback: the whole traceback, as Python prints it.
         time_ns: when it was raised, in nanoseconds since 1970.
-        is_told: whether the message says it all, see :func:`is_told`.
+        place: `file:line` of the innermost frame of the user's code; empty where there is none.
+        frames: the user's frames, as Python prints them.
+        is_refusal: whether the message says what is wrong and what to type, so that a traceback would only hide it.
+        is_secondary: whether it was raised because another rank has gone.
     """
 
     rank: int
     kind: str
     message: str
-    traceback: str
     time_ns: int
-    is_told: bool = False
+    place: str = ""
+    frames: str = ""
+    is_refusal: bool = False
+    is_secondary: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> "Failure":
+        """Return what is told of an exception that a rank has raised now."""
+        return cls(
+            rank,
+            kind=type(error).__name__,
+            message=message_of(error),
+            time_ns=time.time_ns(),
+            place=place(error),
+            frames=short_traceback(error),
+            is_refusal=is_refusal(error),
+            is_secondary=is_secondary(error),
+        )
+
+    def paragraph(self, whom: str, others: str, log: Path) -> str:
+        """Return what a person is told.
+
+        Args:
+            whom: which rank of how many.
+            others: what happened to the other ranks.
+            log: where the whole traceback is.
+        """
+        if self.is_refusal:
+            where = f" at {self.place}" if self.place else ""
+            return f"{self.message}\n(said by {whom}{where}; its traceback is in {log})"
+        frames = f"\n{self.frames}" if self.frames else ""
+        return f"{whom} {_how_it_failed(self, self.message)}{others}{frames}\n(its traceback is in {log})"
 
 
-def is_told(error: BaseException) -> bool:
-    """Whether the message of `error` says what is wrong and what to type, so that a traceback would only hide it."""
-    return isinstance(error, (CheckpointError, ChangedDataError, DivergedError))
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Whether `error` reads like what a rank raises because another one has gone."""
-    return isinstance(error, Exception) and _CONSEQUENCE.search(str(error)) is not None
-
-
-def log_traceback(error: BaseException) -> None:
-    """Write a traceback that the terminal does not show into the log of this rank."""
-    logging.getLogger("trainwright").error("the run ends by this error", exc_info=error)
+def write_traceback(error: BaseException, log: Path) -> None:
+    """Append the whole traceback of an error to the log of this rank."""
+    lines = "".join(traceback.format_exception(error)).rstrip().split("\n")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8") as file:
+        file.write("".join(f"{TRACEBACK_MARK}{line}\n" for line in lines))
 
 
 class FailureRecorder:
@@ -69,9 +87,11 @@ class FailureRecorder:
     Args:
         folder: where the records of all ranks lie.
         rank: global rank.
+        run_dir: the run directory, in whose `logs/` the whole traceback is left; None = not known yet.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, run_dir: Path | None = None) -> None:
+        self.run_dir = run_dir
         self._folder = folder
         self._rank = rank
         self._written = False
@@ -81,12 +101,9 @@ class FailureRecorder:
         if self._written or _is_interruption(error):
             return
         self._written = True
-        text = "".join(traceback.format_exception(error))
-        said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else str(error)
-        failure = Failure(self._rank, type(error).__name__, said, text, time.time_ns(), is_told(error))
-        write_whole(self._folder / f"{self._rank}.json", json.dumps(asdict(failure)))
-        if failure.is_told:
-            log_traceback(error)
+        write_whole(self._folder / f"{self._rank}.json", json.dumps(asdict(Failure.of(error, self._rank))))
+        if self.run_dir is not None:
+            write_traceback(error, log_file(self.run_dir, self._rank))
 
 
 def _is_interruption(error: BaseException) -> bool:
@@ -133,12 +150,12 @@ class RankError(RuntimeError):
             return f"rank {self.rank} hangs: {_first_line(self.hang.reason)}"
         if self.failure is not None:
             return f"rank {self.rank} {_how_it_failed(self.failure, _first_line(self.failure.message))}"
-        return f"rank {self.rank} {_how_it_ended(self.exit_code, with_reason=False)}"
+        return f"rank {self.rank} {how_it_ended(self.exit_code, with_reason=False)}"
 
     @property
     def is_cause(self) -> bool:
         """Whether something is known of it that is not just the end of another rank."""
-        return self.hang is not None or (self.failure is not None and not _CONSEQUENCE.search(self.failure.message))
+        return self.hang is not None or (self.failure is not None and not self.failure.is_secondary)
 
     @property
     def exit_code_of_user(self) -> int | None:
@@ -168,13 +185,13 @@ def first_failure(
         return RankError(text, rank, exit_codes[rank], hang=hang)
     failures = sorted(
         (Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")),
-        key=lambda failure: failure.time_ns,
+        key=lambda failure: (failure.is_secondary, failure.time_ns),
     )
     # A killed process leaves no record; what the others then say of lost connections is its consequence.
     told = {failure.rank for failure in failures}
     silent = [rank for rank, code in exit_codes.items() if rank not in told and _died_by_itself(code)]
     cause = failures[0] if failures else None
-    if silent and (cause is None or _CONSEQUENCE.search(cause.message)):
+    if silent and (cause is None or cause.is_secondary):
         return _error(None, silent[0], exit_codes, run_dir)
     rank = cause.rank if cause else next((rank for rank, code in exit_codes.items() if code), 0)
     return _error(cause, rank, exit_codes, run_dir)
@@ -222,18 +239,13 @@ def _error(
     others: str = "; the others were ended",
 ) -> RankError:
     log, whom, exit_code = log_file(run_dir, rank), f"rank {rank} of {len(exit_codes)}", exit_codes.get(rank)
-    if failure is not None and failure.is_told:
-        text = f"{failure.message}\n(said by {whom}; its traceback is in {log})"
-        return RankError(text, rank, exit_code, failure)
     if failure is not None:
-        how = _how_it_failed(failure, failure.message)
-        text = f"{whom} {how}{others}\n\n{failure.traceback.rstrip()}"
-    else:
-        text = f"{whom} {_how_it_ended(exit_code)}{others}"
+        return RankError(failure.paragraph(whom, others, log), rank, exit_code, failure)
+    text = f"{whom} {how_it_ended(exit_code)}{others}"
     tail = _tail(log)
     if tail:
         text += f"\n\nlast lines of {log}:\n{tail}"
-    return RankError(text, rank, exit_code, failure)
+    return RankError(text, rank, exit_code)
 
 
 def log_file(run_dir: Path, rank: int) -> Path:
@@ -261,7 +273,8 @@ def _kind_of_end(exit_code: int | None) -> str:
     return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
 
 
-def _how_it_ended(exit_code: int | None, with_reason: bool = True) -> str:
+def how_it_ended(exit_code: int | None, with_reason: bool = True) -> str:
+    """Return how a process ended that has not said so: `was ended by SIGKILL`, and the likely reason."""
     if exit_code is None:
         return "ended without a word"
     if exit_code >= 0:

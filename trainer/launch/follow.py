@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from trainwright.callbacks.monitor.sample import sampled_ranks
-from trainwright.trainer.launch.failure import log_file
+from trainwright.trainer.launch.failure import TRACEBACK_MARK, log_file
 
 MOST_RANKS = 256
 """Ranks whose logs are shown while a run goes on."""
@@ -37,7 +37,8 @@ class _Growing:
         *whole, self._rest = found.split(b"\n")
         if all_of_it and self._rest:
             whole, self._rest = [*whole, self._rest], b""
-        return [f"{self._name} {_as_shown(line)}" for line in whole]
+        mark = TRACEBACK_MARK.encode()  # the run's error says what is to be known
+        return [f"{self._name} {_as_shown(line)}" for line in whole if not line.startswith(mark)]
 
 
 def _as_shown(line: bytes) -> str:

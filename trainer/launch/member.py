@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.trainer.launch.environment import of_rank
-from trainwright.trainer.launch.failure import FailureRecorder, is_consequence, log_file
+from trainwright.trainer.launch.error_text import is_secondary
+from trainwright.trainer.launch.failure import FailureRecorder, log_file
 from trainwright.trainer.launch.forkserver import become_ordinary
 from trainwright.trainer.launch.mailbox import NOW, Announcement, Left, Mailbox, records_of, waited
 from trainwright.trainer.launch.output import Output
@@ -124,7 +125,7 @@ class Member:
         os.environ.update(of_rank(rank, len(announcement.members), announcement.port, announcement.generation))
         self._output.to(None if rank == 0 else log_file(self._run_dir, rank))
         records = records_of(self._records, announcement.generation)
-        self._recorder = FailureRecorder(records, rank)
+        self._recorder = FailureRecorder(records, rank, self._run_dir)
         callbacks = [BeginningReport(records), self._regrouping(cfg, StepRecord(records, rank))]
         seen: list[BaseException] = []
         try:
@@ -189,7 +190,7 @@ class Member:
             return True
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return False
-        if is_consequence(error):
+        if is_secondary(error):
             return True
         # What breaks because another member is gone need not say so; the launching process calls when one is.
         called: int | None = waited(lambda: self._mailbox.board.called(generation), _DOUBT_SECONDS)

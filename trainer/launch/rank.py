@@ -31,6 +31,7 @@ def rank_main(environment: Mapping[str, str], verb: str, folder: Path, records: 
     try:
         become_ordinary()
         cfg = read_config(folder)
+        recorder.run_dir = Path(cfg.run_dir)
         if rank != 0:
             Output().to(log_file(Path(cfg.run_dir), rank))
         launcher = multiprocessing.parent_process()

@@ -62,6 +62,7 @@ class ShutdownWatch:
         self._stopped = False
         self._allowance: Allowance | None = None
         self._end: _End | None = None
+        self._thread: threading.Thread | None = None
 
     @classmethod
     def of_process(cls) -> ShutdownWatch | None:
@@ -73,7 +74,8 @@ class ShutdownWatch:
         os.set_blocking(self._write, False)
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         ShutdownWatch._of_process = self
-        threading.Thread(target=self._watch, name="trainwright-shutdown-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="trainwright-shutdown-watch", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """End watching; only the main thread may call this."""
@@ -83,6 +85,8 @@ class ShutdownWatch:
             ShutdownWatch._of_process = None
         self._wake()  # a child that was forked meanwhile holds the pipe open
         os.close(self._write)
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
 
     def allow(self, allowance: Allowance) -> Callable[[], None]:
         """Give the process more time after certain signals; returns how to end that.

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from trainwright.strategies.gathering import parameter_groups
+from trainwright.strategies.pipeline.block_values import HookRange
+from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.form import Form, take_apart
 from trainwright.strategies.pipeline.gates import Gates, StagePass
+from trainwright.strategies.pipeline.routes import Routes
 from trainwright.strategies.pipeline.stage import arrive
 from trainwright.strategies.reducer import GradientReducer
 from trainwright.strategies.shards import ParameterShard
@@ -172,7 +176,10 @@ class PipelinePass:
         spans: Sequence[range],
     ) -> None:
         self._forward_step, self._averaging, self._step, self._form = forward, averaging, step, form
-        self._actions, self._names, self._spans = actions, list(blocks), spans
+        self._actions, self._names = actions, list(blocks)
+        cut = cast(PipelineCut, SimpleNamespace(names=self._names, spans=spans, stages=len(spans), ghosts={}))
+        # What else than outputs travels is found out by a step of real numbers.
+        self._routes = Routes(cut, HookRange(0, 0), [frozenset()] * len(spans))
         # By stage and micro-batch: what a forward has returned, and the leaves of its graph.
         self._waiting: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         self._gates = Gates(list(blocks.values()))
@@ -194,7 +201,7 @@ class PipelinePass:
         leaves: tuple[Tensor, ...] = ()
         if stage > 0:
             received, leaves = arrive(self._form, [each.empty(torch.device("cpu")) for each in self._form.tensors])
-        run = self._gates.current = StagePass(self._names, self._spans[stage], received)
+        run = self._gates.current = StagePass(self._routes, stage, received)
         self._step.guard = run.run
         try:
             output = self._forward_step()

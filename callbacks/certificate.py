@@ -1,0 +1,57 @@
+"""The certificate of a run, kept where people look for it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+
+from trainwright.callbacks.monitor.records import tell
+
+FILE = "certificate.json"
+
+
+class CertificateRecord(Callback):
+    """Writes ``certificate.json`` into the run directory and records an event, once a certificate was made.
+
+    The file holds the layout, whether the numbers agree, losses, the largest difference of a gradient and the names of
+    parameters that differ; see :class:`~trainwright.strategies.certificate.compare.Comparison`. Without a certificate
+    (one process, ``certificate="off"``, a resumed run that was certified) there is neither.
+
+    Args:
+        console: where one line is printed; ``None``: standard output.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._written: Any = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record a certificate that was made before this step."""
+        self._record(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Record a certificate that ended the run."""
+        self._record(trainer)
+
+    def _record(self, trainer: Trainer) -> None:
+        outcome = getattr(getattr(trainer.strategy, "certificate", None), "outcome", None)
+        if outcome is None or outcome is self._written:
+            return
+        self._written = outcome
+        if not trainer.is_global_zero:
+            return
+        document = {"layout": str(trainer.strategy.layout), **outcome.record()}  # type: ignore[attr-defined]
+        path = Path(trainer.default_root_dir, FILE)
+        partial = path.with_suffix(".json.partial")
+        partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+        text = f"certified: {outcome.summary()}" if outcome.holds else f"not certified: {outcome.problem()}"
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+        tell(trainer, "event", {"what": "certificate", "text": text, "seconds": outcome.seconds})

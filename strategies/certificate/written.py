@@ -1,0 +1,174 @@
+"""The module as its user wrote it, while a layout has replaced parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainwright.strategies.pipeline.cut import refresh_recurrent
+
+# Attributes of every module that hold others by key, and are changed in place.
+_TABLES = (
+    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+_NAME = "_trainwright_as_written"
+# Not remembered between steps: they would keep whole tensors alive of which a rank holds a part.
+_TENSORS = ("_parameters", "_buffers", "_flat_weights")
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class WrittenParameter:
+    """One parameter of the module as written.
+
+    Args:
+        name: its fully qualified name, the first of a tied one.
+        shape: of the whole.
+        requires_grad: whether it was trained when the run was set up.
+        slots: every module that registers it, and the name there.
+        hooks: on its gradient, as the user has registered them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    requires_grad: bool
+    slots: tuple[tuple[nn.Module, str], ...]
+    hooks: tuple[Any, ...] = ()
+
+
+@dataclass
+class _Looks:
+    """A submodule as it was: its class, attributes and the contents of its tables."""
+
+    kind: type
+    attributes: dict[str, Any]
+    tables: dict[str, dict[Any, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, module: nn.Module, without: Collection[str] = ()) -> _Looks:
+        values = vars(module)
+        tables = {name: dict(values[name]) for name in _TABLES if name in values and name not in without}
+        attributes = {k: v for k, v in values.items() if k not in _TABLES and k not in without}
+        return cls(type(module), attributes, tables)
+
+
+class AsWritten:
+    """Remembers a module before a strategy replaces classes, forwards, hooks and parameters, and can show it so again.
+
+    Nothing is copied: the same module objects are changed for a while, so whatever refers to them (hooks, closures of
+    the user) goes on to work.
+
+    Args:
+        module: whole, before anything was cut, wrapped or hooked.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        # By place in a list: some modules (metrics) hash by what they hold.
+        self._all = list(module.modules())
+        self._before = [_Looks.of(sub, _TENSORS) for sub in self._all]
+        self.is_new = True
+        """Whether no run has set the module up yet, so that its parameters are whole."""
+        self._names: dict[int, str] = {id(sub): name for name, sub in module.named_modules()}
+        self._after: list[_Looks] = []
+        slots: dict[int, list[tuple[nn.Module, str]]] = {}
+        named: dict[int, tuple[str, Tensor]] = {}
+        for prefix, sub in module.named_modules():
+            for key, parameter in sub._parameters.items():
+                if parameter is not None:
+                    slots.setdefault(id(parameter), []).append((sub, key))
+                    named.setdefault(id(parameter), (f"{prefix}.{key}" if prefix else key, parameter))
+        self.parameters = tuple(
+            WrittenParameter(
+                name, tuple(p.shape), p.requires_grad, tuple(slots[key]), tuple((p._backward_hooks or {}).values())
+            )
+            for key, (name, p) in named.items()
+        )
+
+    @classmethod
+    def of(cls, module: nn.Module) -> AsWritten:
+        """What was remembered of ``module`` when its first run was set up; now, where this is the first."""
+        known = module.__dict__.get(_NAME)
+        if known is None:
+            known = cls(module)
+            object.__setattr__(module, _NAME, known)
+        return known
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the module begins anew."""
+
+    def __reduce__(self) -> Any:
+        """A module that is sent elsewhere begins anew there."""
+        return _nothing, ()
+
+    def name_of(self, module: nn.Module) -> str:
+        """Fully qualified name of a submodule, the first of one that is registered several times."""
+        return self._names[id(module)]
+
+    def set_up(self) -> None:
+        """Take note of what the strategy has replaced; to be called when a run is set up."""
+        self._after = [_Looks.of(sub, _TENSORS) for sub in self._all]
+        self.is_new = False
+
+    @contextmanager
+    def shown(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """The module as written, as long as it is entered.
+
+        Args:
+            parameters: what stands for each parameter, by name.
+        """
+        now = [_Looks.of(sub) for sub in self._all]
+        try:
+            for place in range(len(self._all)):
+                self._show(place)
+            for written in self.parameters:
+                for owner, key in written.slots:
+                    owner.__dict__.pop(key, None)  # what stood for a parameter of another stage
+                    owner._parameters[key] = parameters[written.name]
+            for sub in self._all:
+                refresh_recurrent(sub)
+            yield
+        finally:
+            for sub, looks in zip(self._all, now, strict=True):
+                _put(sub, looks, vars(sub))
+
+    def _show(self, place: int) -> None:
+        """Undo on one module what setting up the run has changed."""
+        sub = self._all[place]
+        before, after, values = self._before[place], self._after[place], vars(sub)
+        if type(sub) is after.kind is not before.kind:
+            sub.__class__ = before.kind
+        for key in before.attributes.keys() | after.attributes.keys():
+            was, became = before.attributes.get(key, _ABSENT), after.attributes.get(key, _ABSENT)
+            if was is not became and values.get(key, _ABSENT) is became:
+                values.pop(key, None)
+                if was is not _ABSENT:
+                    values[key] = was
+        for name, was_table in before.tables.items():
+            table, became_table = values[name], after.tables.get(name, {})
+            for key in [k for k in table if k in became_table and k not in was_table]:
+                del table[key]
+            for key, value in was_table.items():
+                if table.get(key, _ABSENT) is became_table.get(key, _ABSENT) is not value:
+                    table[key] = value
+
+
+def _nothing() -> None:
+    """What is there in place of a record that was sent."""
+
+
+def _put(sub: nn.Module, looks: _Looks, values: dict[str, Any]) -> None:
+    """Make ``sub`` look exactly as remembered."""
+    if type(sub) is not looks.kind:
+        sub.__class__ = looks.kind
+    tables = {name: values[name] for name in looks.tables}
+    values.clear()
+    values.update(looks.attributes)
+    for name, content in looks.tables.items():
+        tables[name].clear()
+        tables[name].update(content)
+        values[name] = tables[name]

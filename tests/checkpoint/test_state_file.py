@@ -1,0 +1,173 @@
+"""Run states in one file: what torch and Lightning read of it, and that nothing damaged or foreign is taken for one."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoint.payload import evil
+from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from trainwright.checkpoint.importing import import_checkpoint
+from trainwright.checkpoint.ordinary import load_ordinary
+from trainwright.checkpoint.parts import TensorParts
+from trainwright.checkpoint.run_state import RunState, StoredTensor, holds_run_state
+from trainwright.checkpoint.save import Content
+from trainwright.checkpoint.state_file import write_file
+from trainwright.checkpoint.torch_file import LazyTensor
+from trainwright.checkpoint.tree import encode
+
+W, MOMENT, OWN = torch.arange(12.0).reshape(3, 4), torch.full((3, 4), 0.5), torch.arange(5, dtype=torch.uint8)
+
+
+def content() -> Content:
+    tensors = {"weights/w": W, "optimizer/0/w/exp_avg": MOMENT, "rank/0/torch": OWN}
+    kept = {"state_dict": {"w": W, "tied": W}, "optimizer_states": [{"state": {"w": {"exp_avg": MOMENT}}}]}
+    keys = {id(W): "weights/w", id(MOMENT): "optimizer/0/w/exp_avg"}
+    group = {"lr": 0.1, "params": ["w"]}
+    tree = {
+        **encode(kept, lambda _, tensor: keys[id(tensor)]),
+        "epoch": 1,
+        "global_step": 7,
+        "hyper_parameters": encode({"folder": Path("a/b"), "rate": float("inf")}, lambda *_: ""),
+    }
+    tree["optimizer_states"][0] |= {"by_name": True, "param_groups": [group]}
+    about = {"step": 7, "kind": "run state", "layout": {}}
+    return Content(tree, {key: TensorParts.whole(value) for key, value in tensors.items()}, about)
+
+
+def read(state: RunState) -> dict[str, Tensor]:
+    return {key: state.read(key) for key in state.keys()}  # noqa: SIM118 - a source is no dict
+
+
+@pytest.mark.parametrize("place", ["local", "memory://state_file"])
+def test_one_file_for_torch_and_for_us(tmp_path, place):
+    path = f"{tmp_path if place == 'local' else place}/x.ckpt"
+    write_file(content(), path)
+    with fsspec.open(path, "rb") as file:
+        loaded = torch.load(io.BytesIO(file.read()))  # weights_only=True is torch's default
+    assert torch.equal(loaded["state_dict"]["w"], W)
+    assert loaded["state_dict"]["tied"].data_ptr() == loaded["state_dict"]["w"].data_ptr()
+    assert loaded["optimizer_states"][0]["param_groups"] == [{"lr": 0.1, "params": [0]}]
+    assert torch.equal(loaded["optimizer_states"][0]["state"][0]["exp_avg"], MOMENT)
+    assert (loaded["global_step"], loaded["hyper_parameters"]) == (7, {"folder": "a/b", "rate": float("inf")})
+    assert load_ordinary(path).keys() == loaded.keys()
+    state = RunState.open(path)
+    assert (state.about["step"], state.tree["hyper_parameters"]["folder"]) == (7, Path("a/b"))
+    assert isinstance(state.tree["state_dict"]["w"], StoredTensor)
+    found = read(state)
+    assert found.keys() == {"weights/w", "optimizer/0/w/exp_avg", "rank/0/torch"}
+    assert torch.equal(found["rank/0/torch"], OWN)
+    assert torch.equal(state.read("weights/w", (1, 1), (2, 2)), W[1:3, 1:3])
+
+
+def test_as_a_folder(tmp_path):
+    write_file(content(), str(tmp_path / "x.ckpt"))
+    import_checkpoint(str(tmp_path / "x.ckpt"), tmp_path / "folder")
+    folder, file = (RunState.open(str(tmp_path / name)) for name in ("folder", "x.ckpt"))
+    assert folder.plain_tree == file.plain_tree
+    found = read(folder)
+    assert all(torch.equal(value, found[key]) for key, value in read(file).items())
+
+
+def test_what_is_there_is_replaced_at_once_or_not_at_all(tmp_path, monkeypatch):
+    path = str(tmp_path / "x.ckpt")
+    import_checkpoint(_written(tmp_path / "other.ckpt"), path)  # a folder, as another layout leaves it
+    write_file(content(), path)
+    assert Path(path).is_file()
+    before = Path(path).read_bytes()
+    monkeypatch.setattr(LazyTensor, "nbytes", property(lambda _: 1 << 62))
+    with pytest.raises(CheckpointError, match="free"):
+        write_file(content(), path)
+    monkeypatch.undo()
+    broken = content()
+    broken.tensors["weights/w"] = TensorParts((3, 4), torch.float32, [((0, 0), W[:2])])
+    with pytest.raises(CheckpointError, match="holds 8 of the 12 elements of weights/w"):
+        write_file(broken, path)
+    assert Path(path).read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["other.ckpt", "x.ckpt"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years")
+    with pytest.raises(CheckpointError, match=r"thesis\.txt"):
+        write_file(content(), str(tmp_path / "mine"))
+
+
+def _written(path: Path) -> str:
+    write_file(content(), str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("record", ["data/0", "data/2", "data.pkl", "state.json", "tensors.json", "manifest.json"])
+def test_a_changed_bit_is_found(tmp_path, record):
+    path = _written(tmp_path / "x.ckpt")
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo(f"archive/{record}")
+        data = archive.read(info)
+    whole = bytearray(Path(path).read_bytes())
+    at = whole.index(data, info.header_offset) + info.file_size // 2
+    whole[at] ^= 4
+    Path(path).write_bytes(whole)
+    assert holds_run_state(path)
+    with pytest.raises(DamagedCheckpoint, match=record.replace("/", r"\.")):
+        RunState.open(path)
+
+
+def test_what_lost_its_manifest_or_its_end_is_damaged(tmp_path):
+    path = _written(tmp_path / "x.ckpt")
+    _rewritten(path, {"manifest.json": None})
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
+        RunState.open(path)
+    path = _written(tmp_path / "x.ckpt")
+    Path(path).write_bytes(Path(path).read_bytes()[:-40])
+    with pytest.raises(DamagedCheckpoint, match="its end is missing"):
+        load_ordinary(path)
+    path = _written(tmp_path / "x.ckpt")
+    _rewritten(path, {}, zipfile.ZIP_DEFLATED)
+    with pytest.raises(CheckpointError, match="compressed"):
+        RunState.open(path)
+
+
+def _rewritten(path: str, exchanged: dict[str, bytes | None], compression: int = zipfile.ZIP_STORED) -> None:
+    with zipfile.ZipFile(path) as old:
+        records = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as new:
+        for name, data in records.items():
+            data = exchanged.get(name.partition("/")[2], data)  # type: ignore[assignment]
+            if data is not None:
+                new.writestr(name, data)
+
+
+def test_a_pickle_in_it_never_runs(tmp_path):
+    """Neither one that was put in later nor one whose hash its writer knew."""
+    path, touch = _written(tmp_path / "x.ckpt"), tmp_path / "touched"
+    buffer = io.BytesIO()
+    torch.save({"state_dict": evil(touch)}, buffer)
+    with zipfile.ZipFile(buffer) as archive:
+        data = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    _rewritten(path, {"data.pkl": data})
+    with pytest.raises(DamagedCheckpoint, match=r"data\.pkl"):
+        RunState.open(path)
+    state = RunState.open(path, verify_files=False)
+    assert torch.equal(read(state)["weights/w"], W)
+    assert state.tree["global_step"] == 7
+    with pytest.raises(CheckpointError, match="trust"):
+        load_ordinary(path)
+    assert not touch.exists()
+
+
+def _loaded_and_saved(path: Path) -> Any:
+    torch.save(torch.load(path), path)
+
+
+def test_what_torch_has_saved_anew_is_an_ordinary_file(tmp_path):
+    path = _written(tmp_path / "x.ckpt")
+    _loaded_and_saved(Path(path))
+    assert not holds_run_state(path)
+    assert torch.equal(load_ordinary(path)["state_dict"]["w"], W)

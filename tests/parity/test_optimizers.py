@@ -1,0 +1,243 @@
+"""Optimizers under layouts: equal to one process whatever a step needs of a weight, or refused before the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.parity.harness import Record, differences, make_trainer, world_size
+from tests.parity.layout_modules import make_module
+from tests.parity.layouts import LayoutCase, Texts, WholeRecorder, assert_layouts, reference, run_all
+from tests.strategies.traffic import recorded
+from trainwright.strategies.layout import Layout
+
+Ranks = Callable[..., list[Any]]
+
+ELEMENTWISE = ("rprop", "asgd", "adagrad")
+WHOLE = ("adafactor", "orthogonal", "lars", "lamb", "centralized")
+REFUSED = {
+    "lamb of all": "uses values of several parameters at once",
+    "noisy": "draws random numbers",
+    "sam": "Sam called its closure 8 times in 4 trial steps",
+    "lbfgs": "LBFGS called its closure",
+    "keeps a list": "KeepsList keeps parameters outside of its param_groups",
+    "sparse adam": "SparseAdam does not support dense gradients",
+}
+ZERO: Mapping[str, Mapping[str, Any]] = {"zero1": {}, "zero2": {"offload": "optimizer"}, "zero3": {}}
+
+
+@pytest.mark.parametrize("strategy", [*ZERO, "tensor"])
+def test_equal_on_two_ranks(ranks: Ranks, strategy: str) -> None:
+    """With accumulation under ZeRO: what is stepped whole is the gradient of a whole step."""
+    case = LayoutCase("gpt-small", {"tensor": 2, "shard": 1} if strategy == "tensor" else ZERO[strategy], clip=0.2)
+    case = replace(case, strategy=strategy, accumulation=1 if strategy == "tensor" else 2)
+    assert_layouts(ranks, 2, [replace(case, optimizer=name) for name in (*ELEMENTWISE, *WHOLE)])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor": 2, "shard": 2},
+        {"tensor": 2, "shard": 2, "stage": 1},
+        {"pipeline": 2, "shard": 2, "stage": 2},
+        {"replicate": 2, "shard": 2},
+    ],
+)
+def test_equal_on_four_ranks(ranks: Ranks, options: dict[str, Any]) -> None:
+    """What is split along two axes is put together from both."""
+    case = LayoutCase("gpt-small", options, clip=0.2)
+    assert_layouts(ranks, 4, [replace(case, optimizer=name) for name in ("adafactor", "orthogonal", "lamb")])
+
+
+def test_experts(ranks: Ranks) -> None:
+    """Experts are shared by other ranks than the rest."""
+    cases = [LayoutCase("mixtral", {"expert": 2}, optimizer=name) for name in ("lars", "adafactor")]
+    assert_layouts(ranks, 2, cases)
+
+
+def test_muon_is_that_of_ddp(ranks: Ranks) -> None:
+    """To the bit: it rounds to bfloat16, where a gradient that was summed in another order is another one."""
+    cases = [LayoutCase("gpt-small", strategy=name, optimizer="muon") for name in ("ddp", *ZERO)]
+    for ddp, *others in ranks(run_all, 2, cases, timeout=120):
+        for record in others:
+            assert record.losses == ddp.losses
+            assert all(torch.equal(record.parameters[name], value) for name, value in ddp.parameters.items())
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------------
+
+
+def _refusals(names: list[str], strategy: str, options: dict[str, Any]) -> list[tuple[str, bool]]:
+    """Messages, and whether all weights (those of other stages left out) are as they were."""
+    found = []
+    for name in names:
+        module = make_module("gpt-small", name)
+        trainer = make_trainer(strategy, options, max_steps=2, max_epochs=-1)
+        before = {n: p.detach().clone() for n, p in module.named_parameters()}
+        with pytest.raises(ValueError, match=r"Type strategy=ddp, or") as error:
+            trainer.fit(module, DataLoader(Texts(8, 9), batch_size=4))
+        same = all(p.shape != before[n].shape or torch.equal(p, before[n]) for n, p in module.named_parameters())
+        found.append((str(error.value), same))
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("zero2", {}), ("pipeline", {"pipeline": 2})])
+def test_refused(ranks: Ranks, strategy: str, options: dict[str, Any]) -> None:
+    """Before any weight changes, on every rank, in one paragraph that names what was measured and what to type."""
+    layout = "strategy=zero2" if strategy == "zero2" else "pipeline=2"
+    for found in ranks(_refusals, 2, list(REFUSED), strategy, options, timeout=120):
+        for (message, is_untouched), expected in zip(found, REFUSED.values(), strict=True):
+            assert expected in message
+            assert layout in message
+            assert "\n" not in message
+            assert is_untouched
+
+
+class _Rows(pl.LightningModule):
+    """A table whose gradient is sparse, by its class or by its forward, or whose values are complex."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.table = nn.Embedding(24, 4, sparse=kind == "sparse table")
+        if kind == "complex":
+            self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        rows = F.embedding(batch["tokens"], self.table.weight, sparse=self.kind != "complex")
+        return (rows * self.phase).abs().mean() if self.kind == "complex" else rows.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _tables(kind: str, strategy: str) -> tuple[str, bool]:
+    """The refusal of a strategy, and whether weights are as they were; what is said to work is tried."""
+    module = _Rows(kind)
+    before = module.table.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"Type (strategy=ddp, or|sparse=False)") as error:
+        make_trainer(strategy, max_steps=1, max_epochs=-1).fit(module, DataLoader(Texts(8, 9), batch_size=2))
+    same = torch.equal(module.table.weight, before)
+    for name in (name for name in ("ddp", "zero2") if f"strategy={name}" in str(error.value) and name != strategy):
+        make_trainer(name, max_steps=1, max_epochs=-1).fit(_Rows(kind), DataLoader(Texts(8, 9), batch_size=2))
+    return str(error.value), same
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "expected"),
+    [
+        ("sparse table", "zero3", "table (Embedding) has sparse=True, and strategy=zero3 splits dense gradients"),
+        ("sparse rows", "zero2", "shape (24, 4) got a sparse gradient"),
+        ("complex", "zero3", "phase is complex (torch.complex64), and strategy=zero3"),
+    ],
+)
+def test_gradients_that_cannot_be_split(ranks: Ranks, kind: str, strategy: str, expected: str) -> None:
+    """Refused before a weight changes; and what the message says to type works."""
+    for message, is_untouched in ranks(_tables, 1, kind, strategy):
+        assert expected in message
+        assert is_untouched
+
+
+def test_one_rank_may_take_all(ranks: Ranks) -> None:
+    """What needs all parameters at once is no problem where each rank has them all."""
+    assert_layouts(ranks, 1, [LayoutCase("gpt-small", strategy="zero2", optimizer="lamb of all")])
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+class _Weigher(WholeRecorder):
+    """Bytes of optimizer state on this rank, and of what it would be in all."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_end(trainer, pl_module)
+        self.held = trainer.strategy.held_bytes().optimizer
+
+
+def _weighed(strategy: str, options: dict[str, Any]) -> tuple[int, int, int]:
+    """Bytes of this rank's optimizer state; of all of it, and of the largest of a parameter, on one process."""
+    weigher, module = _Weigher(), make_module("gpt-small", "lamb")
+    sizes = [8 * p.numel() for p in module.parameters()]
+    trainer = make_trainer(strategy, options, max_steps=2, max_epochs=-1, callbacks=[weigher])
+    trainer.fit(module, DataLoader(Texts(16, 9), batch_size=4))
+    return weigher.held, sum(sizes), max(sizes)
+
+
+@pytest.mark.parametrize(("strategy", "size", "options"), [("zero3", 2, {}), ("hybrid", 4, {"tensor": 2, "shard": 2})])
+def test_bytes_of_state(ranks: Ranks, strategy: str, size: int, options: dict[str, Any]) -> None:
+    """Each rank has the state of its parameters alone: all have it once, and none more than its share and one."""
+    found = ranks(_weighed, size, strategy, options)
+    for held, total, largest in found:
+        assert held <= total / size + largest
+    assert sum(held for held, _, _ in found) == found[0][1]
+
+
+class _Listener(pl.Callback):
+    """Elements of each exchange between owners and the others, in the last step."""
+
+    def on_before_optimizer_step(self, trainer: Any, *args: Any) -> None:
+        self.context = recorded()
+        self.calls = self.context.__enter__()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.context.__exit__(None, None, None)
+        self.sent = [call.elements for call in self.calls if call.name == "all_to_all"]
+
+
+def _exchanges(strategy: str) -> tuple[list[int], int, int]:
+    """Elements of each exchange; of all parameters, and of the largest."""
+    listener, module = _Listener(), make_module("gpt-small", "lamb")
+    sizes = [p.numel() for p in module.parameters()]
+    trainer = make_trainer(strategy, max_steps=2, max_epochs=-1, callbacks=[listener])
+    trainer.fit(module, DataLoader(Texts(16, 9), batch_size=4))
+    return listener.sent, sum(sizes), max(sizes)
+
+
+@pytest.mark.parametrize(("strategy", "exchanges"), [("zero2", 2), ("zero3", 3)])
+def test_what_is_sent(ranks: Ranks, strategy: str, exchanges: int) -> None:
+    """Gradients there and parameters back, and parameters there where owners have parts alone; no more than a share."""
+    for sent, total, largest in ranks(_exchanges, 2, strategy):
+        assert len(sent) == exchanges
+        assert all(total / 8 <= each <= total / 2 + largest for each in sent)
+
+
+def _fit(strategy: str, options: dict[str, Any], optimizer: str, folder: str, resumed: bool) -> Record:
+    layout = Layout(**{"shard": -1, **{k: v for k, v in options.items() if k in Layout().sizes}}).resolve(world_size())
+    recorder, data_ranks = WholeRecorder(), 1 if strategy == "single" else layout.data_ranks
+    trainer = make_trainer(
+        strategy, options, global_batch_size=8, max_steps=4 if resumed else 2, max_epochs=-1, callbacks=[recorder]
+    )
+    trainer.fit(
+        make_module("gpt-small", optimizer),
+        DataLoader(Texts(32, 9), batch_size=8 // data_ranks),
+        ckpt_path=folder if resumed else None,
+    )
+    if not resumed:
+        trainer.save_checkpoint(folder)
+    return recorder.record
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "adafactor"])
+def test_resumed_under_other_layouts(ranks: Ranks, tmp_path: Path, optimizer: str) -> None:
+    """Whole states of owners, and states that are not shaped as their parameter, go from layout to layout."""
+    case = LayoutCase("gpt-small", optimizer=optimizer, steps=4, samples=32)
+    expected = reference(case)
+    expected.losses[:2] = []
+    first, second = str(tmp_path / "zero2"), str(tmp_path / "tensor")
+    ranks(_fit, 2, "zero2", {}, optimizer, first, False)
+    ranks(_fit, 2, "tensor", {"tensor": 2, "shard": 1}, optimizer, second, False)
+    found = [
+        *ranks(_fit, 2, "tensor", {"tensor": 2, "shard": 1}, optimizer, first, True),
+        *ranks(_fit, 1, "single", {}, optimizer, first, True, init_group=False),
+        *ranks(_fit, 2, "zero3", {}, optimizer, second, True),
+    ]
+    assert not [difference for record in found for difference in differences(record, expected)]

@@ -1,0 +1,248 @@
+"""What users read and write in hooks is whole under every layout, and what they write lasts; or they are told."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, prune, vector_to_parameters
+from torch.utils.data import DataLoader
+
+from tests.parity.harness import QUIET, Record, differences
+from tests.parity.layout_modules import LanguageModel
+from tests.parity.layouts import Texts, WholeRecorder
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero1": (2, {"stage": 1}),
+    "zero3": (2, {"stage": 3}),
+    "zero2, offload": (2, {"stage": 2, "offload": "optimizer"}),
+    "tensor": (2, {"tensor": 2}),
+    "pipeline": (2, {"pipeline": 2}),
+    "expert": (2, {"expert": 2}),
+    "tensor x shard": (4, {"tensor": 2, "shard": 2}),
+    "pipeline x shard": (4, {"pipeline": 2, "shard": 2}),
+}
+
+
+class InHooks(LanguageModel):
+    """Does in hooks what people do with parameters and gradients."""
+
+    def __init__(self, network: str) -> None:
+        super().__init__(network)
+        self.seen: list[float] = []
+
+    def on_train_start(self) -> None:
+        self.average = [parameter.detach().clone() for parameter in self.parameters()]
+
+    def on_after_backward(self) -> None:
+        for name, parameter in self.named_parameters():
+            if "norm" in name:
+                parameter.grad = None
+            elif parameter.grad is not None:  # centralised
+                parameter.grad = parameter.grad - parameter.grad.mean()
+        penalty = sum((p.square().sum() for p in self.parameters() if p.dim() > 1), torch.zeros(()))
+        (1e-2 * penalty).backward()
+        clip_grad_value_(self.net.parameters(), 1e-2)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = pl.utilities.grad_norm(self, norm_type=2)
+        self.log_dict(norms)
+        self.seen += [len(norms), float(norms["grad_2.0_norm_total"])]
+        if self.global_step == 2:
+            optimizer.param_groups[0]["params"][0].grad.mul_(2)
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(float(clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)))
+        self.clip_gradients(optimizer, gradient_clip_val=0.04, gradient_clip_algorithm="norm")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            torch.manual_seed(0)
+            self.net.apply(_reset)
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+        for average, parameter in zip(self.average, self.parameters(), strict=True):
+            average.lerp_(parameter.detach(), 0.3)
+        self.seen.append(float(parameters_to_vector(self.parameters()).detach().std()))
+        self.seen += [float(value.norm()) for value in self.net.state_dict().values()][:3]
+        next(self.parameters()).data.mul_(0.9)
+        self.seen += [float(value.norm()) for _, value in self.trainer.strategy.whole_parameters()][:2]
+
+    def on_train_epoch_end(self) -> None:
+        vector_to_parameters(torch.cat([average.view(-1) for average in self.average]), self.parameters())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen += [float(value.norm()) for value in checkpoint["state_dict"].values()]
+        name = next(iter(checkpoint["state_dict"]))
+        checkpoint["state_dict"][name] = checkpoint["state_dict"][name] * 2
+
+
+def _reset(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.orthogonal_(module.weight)
+
+
+def strategy_of(layout: str) -> Any:
+    from trainwright.strategies.registry import make_strategy
+
+    return make_strategy("single") if layout == "single" else make_strategy("hybrid", **LAYOUTS[layout][1])
+
+
+def fit(layout: str, module: pl.LightningModule, **options: Any) -> tuple[Any, Record]:
+    from trainwright.trainer.trainer import Trainer
+
+    recorder, strategy = WholeRecorder(), strategy_of(layout)
+    world = 1 if layout == "single" else LAYOUTS[layout][0]
+    ranks = 1 if layout == "single" else strategy._open_layout.resolve(world).data_ranks
+    callbacks = [recorder, *options.pop("callbacks", [])]
+    trainer = Trainer(
+        strategy=strategy, devices=world, global_batch_size=8, max_epochs=1, callbacks=callbacks, **{**QUIET, **options}
+    )
+    trainer.fit(module, DataLoader(Texts(24), batch_size=8 // ranks))
+    return trainer, recorder.record
+
+
+def use_hooks(layout: str, network: str) -> tuple[Record, list[float], dict[str, Tensor]]:
+    torch.manual_seed(3)
+    module = InHooks(network)
+    trainer, record = fit(layout, module)
+    path = f"saved-{layout}"  # under single a file, else a folder
+    trainer.save_checkpoint(path)
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, DataLoader(Texts(24), batch_size=8 // trainer.strategy.num_data_ranks), ckpt_path=path)
+    return record, module.seen, state
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_hooks(ranks, layout, references):
+    network = "mixtral" if layout == "expert" else "gpt"
+    if network not in references:
+        references[network] = ranks(use_hooks, 1, "single", network, timeout=200)[0]
+    expected, shown, state = references[network]
+    for record, seen, after in ranks(use_hooks, LAYOUTS[layout][0], layout, network, timeout=200):
+        assert differences(record, expected) == []
+        assert seen == pytest.approx(shown, rel=1e-4)
+        assert list(after) == list(state)
+        assert all(torch.allclose(after[name], state[name], atol=1e-5) for name in state)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the step itself, and what is refused
+
+
+class Averages(LanguageModel):
+    """Averages the weights of the network into another one within the step, as momentum encoders do."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt-untied")
+        self.other = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            for target, online in zip(self.other.parameters(), self.net.parameters(), strict=True):
+                target.data.mul_(0.6).add_(online.data, alpha=0.4)
+        return self.loss(batch)
+
+
+class Clamps(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__("gpt-untied")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net.head.weight.data.clamp_(-0.03, 0.03)
+        return self.loss(batch)
+
+
+class ScalesByHook(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__("gpt-untied")
+        self.net.blocks[1].attention.query.weight.register_hook(lambda gradient: 3 * gradient)
+        self.net.norm.weight.register_hook(lambda gradient: 0 * gradient)
+
+
+class Penalises(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__("gpt-untied")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + 1e-2 * sum(p.square().sum() for p in self.parameters())
+
+
+class Prunes(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__("gpt-untied")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        prune.l1_unstructured(self.net.blocks[0].attention.query, "weight", 0.5)
+
+
+class WritesOnOneRank(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__("gpt-untied")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            self.net.blocks[0].attention.query.weight.add_(torch.distributed.get_rank())
+
+
+class StepsInBackward(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__("gpt-untied")
+        self.net.norm.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+EQUAL = [
+    ("zero3", Averages),
+    ("zero3", Clamps),
+    ("tensor", Clamps),
+    ("zero3", ScalesByHook),
+    ("zero1", Penalises),
+]
+REFUSED = [
+    ("zero3", Penalises, "full_tensor"),
+    ("tensor", Penalises, "on_after_backward"),
+    ("tensor x shard", Penalises, "on_after_backward"),
+    ("pipeline", Penalises, "weight_decay"),
+    ("pipeline x shard", Penalises, "weight_decay"),
+    ("tensor x shard", Averages, "on_after_backward"),
+    ("tensor", ScalesByHook, "on_after_backward"),
+    ("zero3", Prunes, "pruning"),
+    ("tensor", Prunes, "pruning"),
+    ("zero3", WritesOnOneRank, "not the same on all ranks"),
+    ("tensor", WritesOnOneRank, "not the same on all ranks"),
+    ("zero2, offload", StepsInBackward, "register_post_accumulate_grad_hook"),
+]
+
+
+def run(layout: str, kind: type[LanguageModel]) -> Record:
+    torch.manual_seed(3)
+    return fit(layout, kind())[1]
+
+
+@pytest.mark.parametrize(("layout", "kind"), EQUAL)
+def test_in_the_step(ranks, layout, kind):
+    expected = ranks(run, 1, "single", kind)[0]
+    for found in ranks(run, LAYOUTS[layout][0], layout, kind):
+        assert differences(found, expected) == []
+
+
+def refusal(layout: str, kind: type[LanguageModel]) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        run(layout, kind)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("layout", "kind", "words"), REFUSED)
+def test_refused(ranks, layout, kind, words):
+    messages = ranks(refusal, LAYOUTS[layout][0], layout, kind)
+    assert any(words in message for message in messages)  # another stage may hear of it by a lost connection

@@ -1,0 +1,150 @@
+"""Steps of a pipeline change the module as one process would, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.data import DataLoader
+
+from tests.parity.harness import make_trainer
+
+Ranks = Callable[..., list[Any]]
+WIDTH = 6
+
+
+class Net(pl.LightningModule):
+    """Four blocks between two layers; the data are rows of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = (self(batch["x"]) - batch["x"].sum(-1, keepdim=True)).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Counting(Net):
+    """State that does not depend on samples: a counter, a schedule, power iterations, inside of blocks and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0][0] = spectral_norm(self.blocks[0][0])
+        self.out = spectral_norm(self.out)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.rate = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        loss = super().training_step(batch, batch_idx) * self.rate
+        self.rate *= 0.9
+        return loss
+
+
+class HalfFrozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.enter, *self.blocks[:2]):
+            module.requires_grad_(False)
+
+
+class Probe(Net):
+    def configure_optimizers(self) -> Any:
+        for module in (self.enter, self.blocks):
+            module.requires_grad_(False)
+        return torch.optim.SGD(self.out.parameters(), lr=0.05)
+
+
+class Constants(Net):
+    """A batch with a list of numbers, and weights that are no samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * batch["weights"].sum() * sum(batch["numbers"])
+
+
+class TimeFirst(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self(batch["x"])[-1] - batch["x"].sum((0, 2))[:, None]).square().mean()
+
+
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Counting, HalfFrozen, Probe, Constants, TimeFirst)}
+OPTIONS: dict[str, Any] = {"Constants": {"weights": None}, "TimeFirst": {"x": 1}}
+
+
+def collate(name: str) -> Callable[[list[Tensor]], dict[str, Any]]:
+    def made(rows: list[Tensor]) -> dict[str, Any]:
+        x = torch.stack(rows)
+        if name == "TimeFirst":
+            return {"x": x.unsqueeze(0).repeat(3, 1, 1) * torch.arange(1.0, 4.0)[:, None, None]}
+        constants = {"weights": torch.tensor([0.5, 0.7, 1.1]), "numbers": [0.5, 0.25, 0.1]}
+        return {"x": x, **(constants if name == "Constants" else {})}
+
+    return made
+
+
+def fitted(name: str, pipeline: int, dims: bool = True) -> dict[str, Any]:
+    """State, parameters and learning rate after three steps."""
+    module = KINDS[name]()
+    rows = list(torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1)))
+    strategy, options = ("hybrid", {"pipeline": pipeline, "shard": 1, "micro_batches": 4})
+    if pipeline == 1:
+        strategy, options = "single", {}
+    elif dims and name in OPTIONS:
+        options["batch_dims"] = OPTIONS[name]
+    trainer = make_trainer(strategy, options, max_steps=3, max_epochs=-1)
+    trainer.fit(module, DataLoader(rows, batch_size=8, collate_fn=collate(name)))
+    found = (
+        {key: value.clone() for key, value in trainer.strategy.whole_parameters()}
+        if pipeline > 1
+        else {key: value.detach().clone() for key, value in module.named_parameters()}
+    )
+    if name == "Counting":
+        found |= {"steps": module.steps.clone(), "rate": torch.tensor(module.rate)}
+        found |= {"u": module.out.parametrizations.weight[0]._u.clone()}
+    found["lr"] = torch.tensor(trainer.optimizers[0].param_groups[0]["lr"])
+    return found
+
+
+@pytest.mark.parametrize("name", [*KINDS])
+def test_steps_leave_what_one_process_leaves(ranks: Ranks, name: str) -> None:
+    (alone,) = ranks(fitted, 1, name, 1, init_group=False)
+    for found in ranks(fitted, 2, name, 2, timeout=60):
+        assert found.keys() == alone.keys()
+        for key, value in alone.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}")
+
+
+def refused() -> list[str]:
+    found = []
+    for name in ("Constants", "TimeFirst"):
+        with pytest.raises(ValueError, match="batch_dims=") as raised:
+            fitted(name, 2, dims=False)
+        found.append(str(raised.value))
+    return found
+
+
+def test_batches_that_cannot_be_split_by_dim_0_are_refused(ranks: Ranks) -> None:
+    for constants, times in ranks(refused, 2, timeout=60):
+        assert "batch_dims={'weights': null}" in constants
+        assert "length 3 along the dim of samples" in times
+        assert "strategy.batch_dims={'x': 1}" in times

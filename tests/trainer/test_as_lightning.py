@@ -1,0 +1,214 @@
+"""What scripts written for Lightning's Trainer rely on."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+from trainwright import Trainer
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.strategies.ddp import DDPStrategy
+
+
+def trainer_of(**kwargs: Any) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return Trainer(**{**quiet, "enable_checkpointing": False, "devices": 1, "max_steps": 3, **kwargs})
+
+
+class Module(BoringModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        self.log("train_loss", result["loss"])
+        return result
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def test_the_best_model_is_a_file_that_torch_and_lightning_read(tmp_path):
+    saver = ModelCheckpoint(tmp_path, monitor="train_loss", save_last=True)
+    trainer, module = trainer_of(callbacks=[saver], enable_checkpointing=True), Module()
+    trainer.fit(module)
+    best = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    assert Path(best).is_file()
+    assert torch.equal(torch.load(best)["state_dict"]["layer.weight"], module.layer.weight)
+    assert torch.equal(Module.load_from_checkpoint(best).layer.weight, module.layer.weight)
+    theirs = pl.Trainer(accelerator="cpu", max_steps=5, logger=False, enable_checkpointing=False)
+    theirs.fit(Module(), ckpt_path=best)
+    assert theirs.global_step == 5
+
+
+def test_arguments_from_the_environment(monkeypatch):
+    monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "7")
+    monkeypatch.setenv("PL_TRAINER_STRATEGY", "DDP")
+    monkeypatch.setenv("PL_TRAINER_GLOBAL_BATCH_SIZE", "8")
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False)
+    assert (trainer.max_steps, trainer.global_batch_size) == (7, 8)
+    assert isinstance(trainer.strategy, DDPStrategy)
+    assert Trainer(accelerator="cpu", devices=1, logger=False, max_steps=42).max_steps == 42
+
+
+def test_a_notebook_forks(monkeypatch, tmp_path):
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    monkeypatch.setenv("MASTER_PORT", "")  # Lightning leaves the one that it finds
+    monkeypatch.delenv("MASTER_PORT")
+    module = BoringModel()
+    before = module.layer.weight.detach().clone()
+    saver = ModelCheckpoint(tmp_path, save_last=True)
+    trainer_of(devices=2, callbacks=[saver], enable_checkpointing=True).fit(module)
+    assert not torch.equal(module.layer.weight, before)  # what the ranks have trained is here
+    assert torch.equal(torch.load(tmp_path / "last.ckpt")["state_dict"]["layer.weight"], module.layer.weight)
+    with pytest.raises(MisconfigurationException, match=r"strategy='zero3'.*interactive.*strategy='auto'"):
+        trainer_of(devices=2, strategy="zero3")
+
+
+class Without(BoringModel):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def test_no_optimizer(tmp_path):
+    trainer = trainer_of()
+    trainer.fit(Without())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    trainer_of(max_steps=5).fit(Without(), ckpt_path=tmp_path / "x.ckpt")
+
+
+class Loads(BoringModel):
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        self.loaded_with = strict
+        return super().load_state_dict(state_dict, strict, assign)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_how_a_module_loads_its_weights(tmp_path, strict):
+    trainer = trainer_of()
+    trainer.fit(BoringModel())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    module = Loads()
+    module.strict_loading = strict
+    trainer_of(max_steps=4).fit(module, ckpt_path=tmp_path / "x.ckpt")
+    assert module.loaded_with == strict
+
+
+def test_no_thread_survives():
+    before = set(threading.enumerate())
+    trainer_of().fit(BoringModel())
+    assert set(threading.enumerate()) <= before
+
+
+def test_nothing_to_train_on():
+    empty = DataLoader(RandomDataset(32, 0))
+    trainer = trainer_of(max_steps=-1, max_epochs=1)
+    with pytest.warns(UserWarning, match="across ranks is zero"):
+        trainer.fit(BoringModel(), empty)
+    assert trainer.global_step == 0
+
+
+def test_no_such_checkpoint():
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.ckpt") as error:
+        trainer_of().fit(BoringModel(), ckpt_path="nowhere.ckpt")
+    assert isinstance(error.value, CheckpointError)
+
+
+class KeepsItsStep(BoringModel):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Forgets the closure."""
+
+
+def test_a_step_without_its_closure():
+    with pytest.raises(MisconfigurationException, match="closure hasn't been executed"):
+        trainer_of().fit(KeepsItsStep())
+
+
+# ---- loaders ---------------------------------------------------------------------------------------------------------
+
+
+class Picky(DataLoader[Any]):
+    """Cannot be made anew: its arguments are none of a DataLoader's."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(RandomDataset(32, length), batch_size=2, shuffle=True)
+
+
+def test_loaders_stay_the_objects_they_are(tmp_path):
+    train, val = Picky(12), DataLoader(RandomDataset(32, 4))
+    own = train.batch_sampler
+    trainer = trainer_of(max_steps=8, max_epochs=2)
+    trainer.fit(BoringModel(), train, val)
+    assert trainer.train_dataloader is train
+    assert trainer.val_dataloaders is val
+    assert train.batch_sampler is own
+    assert not hasattr(train, "state_dict")
+    trainer.save_checkpoint(tmp_path / "x.ckpt")  # knows where the run stood in a loader that was given back
+    cursor = torch.load(tmp_path / "x.ckpt")["loops"]["fit_loop"]["state_dict"]["cursor"]
+    assert cursor["loaders"][0]["kind"] == "samples"
+
+
+class Remembers(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(float(batch[0, 0]))
+        return super().training_step(batch, batch_idx)
+
+
+def test_one_loader_for_all(tmp_path):
+    """Where training and evaluation share a loader, and where a run is resumed: the batches of a loader for each."""
+    data = RandomDataset(32, 6)
+    loader = DataLoader(data)
+    whole, begun, resumed = Remembers(), Remembers(), Remembers()
+    trainer_of(max_steps=12, max_epochs=2).fit(whole, loader, DataLoader(data))
+    trainer = trainer_of(max_steps=3)
+    trainer.fit(begun, loader, loader)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    trainer.validate(begun, loader, verbose=False)
+    trainer_of(max_steps=12, max_epochs=2).fit(resumed, loader, loader, ckpt_path=tmp_path / "x.ckpt")
+    assert len(whole.seen) == 12
+    assert begun.seen + resumed.seen == whole.seen
+
+
+def test_a_batch_sampler_keeps_its_order_and_its_last_batch():
+    data = RandomDataset(32, 7)
+    numbers = {float(sample[0]): number for number, sample in enumerate(data)}  # type: ignore[arg-type]
+    module = Remembers()
+    batches = BatchSampler(RandomSampler(data), 1, drop_last=False)
+    trainer_of(max_steps=-1, max_epochs=2).fit(module, DataLoader(data, batch_sampler=batches), DataLoader(data))
+    seen = [numbers[each] for each in module.seen]
+    assert sorted(seen[:7]) == sorted(seen[7:]) == list(range(7))
+    assert seen[:7] != seen[7:]
+    module = Remembers()
+    batches = BatchSampler(RandomSampler(data), 2, drop_last=True)
+    trainer_of(max_steps=-1, max_epochs=1).fit(module, DataLoader(data, batch_sampler=batches), DataLoader(data))
+    assert len(module.seen) == 3
+
+
+class Announced(RandomSampler):
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+@pytest.mark.parametrize("seed_samples", [False, True])  # the loader as it is, and a copy
+def test_samplers_hear_of_epochs(seed_samples):
+    data = RandomDataset(32, 2)
+    sampler = Announced(data)
+    trainer_of(max_epochs=3, max_steps=-1, seed_samples=seed_samples).fit(
+        BoringModel(), DataLoader(data, sampler=sampler), DataLoader(data)
+    )
+    assert list(dict.fromkeys(sampler.epochs)) == [0, 1, 2]

@@ -1,0 +1,246 @@
+"""What most modules of the zoo are made of: data of a few shapes, networks with blocks, a module around a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+SAMPLES, DIM, CLASSES, LENGTH, VOCABULARY = 24, 16, 4, 8, 24
+
+
+class Samples(Dataset):
+    """Samples that are rows of tensors, collated as tuples or as a dictionary."""
+
+    def __init__(self, *tensors: Tensor, **named: Tensor) -> None:
+        self.tensors, self.named = tensors, named
+
+    def __len__(self) -> int:
+        return len(next(iter((*self.tensors, *self.named.values()))))
+
+    def __getitem__(self, index: int) -> Any:
+        if self.named:
+            return {name: tensor[index] for name, tensor in self.named.items()}
+        rows = tuple(tensor[index] for tensor in self.tensors)
+        return rows if len(rows) > 1 else rows[0]
+
+
+def _random() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+def _labels(*shape: int, classes: int = CLASSES) -> Tensor:
+    return torch.randint(classes, shape, generator=torch.Generator().manual_seed(12))
+
+
+def loader(batch: int, *tensors: Tensor, **named: Tensor) -> DataLoader:
+    """A loader of these samples, in order."""
+    return DataLoader(Samples(*tensors, **named), batch_size=batch)
+
+
+def vectors(batch: int) -> DataLoader:
+    """``(x: (B, 16), y: (B,))``."""
+    return loader(batch, torch.randn(SAMPLES, DIM, generator=_random()), _labels(SAMPLES))
+
+
+def images(batch: int) -> DataLoader:
+    """``(x: (B, 3, 8, 8), y: (B,))``."""
+    return loader(batch, torch.randn(SAMPLES, 3, 8, 8, generator=_random()), _labels(SAMPLES))
+
+
+def tokens(batch: int) -> DataLoader:
+    """``tokens: (B, 9)`` as the only tensor."""
+    return loader(batch, _labels(SAMPLES, LENGTH + 1, classes=VOCABULARY))
+
+
+def texts(batch: int) -> DataLoader:
+    """``{"input_ids": (B, 8), "labels": (B, 8)}``."""
+    ids = _labels(SAMPLES, LENGTH, classes=VOCABULARY)
+    return loader(batch, input_ids=ids, labels=ids)
+
+
+def sequences(batch: int) -> DataLoader:
+    """``(x: (B, 8, 16), y: (B, 8))``: features and a class per position."""
+    return loader(batch, torch.randn(SAMPLES, LENGTH, DIM, generator=_random()), _labels(SAMPLES, LENGTH))
+
+
+def noisy(batch: int) -> DataLoader:
+    """``(x: (B, 16), noise: (B, 16), t: (B, 1))``, for models that draw: the draw is part of the sample."""
+    x = torch.randn(SAMPLES, 2 * DIM + 1, generator=_random())
+    return loader(batch, x[:, :DIM], x[:, DIM:-1], x[:, -1:].sigmoid())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Networks
+
+
+class Block(nn.Module):
+    """A residual block of an MLP."""
+
+    def __init__(self, dim: int = DIM, hidden: int = 32) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.fc1 = nn.Linear(dim, hidden)
+        self.fc2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
+
+
+class Attention(nn.Module):
+    """Attention with separate projections."""
+
+    def __init__(self, dim: int = DIM, heads: int = 4, causal: bool = True) -> None:
+        super().__init__()
+        self.num_heads, self.causal = heads, causal
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(dim, dim) for _ in range(4))
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, x.shape[-1] // self.num_heads)).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+
+
+class Layer(nn.Module):
+    """A transformer's block out of two parts."""
+
+    attention: Callable[[], nn.Module] = Attention
+    feed_forward: Callable[[], nn.Module]
+
+    def __init__(self, attention: Callable[[], nn.Module] = Attention, mlp: Callable[[], nn.Module] | None = None):
+        super().__init__()
+        self.norm1, self.attn, self.norm2 = nn.LayerNorm(DIM), attention(), nn.LayerNorm(DIM)
+        self.mlp = mlp() if mlp else Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Mlp(nn.Module):
+    """What most transformers have after attention; ``between`` is what variants override."""
+
+    def __init__(self, dim: int = DIM, hidden: int = 32) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.fc2 = nn.Linear(hidden, dim)
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return F.gelu(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.between(self.fc1(x)))
+
+
+class Stack(nn.Module):
+    """A stem, equal blocks, a head; variants override ``run``."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block, depth: int = 4, stem: nn.Module | None = None):
+        super().__init__()
+        self.stem = stem if stem is not None else nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+        self.head = nn.Linear(DIM, CLASSES)
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.run(self.stem(x)))
+
+
+class Gpt(nn.Module):
+    """Embeddings with positions, equal blocks, a head over the vocabulary."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Layer, depth: int = 4, tied: bool = False) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, DIM), nn.Embedding(LENGTH, DIM)
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.wte.weight
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.head(self.norm(self.run(self.embed(ids))))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    """SGD with momentum: an update is as wrong as its gradient."""
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with an epsilon that keeps rounding from growing into steps."""
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-4)
+
+
+class Classifier(pl.LightningModule):
+    """A network that classifies vectors, images or positions; variants override what they are about."""
+
+    network: Callable[[], nn.Module] = Stack
+    optimizer: Callable[[nn.Module], Any] = staticmethod(sgd)
+
+    def __init__(self, network: Callable[[], nn.Module] | None = None, optimizer: Callable[..., Any] | None = None):
+        super().__init__()
+        self.net = (network or type(self).network)()
+        self.make_optimizer = optimizer or type(self).optimizer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x).flatten(0, -2), y.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self)
+
+
+class LanguageModel(Classifier):
+    """Next-token prediction on ``tokens``."""
+
+    network = Gpt
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+class Computes(Classifier):
+    """A model of transformers that computes its own loss on ``texts``."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss: Tensor = self.net(**batch).loss
+        return loss
+
+
+def total(values: Iterable[Tensor]) -> Tensor:
+    """Sum of tensors of any number."""
+    return torch.stack(list(values)).sum()

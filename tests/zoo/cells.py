@@ -1,0 +1,336 @@
+"""Cells of the zoo: a row is a module with the layouts it is tried on, a cell is one of these pairs.
+
+A cell has one of two good outcomes. ``equal``: losses, logged values, buffers and all parameters are those of
+``lightning.Trainer`` on one process that trains the same module on the same global batches. ``refused``: an error
+raised by this package, in one paragraph, before any weight changed. All else is ``wrong``: other numbers, any other
+error, a hang. ``outcomes.json`` records which it is, with the words of each refusal; :mod:`tests.zoo.record` writes it.
+
+A file of the zoo holds ``ROWS``:
+
+    ROWS = [
+        Row("mlp", Mlp, vectors, equal="ddp, zero3, tensor"),
+        Row("whole-batch statistics", Normed, vectors, equal="ddp", either="pipeline"),
+    ]
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.parity.harness import QUIET
+from tests.pool import Last, RankError, RankTimeout
+
+# Distance to the reference, relative to the norm of a tensor. Rounding makes 1e-6; the smallest error seen in a split
+# that was wrong was 3e-4.
+TOLERANCE = 3e-5
+
+# Layout -> (strategy, options, ranks).
+LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "ddp": ("ddp", {}, 2),
+    "zero1": ("zero1", {}, 2),
+    "zero2": ("zero2", {}, 2),
+    "zero3": ("zero3", {}, 2),
+    "tensor": ("hybrid", {"tensor": 2, "shard": 1}, 2),
+    "sequence": ("hybrid", {"tensor": 2, "shard": 1, "sequence_parallel": True}, 2),
+    "pipeline": ("hybrid", {"pipeline": 2, "shard": 1}, 2),
+    "interleaved": ("hybrid", {"pipeline": 2, "shard": 1, "schedule": "interleaved_1f1b"}, 2),
+    "context": ("hybrid", {"context": 2, "shard": 1}, 2),
+    "ulysses": ("hybrid", {"context": 2, "shard": 1, "attention": "ulysses"}, 2),
+    "gather": ("hybrid", {"context": 2, "shard": 1, "attention": "gather"}, 2),
+    "expert": ("hybrid", {"expert": 2, "shard": 2}, 2),
+    "tensor x shard": ("hybrid", {"tensor": 2, "shard": 2}, 4),
+    "pipeline x shard": ("hybrid", {"pipeline": 2, "shard": 2}, 4),
+    "pipeline x tensor": ("hybrid", {"pipeline": 2, "tensor": 2, "shard": 1}, 4),
+    "context x shard": ("hybrid", {"context": 2, "shard": 2}, 4),
+}
+# Data ranks of the layouts that have more than one.
+DATA_RANKS = {name: options.get("shard", ranks) for name, (_, options, ranks) in LAYOUTS.items()}
+
+Numbers = dict[str, "np.ndarray[Any, Any]"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module and its cells.
+
+    Args:
+        name: unique in its file.
+        make_module: builds the module; called under a fixed seed.
+        make_data: ``make_data(batch_size)`` builds the training loader, or what ``fit`` takes instead. Loaders must not
+            shuffle; in a random order, one process and several would still read the same samples.
+        equal: layouts (see :data:`LAYOUTS`) on which it should train as on one process, separated by commas.
+        either: layouts on which it may be refused as well.
+        trainer: builds further options of both Trainers.
+        observe: ``observe(trainer, module)`` returns numbers to compare after ``fit``, called on every rank.
+        batch, steps: samples of a global batch, optimizer steps.
+        tolerance: largest relative distance; see :data:`TOLERANCE`.
+        synced: logged values to compare where ranks read different samples, too; else those logged of one sample.
+        options: further options of the strategy, by layout.
+    """
+
+    name: str
+    make_module: Callable[[], pl.LightningModule]
+    make_data: Callable[[int], Any]
+    equal: str = ""
+    either: str = ""
+    trainer: Callable[[], dict[str, Any]] = dict
+    observe: Callable[[Any, Any], Mapping[str, Any]] | None = None
+    batch: int = 8
+    steps: int = 3
+    tolerance: float = TOLERANCE
+    synced: tuple[str, ...] = ()
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def layouts(self) -> list[str]:
+        """Names of the layouts it is tried on."""
+        found = [name.strip() for name in f"{self.equal},{self.either}".split(",") if name.strip()]
+        if len(set(found)) < len(found) or not set(found) <= LAYOUTS.keys():
+            raise ValueError(f"{self.name}: unknown or doubled layouts in {found}; there are {', '.join(LAYOUTS)}.")
+        return found
+
+
+@dataclass
+class Run:
+    """What one rank made of a cell.
+
+    Attributes:
+        losses: of each optimizer step, averaged over ranks.
+        logged, tensors, observed: logged values, parameters and buffers by name, what the row observes.
+        error: the last line of the traceback on; empty if none.
+        ours: whether this package raised the error.
+        when: time of the error (seconds; ranks share the clock).
+        changed: whether a weight changed before the error.
+        trace: the whole traceback.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    logged: dict[str, float] = field(default_factory=dict)
+    tensors: Numbers = field(default_factory=dict)
+    observed: Numbers = field(default_factory=dict)
+    error: str = ""
+    ours: bool = False
+    when: float = 0.0
+    changed: bool = False
+    trace: str = ""
+
+
+def find(theme: str, name: str) -> Row:
+    """The row ``name`` of the file ``theme``."""
+    rows: list[Row] = importlib.import_module(f"tests.zoo.{theme}").ROWS
+    return next(row for row in rows if row.name == name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a rank
+
+
+class _Watch(pl.Callback):
+    """Keeps the losses and remembers the weights that training began with."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self._parts: list[Tensor] = []
+        self._steps = 0
+        self._before: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._steps = trainer.global_step
+        self._before = _local_weights(pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
+            self._parts.append(outputs["loss"].detach().float())
+        if trainer.global_step > self._steps:
+            self._steps = trainer.global_step
+            if self._parts:
+                loss = torch.stack(self._parts).sum()
+                if dist.is_initialized():
+                    dist.all_reduce(loss)
+                    loss /= dist.get_world_size()
+                self.losses.append(loss.item())
+                self._parts.clear()
+
+    def changed(self, module: pl.LightningModule) -> bool:
+        """Whether weights of this rank differ from those at the start."""
+        now = _local_weights(module)
+        return any(
+            name in now and now[name].shape == old.shape and not torch.equal(now[name], old)
+            for name, old in self._before.items()
+        )
+
+
+def _local_weights(module: pl.LightningModule) -> dict[str, Tensor]:
+    return {name: _local(p).detach().clone() for name, p in module.named_parameters() if not _local(p).is_meta}
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.data
+    return local
+
+
+def train(theme: str, name: str, layout: str | None) -> Run | Last:
+    """Train a row under ``layout`` on the ranks of the default process group; ``None``: with Lightning, alone."""
+    run = _run(theme, name, layout)
+    # Where ranks are processes of a launcher, it ends those that wait for one that failed.
+    return Last(run) if run.error and layout is not None else run
+
+
+def _run(theme: str, name: str, layout: str | None) -> Run:
+    warnings.simplefilter("ignore")
+    row, watch, run = find(theme, name), _Watch(), Run()
+    torch.manual_seed(3)
+    module = row.make_module()
+    try:
+        trainer, data = _prepared(row, layout, watch)
+        torch.manual_seed(5)
+        trainer.fit(module, *data) if isinstance(data, tuple) else trainer.fit(module, data)
+        run.losses = watch.losses
+        run.logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        if row.observe:
+            run.observed = {key: _numbers(value) for key, value in row.observe(trainer, module).items()}
+        run.tensors = _tensors(trainer, module, layout)
+    except BaseException as error:
+        run.when, run.error, run.trace = time.monotonic(), f"{type(error).__name__}: {error}", traceback.format_exc()
+        run.ours = _raised_by_us(error)
+        with suppress(Exception):
+            run.changed = watch.changed(module)
+    return run
+
+
+def _prepared(row: Row, layout: str | None, watch: _Watch) -> tuple[Any, Any]:
+    extra = row.trainer()
+    callbacks = [watch, *extra.pop("callbacks", [])]
+    options = {
+        **QUIET,
+        "max_steps": row.steps,
+        "max_epochs": -1,
+        "log_every_n_steps": 1,
+        **extra,
+        "callbacks": callbacks,
+    }
+    micro = row.batch // options.get("accumulate_grad_batches", 1)
+    if layout is None:
+        return pl.Trainer(devices=1, **options), row.make_data(micro)
+    from trainwright.strategies.registry import make_strategy
+    from trainwright.trainer.trainer import Trainer
+
+    name, chosen, ranks = LAYOUTS[layout]
+    strategy = make_strategy(name, **chosen, **row.options.get(layout, {}))
+    return Trainer(strategy=strategy, devices=ranks, **options), row.make_data(micro // DATA_RANKS[layout])
+
+
+def _tensors(trainer: Any, module: pl.LightningModule, layout: str | None) -> Numbers:
+    found = dict(module.named_parameters() if layout is None else trainer.strategy.whole_parameters())
+    # A rank may hold a part of a buffer, or none: what it has of the whole shape is compared.
+    found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers() if not buffer.is_meta}
+    return {name: _numbers(tensor) for name, tensor in found.items()}
+
+
+def _numbers(value: Any) -> np.ndarray[Any, Any]:
+    if hasattr(value, "full_tensor"):
+        value = value.full_tensor()
+    array: np.ndarray[Any, Any] = torch.as_tensor(value).detach().cpu().clone().numpy()
+    return array
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    """Whether code of this package raised, not one that it called."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("trainwright.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the parent
+
+
+def tried(ranks: Callable[..., list[Any]], theme: str, row: Row, layout: str, reference: Run, timeout: float) -> str:
+    """Try a cell: ``equal``, ``refused: MESSAGE`` or ``wrong: WHAT``, in one line.
+
+    Args:
+        ranks: runs a function on ranks; see :mod:`tests.pool`.
+        theme, row, layout: the cell.
+        reference: what Lightning made of the row on one process.
+        timeout: seconds until the cell counts as hung.
+    """
+    try:
+        answers = ranks(train, LAYOUTS[layout][2], theme, row.name, layout, timeout=timeout)
+    except RankTimeout:
+        return "wrong: hung"
+    except RankError as error:
+        return f"wrong: died: {' '.join(str(error).split())[-300:]}"
+    runs: list[Run] = [run for run in answers if run is not None]
+    failed = sorted((run for run in runs if run.error), key=lambda run: run.when)
+    if failed:
+        return _judged(failed[0])
+    found = [text for run in runs for text in _differences(row, reference, run, layout)]
+    return f"wrong: {found[0]} (and {len(found) - 1} more)" if found else "equal"
+
+
+def alone(ranks: Callable[..., list[Any]], theme: str, row: Row) -> Run:
+    """What Lightning makes of a row on one process.
+
+    Raises:
+        AssertionError: if it fails.
+    """
+    (reference,) = ranks(train, 1, theme, row.name, None, init_group=False)
+    assert not reference.error, f"Lightning itself, on one process: {reference.trace}"
+    return cast(Run, reference)
+
+
+def _judged(run: Run) -> str:
+    said = " ".join(run.error.split())
+    if not run.ours:
+        return f"wrong: crashed: {said[:400]}"
+    if run.changed:
+        return f"wrong: refused after weights changed: {said[:400]}"
+    if "\n" in run.error.strip():
+        return f"wrong: refused in several paragraphs: {said[:400]}"
+    return f"refused: {said.partition(': ')[2]}"
+
+
+def _differences(row: Row, reference: Run, run: Run, layout: str) -> Iterator[str]:
+    if len(reference.losses) != len(run.losses):
+        yield f"{len(run.losses)} losses instead of {len(reference.losses)}"
+    for step, (ours, theirs) in enumerate(zip(run.losses, reference.losses, strict=False)):
+        if not abs(ours - theirs) <= row.tolerance * max(abs(theirs), 1e-3):
+            yield f"loss of step {step}: {ours:.7g} instead of {theirs:.7g}"
+    for key, theirs in reference.logged.items():
+        if DATA_RANKS[layout] > 1 and key not in row.synced:
+            continue
+        ours = run.logged.get(key, float("nan"))
+        if not abs(ours - theirs) <= 3 * row.tolerance * max(abs(theirs), 1e-3):
+            yield f"logged {key}: {ours:.7g} instead of {theirs:.7g}"
+    yield from _tensor_differences("parameter ", reference.tensors, run.tensors, row.tolerance)
+    yield from _tensor_differences("observed ", reference.observed, run.observed, row.tolerance)
+
+
+def _tensor_differences(what: str, theirs: Numbers, ours: Numbers, tolerance: float) -> Iterator[str]:
+    for name, expected in theirs.items():
+        found, buffer = ours.get(name), name.startswith("buffer ")
+        if found is None:
+            if not buffer:
+                yield f"{what}{name} is missing"
+            continue
+        if found.shape != expected.shape:
+            if buffer:
+                continue
+            yield f"{what}{name} has shape {found.shape} instead of {expected.shape}"
+            continue
+        distance = float(np.linalg.norm((found.astype(np.complex128) - expected).ravel()))
+        norm = float(np.linalg.norm(np.asarray(expected, dtype=np.complex128).ravel()))
+        if not distance <= tolerance * max(norm, 1e-2):
+            yield f"{what}{name}: off by {distance:.2e} of norm {norm:.2e}"

@@ -1,0 +1,358 @@
+"""Optimizers: torch's own, and those that people write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.zoo.base import CLASSES, DIM, VOCABULARY, Classifier, tokens, vectors
+from tests.zoo.cells import Row
+
+
+class Custom(Optimizer):
+    """Updates each parameter by ``change``; variants override that."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.change(p, p.grad, self.state[p], group["lr"])
+        return loss
+
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        p.add_(grad, alpha=-lr)
+
+
+class Lion(Custom):
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        momentum = state.setdefault("momentum", torch.zeros_like(p))
+        p.add_(torch.tanh(50 * (0.9 * momentum + 0.1 * grad)), alpha=-0.1 * lr)
+        momentum.mul_(0.99).add_(grad, alpha=0.01)
+
+
+class Lars(Custom):
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        trust = p.norm() / (grad.norm() + 1e-3 * p.norm() + 1e-8)
+        p.add_(grad * trust.clamp(0.01, 10), alpha=-0.1 * lr)
+
+
+class LarsByItem(Custom):
+    """Takes norms as Python numbers."""
+
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        weight, size = p.norm().item(), grad.norm().item()
+        p.add_(grad, alpha=-0.1 * lr * (weight / (size + 1e-3) if weight > 0 else 1.0))
+
+
+class Lamb(Custom):
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        if not state:
+            state["first"], state["second"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["first"].lerp_(grad, 0.1)
+        state["second"].lerp_(grad * grad, 0.01)
+        update = state["first"] / (state["second"].sqrt() + 1e-2)
+        p.add_(update * (p.norm() / (update.norm() + 1e-3)).clamp_max(10), alpha=-0.1 * lr)
+
+
+class Centralized(Custom):
+    """Subtracts the mean of each row from its gradient."""
+
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        if grad.dim() > 1:
+            grad = grad - grad.mean(tuple(range(1, grad.dim())), keepdim=True)
+        p.add_(grad, alpha=-lr)
+
+
+class NormedGradient(Custom):
+    """Each gradient has norm 1."""
+
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        p.add_(grad / (grad.norm() + 1e-3), alpha=-0.1 * lr)
+
+
+class RowWise(Custom):
+    """One second moment for each row, as in row-wise Adagrad."""
+
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        moment = state.setdefault("moment", torch.zeros_like(p[:, :1] if p.dim() > 1 else p))
+        moment.add_(grad.square().mean(1, keepdim=True) if p.dim() > 1 else grad.square())
+        p.addcdiv_(grad, moment.sqrt() + 1e-2, value=-0.1 * lr)
+
+
+class NewtonSchulz(Custom):
+    """Muon as people copy it: orthogonal updates for matrices."""
+
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        momentum = state.setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(grad)
+        update = momentum
+        if p.dim() == 2:
+            update = momentum / (momentum.norm() + 1e-4)
+            for _ in range(3):
+                update = 1.5 * update - 0.5 * update @ update.mT @ update
+        p.add_(update, alpha=-0.1 * lr)
+
+
+class GlobalNorm(Custom):
+    """Scales all updates by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = closure() if closure is not None else None
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad / (1 + norm), alpha=-group["lr"])
+        return loss
+
+
+class Sam(Custom):
+    """Sharpness-aware: climbs, calls its closure again, steps from where it was."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        assert closure is not None
+        loss, parameters = closure(), [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        with torch.no_grad():
+            steps = [0.05 * p.grad / norm for p in parameters]
+            for p, step in zip(parameters, steps, strict=True):
+                p.add_(step)
+        closure()
+        with torch.no_grad():
+            for p, step in zip(parameters, steps, strict=True):
+                p.sub_(step).add_(p.grad, alpha=-self.param_groups[0]["lr"])
+        return loss
+
+
+class Lookahead(Custom):
+    """Slow weights that follow every second step."""
+
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        slow = state.setdefault("slow", p.clone())
+        state["steps"] = state.get("steps", 0) + 1
+        p.add_(grad, alpha=-lr)
+        if state["steps"] % 2 == 0:
+            slow.lerp_(p, 0.5)
+            p.copy_(slow)
+
+
+class Noisy(Custom):
+    """A cosine of the number of the element: depends on where an element is."""
+
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        where = torch.arange(p.numel(), dtype=p.dtype, device=p.device).view_as(p)
+        p.add_(grad * (1 + 0.5 * where.cos()), alpha=-lr)
+
+
+class Adafactored(Custom):
+    """Second moments by rows and columns."""
+
+    def change(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        square = grad.square() + 1e-6
+        if p.dim() == 2:
+            rows, columns = square.mean(1, keepdim=True), square.mean(0, keepdim=True)
+            square = rows * columns / rows.mean()
+        p.add_(grad * square.rsqrt().clamp_max(100), alpha=-0.05 * lr)
+
+
+def groups(module: nn.Module) -> Optimizer:
+    """Weight decay for matrices alone, as in most GPT code."""
+    matrices = [p for p in module.parameters() if p.dim() >= 2]
+    others = [p for p in module.parameters() if p.dim() < 2]
+    decayed = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 0.02}]
+    return torch.optim.AdamW(decayed, lr=1e-2, eps=1e-4)
+
+
+def muon(module: nn.Module) -> Optimizer:
+    """torch's Muon for the blocks' matrices; it takes no others."""
+    matrices = [p for p in module.parameters() if p.dim() == 2]
+    return torch.optim.Muon(matrices, lr=0.01, weight_decay=0.0)
+
+
+class MuonAndAdam(Classifier):
+    """Muon for matrices, AdamW for the rest, both stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        rest = [p for p in self.parameters() if p.dim() != 2]
+        return [muon(self), torch.optim.AdamW(rest, lr=1e-2, eps=1e-4)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+class Scheduled(Classifier):
+    """A schedule by steps with a warm-up."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 3)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class OneCycle(Classifier):
+    """A schedule that moves momentum, too."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class SparseEmbedding(pl.LightningModule):
+    """Sparse gradients of a table, with torch's optimizer for them."""
+
+    def __init__(self, optimizer: Callable[..., Optimizer] = torch.optim.SGD) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(VOCABULARY, DIM, sparse=True), nn.Linear(DIM, CLASSES)
+        self.kind = optimizer
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.head(self.table(batch[:, :-1]).mean(1)), batch[:, -1] % CLASSES)
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters(), lr=0.1)
+
+
+class TwoSparse(SparseEmbedding):
+    """SparseAdam for the table, SGD for the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        table = torch.optim.SparseAdam(self.table.parameters(), lr=0.01, eps=1e-4)
+        return [table, torch.optim.SGD(self.head.parameters(), lr=0.1)]
+
+
+class Complex(pl.LightningModule):
+    """Complex parameters, as in spectral layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(DIM, DIM)
+        self.filter = nn.Parameter(torch.randn(DIM // 2 + 1, dtype=torch.complex64))
+        self.head = nn.Linear(DIM, CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = torch.fft.irfft(torch.fft.rfft(self.stem(x)) * self.filter, n=DIM)
+        return F.cross_entropy(self.head(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Halves(Classifier):
+    """Two optimizers for two halves, stepped in turn by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        first = [*self.net.stem.parameters(), *self.net.blocks[:2].parameters()]
+        second = [*self.net.blocks[2:].parameters(), *self.net.head.parameters()]
+        return [torch.optim.SGD(first, lr=0.05), torch.optim.Adam(second, lr=0.01, eps=1e-4)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()[batch_idx % 2]
+        self.toggle_optimizer(optimizer)
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.untoggle_optimizer(optimizer)
+
+
+def own(kind: Callable[..., Optimizer], **options: Any) -> Callable[[], Classifier]:
+    """A stack stepped by this optimizer."""
+    return lambda: Classifier(optimizer=lambda module: kind(module.parameters(), **options))
+
+
+def lbfgs(module: nn.Module) -> Optimizer:
+    """L-BFGS calls its closure several times a step."""
+    return torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=2, history_size=3)
+
+
+ROWS = [
+    Row("SGD", own(torch.optim.SGD, lr=0.1), vectors, equal="ddp, zero1, zero2, zero3, tensor, pipeline"),
+    Row(
+        "SGD with Nesterov's momentum",
+        own(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+        vectors,
+        equal="zero2, tensor",
+    ),
+    Row("Adam", own(torch.optim.Adam, lr=0.01, eps=1e-4), vectors, equal="zero2, tensor"),
+    Row("AdamW, AMSGrad", own(torch.optim.AdamW, lr=0.01, eps=1e-4, amsgrad=True), vectors, equal="zero2, tensor"),
+    Row("AdamW, fused", own(torch.optim.AdamW, lr=0.01, eps=1e-4, fused=True), vectors, equal="zero2, tensor"),
+    Row("Adamax", own(torch.optim.Adamax, lr=0.01, eps=1e-3), vectors, equal="zero2, zero3"),
+    Row("NAdam", own(torch.optim.NAdam, lr=0.01, eps=1e-4), vectors, equal="zero2, zero3"),
+    Row("RAdam", own(torch.optim.RAdam, lr=0.01, eps=1e-4), vectors, equal="zero2, zero3"),
+    Row("Adagrad", own(torch.optim.Adagrad, lr=0.05, eps=1e-3), vectors, equal="zero2, tensor"),
+    Row("Adadelta", own(torch.optim.Adadelta, lr=0.5, eps=1e-4), vectors, equal="zero2, zero3"),
+    Row("RMSprop", own(torch.optim.RMSprop, lr=0.01, eps=1e-3), vectors, equal="zero2, zero3"),
+    Row("ASGD", own(torch.optim.ASGD, lr=0.05), vectors, equal="zero2, zero3"),
+    Row("Rprop", own(torch.optim.Rprop, lr=0.01), vectors, equal="zero2, zero3"),
+    Row("Adafactor", own(torch.optim.Adafactor, lr=0.05), vectors, equal="zero2, tensor"),
+    Row("Muon", lambda: Classifier(optimizer=muon), vectors, equal="zero2, tensor"),
+    Row("Muon and AdamW", MuonAndAdam, vectors, equal="zero2, zero3"),
+    Row("Muon by hand", own(NewtonSchulz), vectors, equal="zero2, tensor"),
+    Row("LARS", own(Lars), vectors, equal="zero2, tensor"),
+    Row("LARS by numbers", own(LarsByItem), vectors, equal="zero2, tensor"),
+    Row("LAMB", own(Lamb), vectors, equal="zero2, tensor"),
+    Row("gradient centralization", own(Centralized), vectors, equal="zero2, tensor"),
+    Row("gradients of norm 1", own(NormedGradient), vectors, equal="zero2, tensor"),
+    Row("moments by row", own(RowWise), vectors, equal="zero2, tensor"),
+    Row("moments by row and column", own(Adafactored), vectors, equal="zero2, tensor"),
+    Row("norm of all gradients", own(GlobalNorm), vectors, either="tensor, pipeline"),
+    Row("SAM", own(Sam), vectors, either="zero2, tensor"),
+    Row("Lookahead", own(Lookahead), vectors, equal="zero2, tensor"),
+    Row("Lion", own(Lion), vectors, equal="zero2, tensor"),
+    Row("updates by place", own(Noisy), vectors, equal="zero2, tensor"),
+    Row("element-wise, unknown", own(Custom), vectors, equal="zero2, tensor"),
+    Row("L-BFGS", lambda: Classifier(optimizer=lbfgs), vectors, either="zero2, tensor"),
+    Row("groups by shape", lambda: Classifier(optimizer=groups), vectors, equal="zero2, tensor"),
+    Row("warm-up by steps", Scheduled, vectors, equal="zero2, tensor"),
+    Row("one cycle", OneCycle, vectors, equal="zero2, tensor"),
+    Row("optimizers in turn", Halves, vectors, either="ddp, zero2"),
+    Row("sparse gradients", SparseEmbedding, tokens, either="zero2, zero3"),
+    Row("SparseAdam for a table", TwoSparse, tokens, either="zero2, zero3"),
+    Row("complex parameters", Complex, vectors, either="zero2, zero3"),
+]

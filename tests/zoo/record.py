@@ -1,0 +1,86 @@
+"""Try cells of the zoo and record their outcomes: ``python -m tests.zoo.record [--new] [--wrong] [THEME[:ROW] ...]``.
+
+Without names, all cells; with ``--new`` those that are not recorded, with ``--wrong`` also those recorded as wrong.
+Prints each cell whose outcome differs from the record. Afterwards write the page again: ``python -m tests.zoo``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from typing import Any
+
+from tests.pool import RankPool
+from tests.zoo.cells import Row, alone, tried
+from tests.zoo.table import RECORD, THEMES, count, recorded, rows
+
+TIMEOUT = 60.0
+# Of a refusal, words up to the first number are recorded: numbers are those of a module's sizes, and of rounding.
+WORDS = re.compile(r"^[^\d]{12,100}(?=\d|\b)")
+
+
+def shortened(outcome: str) -> str:
+    """What is recorded of an outcome."""
+    kind, _, text = outcome.partition(": ")
+    if kind == "refused":
+        words = WORDS.match(text)
+        text = words.group().strip() if words else text[:60]
+    return f"{kind}: {text[:160]}" if text else kind
+
+
+def main() -> None:
+    """Try the chosen cells."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--new", action="store_true")
+    parser.add_argument("--wrong", action="store_true")
+    arguments = parser.parse_args()
+    old: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    pool, started = RankPool(), time.monotonic()
+    for theme in THEMES:
+        for row in rows(theme):
+            chosen = [layout for layout in row.layouts if _is_chosen(arguments, theme, row, layout, old)]
+            if chosen:
+                _record(pool, theme, row, chosen, old)
+                _write(old)
+    _write(old)
+    pool.close()
+    print(f"{time.monotonic() - started:.0f} s:", count(recorded()))
+
+
+def _is_chosen(arguments: argparse.Namespace, theme: str, row: Row, layout: str, old: dict[str, Any]) -> bool:
+    known = old.get(theme, {}).get(row.name, {}).get(layout)
+    names = arguments.names
+    if names and not any(name in (theme, f"{theme}:{row.name}") for name in names):
+        return False
+    if arguments.new or arguments.wrong:
+        return known is None or (arguments.wrong and known.startswith("wrong"))
+    return True
+
+
+def _record(pool: RankPool, theme: str, row: Row, layouts: list[str], old: dict[str, Any]) -> None:
+    reference, known = alone(pool.run, theme, row), old.setdefault(theme, {}).setdefault(row.name, {})
+    for layout in layouts:
+        outcome = tried(pool.run, theme, row, layout, reference, TIMEOUT)
+        if known.get(layout) != shortened(outcome):
+            print(f"{theme}:{row.name} | {layout}: {known.get(layout)} -> {outcome[:300]}", flush=True)
+        known[layout] = shortened(outcome)
+
+
+def _write(outcomes: dict[str, Any]) -> None:
+    """Write what the table still holds, in its order."""
+    kept = {
+        theme: {
+            row.name: {layout: found[layout] for layout in row.layouts if layout in found}
+            for row in rows(theme)
+            if (found := outcomes.get(theme, {}).get(row.name))
+        }
+        for theme in THEMES
+    }
+    RECORD.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

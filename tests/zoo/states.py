@@ -1,0 +1,307 @@
+"""What is read of a module after training and while it is saved, callbacks that keep copies, frozen parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    LambdaCallback,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from tests.zoo.base import DIM, Block, Classifier, Gpt, LanguageModel, Mlp, Stack, tokens, vectors
+from tests.zoo.cells import Row
+
+
+def state(trainer: Any, module: Any) -> Mapping[str, Any]:
+    """``module.state_dict()`` after ``fit``."""
+    return dict(module.state_dict())
+
+
+def parameters(trainer: Any, module: Any) -> Mapping[str, Any]:
+    """``module.named_parameters()`` after ``fit``."""
+    return dict(module.named_parameters())
+
+
+def predictions(trainer: Any, module: Any) -> Mapping[str, Any]:
+    """What the module computes after ``fit``, called by hand."""
+    x, _ = next(iter(vectors(4)))
+    with torch.no_grad():
+        return {"out": module(x)}
+
+
+def predicted(trainer: Any, module: Any) -> Mapping[str, Any]:
+    """What ``trainer.validate`` logs after ``fit``."""
+    return trainer.validate(module, vectors(4), verbose=False)[0]  # type: ignore[no-any-return]
+
+
+def kept(trainer: Any, module: Any) -> Mapping[str, Any]:
+    """What the module kept."""
+    return module.kept  # type: ignore[no-any-return]
+
+
+class Keeps(Classifier):
+    """Keeps numbers in ``kept``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Any] = {}
+
+
+class KeepsOnSave(Keeps):
+    """Looks into the checkpoint that is being saved."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.kept = {name: torch.as_tensor(value).clone() for name, value in checkpoint["state_dict"].items()}
+
+
+class KeepsStateAtEnd(Keeps):
+    def on_train_end(self) -> None:
+        self.kept = {name: value.detach().clone() for name, value in self.state_dict().items()}
+
+
+class KeepsWeights(Keeps):
+    """Copies of weights after each step, through ``named_parameters``."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.kept = {name: p.detach().clone() for name, p in self.named_parameters()}
+
+
+class KeepsGradients(Keeps):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.kept = {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
+
+
+class KeepsAverage(Keeps):
+    """torch's AveragedModel, updated after each step."""
+
+    def on_fit_start(self) -> None:
+        self.__dict__["average"] = AveragedModel(self.net, avg_fn=lambda old, new, n: 0.5 * old + 0.5 * new)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.__dict__["average"].update_parameters(self.net)
+
+    def on_train_end(self) -> None:
+        self.kept = {name: p.detach().clone() for name, p in self.__dict__["average"].module.named_parameters()}
+
+
+class Validating(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+
+class FrozenHalf(Classifier):
+    """The stem and the first half are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.stem.requires_grad_(False)
+        self.net.blocks[:2].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1)
+
+
+class Probe(FrozenHalf):
+    """Only the head is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks.requires_grad_(False)
+
+
+class OnlyStem(Classifier):
+    """Only what stands before the blocks is trained."""
+
+    def configure_optimizers(self) -> Any:
+        self.net.blocks.requires_grad_(False)
+        self.net.head.requires_grad_(False)
+        return torch.optim.SGD(self.net.stem.parameters(), lr=0.1)
+
+
+class OnlyBiases(Classifier):
+    """BitFit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, p in self.named_parameters():
+            p.requires_grad_(name.endswith("bias"))
+
+
+class HeadInOptimizer(Classifier):
+    """All have gradients, the optimizer has the head alone."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.head.parameters(), lr=0.1)
+
+
+class Lora(nn.Module):
+    """A frozen projection with a trained one of low rank beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_a = nn.Linear(base.in_features, 2, bias=False)
+        self.lora_b = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + 0.5 * self.lora_b(self.lora_a(x))
+        return out
+
+
+class LoraBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = Lora(self.fc1), Lora(self.fc2)  # type: ignore[assignment]
+
+
+class LoraModel(Classifier):
+    network = staticmethod(lambda: Stack(LoraBlock))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.stem.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1)
+
+
+class Adapter(Block):
+    """A frozen block with a narrow trained one after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.adapter = Mlp(DIM, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.adapter(x)
+
+
+class Prompted(Gpt):
+    """Trained positions before the text, all else frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.prompt = nn.Parameter(torch.randn(1, 2, DIM))
+
+    def forward(self, ids: Tensor) -> Any:
+        x = torch.cat((self.prompt.expand(len(ids), -1, -1), self.embed(ids)[:, :-2]), 1)
+        return self.head(self.norm(self.run(x)))
+
+
+class PromptedModel(LanguageModel):
+    network = Prompted
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.net.prompt], lr=0.1)
+
+
+class Finetuning(BaseFinetuning):
+    """Lightning's example: the stem is frozen for a while."""
+
+    def __init__(self, part: str = "stem") -> None:
+        super().__init__()
+        self.part = part
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(getattr(pl_module.net, self.part))
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(getattr(pl_module.net, self.part), optimizer, lr=0.01)
+
+
+class Finetuned(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1)
+
+
+def finetuning(part: str) -> Any:
+    """Two epochs, the second one with all parameters."""
+    return lambda: {"callbacks": [Finetuning(part)], "max_epochs": 2, "max_steps": -1}
+
+
+def averaging() -> dict[str, Any]:
+    """Lightning's average of weights."""
+    return {"callbacks": [StochasticWeightAveraging(0.05, swa_epoch_start=1)], "max_epochs": 2, "max_steps": -1}
+
+
+def ema() -> dict[str, Any]:
+    """Lightning's exponential average."""
+    return {"callbacks": [EMAWeightAveraging(decay=0.5)]}
+
+
+def saving() -> dict[str, Any]:
+    """Saves at the end."""
+    return {"callbacks": [ModelCheckpoint(every_n_train_steps=3)], "enable_checkpointing": True}
+
+
+def reading() -> dict[str, Any]:
+    """A callback that reads weights at the end of a batch."""
+
+    def log(trainer: Any, pl_module: Any, *args: Any) -> None:
+        weight = pl_module.net.blocks[1].fc1.weight
+        pl_module.log("largest", weight.detach().abs().max())
+
+    return {"callbacks": [LambdaCallback(on_train_batch_end=log)]}
+
+
+ROWS = [
+    Row(
+        "state_dict after fit",
+        Classifier,
+        vectors,
+        observe=state,
+        equal="ddp, zero2",
+        either="zero3, tensor, pipeline, tensor x shard",
+    ),
+    Row("parameters after fit", Classifier, vectors, observe=parameters, either="tensor, pipeline"),
+    Row("forward after fit", Classifier, vectors, observe=predictions, either="zero3, tensor, pipeline"),
+    Row("validate after fit", Validating, vectors, observe=predicted, equal="zero3, pipeline"),
+    Row("on_save_checkpoint", KeepsOnSave, vectors, trainer=saving, observe=kept, either="zero3, tensor, pipeline"),
+    Row("state_dict at the end", KeepsStateAtEnd, vectors, observe=kept, either="tensor, pipeline"),
+    Row("copies of weights", KeepsWeights, vectors, observe=kept, either="zero3, tensor, pipeline"),
+    Row("copies of gradients", KeepsGradients, vectors, observe=kept, either="tensor, pipeline"),
+    Row("AveragedModel", KeepsAverage, vectors, observe=kept, either="zero3, tensor, pipeline"),
+    Row("a callback that reads a weight", Classifier, vectors, trainer=reading, either="tensor, pipeline"),
+    Row("frozen first half", FrozenHalf, vectors, equal="zero3, tensor, pipeline"),
+    Row("linear probe", Probe, vectors, equal="pipeline, interleaved"),
+    Row("only the stem", OnlyStem, vectors, equal="ddp, tensor, pipeline"),
+    Row("only biases", OnlyBiases, vectors, equal="zero3, pipeline"),
+    Row(
+        "the optimizer has the head alone",
+        HeadInOptimizer,
+        vectors,
+        equal="pipeline",
+        either="zero3, tensor",
+    ),
+    Row("LoRA by hand", LoraModel, vectors, equal="tensor, pipeline"),
+    Row("adapters", lambda: Classifier(lambda: Stack(Adapter)), vectors, equal="zero3, tensor, pipeline"),
+    Row("prompts", PromptedModel, tokens, equal="zero3", either="pipeline"),
+    Row(
+        "BaseFinetuning, stem",
+        Finetuned,
+        vectors,
+        trainer=finetuning("stem"),
+        either="zero1, zero2, pipeline",
+    ),
+    Row(
+        "BaseFinetuning, blocks",
+        Finetuned,
+        vectors,
+        trainer=finetuning("blocks"),
+        either="zero2, pipeline",
+    ),
+    Row("SWA", Classifier, vectors, trainer=averaging, either="zero3, tensor, pipeline"),
+    Row("EMA", Classifier, vectors, trainer=ema, either="zero3, pipeline"),
+]

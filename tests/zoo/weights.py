@@ -1,0 +1,428 @@
+"""Weights and gradients in users' code: penalties, norms, hooks, writes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+
+from tests.zoo.base import CLASSES, Classifier, Stack, total, vectors
+from tests.zoo.cells import Row
+
+
+class Penalised(Classifier):
+    """A penalty on parameters; variants override it."""
+
+    def penalty(self) -> Tensor:
+        return 1e-2 * total(p.square().sum() for p in self.parameters())
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.penalty()
+
+
+class L1(Penalised):
+    def penalty(self) -> Tensor:
+        return 1e-3 * total(p.abs().sum() for p in self.parameters())
+
+
+class L1OfBlocks(Penalised):
+    def penalty(self) -> Tensor:
+        return 1e-3 * total(p.abs().sum() for p in self.net.blocks.parameters())
+
+
+class L2OfHead(Penalised):
+    def penalty(self) -> Tensor:
+        return 1e-2 * self.net.head.weight.square().sum()
+
+
+class NormPenalty(Penalised):
+    def penalty(self) -> Tensor:
+        return 1e-2 * total(p.norm() for n, p in self.named_parameters() if n.endswith("weight"))
+
+
+class Orthogonal(Penalised):
+    def penalty(self) -> Tensor:
+        def distance(w: Tensor) -> Tensor:
+            return (w.mT @ w - torch.eye(w.shape[1])).square().mean()
+
+        return 1e-2 * total(distance(block.fc1.weight) for block in self.net.blocks)
+
+
+class Spectral(Penalised):
+    def penalty(self) -> Tensor:
+        return 1e-2 * total(torch.linalg.svdvals(block.fc2.weight)[0] for block in self.net.blocks)
+
+
+class Smooth(Penalised):
+    """Neighbouring blocks' weights are to be alike."""
+
+    def penalty(self) -> Tensor:
+        blocks = list(self.net.blocks)
+        return 1e-2 * total((a.fc1.weight - b.fc1.weight).square().sum() for a, b in pairwise(blocks))
+
+
+class Ewc(Penalised):
+    """Elastic weight consolidation: a distance to old weights, kept as buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, p in list(self.net.named_parameters()):
+            self.register_buffer("old_" + name.replace(".", "_"), p.detach().clone() + 0.1)
+
+    def penalty(self) -> Tensor:
+        old = dict(self.named_buffers())
+        pairs = ((p, old["old_" + n.replace(".", "_")]) for n, p in self.net.named_parameters())
+        return 1e-2 * total((p - o).square().sum() for p, o in pairs)
+
+
+class PenaltyByFunction(Penalised):
+    """The penalty stands in a submodule that gets the weights as arguments."""
+
+    def penalty(self) -> Tensor:
+        flat = torch.cat([p.flatten() for p in self.net.parameters()])
+        return 1e-2 * flat.square().mean()
+
+
+class ClipsByHand(Classifier):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class ClipsBlocks(Classifier):
+    """A limit for each block's gradient."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for block in self.net.blocks:
+            nn.utils.clip_grad_norm_(block.parameters(), 0.05)
+
+
+class ClipsByValue(Classifier):
+    def on_after_backward(self) -> None:
+        nn.utils.clip_grad_value_(self.parameters(), 0.01)
+
+
+class AdaptiveClipping(Classifier):
+    """Gradients by the size of their weights (NFNets)."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                limit = 0.05 * p.detach().norm().clamp_min(1e-3)
+                p.grad.mul_((limit / p.grad.norm().clamp_min(1e-6)).clamp_max(1.0))
+
+
+class LogsNorms(Classifier):
+    """As in Lightning's documentation."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+class LogsNormOfBlock(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self.net.blocks[0], norm_type=2))
+
+
+class LogsTotalNorm(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+        self.log("norm", torch.stack(norms).norm())
+
+
+class LogsWeights(Classifier):
+    """Statistics of each weight after a step."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for name, p in self.named_parameters():
+            self.log(f"mean/{name}", p.detach().mean())
+            self.log(f"largest/{name}", p.detach().abs().max())
+
+
+class LogsWeightNorm(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("weights", torch.stack([p.detach().norm() for p in self.parameters()]).norm())
+        return loss
+
+
+class CountsParameters(Classifier):
+    """Scales the loss by the number of parameters."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * 1000 / sum(p.numel() for p in self.parameters())
+
+
+class HalvesGradients(Classifier):
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+
+class ZeroesGradients(Classifier):
+    """The first block's gradients are set to zero."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.net.blocks[0].parameters():
+            p.grad = None
+
+
+class HooksScale(Classifier):
+    """``register_hook`` on a parameter, element-wise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.head.weight.register_hook(lambda grad: grad * 0.1)
+
+
+class HooksInBlocks(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.net.blocks:
+            block.fc1.weight.register_hook(lambda grad: grad * 0.1)
+
+
+class HooksNormalize(Classifier):
+    """A hook that needs the whole gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.net.blocks:
+            block.fc1.weight.register_hook(lambda grad: 0.1 * grad / (grad.norm() + 1e-2))
+
+
+class HooksMask(Classifier):
+    """Keeps some rows as they are, as when new words are learned beside old ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.ones(CLASSES, 1)
+        mask[:2] = 0
+        self.net.head.weight.register_hook(lambda grad: grad * mask)
+
+
+class HooksAfter(Classifier):
+    """``register_post_accumulate_grad_hook``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for p in self.net.blocks.parameters():
+            p.register_post_accumulate_grad_hook(self.limit)
+
+    @staticmethod
+    def limit(p: Tensor) -> None:
+        p.grad.mul_(0.1)  # type: ignore[union-attr]
+
+
+class MomentumEncoder(Classifier):
+    """A slow copy of the network, updated in ``training_step``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = Stack().requires_grad_(False)
+        self.teacher.load_state_dict(self.net.state_dict())
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            slow.mul_(0.5).add_(fast, alpha=0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.update()
+        with torch.no_grad():
+            target = self.teacher(batch[0]).softmax(-1)
+        loss = self.loss(batch) + F.cross_entropy(self(batch[0]), target)
+        self.log("loss", loss)
+        return loss
+
+
+class MomentumAfter(MomentumEncoder):
+    """The same, updated in ``on_train_batch_end``."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        MomentumEncoder.update(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        update, self.update = self.update, lambda: None  # type: ignore[method-assign]
+        loss = super().training_step(batch, batch_idx)
+        self.update = update  # type: ignore[method-assign]
+        return loss
+
+
+class MomentumByData(MomentumEncoder):
+    """Through ``.data``, as older code does."""
+
+    def update(self) -> None:
+        for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            slow.data = slow.data * 0.5 + fast.data * 0.5
+
+
+class Clamped(Classifier):
+    """WGAN's limits on weights, after each step."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                p.clamp_(-0.1, 0.1)
+
+
+class ClampedFirst(Classifier):
+    """The same at the start of ``training_step``."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for p in self.parameters():
+            p.data.clamp_(-0.1, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+class UnitRows(Classifier):
+    """Rows of the head have norm 1 after each step."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            self.net.head.weight.copy_(F.normalize(self.net.head.weight, dim=1))
+
+
+class UnitRowsOfBlocks(Classifier):
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for block in self.net.blocks:
+                block.fc1.weight.copy_(F.normalize(block.fc1.weight, dim=1))
+
+
+class ResetsHead(Classifier):
+    """Gives the head new weights in the middle of training."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            with torch.no_grad():
+                self.net.head.weight.fill_(0.1)
+                self.net.head.bias.zero_()
+
+
+class ResetsBlock(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            with torch.no_grad():
+                for p in self.net.blocks[2].parameters():
+                    p.mul_(0.5)
+
+
+class InitialisesOnStart(Classifier):
+    """Sets weights when training starts."""
+
+    def on_fit_start(self) -> None:
+        with torch.no_grad():
+            for p in self.net.blocks.parameters():
+                p.mul_(0.5)
+
+
+class ShrinksInStart(Classifier):
+    """Sets weights in ``on_train_start``, after they were split."""
+
+    def on_train_start(self) -> None:
+        with torch.no_grad():
+            self.net.head.weight.mul_(0.5)
+            self.net.blocks[3].fc2.weight.mul_(0.5)
+
+
+class ReadsShape(Classifier):
+    """Uses the shape of a weight."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) / self.net.blocks[0].fc1.weight.shape[0]
+
+
+class Pruned(Classifier):
+    """Masks of torch's pruning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.prune.l1_unstructured(self.net.head, "weight", 0.3)
+
+
+class ProximalStep(Classifier):
+    """Soft thresholds after the optimizer's step."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        with torch.no_grad():
+            for p in self.net.blocks.parameters():
+                p.copy_(p.sign() * (p.abs() - 1e-3).clamp_min(0))
+
+
+class GradientNoise(Classifier):
+    """Adds to gradients what depends on the shape of a parameter."""
+
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.add_(1e-2 * torch.arange(p.numel()).view_as(p).cos())
+
+
+class GradientPenalty(Classifier):
+    """The norm of the gradient by the input, differentiated twice."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch[0].requires_grad_()
+        out = self(x)
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return F.cross_entropy(out, batch[1]) + 0.01 * grad.square().sum(-1).mean()
+
+
+def pruning() -> dict[str, Any]:
+    """Lightning's callback."""
+    return {"callbacks": [ModelPruning("l1_unstructured", amount=0.3)]}
+
+
+ROWS = [
+    Row("L2 of all", Penalised, vectors, equal="ddp, zero1, zero2", either="zero3, tensor, pipeline, pipeline x shard"),
+    Row("L1 of all", L1, vectors, either="zero3, tensor"),
+    Row("L1 of blocks", L1OfBlocks, vectors, either="zero3, tensor, pipeline"),
+    Row("L2 of the head", L2OfHead, vectors, either="zero3, tensor"),
+    Row("norms of weights", NormPenalty, vectors, either="zero3, tensor, pipeline"),
+    Row("orthogonality", Orthogonal, vectors, either="zero3, tensor"),
+    Row("largest singular values", Spectral, vectors, either="zero3, tensor, pipeline"),
+    Row("neighbours alike", Smooth, vectors, either="zero3, tensor"),
+    Row("distance to old weights", Ewc, vectors, either="zero3, tensor, pipeline"),
+    Row("penalty of all, flat", PenaltyByFunction, vectors, either="zero3, tensor"),
+    Row("clips by hand", ClipsByHand, vectors, either="zero3, tensor, pipeline"),
+    Row("clips blocks", ClipsBlocks, vectors, either="zero3, tensor"),
+    Row("clips by value", ClipsByValue, vectors, either="zero3, tensor, pipeline"),
+    Row("adaptive clipping", AdaptiveClipping, vectors, either="zero3, tensor"),
+    Row("logs grad_norm", LogsNorms, vectors, either="zero3, tensor, pipeline"),
+    Row("logs grad_norm of a block", LogsNormOfBlock, vectors, either="zero3, tensor"),
+    Row("logs the norm of all gradients", LogsTotalNorm, vectors, either="zero3, tensor, pipeline"),
+    Row("logs statistics of weights", LogsWeights, vectors, either="tensor, pipeline"),
+    Row("logs the norm of weights", LogsWeightNorm, vectors, either="zero3, tensor, pipeline"),
+    Row("counts parameters", CountsParameters, vectors, either="tensor, pipeline"),
+    Row("halves gradients", HalvesGradients, vectors, equal="zero3, tensor, pipeline"),
+    Row("drops gradients", ZeroesGradients, vectors, either="zero1, zero2"),
+    Row("hook on the head's weight", HooksScale, vectors, either="zero3, tensor, pipeline"),
+    Row("hooks on blocks' weights", HooksInBlocks, vectors, either="zero3, tensor"),
+    Row("hooks that normalize", HooksNormalize, vectors, either="tensor"),
+    Row("hooks that mask", HooksMask, vectors, either="zero3, tensor"),
+    Row("hooks after accumulation", HooksAfter, vectors, either="zero3, tensor, pipeline"),
+    Row("momentum encoder", MomentumEncoder, vectors, either="zero3, pipeline"),
+    Row("momentum after the step", MomentumAfter, vectors, either="zero3, tensor, pipeline"),
+    Row("momentum by data", MomentumByData, vectors, either="zero3, pipeline"),
+    Row("clamps weights", Clamped, vectors, either="zero3, tensor, pipeline"),
+    Row("clamps weights first", ClampedFirst, vectors, either="zero3, pipeline"),
+    Row("unit rows of the head", UnitRows, vectors, either="zero3, tensor, pipeline"),
+    Row("unit rows of blocks", UnitRowsOfBlocks, vectors, either="zero3, pipeline"),
+    Row("resets the head", ResetsHead, vectors, either="zero3, tensor, pipeline"),
+    Row("shrinks a block", ResetsBlock, vectors, either="zero3, tensor"),
+    Row("sets weights at the start of fit", InitialisesOnStart, vectors, either="zero3, tensor, pipeline"),
+    Row("sets weights at the start of training", ShrinksInStart, vectors, either="zero3, pipeline"),
+    Row("the shape of a weight", ReadsShape, vectors, either="zero3, tensor, pipeline"),
+    Row("torch's pruning", Pruned, vectors, either="zero3, tensor"),
+    Row("ModelPruning", Classifier, vectors, trainer=pruning, either="zero3, tensor, pipeline"),
+    Row("proximal steps", ProximalStep, vectors, either="zero3, tensor"),
+    Row("noise on gradients", GradientNoise, vectors, either="zero2, zero3, tensor"),
+    Row("gradient penalty", GradientPenalty, vectors, either="zero3, pipeline"),
+]
