@@ -93,6 +93,8 @@ class Sampler(pl.Callback):
             DDP has exchanged its buckets once for those in the order of backward.
     """
 
+    sees_parts = True  # what a rank holds is weighed, not the wholes that hooks are shown
+
     def __init__(self, after_steps: int = 2) -> None:
         self.peak = Peak()
         self.all_tensors = 0

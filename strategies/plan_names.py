@@ -1,15 +1,9 @@
-"""Names of modules: matched by patterns, folded for messages, shown as a tree."""
+"""Names of modules: matched by patterns, folded for messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from itertools import groupby
-
-from torch import nn
-
-# Lines of a module tree in a message before it is cut short.
-_MOST_LINES = 60
 
 
 def matching(names: Iterable[str], pattern: str) -> list[str]:
@@ -59,31 +53,3 @@ def folded(names: Iterable[str]) -> list[str]:
 def starred(name: str) -> str:
     """``name`` with a star for each number."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def module_tree(module: nn.Module) -> str:
-    """The modules below ``module``, one a line; equal neighbours share one: ``0..11 (12 x LlamaDecoderLayer)``."""
-    lines = list(_lines(module, "  "))
-    if len(lines) > _MOST_LINES:
-        lines = [*lines[:_MOST_LINES], f"  ... and {len(lines) - _MOST_LINES} more lines"]
-    return "\n".join([type(module).__name__, *lines])
-
-
-def _lines(module: nn.Module, indent: str) -> Iterable[str]:
-    for _, run in groupby(module.named_children(), key=lambda item: _signature(item[1])):
-        names, children = zip(*run, strict=True)
-        name, kind = names[0], type(children[0]).__name__
-        if len(names) > 1:
-            name, kind = f"{names[0]}..{names[-1]}", f"{len(names)} x {kind}"
-        yield f"{indent}{name} ({kind}{_sizes(children[0])})"
-        yield from _lines(children[0], indent + "  ")
-
-
-def _signature(module: nn.Module) -> tuple[object, ...]:
-    shapes = tuple((name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items())
-    return (type(module), shapes, tuple((name, _signature(child)) for name, child in module.named_children()))
-
-
-def _sizes(module: nn.Module) -> str:
-    shapes = [f"{name} {'x'.join(map(str, p.shape))}" for name, p in module._parameters.items() if p is not None]
-    return f": {', '.join(shapes)}" if shapes else ""

@@ -11,11 +11,12 @@ from torch import nn
 from trainwright.checkpoint.hugging_face import is_pretrained_model
 from trainwright.strategies.blocks import find_blocks
 from trainwright.strategies.plan import ModelPlan, PlanConfig
-from trainwright.strategies.plan_names import folded, matched, module_tree, parent_of, starred, within
+from trainwright.strategies.plan_names import folded, matched, parent_of, starred, within
 from trainwright.strategies.plan_outside import find_experts, split_outside, tied_groups
 from trainwright.strategies.plan_structure import features_of
 from trainwright.strategies.plan_tensor import TensorDraft, sequence_problems
 from trainwright.strategies.proof.trace import trace
+from trainwright.strategies.tensor_rules import validate_tensor
 
 _NEEDS = ("blocks", "tensor", "experts")
 # A list of blocks is taken for the model's trunk if it holds this many times the parameters of any other list.
@@ -81,6 +82,8 @@ def make_plan(
         experts=MappingProxyType(experts),
         sources=MappingProxyType(sources),
     )
+    if "tensor" in needs and tensor_size is not None and not _splits_weights(plan):
+        _check_size(module, config, tensor_size)
     _check_needs(module, plan, needs)
     return plan
 
@@ -214,16 +217,32 @@ def _check_needs(module: nn.Module, plan: ModelPlan, needs: Collection[str]) -> 
             if plan.sources["blocks"].startswith("ambiguous")
             else "this layout needs repeated blocks, and the model has none that could be told"
         )
-    if "tensor" in needs and not any(s in ("colwise", "rowwise") or ":" in s for s in plan.tensor.values()):
-        problems.append("strategy.tensor needs weights that can be split by columns and rows, and none were recognised")
+    if "tensor" in needs and not _splits_weights(plan):
+        problems.append(
+            "strategy.tensor needs weights that can be split by columns and rows, and none were recognised "
+            f"({plan.sources['tensor']})"
+        )
     if "experts" in needs and not plan.experts:
         problems.append("strategy.expert needs experts, and the model has none that could be told")
     if problems:
         missing = [part for part in _NEEDS if part in needs]
         raise ValueError(
-            f"{'; '.join(problems)}.\n{module_tree(module)}\n"
-            f"Tried, in order: {_tried(module)}.\nTo start from: {_example(module, plan, missing)}"
+            f"{'; '.join(problems)}. Tried on {type(module).__name__}, in order: {_tried(module)}. "
+            f"To start from: {_example(module, plan, missing)}"
         )
+
+
+def _splits_weights(plan: ModelPlan) -> bool:
+    return any(style in ("colwise", "rowwise") or ":" in style for style in plan.tensor.values())
+
+
+def _check_size(module: nn.Module, config: PlanConfig | Mapping[str, Any] | None, size: int) -> None:
+    """Of a module that ``size`` ranks cannot split at all, tell which sizes can."""
+    plan = make_plan(module, config)
+    if _splits_weights(plan):
+        problems = validate_tensor(module, plan, size, sequence_parallel=False, loss_parallel=False)
+        if problems:
+            raise ValueError("; ".join(problems))
 
 
 def _tried(module: nn.Module) -> str:

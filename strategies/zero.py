@@ -190,7 +190,8 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
         """Ranks hold rows of optimizer state, gradients or parameters."""
         assert self.lightning_module is not None
         is_served = any(map(self._is_elsewhere, self.lightning_module.parameters()))  # its own ranks step those
-        return self.world_size > 1 and self.steps_are_collective and not is_served
+        is_split = self.layout.world_size > self.layout.replicate
+        return is_split and self.steps_are_collective and not is_served
 
     def held_parameter(self, name: str) -> Tensor | None:
         """See the base class."""

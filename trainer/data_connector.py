@@ -114,7 +114,9 @@ class OrderedDataConnector(_DataConnector):
                 _refuse_to_deal_batches(trainer)
             self._settle_other(loader, ranks, training)
             sampler = DealtBatchSampler(loader.batch_sampler, trainer.data_seed, rank, ranks)
-        dealt = self._lent(loader, sampler, training) or replace_batches(loader, sampler, mode)
+        dealt = self._lent(loader, sampler, training)
+        if dealt is None:
+            dealt = replace_batches(loader, sampler, mode)
         if training:
             current = trainer.fit_loop.epoch_loop.batch_progress.current
             sampler.consumed = lambda: current.ready

@@ -180,8 +180,8 @@ def _differences(names: Sequence[str], found: Found, tolerance: Tolerance) -> li
     plain = found.plain[:, :PROJECTIONS]
     norms = plain.square().mean(1).sqrt()
     distances = (layout - plain).square().mean(1).sqrt()
-    if layout.isnan().any() and plain.isnan().any():
-        distances[layout.isnan().any(1) & plain.isnan().any(1)] = 0.0
+    # Sums of numbers that overflow are infinite or nan, by their order.
+    distances[~layout.isfinite().all(1) & ~plain.isfinite().all(1)] = 0.0
     finite = norms[norms.isfinite()]
     scale = float(finite.max()) if len(finite) else 0.0
     rows = []

@@ -5,6 +5,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import Callback
 
 from trainwright import compose
+from trainwright.callbacks.certificate import CertificateRecord
 from trainwright.callbacks.global_loss import GlobalLoss
 from trainwright.callbacks.monitor.bubble import Bubble
 from trainwright.callbacks.monitor.events import Events
@@ -37,6 +38,7 @@ def test_default_is_what_is_cheap_for_every_recipe(recipe: str) -> None:
         Profile,
         Bubble,
         Events,
+        CertificateRecord,
         Goodput,
         PlanCheck,
         MonitorFile,

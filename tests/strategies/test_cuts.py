@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from trainwright.checkpoint.parts import TensorParts
-from trainwright.strategies import cuts
 from trainwright.strategies.cuts import Cut
 
 
-def on_rank(monkeypatch: Any, rank: int, size: int) -> None:
-    fake = SimpleNamespace(get_rank=lambda group: rank, get_world_size=lambda group: size)
-    monkeypatch.setattr(cuts, "dist", fake)
+def group_of(rank: int, size: int) -> Any:
+    """A process group as one of its ranks sees it."""
+    return SimpleNamespace(rank=lambda: rank, size=lambda: size)
 
 
 def box(whole: torch.Tensor, offsets: tuple[int, ...], tensor: torch.Tensor) -> torch.Tensor:
@@ -25,12 +24,11 @@ def box(whole: torch.Tensor, offsets: tuple[int, ...], tensor: torch.Tensor) -> 
     ("shape", "dim", "sections"),
     [((12,), 0, None), ((12, 4), 0, (6, 6)), ((4, 18), 1, (6, 12)), ((18, 5), 0, (6, 6, 6)), ((6, 2, 3), 0, None)],
 )
-def test_boxes_of_all_ranks_make_up_the_whole(monkeypatch, size, shape, dim, sections):
+def test_boxes_of_all_ranks_make_up_the_whole(size, shape, dim, sections):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    cut = Cut(group=None, dim=dim, sections=sections)
     seen = torch.zeros(shape, dtype=torch.int64)
     for rank in range(size):
-        on_rank(monkeypatch, rank, size)
+        cut = Cut(group=group_of(rank, size), dim=dim, sections=sections)
         part = cut.part(whole)
         for rows in sorted({1, 2, part.shape[0]}):  # the part may itself be split by rows over data ranks
             for first in range(0, part.shape[0], rows):
@@ -46,9 +44,8 @@ def test_boxes_of_all_ranks_make_up_the_whole(monkeypatch, size, shape, dim, sec
     assert torch.equal(seen, torch.ones_like(seen))
 
 
-def test_boxes_are_views(monkeypatch):
-    on_rank(monkeypatch, 1, 2)
+def test_boxes_are_views():
     part = torch.zeros(6)
-    for _, tensor in Cut(group=None, sections=(8, 4)).in_whole(TensorParts.whole(part)).parts:
+    for _, tensor in Cut(group=group_of(1, 2), sections=(8, 4)).in_whole(TensorParts.whole(part)).parts:
         tensor.fill_(1)
     assert part.eq(1).all()

@@ -61,7 +61,12 @@ def _is_chosen(arguments: argparse.Namespace, theme: str, row: Row, layout: str,
 
 
 def _record(pool: RankPool, theme: str, row: Row, layouts: list[str], old: dict[str, Any]) -> None:
-    reference, known = alone(pool.run, theme, row), old.setdefault(theme, {}).setdefault(row.name, {})
+    try:
+        reference = alone(pool.run, theme, row)
+    except AssertionError as error:
+        print(f"{theme}:{row.name}: {error}", flush=True)
+        return
+    known = old.setdefault(theme, {}).setdefault(row.name, {})
     for layout in layouts:
         outcome = tried(pool.run, theme, row, layout, reference, TIMEOUT)
         if known.get(layout) != shortened(outcome):

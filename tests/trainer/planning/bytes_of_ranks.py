@@ -84,6 +84,8 @@ class Fullest(pl.Callback):
         routing: how tokens were spread over experts in the micro-batch in which it was.
     """
 
+    sees_parts = True  # what a rank holds is weighed, not the wholes that hooks are shown
+
     def __init__(self, data: Tensor) -> None:
         self.data = data  # the whole data set, which a device does not hold
         self.peak, self.routing = 0, EVEN
