@@ -11,9 +11,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import _augment_message
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainwright.strategies.averaging import MeanBesideBackward
@@ -76,6 +75,7 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
         )
         self._given_bucket = "bucket_cap_mb" in kwargs
         self._beside: MeanBesideBackward | None = None
+        self._averaged: dict[str, nn.Parameter] | None = None  # until the first update
         if self._asked_average not in (None, ALL_REDUCE) and self._ddp_comm_hook is not None:
             raise ValueError(
                 f"average_by={self._asked_average} and a ddp_comm_hook both decide how gradients are sent; leave out "
@@ -101,6 +101,15 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
         self._set_up_compression()
         self.begin_from_weights()
         self._know_frozen()
+        if not self.lightning_module.automatic_optimization:
+            for optimizer in self.optimizers:
+                optimizer.register_step_pre_hook(self._refuse_unused)
+
+    def configure_ddp(self) -> None:
+        """As Lightning's; torch's reducer knows the parameters that are trained now."""
+        assert self.lightning_module is not None
+        self._averaged = {name: p for name, p in self.lightning_module.named_parameters() if p.requires_grad}
+        super().configure_ddp()
 
     def _take_up(self, thawed: Sequence[nn.Parameter]) -> None:
         """Wrap the module anew: torch's reducer knows those that were trained when it was made, and no others."""
@@ -183,17 +192,42 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
             ddp_comm_wrapper=self._ddp_comm_wrapper,
         )
 
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """As Lightning's, then :meth:`_refuse_unused`, where the Trainer runs one backward a step."""
+        super().post_backward(closure_loss)
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            self._refuse_unused()
+
+    def _refuse_unused(self, *_: Any) -> None:
+        """Before the first update: gradients that are still missing have kept others from being averaged.
+
+        Raises:
+            RuntimeError: if a parameter had no part in the loss, which torch finds out one step too late.
+        """
+        model = self.model
+        if self._averaged is None or not isinstance(model, DistributedDataParallel):
+            return
+        if not model.require_backward_grad_sync:  # more micro-batches follow
+            return
+        averaged, self._averaged = self._averaged, None
+        if model.find_unused_parameters or model.static_graph:
+            return
+        missing = [name for name, parameter in averaged.items() if parameter.grad is None]
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise RuntimeError(f"{', '.join(missing[:3])}{more} had no part in the loss, {_UNUSED}")
+
     def on_exception(self, exception: BaseException) -> None:
-        """Say what to type when a parameter had no part in the loss."""
-        _augment_message(
-            exception,
-            pattern=".*Expected to have finished reduction in the prior iteration.*",
-            new_message=(
-                "Some parameters of the module had no part in the loss that training_step returned, so DDP still waits "
-                "for their gradients. If that is meant, set strategy.find_unused_parameters=true "
-                "(in Python DDPStrategy(find_unused_parameters=True)); else use them in the loss or freeze them."
-            ),
-        )
+        """Say what to type when a parameter had no part in the loss of a later step."""
+        if "Expected to have finished reduction in the prior iteration" in str(exception):
+            exception.add_note(f"Some parameters had no part in the loss, {_UNUSED}")
+
+
+_UNUSED = (
+    "so DDP still waits for their gradients. If that is meant, set strategy.find_unused_parameters=true (in Python "
+    "DDPStrategy(find_unused_parameters=True)); else use them in the loss or freeze them."
+)
 
 
 def _leave_local(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

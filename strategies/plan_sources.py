@@ -16,7 +16,7 @@ from trainwright.strategies.plan_outside import find_experts, split_outside, tie
 from trainwright.strategies.plan_structure import features_of
 from trainwright.strategies.plan_tensor import TensorDraft, sequence_problems
 from trainwright.strategies.proof.trace import trace
-from trainwright.strategies.tensor_rules import validate_tensor
+from trainwright.strategies.tensor_rules import indivisible
 
 _NEEDS = ("blocks", "tensor", "experts")
 # A list of blocks is taken for the model's trunk if it holds this many times the parameters of any other list.
@@ -240,9 +240,9 @@ def _check_size(module: nn.Module, config: PlanConfig | Mapping[str, Any] | None
     """Of a module that ``size`` ranks cannot split at all, tell which sizes can."""
     plan = make_plan(module, config)
     if _splits_weights(plan):
-        problems = validate_tensor(module, plan, size, sequence_parallel=False, loss_parallel=False)
+        problems = indivisible(module, plan, size)
         if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError("; ".join(dict.fromkeys(problems)))
 
 
 def _tried(module: nn.Module) -> str:

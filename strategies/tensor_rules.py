@@ -219,15 +219,26 @@ def _shape_problems(module: nn.Module, plan: ModelPlan, size: int) -> Iterator[s
             yield f"{where}{error}"
             continue
         yield from (where + problem for problem in _module_problems(part, found, style))
-        for key, split in found.items():
-            parameter = part.get_parameter(key)
-            lengths = split.sections or (parameter.shape[split.dim],)
-            if any(length % size for length in lengths):
-                yield (
-                    f"{where}{key} of shape {tuple(parameter.shape)} cannot be split into {size} along dim {split.dim}"
-                    f"{f' in sections of {lengths}' if split.sections else ''}; possible sizes of the tensor axis: "
-                    f"{_sizes(lengths)}"
-                )
+        yield from _length_problems(part, name, found, size)
+
+
+def _length_problems(part: nn.Module, name: str, found: dict[str, Split], size: int) -> Iterator[str]:
+    for key, split in found.items():
+        parameter = part.get_parameter(key)
+        lengths = split.sections or (parameter.shape[split.dim],)
+        if any(length % size for length in lengths):
+            yield (
+                f"tensor plan of {_star(name)}: {key} of shape {tuple(parameter.shape)} cannot be split into {size} "
+                f"along dim {split.dim}{f' in sections of {lengths}' if split.sections else ''}; possible sizes of the "
+                f"tensor axis: {_sizes(lengths)}"
+            )
+
+
+def indivisible(module: nn.Module, plan: ModelPlan, size: int) -> list[str]:
+    """What of a plan does not divide by ``size``: lengths, else heads. Its styles must be those of its modules."""
+    parts = ((name, module.get_submodule(name), style) for name, style in plan.tensor.items())
+    problems = [p for name, part, style in parts for p in _length_problems(part, name, splits(part, style), size)]
+    return problems or list(_head_problems(module, plan, size))
 
 
 def _module_problems(part: nn.Module, found: dict[str, Split], style: str) -> Iterator[str]:

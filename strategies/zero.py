@@ -15,7 +15,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import _augment_message
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -704,17 +703,12 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
         self._failed = True
         if self._divided is not None:
             self._divided.restore()
-        if self.stage != 3:
-            return
-        _augment_message(
-            exception,
-            pattern=r".*got mixed torch\.Tensor and DTensor.*",
-            new_message=(
+        if self.stage == 3 and "got mixed torch.Tensor and DTensor" in str(exception):
+            exception.add_note(
                 "ZeRO-3 keeps the parameters of a block split (as DTensors) except while the forward of that block "
                 "runs, and all others except during a step or a call of the module; here one was used elsewhere. Use "
                 "parameter.full_tensor() there, or take strategy=zero2, which keeps all parameters whole."
-            ),
-        )
+            )
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

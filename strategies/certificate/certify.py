@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ from trainwright.strategies.certificate.state import WrittenWeights, untouched
 from trainwright.strategies.certificate.stream import Streamed, Supply
 from trainwright.strategies.certificate.written import AsWritten, WrittenParameter
 from trainwright.strategies.gradients import local_tensor
+from trainwright.strategies.layout import Layout
 
 
 class Certified(Protocol):
@@ -59,6 +61,10 @@ class Certified(Protocol):
     backward_in_step: bool
     num_data_ranks: int
     data_rank: int
+    layout: Layout
+
+    def certificate_remedy(self, module: str) -> str:
+        """What to type where this layout cannot train the module."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The layout's own step."""
@@ -93,6 +99,7 @@ class _Trial:
         stepped: names of the parameters of the optimizer whose step ended it; ``None``: none has ended it.
         is_automatic: whether the Trainer runs backward, not the module by hand.
         share: weight of the part of the batch that is run at present.
+        error: what ``training_step`` raised.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -101,6 +108,7 @@ class _Trial:
     stepped: frozenset[str] | None = None
     is_automatic: bool = True
     share: float = 1.0
+    error: Exception | None = None
 
 
 # Parts of a batch, and their weights.
@@ -137,6 +145,7 @@ def certify(strategy: Certified, written: AsWritten, batch: Any, batch_idx: int)
     with _quiet(strategy), _disable_current_modes():  # of callbacks that count operators
         layout = _run_layout(strategy, written, _arguments(module, batch, batch_idx))
         plain = _run_written(strategy, written, parts, batch_idx)
+        _raise_together(plain)
         found = _agree(strategy, written.parameters, layout, plain)
         names = [each.name for each in written.parameters]
         outcome = compare(names, found, tolerance, seconds=time.perf_counter() - began)
@@ -199,6 +208,13 @@ def _run_layout(strategy: Certified, written: AsWritten, arguments: tuple[Any, .
             for name, gradient in strategy.named_gradients():
                 cut = None if assembly is None else assembly.cuts.get(name)
                 trial.gradients[name] = sketch_of_part(name, shapes[name], gradient, cut)
+    except Exception as error:
+        if not _is_ours(error):
+            error.add_note(
+                f"This was the first batch under {strategy.layout}, and no weight has changed. If the same step runs "
+                f"with strategy=single, this layout cannot run it. {strategy.certificate_remedy('')}"
+            )
+        raise
     finally:
         for optimizer in strategy.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -207,11 +223,17 @@ def _run_layout(strategy: Certified, written: AsWritten, arguments: tuple[Any, .
     return trial
 
 
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package raised ``error``: then it says what to type."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("trainwright.")
+
+
 # ---- the module as written -------------------------------------------------------------------------------------------
 
 
 def _run_written(strategy: Certified, written: AsWritten, parts: _Parts, batch_idx: int) -> _Trial | None:
-    """What the module as written gives; ``None`` on a rank that only sends its parts."""
+    """What the module as written gives, or raises; ``None`` on a rank that only sends its parts."""
     module = strategy.lightning_module
     assembly, group = strategy.certified_parts()
     dtypes = {each.name: getattr(*each.slots[0]).dtype for each in written.parameters}
@@ -253,15 +275,25 @@ def _run_written(strategy: Certified, written: AsWritten, parts: _Parts, batch_i
                         module.backward(loss * trial.share)
             trial.losses += [sum(losses)] if losses else []
     except Exception as error:
-        raise RuntimeError(
-            f"The certificate of this layout could not be made: training_step of {type(module).__name__} as written "
-            f"raised {type(error).__name__} on a batch on which the layout did not: {error}. If the step cannot run "
-            "twice on the same batch, type strategy.certificate=off (in Python certificate='off')."
-        ) from error
+        trial.error = error
     finally:
         supply.end()
         streamed.close()
     return trial
+
+
+def _raise_together(plain: _Trial | None) -> None:
+    """Raise on every rank if the module as written raised on one. A collective of all ranks."""
+    error = None if plain is None else plain.error
+    told: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, None if error is None else f"{type(error).__name__}: {error}")
+    raised = next(filter(None, told), None)
+    if raised is not None:
+        raise RuntimeError(
+            "The certificate of this layout could not be made: training_step of the module as written raised on a "
+            f"batch on which the layout did not: {raised}. If the step cannot run twice on the same batch, type "
+            "strategy.certificate=off (in Python certificate='off')."
+        ) from error
 
 
 def _trained(strategy: Certified, written: AsWritten) -> dict[str, bool]:

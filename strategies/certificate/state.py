@@ -20,33 +20,29 @@ _FOREIGN = ("builtins", "torch", "lightning", "lightning_fabric", "pytorch_light
 _MOST_OBJECTS = 100_000
 
 
-class KeptState:
-    """Copies of all that a step may change in a module: buffers, attributes, containers, plain objects within them.
-
-    What user code changes elsewhere (files, global variables) is not kept.
+class KeptObjects:
+    """What containers and plain objects hold, with all that they refer to.
 
     Args:
-        module: the whole module.
+        values: where to begin; modules are passed over.
+        tensors: whether to keep the values of tensors as well, and not only which they are.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._modules = [(sub, _Looks.of(sub)) for sub in module.modules()]
-        self._trained = [(p, p.requires_grad, p.grad) for p in module.parameters()]
-        self._training = [(sub, sub.training) for sub in module.modules()]
+    def __init__(self, values: Iterable[Any], *, tensors: bool = False) -> None:
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._objects: list[tuple[Any, dict[str, Any]]] = []
-        self._seen: set[int] = {id(sub) for sub, _ in self._modules}
-        for _, looks in self._modules:
-            for value in (*looks.attributes.values(), *looks.tables.get("_buffers", {}).values()):
-                self._keep(value)
+        self._seen: set[int] = set()
+        self._copies_tensors = tensors
+        for value in values:
+            self._keep(value)
 
     def _keep(self, value: Any) -> None:
         if id(value) in self._seen or len(self._seen) > _MOST_OBJECTS:
             return
         if isinstance(value, Tensor):
             self._seen.add(id(value))
-            if _has_own_memory(value):
+            if self._copies_tensors and _has_own_memory(value):
                 self._tensors.append((value, value.detach().clone()))
         elif type(value) in _CONTAINERS:
             self._seen.add(id(value))
@@ -65,8 +61,6 @@ class KeptState:
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back."""
-        for sub, looks in self._modules:
-            _put(sub, looks, vars(sub))
         for tensor, value in self._tensors:
             if tensor.shape != value.shape:
                 tensor.set_(value.clone())  # type: ignore[call-overload]
@@ -78,6 +72,29 @@ class KeptState:
         for held, attributes in self._objects:
             vars(held).clear()
             vars(held).update(attributes)
+
+
+class KeptState:
+    """Copies of all that a step may change in a module: buffers, attributes, containers, plain objects within them.
+
+    What user code changes elsewhere (files, global variables) is not kept.
+
+    Args:
+        module: the whole module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = [(sub, _Looks.of(sub)) for sub in module.modules()]
+        self._trained = [(p, p.requires_grad, p.grad) for p in module.parameters()]
+        looks = [looks for _, looks in self._modules]
+        values = (v for each in looks for v in (*each.attributes.values(), *each.tables.get("_buffers", {}).values()))
+        self._objects = KeptObjects(values, tensors=True)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for sub, looks in self._modules:
+            _put(sub, looks, vars(sub))
+        self._objects.restore()
         for parameter, requires_grad, gradient in self._trained:
             parameter.requires_grad_(requires_grad)
             parameter.grad = gradient

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainwright.strategies.assemble import Assembly
 from trainwright.strategies.certificate.determinism import Deterministic
+from trainwright.strategies.certificate.state import KeptObjects
 from trainwright.strategies.certificate.written import WrittenParameter
 from trainwright.strategies.state import whole_on_device
 
@@ -211,20 +212,54 @@ class Streamed:
                     block.forward = forward
 
     def _streaming(self, unit: int, forward: Callable[..., Any], randomness: Deterministic) -> Callable[..., Any]:
-        def run(drawn: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(before: _Before, *args: Any, **kwargs: Any) -> Any:
             self.fill(unit)
-            with randomness.going_on_from(drawn):
+            with before.again(), randomness.going_on_from(before.drawn):
                 return forward(*args, **kwargs)
 
         def streamed(*args: Any, **kwargs: Any) -> Any:
-            drawn = randomness.drawn()
+            before = _Before(randomness, (args, kwargs))
             try:
                 if not torch.is_grad_enabled():
-                    return run(drawn, *args, **kwargs)
+                    return run(before, *args, **kwargs)
                 return checkpoint(
-                    run, drawn, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none", **kwargs
+                    run,
+                    before,
+                    *args,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    determinism_check="none",
+                    **kwargs,
                 )
             finally:
                 self.release(unit)
 
         return streamed
+
+
+class _Before:
+    """What was there before a block ran: backward runs it once more, and caches among its arguments have grown since.
+
+    Args:
+        randomness: of the run.
+        arguments: of the block.
+    """
+
+    def __init__(self, randomness: Deterministic, arguments: Any) -> None:
+        self.drawn = randomness.drawn()
+        self._arguments = arguments
+        self._objects: KeptObjects | None = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Nothing to do around the first run; around later ones, the objects of the arguments are as before it."""
+        if self._objects is None:
+            self._objects = KeptObjects(self._arguments)
+            yield
+            return
+        later = KeptObjects(self._arguments)
+        self._objects.restore()
+        try:
+            yield
+        finally:
+            later.restore()

@@ -177,7 +177,7 @@ REFUSED = {("zero3", "Penalises")}
 def run_into_error(strategy: str, habit: str) -> str:
     with pytest.raises(RuntimeError) as error:
         run(strategy, habit)
-    return str(error.value)
+    return "\n".join([str(error.value), *error.value.__notes__])
 
 
 @pytest.mark.parametrize(("strategy", "habit"), sorted(REFUSED))

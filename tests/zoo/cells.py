@@ -79,6 +79,7 @@ class Row:
         tolerance: largest relative distance; see :data:`TOLERANCE`.
         synced: logged values to compare where ranks read different samples, too; else those logged of one sample.
         options: further options of the strategy, by layout.
+        late: refusals are of what comes after steps (validation, what is observed), when weights have changed.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Row:
     tolerance: float = TOLERANCE
     synced: tuple[str, ...] = ()
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    late: bool = False
 
     @property
     def layouts(self) -> list[str]:
@@ -205,7 +207,8 @@ def _run(theme: str, name: str, layout: str | None) -> Run:
         run.tensors = _tensors(trainer, module, layout)
     except BaseException as error:
         run.when, run.error, run.trace = time.monotonic(), f"{type(error).__name__}: {error}", traceback.format_exc()
-        run.ours = _raised_by_us(error)
+        notes = getattr(error, "__notes__", [])
+        run.error, run.ours = " ".join([run.error, *notes]), _raised_by_us(error) or bool(notes)
         with suppress(Exception):
             run.changed = watch.changed(module)
     return run
@@ -275,7 +278,7 @@ def tried(ranks: Callable[..., list[Any]], theme: str, row: Row, layout: str, re
     runs: list[Run] = [run for run in answers if run is not None]
     failed = sorted((run for run in runs if run.error), key=lambda run: run.when)
     if failed:
-        return _judged(failed[0])
+        return _judged(failed[0], row.late)
     found = [text for run in runs for text in _differences(row, reference, run, layout)]
     return f"wrong: {found[0]} (and {len(found) - 1} more)" if found else "equal"
 
@@ -291,11 +294,11 @@ def alone(ranks: Callable[..., list[Any]], theme: str, row: Row) -> Run:
     return cast(Run, reference)
 
 
-def _judged(run: Run) -> str:
+def _judged(run: Run, late: bool) -> str:
     said = " ".join(run.error.split())
     if not run.ours:
         return f"wrong: crashed: {said[:400]}"
-    if run.changed:
+    if run.changed and not late:
         return f"wrong: refused after weights changed: {said[:400]}"
     if "\n" in run.error.strip():
         return f"wrong: refused in several paragraphs: {said[:400]}"

@@ -313,6 +313,7 @@ ROWS = [
         uneven,
         trainer=after_steps,
         either="tensor, pipeline, ddp",
+        late=True,
     ),
     Row(
         "sync_dist",

@@ -266,7 +266,7 @@ ROWS = [
         either="zero3, tensor, pipeline, tensor x shard",
     ),
     Row("parameters after fit", Classifier, vectors, observe=parameters, either="tensor, pipeline"),
-    Row("forward after fit", Classifier, vectors, observe=predictions, either="zero3, tensor, pipeline"),
+    Row("forward after fit", Classifier, vectors, observe=predictions, either="zero3, tensor, pipeline", late=True),
     Row("validate after fit", Validating, vectors, observe=predicted, equal="zero3, pipeline"),
     Row("on_save_checkpoint", KeepsOnSave, vectors, trainer=saving, observe=kept, either="zero3, tensor, pipeline"),
     Row("state_dict at the end", KeepsStateAtEnd, vectors, observe=kept, either="tensor, pipeline"),
