@@ -518,9 +518,13 @@ class LayoutStrategy(RunStateStrategy):
         if self._certificate.is_due:
             self._certificate.make(self, batch, batch_idx)
         thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
-        if thawed:
+        if self._any_thawed(bool(thawed), batch_idx):
             self._know_frozen()
             self._take_up(thawed)
+
+    def _any_thawed(self, here: bool, batch_idx: int) -> bool:
+        """Whether parameters were thawed on any rank, known from those of this one where all hold the same."""
+        return here
 
     def _know_frozen(self) -> None:
         """Remember what is not trained; at the end of setup, by strategies that look at ``requires_grad`` in it."""

@@ -447,6 +447,11 @@ class Engines:
         if self._pipeline is not None:
             self._pipeline.refresh()
 
+    def share_buffers(self) -> None:
+        """Have every rank of a pipeline know the buffers of all stages. A collective."""
+        if self._pipeline is not None:
+            self._pipeline.share_buffers()
+
     def detach(self) -> None:
         """Let go of the pipeline; the module stays cut."""
         if self._pipeline is not None:

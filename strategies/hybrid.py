@@ -451,6 +451,26 @@ class HybridStrategy(DataCollectives, MixedPlacement):
         if batch_idx == 0 and self._engines is not None:
             self._engines.refresh()
 
+    def _any_thawed(self, here: bool, batch_idx: int) -> bool:
+        """See the base class; stages hold different parameters, and ask each other at the beginning of an epoch."""
+        if self._engines is None or not self._engines.has_pipeline:
+            return here
+        if batch_idx == 0:
+            return self.reduce_boolean_decision(here, all=False)
+        if here:
+            raise RuntimeError(
+                f"Parameters were thawed before batch {batch_idx} of an epoch. Stages of a pipeline hold different "
+                "parameters, and take up what was thawed when an epoch begins: thaw in on_train_epoch_start, or use "
+                "pipeline=1."
+            )
+        return False
+
+    def on_train_end(self) -> None:
+        """Have every rank know the buffers of all stages."""
+        super().on_train_end()
+        if self._engines is not None:
+            self._engines.share_buffers()
+
     def setup_precision_plugin(self) -> None:
         """Let the precision plugin know over which ranks gradients are spread; then attach the pipeline."""
         super().setup_precision_plugin()

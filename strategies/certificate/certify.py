@@ -36,7 +36,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from trainwright.strategies.assemble import Assembly
-from trainwright.strategies.certificate.compare import Comparison, Found, compare, tolerance_of
+from trainwright.strategies.certificate.changes import Changes, StateBefore, first_other
+from trainwright.strategies.certificate.compare import Comparison, Found, Tolerance, compare, tolerance_of
 from trainwright.strategies.certificate.determinism import Deterministic, held_randomness
 from trainwright.strategies.certificate.outputs import Outputs, first_that_differs
 from trainwright.strategies.certificate.sketch import WIDTH, sketch_of_part, sketch_of_whole
@@ -100,6 +101,7 @@ class _Trial:
         is_automatic: whether the Trainer runs backward, not the module by hand.
         share: weight of the part of the batch that is run at present.
         error: what ``training_step`` raised.
+        state: what it changed in buffers and counters.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -109,6 +111,7 @@ class _Trial:
     is_automatic: bool = True
     share: float = 1.0
     error: Exception | None = None
+    state: Changes = field(default_factory=dict)
 
 
 # Parts of a batch, and their weights.
@@ -145,10 +148,12 @@ def certify(strategy: Certified, written: AsWritten, batch: Any, batch_idx: int)
     with _quiet(strategy), _disable_current_modes():  # of callbacks that count operators
         layout = _run_layout(strategy, written, _arguments(module, batch, batch_idx))
         plain = _run_written(strategy, written, parts, batch_idx)
-        _raise_together(plain)
+        changed = _other_state(strategy, layout, plain, tolerance) if len(parts) == 1 else None
+        changed = _raise_together(plain, changed)
         found = _agree(strategy, written.parameters, layout, plain)
         names = [each.name for each in written.parameters]
         outcome = compare(names, found, tolerance, seconds=time.perf_counter() - began)
+        outcome = replace(outcome, state=changed)
         if outcome.holds:
             return outcome
         return replace(outcome, module=_first_module(strategy, written, batch, parts, batch_idx, outcome))
@@ -163,7 +168,8 @@ def _first_module(
     """
     module = strategy.lightning_module
     names = [name for name, _ in module.named_modules()]
-    heard = [name for name in names if _is_computed_here(strategy, name)]
+    assembly, _ = strategy.certified_parts()
+    heard = [name for name in names if _is_computed_here(assembly, name)]
     places = {id(module.get_submodule(name)): names.index(name) for name in names if name}
     here = {id(module.get_submodule(name)): names.index(name) for name in heard if name}
     layout, plain = Outputs(here, len(names)), Outputs(places, len(names))
@@ -177,9 +183,8 @@ def _first_module(
     return outcome.wrong[-1][0] if outcome.wrong else ""
 
 
-def _is_computed_here(strategy: Certified, name: str) -> bool:
+def _is_computed_here(assembly: Assembly | None, name: str) -> bool:
     """Whether what a module returns on this rank is a part of its output; stages run what they do not hold on zeros."""
-    assembly, _ = strategy.certified_parts()
     if assembly is None or assembly.pipeline is None:
         return True
     held = [owner for key, owner in assembly.owners.items() if key.startswith(f"{name}.")]
@@ -198,6 +203,7 @@ def _run_layout(strategy: Certified, written: AsWritten, arguments: tuple[Any, .
     shapes = {each.name: each.shape for each in written.parameters}
     try:
         with untouched(module), held_randomness(strategy.root_device), _captured(module, trial):
+            before = StateBefore(module)
             with Deterministic(), _Watched(weights.before), _ending(strategy, trial):
                 output = strategy.training_step(*arguments)
                 loss = _loss_of(output)
@@ -208,6 +214,7 @@ def _run_layout(strategy: Certified, written: AsWritten, arguments: tuple[Any, .
             for name, gradient in strategy.named_gradients():
                 cut = None if assembly is None else assembly.cuts.get(name)
                 trial.gradients[name] = sketch_of_part(name, shapes[name], gradient, cut)
+            trial.state = before.changes()
     except Exception as error:
         if not _is_ours(error):
             error.add_note(
@@ -264,7 +271,7 @@ def _run_written(strategy: Certified, written: AsWritten, parts: _Parts, batch_i
             stack.enter_context(randomness)
             stack.enter_context(_Watched(lambda _, tensors: streamed.before(tensors)))
             stack.enter_context(_ending(strategy, trial))
-            losses = []
+            losses, before = [], StateBefore(module)
             for part, trial.share in parts:
                 with strategy.precision_plugin.train_step_context():
                     output = module.training_step(*_arguments(module, part, batch_idx))
@@ -274,6 +281,7 @@ def _run_written(strategy: Certified, written: AsWritten, parts: _Parts, batch_i
                     if loss.requires_grad:
                         module.backward(loss * trial.share)
             trial.losses += [sum(losses)] if losses else []
+            trial.state = before.changes()
     except Exception as error:
         trial.error = error
     finally:
@@ -282,18 +290,30 @@ def _run_written(strategy: Certified, written: AsWritten, parts: _Parts, batch_i
     return trial
 
 
-def _raise_together(plain: _Trial | None) -> None:
-    """Raise on every rank if the module as written raised on one. A collective of all ranks."""
+def _other_state(strategy: Certified, layout: _Trial, plain: _Trial | None, tolerance: Tolerance) -> str | None:
+    """A buffer or counter that the layout changes otherwise on this rank. A collective."""
+    assembly, group = strategy.certified_parts()
+    told: list[Any] = [None if plain is None or plain.error is not None else plain.state]
+    if group is not None:
+        dist.broadcast_object_list(told, group=group, group_src=0)
+    if told[0] is None:
+        return None
+    return first_other(layout.state, told[0], lambda path: _is_computed_here(assembly, path), tolerance.logged)
+
+
+def _raise_together(plain: _Trial | None, changed: str | None) -> str | None:
+    """Raise on every rank if the module as written raised on one; else what any rank has ``changed``. A collective."""
     error = None if plain is None else plain.error
-    told: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, None if error is None else f"{type(error).__name__}: {error}")
-    raised = next(filter(None, told), None)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (None if error is None else f"{type(error).__name__}: {error}", changed))
+    raised, changed = (next(filter(None, each), None) for each in zip(*told, strict=True))
     if raised is not None:
         raise RuntimeError(
             "The certificate of this layout could not be made: training_step of the module as written raised on a "
             f"batch on which the layout did not: {raised}. If the step cannot run twice on the same batch, type "
             "strategy.certificate=off (in Python certificate='off')."
         ) from error
+    return changed
 
 
 def _trained(strategy: Certified, written: AsWritten) -> dict[str, bool]:

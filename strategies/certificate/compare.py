@@ -70,6 +70,7 @@ class Comparison:
         logged: name and both values of a logged value that differs by more than rounding; ``None``: none does.
         tolerance: what rounding explains.
         seconds: that it took.
+        state: name of a buffer or counter that a step changes otherwise; ``None``: none.
         module: name of the first module, or parameter, that differs; empty: none, or it is not known.
     """
 
@@ -81,12 +82,14 @@ class Comparison:
     logged: tuple[str, float, float] | None
     tolerance: Tolerance
     seconds: float
+    state: str | None = None
     module: str = ""
 
     @property
     def holds(self) -> bool:
         """Whether nothing differs by more than rounding."""
-        return not self.wrong and self.logged is None and self.loss_difference <= self.tolerance.loss
+        differs = self.wrong or self.logged is not None or self.state is not None
+        return not differs and self.loss_difference <= self.tolerance.loss
 
     def problem(self) -> str:
         """What differs, for a message."""
@@ -103,6 +106,8 @@ class Comparison:
                 f"gradients of {len(self.wrong)} of {self.parameters} parameters differ: {shown}{rest} (relative; "
                 f"rounding explains {self.tolerance.gradient:.0e})"
             )
+        if self.state is not None:
+            parts.append(f"a step changes {self.state} otherwise")
         if self.module:
             parts.append(f"the first to differ is {self.module}")
         return "; ".join(parts)
@@ -123,6 +128,7 @@ class Comparison:
             "largest": self.largest,
             "wrong": [list(pair) for pair in self.wrong],
             "logged": self.logged,
+            "state": self.state,
             "allowed": self.tolerance.gradient,
             "seconds": round(self.seconds, 3),
             "module": self.module,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.strategies.certificate.written import _Looks, _put
 
@@ -30,6 +31,7 @@ class KeptObjects:
 
     def __init__(self, values: Iterable[Any], *, tensors: bool = False) -> None:
         self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._begun = WeakIdKeyDictionary()
         self._containers: list[tuple[Any, Any]] = []
         self._objects: list[tuple[Any, dict[str, Any]]] = []
         self._seen: set[int] = set()
@@ -44,6 +46,7 @@ class KeptObjects:
             self._seen.add(id(value))
             if self._copies_tensors and _has_own_memory(value):
                 self._tensors.append((value, value.detach().clone()))
+                self._begun[value] = value._version
         elif type(value) in _CONTAINERS:
             self._seen.add(id(value))
             self._containers.append((value, value.copy()))
@@ -57,6 +60,10 @@ class KeptObjects:
             self._objects.append((value, dict(vars(value))))
             for item in list(vars(value).values()):
                 self._keep(item)
+
+    def forget_unchanged(self) -> None:
+        """Drop the values of tensors that nobody has written to since."""
+        self._tensors = [(tensor, value) for tensor, value in self._tensors if tensor._version != self._begun[tensor]]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -89,6 +96,10 @@ class KeptState:
         looks = [looks for _, looks in self._modules]
         values = (v for each in looks for v in (*each.attributes.values(), *each.tables.get("_buffers", {}).values()))
         self._objects = KeptObjects(values, tensors=True)
+
+    def forget_unchanged(self) -> None:
+        """Drop the values of tensors that nobody has written to since."""
+        self._objects.forget_unchanged()
 
     def restore(self) -> None:
         """Put everything back."""

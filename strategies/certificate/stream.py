@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainwright.strategies.assemble import Assembly
 from trainwright.strategies.certificate.determinism import Deterministic
-from trainwright.strategies.certificate.state import KeptObjects
+from trainwright.strategies.certificate.state import KeptObjects, KeptState
 from trainwright.strategies.certificate.written import WrittenParameter
 from trainwright.strategies.state import whole_on_device
 
@@ -202,7 +202,7 @@ class Streamed:
         """Fetch the parameters of each block, which are units 1, 2, ... in order, around its forward."""
         before = [block.__dict__.get("forward") for block in blocks]
         for unit, block in enumerate(blocks, 1):
-            block.forward = self._streaming(unit, block.forward, randomness)
+            block.forward = self._streaming(unit, block, randomness)
         try:
             yield
         finally:
@@ -211,14 +211,16 @@ class Streamed:
                 if forward is not None:
                     block.forward = forward
 
-    def _streaming(self, unit: int, forward: Callable[..., Any], randomness: Deterministic) -> Callable[..., Any]:
+    def _streaming(self, unit: int, block: nn.Module, randomness: Deterministic) -> Callable[..., Any]:
+        forward = block.forward
+
         def run(before: _Before, *args: Any, **kwargs: Any) -> Any:
             self.fill(unit)
             with before.again(), randomness.going_on_from(before.drawn):
                 return forward(*args, **kwargs)
 
         def streamed(*args: Any, **kwargs: Any) -> Any:
-            before = _Before(randomness, (args, kwargs))
+            before = _Before(randomness, block, (args, kwargs))
             try:
                 if not torch.is_grad_enabled():
                     return run(before, *args, **kwargs)
@@ -238,28 +240,32 @@ class Streamed:
 
 
 class _Before:
-    """What was there before a block ran: backward runs it once more, and caches among its arguments have grown since.
+    """What was there before a block ran: backward runs it once more, and caches and buffers have changed since.
 
     Args:
         randomness: of the run.
-        arguments: of the block.
+        block: that runs.
+        arguments: of it.
     """
 
-    def __init__(self, randomness: Deterministic, arguments: Any) -> None:
+    def __init__(self, randomness: Deterministic, block: nn.Module, arguments: Any) -> None:
         self.drawn = randomness.drawn()
-        self._arguments = arguments
-        self._objects: KeptObjects | None = None
+        self._block, self._arguments = block, arguments
+        self._kept: tuple[KeptState, KeptObjects] | None = None
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Nothing to do around the first run; around later ones, the objects of the arguments are as before it."""
-        if self._objects is None:
-            self._objects = KeptObjects(self._arguments)
+        """Nothing to do around the first run; around later ones, state and arguments are as before it."""
+        now = KeptState(self._block), KeptObjects(self._arguments)
+        if self._kept is None:
             yield
+            self._kept = now
+            now[0].forget_unchanged()
             return
-        later = KeptObjects(self._arguments)
-        self._objects.restore()
+        for kept in self._kept:
+            kept.restore()
         try:
             yield
         finally:
-            later.restore()
+            for kept in now:
+                kept.restore()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainwright.strategies.communication.calls import listen
+from trainwright.strategies.pipeline.block_values import Placeholder
 from trainwright.strategies.pipeline.cut import PipelineCut, StageParameters, put
 from trainwright.strategies.pipeline.form import FormBook
 from trainwright.strategies.pipeline.gates import Gates, StagePass, order_message
@@ -375,7 +376,7 @@ class PipelineEngine:
             tensor = self._shared(name, whole)
             if name in self.cut.ghosts:
                 put(self.cut.slots(name), tensor)
-        self._share_buffers()
+        self.share_buffers(of_blocks=False)
         self._is_whole = True
         try:
             yield
@@ -395,14 +396,25 @@ class PipelineEngine:
         return shared
 
     @torch.no_grad()
-    def _share_buffers(self) -> None:
-        """Running statistics outside of the blocks: only the stage that computes with real inputs has them right."""
+    def share_buffers(self, *, of_blocks: bool = True) -> None:
+        """Give all ranks the buffers of the stages that compute with real inputs. A collective.
+
+        Args:
+            of_blocks: those of blocks as well, which only their own stage needs while it trains.
+        """
         blocks = tuple(name + "." for name in self.cut.names)
-        for name, buffer in self._module.named_buffers():
+        for name, buffer in list(self._module.named_buffers()):
             stage = self.cut.buffer_stages.get(name)
-            if stage is not None and not name.startswith(blocks) and buffer.numel():
-                sent = buffer.detach().contiguous()
-                dist.broadcast(sent.view(-1).view(torch.uint8), group=self._group, group_src=self._ranks[stage])
+            if stage is None or not buffer.numel() or (name.startswith(blocks) and not of_blocks):
+                continue
+            is_absent = isinstance(buffer, Placeholder)
+            empty = torch.empty(buffer.shape, dtype=buffer.dtype, device=self._device)
+            sent = empty if is_absent else buffer.detach().contiguous()
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=self._group, group_src=self._ranks[stage])
+            if is_absent:
+                path, _, key = name.rpartition(".")
+                self._module.get_submodule(path)._buffers[key] = sent
+            else:
                 buffer.copy_(sent)
 
     def relay(self, function: Callable[[], Any], kind: str = "") -> Any:

@@ -238,8 +238,9 @@ def _prepared(row: Row, layout: str | None, watch: _Watch) -> tuple[Any, Any]:
 
 def _tensors(trainer: Any, module: pl.LightningModule, layout: str | None) -> Numbers:
     found = dict(module.named_parameters() if layout is None else trainer.strategy.whole_parameters())
-    # A rank may hold a part of a buffer, or none: what it has of the whole shape is compared.
-    found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers() if not buffer.is_meta}
+    # state_dict() has those of all stages, as a checkpoint would.
+    buffers, kept = dict(module.named_buffers()), module.state_dict()
+    found |= {f"buffer {name}": kept[name] for name in buffers if isinstance(kept.get(name), Tensor)}
     return {name: _numbers(tensor) for name, tensor in found.items()}
 
 

@@ -94,11 +94,6 @@ def batches(batch: int) -> DataLoader[Any]:
     return DataLoader(Batches(batch), batch_size=None)
 
 
-def listed(batch: int) -> Any:
-    """A list of batches in place of a loader."""
-    return [list(rows) for rows in Batches(batch)]
-
-
 def collated(collate: Any) -> Any:
     """``vectors``, with what a batch is made by ``collate(x, y)``."""
 
@@ -283,7 +278,6 @@ ROWS = [
     Row("a stream split by environment", Classifier, stream(SplitByEnvironment), either="ddp, pipeline"),
     Row("a stream split by worker", Classifier, stream(SplitByWorker), equal="pipeline", either="ddp"),
     Row("a stream of batches", Classifier, batches, equal="pipeline", either="ddp"),
-    Row("a list of batches", Classifier, listed, equal="pipeline", either="ddp"),
     Row("nested dictionaries", OfDictionary, dictionaries, equal="ddp, pipeline"),
     Row("named tuples", OfAttributes, collated(Pair), equal="ddp, pipeline"),
     Row("data classes", OfAttributes, collated(Record), equal="ddp", either="pipeline"),
