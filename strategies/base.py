@@ -31,7 +31,7 @@ from trainwright.strategies.certificate.certificate import Certificate
 from trainwright.strategies.certificate.options import validate_certificate
 from trainwright.strategies.checkpointing import RunStateStrategy
 from trainwright.strategies.communication.meter import CommunicationMeter
-from trainwright.strategies.data_collectives import gather_stacked
+from trainwright.strategies.data_collectives import forget_groups, gather_stacked
 from trainwright.strategies.deferred import Piece, deferred_pieces, is_deferred
 from trainwright.strategies.gradients import local_tensor, squares_by_block
 from trainwright.strategies.held import trained_boxes
@@ -478,6 +478,7 @@ class LayoutStrategy(RunStateStrategy):
     def connect(self, model: LightningModule) -> None:
         """Take the module of the run that begins, with this rank's parts in place."""
         end_view(model)
+        forget_groups(model)
         super().connect(model)
         self._restores_late = None
         self.certified_before = ""

@@ -75,7 +75,9 @@ def _repeated(module: nn.Module) -> dict[str, nn.Module]:
         children = {
             prefix + n: child for n, child in container.named_children() if next(child.parameters(), None) is not None
         }
-        if isinstance(container, nn.ModuleList) and len(children) > 1:
+        # Lists of lists: what is called are the modules in the inner ones.
+        has_forward = not any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in children.values())
+        if isinstance(container, nn.ModuleList) and len(children) > 1 and has_forward:
             found.update(children)
         elif isinstance(container, nn.Sequential):
             classes = [type(child) for child in children.values()]

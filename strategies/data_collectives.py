@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torchmetrics.utilities.distributed
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from trainwright.strategies.batch_digest import batch_digest
@@ -26,6 +26,7 @@ from trainwright.strategies.flat_collectives import gather_parts
 from trainwright.strategies.layout import Layout
 
 _MOST_DIMS = 16
+_GROUP = "_trainwright_data_group"
 _WORLDLY = (
     *("get_rank", "get_world_size", "barrier", "all_reduce", "reduce", "broadcast", "broadcast_object_list", "gather"),
     *("gather_object", "scatter", "scatter_object_list", "all_gather", "all_gather_object", "all_gather_into_tensor"),
@@ -107,8 +108,12 @@ class MetricSync:
             if getattr(module, "__dict__", {}).get("gather_all_tensors") is usual:
                 self._replace(module, "gather_all_tensors", gather_all_tensors)
 
-    def remove(self) -> None:
-        """End it and put back what was there before."""
+    def remove(self, module: nn.Module) -> None:
+        """End it and put back what was there before; metrics of ``module`` are computed over the data ranks yet."""
+        if self._complete is None:
+            for metric in _metrics_of(module):
+                if _is_world(metric.process_group):
+                    metric.process_group = metric.__dict__[_GROUP] = self._group
         for owner, name, usual in reversed(self._replaced):
             setattr(owner, name, usual)
         for metric in self._uncached:
@@ -139,6 +144,17 @@ class MetricSync:
             usual(metric, dist_sync_fn, group, should_sync, distributed_available)
 
         return sync
+
+
+def forget_groups(module: nn.Module) -> None:
+    """Have metrics of ``module`` leave the data ranks of the run before."""
+    for metric in _metrics_of(module):
+        if metric.__dict__.pop(_GROUP, None) is metric.process_group:
+            metric.process_group = None
+
+
+def _metrics_of(module: nn.Module) -> Iterator[Metric]:
+    return (sub for sub in module.modules() if isinstance(sub, Metric))
 
 
 class DataWorld:
@@ -209,6 +225,7 @@ class DataCollectives:
 
     if TYPE_CHECKING:  # of LayoutStrategy
         root_device: torch.device
+        lightning_module: nn.Module
 
         @property
         def layout(self) -> Layout: ...
@@ -242,7 +259,7 @@ class DataCollectives:
 
     def _leave_metrics(self) -> None:
         if self._metrics is not None:
-            self._metrics.remove()
+            self._metrics.remove(self.lightning_module)
         self._metrics = self._world = None
 
     def _compare_first(self, what: str, batch: Any) -> None:

@@ -18,7 +18,10 @@ _HOOKS = ("on_fit_start", "on_train_epoch_start")
 
 
 def show_parameters_to(
-    callbacks: Iterable[Callback], optimizers: Iterable[Optimizer], shards: Mapping[nn.Parameter, ParameterShard]
+    callbacks: Iterable[Callback],
+    optimizers: Iterable[Optimizer],
+    shards: Mapping[nn.Parameter, ParameterShard],
+    level: Callable[[], None],
 ) -> Callable[[], None]:
     """Let finetuning callbacks see the module's parameters in the groups of optimizers that step shards of them.
 
@@ -26,6 +29,7 @@ def show_parameters_to(
         callbacks: of the Trainer; others than finetuning callbacks stay as they are.
         optimizers: whose groups hold shards.
         shards: of parameters, by the parameter.
+        level: called after them, on every rank; stages of a pipeline may have added different groups.
 
     Returns:
         How to end that.
@@ -34,7 +38,7 @@ def show_parameters_to(
     optimizers = list(optimizers)
     for callback in chosen:
         for name in _HOOKS:
-            setattr(callback, name, _shown(getattr(callback, name), optimizers, shards))
+            setattr(callback, name, _shown(getattr(callback, name), optimizers, shards, level))
 
     def end() -> None:
         for callback in chosen:
@@ -45,12 +49,16 @@ def show_parameters_to(
 
 
 def _shown(
-    hook: Callable[..., None], optimizers: list[Optimizer], shards: Mapping[nn.Parameter, ParameterShard]
+    hook: Callable[..., None],
+    optimizers: list[Optimizer],
+    shards: Mapping[nn.Parameter, ParameterShard],
+    level: Callable[[], None],
 ) -> Callable[..., None]:
     @wraps(hook)
     def call(*args: Any) -> None:
         with _showing(optimizers, shards):
             hook(*args)
+        level()
 
     return call
 

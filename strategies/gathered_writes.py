@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +58,23 @@ class GatheredWrites:
         for group in parameter_groups(self._state):
             if group.is_unsharded:
                 yield from group.fsdp_params
+
+
+@contextmanager
+def refusing_what_is_lost() -> Iterator[None]:
+    """Refuse, as long as it is entered, what FSDP2 cannot do and does not notice."""
+    run_backward = torch.autograd._engine_run_backward
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if args[3]:  # create_graph
+            raise RuntimeError(
+                "The step differentiates gradients (create_graph=True, as in a gradient penalty). ZeRO-3 frees the "
+                "parameters of a block after its backward, so a second one has none. Use strategy=zero2."
+            )
+        return run_backward(*args, **kwargs)
+
+    with patch.object(torch.autograd, "_engine_run_backward", checked), RefusesNewData():
+        yield
 
 
 class RefusesNewData(TorchFunctionMode):

@@ -465,6 +465,17 @@ class HybridStrategy(DataCollectives, MixedPlacement):
             )
         return False
 
+    def _level_groups(self) -> None:
+        """See the base class; where other stages have added a group, this one adds an empty one. A collective."""
+        assembly = self._assembly
+        if assembly is None or assembly.pipeline is None:
+            return
+        for optimizer in self.optimizers:
+            mine = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            longest = max(assembly.gathered(mine), key=len)
+            for settings in longest[len(mine) :]:
+                optimizer.add_param_group({**settings, "params": []})
+
     def on_train_end(self) -> None:
         """Have every rank know the buffers of all stages."""
         super().on_train_end()

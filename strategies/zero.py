@@ -32,7 +32,7 @@ from trainwright.strategies.compression.buckets import ReplicaPart
 from trainwright.strategies.deferred import deferred_pieces, is_deferred
 from trainwright.strategies.divided_steps import DividedSteps, Sharing, optimize_shards
 from trainwright.strategies.finetuning import show_parameters_to
-from trainwright.strategies.gathered_writes import GatheredWrites, RefusesNewData
+from trainwright.strategies.gathered_writes import GatheredWrites, refusing_what_is_lost
 from trainwright.strategies.gathering import gather_ahead, let_go_of_gathered, split_blocks, whole_bytes
 from trainwright.strategies.gradient_hooks import hooks_of, refuse_accumulation_hooks, run_when_gathered
 from trainwright.strategies.gradients import local_tensor
@@ -350,6 +350,7 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
         seed = self._agreed_seed() if pieces else 0
         real: dict[Tensor, Tensor] = {}
         options = self._fsdp_options(module)
+        _refuse_shared(blocks)
         for name, block in blocks.items():
             self._fill([piece for piece in pieces if piece.overlaps(name)], seed, real)
             pieces = [piece for piece in pieces if not piece.overlaps(name)]
@@ -469,7 +470,15 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
         self._divided.attach(self.optimizers)
         self._know_held()
         self._hide_parameters()
-        self._hide_parameters = show_parameters_to(trainer.callbacks, self.optimizers, self._shards)  # type: ignore[attr-defined]
+        self._hide_parameters = show_parameters_to(
+            trainer.callbacks,  # type: ignore[attr-defined]
+            self.optimizers,
+            self._shards,
+            self._level_groups,
+        )
+
+    def _level_groups(self) -> None:
+        """Have all ranks hold as many groups of parameters, after a finetuning callback may have added some."""
 
     def _divide_steps(self) -> None:
         """Find out which parameters are stepped whole, and by which rank. A collective."""
@@ -709,6 +718,11 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
                 "runs, and all others except during a step or a call of the module; here one was used elsewhere. Use "
                 "parameter.full_tensor() there, or take strategy=zero2, which keeps all parameters whole."
             )
+        if self.stage == 3 and "FSDP does not support deepcopy" in str(exception):
+            exception.add_note(
+                "Ranks hold parts of this module, and a copy would hold parts. Copy it before fit (in __init__ or "
+                "configure_model), average with Lightning's EMAWeightAveraging, or take strategy=zero2."
+            )
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -774,6 +788,19 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
                 shard.optimized_part.copy_(shard.local_part)
 
 
+def _refuse_shared(blocks: Mapping[str, nn.Module]) -> None:
+    """Refuse parameters of several blocks: each block gathers and frees its own."""
+    seen: dict[nn.Parameter, str] = {}
+    for name, block in blocks.items():
+        for key, parameter in block.named_parameters():
+            other = seen.setdefault(parameter, name)
+            if other != name:
+                raise ValueError(
+                    f"The blocks {other} and {name} share the parameter {key}, and ZeRO-3 gathers and frees each block "
+                    "by itself. Use strategy=zero2, or name larger blocks that share nothing in strategy.blocks."
+                )
+
+
 class _Step(nn.Module):
     """Runs any method of the user's module as a ``forward``, so that FSDP2's root hooks surround it.
 
@@ -805,7 +832,7 @@ class _Step(nn.Module):
         is_new, self._is_new = self._is_new, False
         if not is_new or any(module._compiled_call_impl is not None for module in self.module.modules()):
             return nullcontext()
-        return RefusesNewData()
+        return refusing_what_is_lost()
 
     # Added by fully_shard.
     _get_fsdp_state: Callable[[], Any]

@@ -298,7 +298,13 @@ def _other_state(strategy: Certified, layout: _Trial, plain: _Trial | None, tole
         dist.broadcast_object_list(told, group=group, group_src=0)
     if told[0] is None:
         return None
-    return first_other(layout.state, told[0], lambda path: _is_computed_here(assembly, path), tolerance.logged)
+
+    def is_known(path: str) -> bool:
+        """What is outside of the blocks is the same on all ranks after a step."""
+        block = next((name for name in strategy.block_names if f"{path}.".startswith(f"{name}.")), None)
+        return block is None or _is_computed_here(assembly, block)
+
+    return first_other(layout.state, told[0], is_known, tolerance.logged)
 
 
 def _raise_together(plain: _Trial | None, changed: str | None) -> str | None:

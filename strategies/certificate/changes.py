@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 Changes = Mapping[str, Tensor]
 
@@ -33,6 +34,8 @@ class StateBefore:
 
 def _state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, sub in module.named_modules():
+        if isinstance(sub, Metric):
+            continue  # it adds up over micro-batches, and is synchronized when it is computed
         prefix = f"{path}." if path else ""
         for name, buffer in sub._buffers.items():
             # A pipeline leaves what stands for values of other stages.

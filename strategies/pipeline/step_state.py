@@ -122,6 +122,7 @@ class StepState:
             (place for place in self._places if place.is_shared), key=lambda p: (p.stage, p.path, p.name)
         )
         self._begun: dict[Place, Any] = {}
+        self._given: dict[Place, Any] = {}
         self._ended: dict[Place, Any] = {}
 
     def begin_step(self) -> None:
@@ -132,7 +133,8 @@ class StepState:
     def begin_micro_batch(self) -> None:
         """Put it back. New tensors: backward may still need those of the micro-batch before."""
         for place, value in self._begun.items():
-            self._set(place, value.detach().clone() if isinstance(value, Tensor) else value)
+            self._given[place] = value.detach().clone() if isinstance(value, Tensor) else value
+            self._set(place, self._given[place])
 
     def end_micro_batch(self, stage: int) -> None:
         """Remember what a stage has left."""
@@ -145,11 +147,11 @@ class StepState:
         """Leave the state as one run of the step would; what is outside of the blocks on every rank. A collective."""
         for place, begun in self._begun.items():
             ended = self._ended.get(place, begun)
-            if isinstance(begun, Tensor) and isinstance(ended, Tensor) and begun.shape == ended.shape:
+            if isinstance(begun, Tensor) and ended is self._given.get(place):  # written to, not replaced
                 begun.copy_(ended)  # the very tensor that others may hold
                 ended = begun
             self._set(place, ended)
-        self._begun = {}
+        self._begun, self._given = {}, {}
         for stage in dict.fromkeys(place.stage for place in self._shared):
             mine = [place for place in self._shared if place.stage == stage]
             values = self._carrier.broadcast(self._ranks[stage], [self._get(p) for p in mine], "The module's state")
