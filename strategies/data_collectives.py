@@ -225,7 +225,6 @@ class DataCollectives:
 
     if TYPE_CHECKING:  # of LayoutStrategy
         root_device: torch.device
-        lightning_module: nn.Module
 
         @property
         def layout(self) -> Layout: ...
@@ -259,7 +258,7 @@ class DataCollectives:
 
     def _leave_metrics(self) -> None:
         if self._metrics is not None:
-            self._metrics.remove(self.lightning_module)
+            self._metrics.remove(self.lightning_module)  # type: ignore[attr-defined]
         self._metrics = self._world = None
 
     def _compare_first(self, what: str, batch: Any) -> None:

@@ -101,6 +101,7 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
         self._set_up_compression()
         self.begin_from_weights()
         self._know_frozen()
+        assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             for optimizer in self.optimizers:
                 optimizer.register_step_pre_hook(self._refuse_unused)

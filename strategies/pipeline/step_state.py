@@ -123,7 +123,7 @@ class StepState:
         )
         self._begun: dict[Place, Any] = {}
         self._given: dict[Place, Any] = {}
-        self._ended: dict[Place, Any] = {}
+        self._ended: dict[Place, tuple[Any, bool]] = {}
 
     def begin_step(self) -> None:
         """Remember the state."""
@@ -140,14 +140,15 @@ class StepState:
         """Remember what a stage has left."""
         for place in self._places:
             if place.stage == stage:
-                self._ended[place] = self._get(place)
+                value = self._get(place)
+                self._ended[place] = value, value is self._given[place]
 
     @torch.no_grad()
     def end_step(self) -> None:
         """Leave the state as one run of the step would; what is outside of the blocks on every rank. A collective."""
         for place, begun in self._begun.items():
-            ended = self._ended.get(place, begun)
-            if isinstance(begun, Tensor) and ended is self._given.get(place):  # written to, not replaced
+            ended, is_same = self._ended.get(place, (begun, False))
+            if isinstance(begun, Tensor) and is_same:  # written to, not replaced
                 begun.copy_(ended)  # the very tensor that others may hold
                 ended = begun
             self._set(place, ended)
