@@ -217,7 +217,7 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
         missing = [name for name, parameter in averaged.items() if parameter.grad is None]
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise RuntimeError(f"{', '.join(missing[:3])}{more} had no part in the loss, {_UNUSED}")
+            raise RuntimeError(f"Parameters had no part in the loss ({', '.join(missing[:3])}{more}), {_UNUSED}")
 
     def on_exception(self, exception: BaseException) -> None:
         """Say what to type when a parameter had no part in the loss of a later step."""

@@ -20,7 +20,7 @@ import copy
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -41,7 +41,7 @@ from trainwright.strategies.certificate.compare import Comparison, Found, Tolera
 from trainwright.strategies.certificate.determinism import Deterministic, held_randomness
 from trainwright.strategies.certificate.outputs import Outputs, first_that_differs
 from trainwright.strategies.certificate.sketch import WIDTH, sketch_of_part, sketch_of_whole
-from trainwright.strategies.certificate.state import WrittenWeights, untouched
+from trainwright.strategies.certificate.state import WrittenWeights, untouched, written_by
 from trainwright.strategies.certificate.stream import Streamed, Supply
 from trainwright.strategies.certificate.written import AsWritten, WrittenParameter
 from trainwright.strategies.gradients import local_tensor
@@ -102,6 +102,7 @@ class _Trial:
         share: weight of the part of the batch that is run at present.
         error: what ``training_step`` raised.
         state: what it changed in buffers and counters.
+        written: names of the parameters that it wrote other values to.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -112,6 +113,7 @@ class _Trial:
     share: float = 1.0
     error: Exception | None = None
     state: Changes = field(default_factory=dict)
+    written: Set[str] = frozenset()
 
 
 # Parts of a batch, and their weights.
@@ -180,7 +182,7 @@ def _first_module(
     place = first_that_differs(layout, plain, outcome.tolerance.gradient, strategy.root_device)
     if place is not None:
         return str(names[place])
-    return outcome.wrong[-1][0] if outcome.wrong else ""
+    return outcome.wrong[-1][0] if outcome.wrong else outcome.state or ""
 
 
 def _is_computed_here(assembly: Assembly | None, name: str) -> bool:
@@ -197,14 +199,14 @@ def _is_computed_here(assembly: Assembly | None, name: str) -> bool:
 def _run_layout(strategy: Certified, written: AsWritten, arguments: tuple[Any, ...]) -> _Trial:
     module = strategy.lightning_module
     trial = _Trial(is_automatic=module.automatic_optimization)
-    held = (strategy.held_parameter(each.name) for each in written.parameters)
-    weights = WrittenWeights(local_tensor(tensor) for tensor in held if tensor is not None)
+    held = {each.name: strategy.held_parameter(each.name) for each in written.parameters}
+    weights = WrittenWeights({name: local_tensor(tensor) for name, tensor in held.items() if tensor is not None})
     assembly, _ = strategy.certified_parts()
     shapes = {each.name: each.shape for each in written.parameters}
     try:
         with untouched(module), held_randomness(strategy.root_device), _captured(module, trial):
             before = StateBefore(module)
-            with Deterministic(), _Watched(weights.before), _ending(strategy, trial):
+            with Deterministic(), _Watched(lambda _, written: weights.before(written)), _ending(strategy, trial):
                 output = strategy.training_step(*arguments)
                 loss = _loss_of(output)
                 if loss is not None and module.automatic_optimization:
@@ -214,7 +216,7 @@ def _run_layout(strategy: Certified, written: AsWritten, arguments: tuple[Any, .
             for name, gradient in strategy.named_gradients():
                 cut = None if assembly is None else assembly.cuts.get(name)
                 trial.gradients[name] = sketch_of_part(name, shapes[name], gradient, cut)
-            trial.state = before.changes()
+            trial.state, trial.written = before.changes(), weights.changed()
     except Exception as error:
         if not _is_ours(error):
             error.add_note(
@@ -269,7 +271,7 @@ def _run_written(strategy: Certified, written: AsWritten, parts: _Parts, batch_i
             streamed.pin(0)
             stack.enter_context(streamed.around(blocks, randomness))
             stack.enter_context(randomness)
-            stack.enter_context(_Watched(lambda _, tensors: streamed.before(tensors)))
+            stack.enter_context(_Watched(streamed.before))
             stack.enter_context(_ending(strategy, trial))
             losses, before = [], StateBefore(module)
             for part, trial.share in parts:
@@ -281,7 +283,7 @@ def _run_written(strategy: Certified, written: AsWritten, parts: _Parts, batch_i
                     if loss.requires_grad:
                         module.backward(loss * trial.share)
             trial.losses += [sum(losses)] if losses else []
-            trial.state = before.changes()
+            trial.state, trial.written = before.changes(), streamed.changed()
     except Exception as error:
         trial.error = error
     finally:
@@ -291,20 +293,24 @@ def _run_written(strategy: Certified, written: AsWritten, parts: _Parts, batch_i
 
 
 def _other_state(strategy: Certified, layout: _Trial, plain: _Trial | None, tolerance: Tolerance) -> str | None:
-    """A buffer or counter that the layout changes otherwise on this rank. A collective."""
+    """A buffer, counter or parameter that the layout changes otherwise on this rank. A collective."""
     assembly, group = strategy.certified_parts()
-    told: list[Any] = [None if plain is None or plain.error is not None else plain.state]
+    told: list[Any] = [None if plain is None or plain.error is not None else (plain.state, plain.written)]
     if group is not None:
         dist.broadcast_object_list(told, group=group, group_src=0)
     if told[0] is None:
         return None
+    state, written = told[0]
+    wrong = next((n for n in sorted(layout.written ^ written) if strategy.held_parameter(n) is not None), None)
+    if wrong is not None:
+        return str(wrong)
 
     def is_known(path: str) -> bool:
         """What is outside of the blocks is the same on all ranks after a step."""
         block = next((name for name in strategy.block_names if f"{path}.".startswith(f"{name}.")), None)
         return block is None or _is_computed_here(assembly, block)
 
-    return first_other(layout.state, told[0], is_known, tolerance.logged)
+    return first_other(layout.state, state, is_known, tolerance.logged)
 
 
 def _raise_together(plain: _Trial | None, changed: str | None) -> str | None:
@@ -353,16 +359,17 @@ def _block_of(owner: nn.Module, key: str, written: AsWritten, blocks: Sequence[s
 
 
 class _Watched(TorchDispatchMode):
-    """Shows the operator and all tensors of its arguments to ``look`` before each operator runs."""
+    """Shows all tensors among its arguments, and those that it writes to, to ``look`` before each operator runs."""
 
-    def __init__(self, look: Callable[[Any, Iterator[Tensor]], None]) -> None:
+    def __init__(self, look: Callable[[Iterable[Tensor], Iterable[Tensor]], None]) -> None:
         super().__init__()
         self._look = look
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look, then run ``func``."""
         kwargs = kwargs or {}
-        self._look(func, (leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if type(leaf) in _PLAIN))
+        tensors = (leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if type(leaf) in _PLAIN)
+        self._look(tensors, written_by(func, args, kwargs))
         return func(*args, **kwargs)
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.strategies.certificate.written import _Looks, _put
+from trainwright.strategies.gradients import local_tensor
 
 # Exactly these: a subclass may refuse to be cleared.
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
@@ -127,26 +129,39 @@ def _is_plain_object(value: Any) -> bool:
     )
 
 
+def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an operator writes to, as this rank holds them."""
+    if not func._schema.is_mutable:
+        return
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (local_tensor(leaf) for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
+
+
 class WrittenWeights:
     """Undoes what user code writes into parameters during a trial (an average of weights, say).
 
     Args:
-        tensors: parameters as this rank holds them.
+        tensors: parameters as this rank holds them, by name.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._watched = {t.untyped_storage().data_ptr(): t for t in tensors if t.numel() and not t.is_meta}
-        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._watched = {
+            t.untyped_storage().data_ptr(): (name, t) for name, t in tensors.items() if t.numel() and not t.is_meta
+        }
+        self._saved: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def before(self, func: Any, arguments: Iterator[Tensor]) -> None:
-        """Save every watched parameter that ``func`` is about to write to."""
-        if not func._schema.is_mutable:
-            return
-        for tensor in arguments:
-            key = tensor.untyped_storage().data_ptr()
-            if key in self._watched and key not in self._saved:
-                held = self._watched[key]
-                self._saved[key] = held, held.detach().clone()
+    def before(self, written: Iterable[Tensor]) -> None:
+        """Save every watched parameter that an operator is about to write to."""
+        for tensor in written:
+            name, held = self._watched.get(tensor.untyped_storage().data_ptr(), ("", tensor))
+            if name and name not in self._saved:
+                self._saved[name] = held, held.detach().clone()
+
+    def changed(self) -> set[str]:
+        """Names of those that have other values since they were written to."""
+        return {name for name, (held, value) in self._saved.items() if not torch.equal(held, value)}
 
     @torch.no_grad()
     def restore(self) -> None:

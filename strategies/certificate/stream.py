@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.strategies.assemble import Assembly
@@ -138,8 +139,9 @@ class Streamed:
                 self._hooks += [parameter.register_hook(hook) for hook in written.hooks]
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._taking(written.name)))
             self.parameters[written.name] = parameter
-        self._unit_of = {
-            self.parameters[name].untyped_storage()._cdata: unit
+        self._before_writes: dict[str, Tensor] = {}
+        self._places = {
+            self.parameters[name].untyped_storage()._cdata: (unit, name)
             for unit, names in enumerate(supply.units)
             for name in names
         }
@@ -160,11 +162,12 @@ class Streamed:
             return
         for other in self._filled - self._pinned:
             self.release(other)
-        for name, value in self._supply.ask(unit):
-            parameter = self.parameters[name]
-            storage = parameter.untyped_storage()
-            storage.resize_(parameter.numel() * parameter.element_size())
-            parameter.data.copy_(value)
+        with _disable_current_modes():  # these are no writes of the user's
+            for name, value in self._supply.ask(unit):
+                parameter = self.parameters[name]
+                storage = parameter.untyped_storage()
+                storage.resize_(parameter.numel() * parameter.element_size())
+                parameter.data.copy_(value)
         self._filled.add(unit)
 
     def release(self, unit: int) -> None:
@@ -189,13 +192,22 @@ class Streamed:
         self.fill(unit)
         self._pinned.add(unit)
 
-    def before(self, arguments: Iterator[Tensor]) -> None:
-        """Pin the units of all arguments of an operator that have no memory at present."""
+    def before(self, arguments: Iterable[Tensor], written: Iterable[Tensor]) -> None:
+        """Pin the units of all arguments of an operator that have no memory at present, and of what it writes to."""
         for tensor in arguments:
             if tensor.numel() and not tensor.is_meta and tensor.untyped_storage().nbytes() == 0:
-                unit = self._unit_of.get(tensor.untyped_storage()._cdata)
+                unit, _ = self._places.get(tensor.untyped_storage()._cdata, (None, ""))
                 if unit is not None:
                     self.pin(unit)
+        for tensor in written:
+            unit, name = self._places.get(tensor.untyped_storage()._cdata, (None, ""))
+            if unit is not None and name not in self._before_writes:
+                self.pin(unit)
+                self._before_writes[name] = self.parameters[name].detach().clone()
+
+    def changed(self) -> set[str]:
+        """Names of the parameters that have other values since user code wrote to them."""
+        return {name for name, value in self._before_writes.items() if not torch.equal(self.parameters[name], value)}
 
     @contextmanager
     def around(self, blocks: Sequence[nn.Module], randomness: Deterministic) -> Iterator[None]:

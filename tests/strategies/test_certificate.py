@@ -24,6 +24,7 @@ from trainwright.callbacks.certificate import CertificateRecord
 from trainwright.strategies import context_attention, cuts, expert_engine, reducer, tensor_engine
 from trainwright.strategies.certificate.written import AsWritten
 from trainwright.strategies.pipeline import stage
+from trainwright.strategies.pipeline.engine import PipelineEngine
 from trainwright.strategies.proof.proof import Proof, Verdict
 from trainwright.strategies.zero import ZeroStrategy
 
@@ -65,6 +66,13 @@ def _shifted(packed: Tensor, key: Tensor, value: Tensor, _unpack: Any = context_
     return keys.roll(1, -2), values
 
 
+def _stray_write(self: Any, count: int, _run: Any = PipelineEngine._run_schedule) -> None:
+    """A parameter is written to beside the optimizer, after the last gradient."""
+    _run(self, count)
+    with torch.no_grad():
+        next(p for p in self.cut.module.parameters() if not p.is_meta and p.numel() > 1).mul_(0.5)
+
+
 Fault = tuple[str, dict[str, Any], Any, str, Any]
 FAULTS: dict[str, Fault] = {
     "a wrong split": ("gpt", {"tensor": 2, "shard": 1}, cuts.Cut, "part", _other_part),
@@ -74,6 +82,7 @@ FAULTS: dict[str, Fault] = {
     "a wrong group": ("gpt", {"stage": 1}, reducer, "reduce_scatter", _own_part_alone),
     "a wrong activation": ("gpt", {"pipeline": 2, "shard": 1}, stage, "arrive", _half),
     "a lost gradient": ("gpt", {"pipeline": 2, "shard": 1}, stage, "_taken_gradient", torch.zeros_like),
+    "a stray write": ("gpt", {"pipeline": 2, "shard": 1}, PipelineEngine, "_run_schedule", _stray_write),
     "wrong positions": ("gpt", {"context": 2, "shard": 1}, context_attention, "_unpack", _shifted),
     "a wrong scale": ("mixtral", {"expert": 2, "shard": 2}, expert_engine, "_scale_gradient", _without_factor),
 }

@@ -17,8 +17,8 @@ from tests.zoo.cells import Row, alone, tried
 from tests.zoo.table import RECORD, THEMES, count, recorded, rows
 
 TIMEOUT = 60.0
-# Of a refusal, words up to the first number are recorded: numbers are those of a module's sizes, and of rounding.
-WORDS = re.compile(r"^[^\d]{12,100}(?=\d|\b)")
+# Of a refusal, words up to the first number or bracket are recorded: sizes, rounding, names and examples follow.
+WORDS = re.compile(r"^[^\d(]{12,100}(?=\d|\(|\b)")
 
 
 def shortened(outcome: str) -> str:
