@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -446,6 +446,10 @@ class Engines:
         """Let stages say anew what they send, as what is trained may have changed; on all ranks between two steps."""
         if self._pipeline is not None:
             self._pipeline.refresh()
+
+    def registered_ghosts(self) -> AbstractContextManager[set[nn.Parameter]]:
+        """Within it all parameters of the module are registered; gives those that this rank does not hold."""
+        return nullcontext(set()) if self._pipeline_cut is None else self._pipeline_cut.registered_ghosts()
 
     def share_buffers(self) -> None:
         """Have every rank of a pipeline know the buffers of all stages. A collective."""

@@ -47,7 +47,6 @@ from trainwright.strategies.layout import Layout
 from trainwright.strategies.layout_placement import LayoutPlacement
 from trainwright.strategies.mixed_placement import MixedPlacement
 from trainwright.strategies.optimization import optimize_after_zero_grad
-from trainwright.strategies.pipeline.empty_stages import optimizers_without_parameters
 from trainwright.strategies.pipeline.timeline import HearsStages, StageTimeline, listen_to_stages
 from trainwright.strategies.plan_names import parent_of, starred, within
 from trainwright.strategies.precision import AgreedGradScaler
@@ -399,10 +398,18 @@ class HybridStrategy(DataCollectives, MixedPlacement):
         assert self._groups is not None
         return self._groups.along("shard", "context", "tensor")
 
-    def setup_optimizers(self, trainer: Any) -> None:
-        """Build the user's optimizers; a stage of a pipeline may train nothing."""
-        with optimizers_without_parameters() if self.layout.pipeline > 1 else nullcontext():
-            super().setup_optimizers(trainer)
+    def _make_optimizers(self, trainer: Any) -> None:
+        """Show a stage of a pipeline the parameters of all; what it does not hold leaves its optimizers again."""
+        if self._engines is None:
+            super()._make_optimizers(trainer)
+            return
+        with self._engines.registered_ghosts() as ghosts:
+            super()._make_optimizers(trainer)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [parameter for parameter in group["params"] if parameter not in ghosts]
+            for ghost in ghosts & optimizer.state.keys():
+                del optimizer.state[ghost]
 
     def _broadcast_from_first(self, module: nn.Module) -> None:
         if self._engines is None:

@@ -460,7 +460,7 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
         Raises:
             ValueError: for an optimizer that can be given neither.
         """
-        super().setup_optimizers(trainer)
+        self._make_optimizers(trainer)
         self._divided = DividedSteps(
             Sharing(self._in_words, self._divides, self.root_device, self._whole_shape, self._make_owners)
         )
@@ -476,6 +476,9 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
             self._shards,
             self._level_groups,
         )
+
+    def _make_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
 
     def _level_groups(self) -> None:
         """Have all ranks hold as many groups of parameters, after a finetuning callback may have added some."""

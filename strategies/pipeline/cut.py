@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -61,6 +62,8 @@ class PipelineCut:
         own = set(self.mine)
         self.owned = frozenset(name for name, stages in self.holders.items() if own & set(stages))
         self.ghosts: dict[str, Tensor] = {}
+        self._order = [(sub, tuple(sub._parameters)) for sub in module.modules() if sub._parameters]
+        self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         self.used_outside: set[str] = set()
         self._first_engine_hook = RemovableHandle.next_id
         self.buffer_stages: Mapping[str, int] = {
@@ -130,6 +133,30 @@ class PipelineCut:
     def put_ghost_back(self, name: str) -> None:
         """Let the ghost of a parameter stand again where something else was put for a while."""
         put(self._slots[name], self.ghosts[name])
+
+    @contextmanager
+    def registered_ghosts(self) -> Iterator[set[nn.Parameter]]:
+        """Register ghosts as parameters in the order of the whole module, as long as this is entered.
+
+        ``configure_optimizers`` may choose parameters by their place (``list(self.parameters())[::2]``), or find none
+        to train on this stage.
+        """
+        made = {}
+        for name, ghost in self.ghosts.items():
+            zeros = torch.zeros((), dtype=ghost.dtype, device=ghost.device).expand(ghost.shape)
+            made[name] = nn.Parameter(zeros, requires_grad=self._trained[name])
+            for owner, key in self._slots[name]:
+                owner.__dict__.pop(key, None)
+                owner._parameters[key] = made[name]
+        for owner, keys in self._order:
+            ordered = {key: owner._parameters[key] for key in keys if key in owner._parameters} | owner._parameters
+            owner._parameters.clear()
+            owner._parameters.update(ordered)
+        try:
+            yield set(made.values())
+        finally:
+            for name in made:
+                self.put_ghost_back(name)
 
     def _put_ghost(self, name: str, ghost: Tensor) -> None:
         self.ghosts[name] = ghost

@@ -178,6 +178,12 @@ def groups(module: nn.Module) -> Optimizer:
     return torch.optim.AdamW(decayed, lr=1e-2, eps=1e-4)
 
 
+def by_place(module: nn.Module) -> Optimizer:
+    """Groups of parameters by their place among all."""
+    parameters = list(module.parameters())
+    return torch.optim.SGD([{"params": parameters[::2], "lr": 0.1}, {"params": parameters[1::2]}], lr=0.01)
+
+
 def muon(module: nn.Module) -> Optimizer:
     """torch's Muon for the blocks' matrices; it takes no others."""
     matrices = [p for p in module.parameters() if p.dim() == 2]
@@ -349,6 +355,7 @@ ROWS = [
     Row("element-wise, unknown", own(Custom), vectors, equal="zero2, tensor"),
     Row("L-BFGS", lambda: Classifier(optimizer=lbfgs), vectors, either="zero2, tensor"),
     Row("groups by shape", lambda: Classifier(optimizer=groups), vectors, equal="zero2, tensor"),
+    Row("groups by place", lambda: Classifier(optimizer=by_place), vectors, equal="tensor, pipeline"),
     Row("warm-up by steps", Scheduled, vectors, equal="zero2, tensor"),
     Row("one cycle", OneCycle, vectors, equal="zero2, tensor"),
     Row("optimizers in turn", Halves, vectors, either="ddp, zero2"),
