@@ -183,11 +183,14 @@ def world_size() -> int:
 
 
 def make_trainer(strategy: str, options: dict[str, Any] | None = None, **trainer_options: Any) -> Any:
-    """A ``trainwright.Trainer`` on the ranks of the default process group that writes nothing."""
+    """A ``trainwright.Trainer`` on the ranks of the default process group that writes nothing.
+
+    Without a certificate, unless ``options`` ask for one: tests compare by themselves, and it takes as long as they do.
+    """
     from trainwright.strategies.registry import make_strategy
     from trainwright.trainer.trainer import Trainer
 
-    built = make_strategy(strategy, **(options or {}))
+    built = make_strategy(strategy, **{"certificate": "off", **(options or {})})
     return Trainer(strategy=built, devices=world_size(), **{**QUIET, **trainer_options})
 
 

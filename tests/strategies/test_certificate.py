@@ -28,6 +28,8 @@ from trainwright.strategies.pipeline.engine import PipelineEngine
 from trainwright.strategies.proof.proof import Proof, Verdict
 from trainwright.strategies.zero import ZeroStrategy
 
+ON = {"certificate": "refuse"}
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Faults
 
@@ -162,7 +164,7 @@ class Traced(pl.LightningModule):
 def train_traced(options: dict[str, Any]) -> tuple[Any, ...]:
     torch.manual_seed(5), random.seed(5), np.random.seed(5)  # type: ignore[func-returns-value]
     module = Traced()
-    trainer = make_trainer("hybrid", options, max_steps=2, global_batch_size=8)
+    trainer = make_trainer("hybrid", {**ON, **options}, max_steps=2, global_batch_size=8)
     trainer.fit(module, DataLoader(Texts(16), batch_size=8 // trainer.strategy.num_data_ranks))
     parameters = dict(trainer.strategy.whole_parameters())
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -221,7 +223,7 @@ class Adversaries(pl.LightningModule):
 
 def train_adversaries(options: dict[str, Any], folder: str) -> Any:
     record = CertificateRecord(Console(quiet=True))
-    trainer = make_trainer("hybrid", options, max_steps=2, callbacks=[record], default_root_dir=folder)
+    trainer = make_trainer("hybrid", {**ON, **options}, max_steps=2, callbacks=[record], default_root_dir=folder)
     trainer.fit(Adversaries(), DataLoader(Texts(16), batch_size=4))
     return trainer.strategy.certificate.outcome, dict(trainer.strategy.whole_parameters())
 
@@ -247,7 +249,7 @@ def test_manual_optimization_is_compared_as_far_as_its_first_step(
 def train_and_resume(folder: str) -> tuple[bool, bool, bool]:
     made = []
     for steps, path, options in ((1, None, {}), (2, "state", {}), (2, "state", {"stage": 2})):
-        trainer = make_trainer("hybrid", options, max_steps=steps, global_batch_size=8)
+        trainer = make_trainer("hybrid", {**ON, **options}, max_steps=steps, global_batch_size=8)
         trainer.fit(Traced(), DataLoader(Texts(32), batch_size=4), ckpt_path=path and f"{folder}/{path}")
         if path is None:
             trainer.save_checkpoint(f"{folder}/state")
