@@ -239,7 +239,7 @@ def test_in_the_step(ranks, layout, kind):
 def refusal(layout: str, kind: type[LanguageModel]) -> str:
     with pytest.raises((RuntimeError, ValueError)) as error:
         run(layout, kind)
-    return str(error.value)
+    return " ".join([str(error.value), *getattr(error.value, "__notes__", ())])
 
 
 @pytest.mark.parametrize(("layout", "kind", "words"), REFUSED)

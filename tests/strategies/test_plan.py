@@ -372,10 +372,16 @@ def test_a_configuration_that_cannot_be_is_refused(config, told):
         make_plan(hugging_face("llama"), config)
 
 
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+
+
 class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(4, 8), "b": nn.Linear(8, 4)}) for _ in range(12))
+        self.layers = nn.ModuleList(Pair() for _ in range(12))
         self.others = nn.ModuleList(nn.Linear(20, 20) for _ in range(3))
 
 

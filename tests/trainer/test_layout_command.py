@@ -132,7 +132,7 @@ def test_the_command(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["recipe=gpt", "strategy=tensor", "devices=5"], "none were recognised"),
+        (["recipe=gpt", "strategy=tensor", "devices=5"], "cannot be split into 5"),
         (["recipe=gpt", "-m"], "--multirun with layout"),
         (["recipe=gpt", "--json"], "--json"),
     ],
