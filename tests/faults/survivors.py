@@ -67,7 +67,9 @@ class Survived:
         read: dict[int, list[int]] = defaultdict(list)
         for (step, generation, _), by_process in found.items():
             if generation == last[step]:
-                read[step] += next(iter(by_process.values()))  # stages of a pipeline read the same
+                first = next(iter(by_process.values()))
+                # Stages of a pipeline read the same, and look at the first micro-batch of a run before they train on it.
+                read[step] += dict.fromkeys(first) if len(by_process) > 1 else first
         return {step: sorted(samples) for step, samples in sorted(read.items())}
 
     @property

@@ -12,15 +12,24 @@ from trainwright.trainer.launch.failure import RankError
 
 LAYOUTS = {
     "ddp": ("strategy=ddp", "devices=3", "module.full=3"),
+    # The module writes down what its step reads, which a certificate would read once more.
     "shard": (
         "strategy=hybrid",
+        "strategy.certificate=off",
         "strategy.replicate=2",
         "strategy.shard=2",
         "devices=4",
         "micro_batch_size=1",
         "module.full=4",
     ),
-    "pipeline": ("strategy=hybrid", "strategy.replicate=2", "strategy.pipeline=2", "devices=4", "module.full=4"),
+    "pipeline": (
+        "strategy=hybrid",
+        "strategy.certificate=off",
+        "strategy.replicate=2",
+        "strategy.pipeline=2",
+        "devices=4",
+        "module.full=4",
+    ),
 }
 RESILIENT = ("launch=resilient", "launch.recovery=replicas", "launch.backoff_seconds=0", "module.sleep=0.03")
 
