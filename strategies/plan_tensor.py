@@ -29,7 +29,7 @@ from trainwright.strategies.plan_structure import (
 from trainwright.strategies.proof.proof import UNIT, Proof, Split
 from trainwright.strategies.proof.trace import Trace, calls_for, kinds_of
 from trainwright.strategies.tensor_engine import TensorParallel
-from trainwright.strategies.tensor_rules import COUNTS_OF_HEADS, indivisible
+from trainwright.strategies.tensor_rules import COUNTS_OF_HEADS
 
 _COLUMNS = ("colwise", "packed_colwise")
 
@@ -202,9 +202,6 @@ class TensorDraft:
                     f"ranks, and {kind[0] or 'the module'} does not compute the same then: {found}. Leave them whole "
                     "(none), name the attributes that count heads in plan.heads, or use tensor=1."
                 )
-            if too_few := self._indivisible(proof, unit, styles):
-                accepted.append(too_few)
-                continue
             self._drop(joined(name, n) for name in kind for n in styles)
             said = {n: s for n, s in said.items() if n not in styles}
             self._whole |= dict.fromkeys(names, found)
@@ -228,19 +225,19 @@ class TensorDraft:
                 accepted.append(found)
                 taken |= names
                 self._sources += ["structure"] if "structure" not in self._sources else []
-            elif too_few := self._indivisible(proof, self._of(kind[0]), ways[0].styles):
+            elif too_few := self._indivisible(proof, ways[0].styles):
                 accepted.append(too_few)
                 taken |= names
             else:
                 for name in names:
                     self._whole.setdefault(prefix + name, found)
 
-    def _indivisible(self, proof: Proof, unit: nn.Module, styles: Mapping[str, str]) -> Guess | None:
+    def _indivisible(self, proof: Proof, styles: Mapping[str, str]) -> Guess | None:
         """A split into more parts than there are heads: validation refuses it, with the sizes that are possible."""
         owned = {owner: proof.reads.get(owner, {}) for owner in dict.fromkeys(map(parent_of, styles))}
-        heads = {owner: tuple(n for n in reads if n in COUNTS_OF_HEADS) for owner, reads in owned.items()}
-        plan = ModelPlan(tensor=styles, heads=heads)
-        return Guess(styles, heads) if indivisible(unit, plan, self._ranks) else None
+        heads = {owner: {n: v for n, v in reads.items() if n in COUNTS_OF_HEADS} for owner, reads in owned.items()}
+        bad = {owner: tuple(counts) for owner, counts in heads.items() if any(v % self._ranks for v in counts.values())}
+        return Guess(styles, bad) if bad else None
 
     def _first_proven(self, proof: Proof, prefix: str, accepted: list[Guess], ways: list[Guess]) -> Guess | str:
         """The first of ``ways`` that computes the same, together with what was accepted; else what is wrong with it."""

@@ -68,7 +68,7 @@ class Survived:
         for (step, generation, _), by_process in found.items():
             if generation == last[step]:
                 first = next(iter(by_process.values()))
-                # Stages of a pipeline read the same, and look at the first micro-batch of a run before they train on it.
+                # Stages of a pipeline read the same, and look at the first micro-batch of a run beforehand.
                 read[step] += dict.fromkeys(first) if len(by_process) > 1 else first
         return {step: sorted(samples) for step, samples in sorted(read.items())}
 
