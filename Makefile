@@ -72,7 +72,7 @@ check: install  ## Run the whole test suite
 	$(BIN)/python -m pytest -m alone || status=1; \
 	exit $$status
 
-zoo: install  ## Train every module of tests/zoo under all its layouts, of which make test takes every second one
+zoo: install  ## Train every module of tests/zoo under all its layouts, of which make test takes a third
 	ZOO=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/zoo
 
 snippets: install  ## Really run the commands of the documentation, small (minutes; not part of make test)

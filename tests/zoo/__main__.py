@@ -11,7 +11,8 @@ HEAD = """# What runs where
 
 Modules of the kind that people write, on layouts of two and four ranks, each against `lightning.Trainer` on one process
 with the same global batches: the losses of the first steps, the logged values, all parameters and buffers. `make zoo`
-runs this table (`tests/zoo/`), `make test` every second cell of it, and `python -m tests.zoo` writes this page from it.
+runs this table (`tests/zoo/`), `make test` each module on some of its layouts, and `python -m tests.zoo` writes this
+page from it.
 
 {modules} modules in {cells} cells: {equal} train **equally**, {refused} are **refused** by an error before any weight
 changes (or, where validation or code after `fit` asks for what a rank does not have, there){wrong}.
