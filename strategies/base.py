@@ -518,10 +518,11 @@ class LayoutStrategy(RunStateStrategy):
         super().on_train_batch_start(batch, batch_idx)
         if self._certificate.is_due:
             self._certificate.make(self, batch, batch_idx)
-        thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
-        if self._any_thawed(bool(thawed), batch_idx):
-            self._know_frozen()
-            self._take_up(thawed)
+        if batch_idx == 0 or self._frozen:
+            thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
+            if self._any_thawed(bool(thawed), batch_idx):
+                self._know_frozen()
+                self._take_up(thawed)
 
     def _any_thawed(self, here: bool, batch_idx: int) -> bool:
         """Whether parameters were thawed on any rank, known from those of this one where all hold the same."""
