@@ -407,7 +407,7 @@ class HybridStrategy(DataCollectives, MixedPlacement):
             super()._make_optimizers(trainer)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["params"] = [parameter for parameter in group["params"] if parameter not in ghosts]
+                group["params"][:] = [parameter for parameter in group["params"] if parameter not in ghosts]
             for ghost in ghosts & optimizer.state.keys():
                 del optimizer.state[ghost]
 
