@@ -46,8 +46,8 @@ def make_plan(
 
     Raises:
         ValueError: if a block does not compute the same on a slice though it must, if the configuration contradicts
-            itself or names what does not exist, or if a needed part is not found; the message then shows the module
-            tree, what was tried, and lines to start from.
+            itself or names what does not exist, or if a needed part is not found; the message then says what was
+            tried, with lines to start from, or which sizes of the tensor axis are possible.
     """
     unknown = sorted(set(needs) - set(_NEEDS))
     if unknown:

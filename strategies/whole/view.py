@@ -105,11 +105,6 @@ class WholeView:
 
     # ---- showing and hiding ---------------------------------------------------------------------------------------
 
-    @property
-    def is_shown(self) -> bool:
-        """Whether user code sees stand-ins now."""
-        return self._is_shown
-
     @contextmanager
     def showing(self, where: str, optimizers: list[Optimizer]) -> Iterator[None]:
         """Show wholes inside, unless they are shown already.
