@@ -174,12 +174,13 @@ class DataWorld:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Around such code."""
-        usual = {name: getattr(dist, name) for name in self._functions}
-        vars(dist).update(self._functions)
+        functions = vars(dist)
+        usual = {name: functions[name] for name in self._functions}
+        functions.update(self._functions)
         try:
             yield
         finally:
-            vars(dist).update(usual)
+            functions.update(usual)
 
     def _mapped(self, usual: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(usual)
@@ -187,8 +188,10 @@ class DataWorld:
 
         @wraps(usual)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if _is_library(sys._getframe(1).f_globals["__name__"]):
+                return usual(*args, **kwargs)
             given = signature.bind(*args, **kwargs)
-            if not _is_world(given.arguments.get("group")) or _is_library(sys._getframe(1).f_globals["__name__"]):
+            if not _is_world(given.arguments.get("group")):
                 return usual(*args, **kwargs)
             given.arguments["group"] = self._group
             if root is not None and f"group_{root}" in signature.parameters:

@@ -148,19 +148,18 @@ class StagePass:
 
     def _copied(self, index: int, output: Any) -> Any:
         """The output to be sent: a copy of what is changed in place before the next block is called."""
-        if not any(at_once for source, at_once in self._routes.cloned.items() if source.block == index):
-            return output
-        return pytree.tree_map_only(Tensor, Tensor.clone, output)
+        return pytree.tree_map_only(Tensor, Tensor.clone, output) if index in self._routes.copied else output
 
     def _skip(self, index: int) -> Any:
         """What a block of a stage before returns."""
         routes = self._routes
-        extra = bool(routes.forms) and (routes.forms[index].spec.num_leaves > routes.outputs(index))
-        if index == self.span.start - 1 and not extra:
-            return self._main
-        if not extra and not any(source.block == index for source in (*self._carried, *routes.cloned)):
+        if index not in routes.rebuilt[self._stage]:
+            if index == self.span.start - 1:
+                return self._main
             if self._stand_in is None:
-                self._stand_in = pytree.tree_map_only(Tensor, _stand_in_for, self._main)
+                main = self._main
+                is_one = type(main) is Tensor
+                self._stand_in = routes.stand_in(main) if is_one else pytree.tree_map_only(Tensor, routes.stand_in, main)
             return self._stand_in
         form, outputs = routes.forms[index], routes.tensors_of_output(index)
         main = _tensors_of(self._main)
@@ -240,10 +239,6 @@ def unfinished_message(names: Sequence[str], then: int) -> str:
         f"that calls every block once, in the order of plan.blocks: {names[0]} to {names[-1]}. (If the step catches "
         f"exceptions, let StageDone pass.)"
     )
-
-
-def _stand_in_for(tensor: Tensor) -> Tensor:
-    return placeholder(tensor.shape, tensor.dtype, tensor.device)
 
 
 def order_message(names: Sequence[str], index: int, expected: int) -> str:

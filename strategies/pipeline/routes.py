@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
-from trainwright.strategies.pipeline.block_values import HookRange, Places
+from torch import Tensor
+
+from trainwright.strategies.pipeline.block_values import HookRange, Places, placeholder
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.form import Form
 from trainwright.strategies.pipeline.survey import Source, Survey, explain
@@ -31,6 +34,7 @@ class Routes:
     forms: Sequence[Form] = ()
     places: Sequence[Places] = ()
     cloned: Mapping[Source, bool] = field(default_factory=dict)
+    _stand_ins: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def sent(self) -> list[tuple[Source, ...]]:
@@ -59,6 +63,31 @@ class Routes:
     def kept(self) -> frozenset[int]:
         """Blocks of whose values more than the output is kept for later stages."""
         return frozenset(source.block for sent in self.sent for source in sent if source.kind == "block")
+
+    @cached_property
+    def copied(self) -> frozenset[int]:
+        """Blocks whose output is changed in place before the next block is called."""
+        return frozenset(source.block for source, at_once in self.cloned.items() if at_once)
+
+    @cached_property
+    def rebuilt(self) -> list[frozenset[int]]:
+        """For each stage, the skipped blocks for whose value the output that arrives cannot stand."""
+        changed = {source.block for source in self.cloned}
+        more = {block for block, form in enumerate(self.forms) if form.spec.num_leaves > self.outputs(block)}
+        arriving = [{source.block for source in sent} for sent in ((), *self.sent)]
+        return [
+            frozenset(more | ((changed | arriving[stage]) - {span.start - 1}))
+            for stage, span in enumerate(self.cut.spans)
+        ]
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """What stands for the output of a skipped block, as large as ``tensor``."""
+        if tensor.numel() == 1:  # may be written to
+            return placeholder(tensor.shape, tensor.dtype, tensor.device)
+        key = tensor.shape, tensor.dtype, tensor.device
+        if key not in self._stand_ins:
+            self._stand_ins[key] = placeholder(*key)
+        return self._stand_ins[key]
 
     def outputs(self, block: int) -> int:
         """How many leaves the output of a block has; they come first in its value."""

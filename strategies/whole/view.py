@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from trainwright.strategies.gradients import local_tensor
@@ -72,7 +73,10 @@ class WholeView:
         like: WholeView | None = None,
     ) -> None:
         self._module, self._parts, self._gradients, self._agrees = module, parts, gradients, agrees
-        self._surroundings = surroundings
+        self._surroundings = [
+            (target, {name: self._hidden_for(method) for name, method in methods.items()})
+            for target, methods in surroundings.items()
+        ]
         self._stand_ins = {
             name: WholeTensor.of(self, name, share.part, share.shape) for name, share in parts.shares.items()
         }
@@ -82,11 +86,14 @@ class WholeView:
         self._tables = _whole_tables(module, parts.shares, self._stand_ins)
         self._optimizers: list[Optimizer] = []
         self._groups: dict[int, list[list[str]]] = {}
+        # Of each group: what it held when it was last shown, and what was shown.
+        self._shown_groups: dict[int, tuple[list[Any], list[Any]]] = {}
         self._saved_groups: list[tuple[dict[str, Any], Any, list[Any]]] = []
         self._saved_states: list[tuple[Optimizer, Any]] = []
         self._where = ""
         self._is_shown = False
-        self._hooked: list[nn.Module] = []
+        self._modules = frozenset(module.modules())
+        self._end_listening: Callable[[], None] | None = None
         self._caller: nn.Module | None = None
         self._forget()
         self._meetings = 0
@@ -126,12 +133,12 @@ class WholeView:
         self.hide()
 
     @contextmanager
-    def hiding(self, caller: nn.Module | None = None) -> Iterator[None]:
+    def hiding(self) -> Iterator[None]:
         """Let the parts stand inside, with what was written so far."""
         if not self._is_shown:
             yield
             return
-        self.hide(caller)
+        self.hide()
         try:
             yield
         finally:
@@ -146,9 +153,10 @@ class WholeView:
             owner.__dict__["_parameters"] = table
             for key in ghosts:
                 ghosts[key] = owner.__dict__.pop(key)
-        for target, methods in self._surroundings.items():
-            target.__dict__.update({name: self._hidden_for(method) for name, method in methods.items()})
-        self._hook_calls()
+        for target, methods in self._surroundings:
+            target.__dict__.update(methods)
+        # One hook for all modules: to put one on each takes most of the time of a short hook of the user's.
+        self._end_listening = register_module_forward_pre_hook(self._enter_call).remove
         self._is_shown = True
 
     def stay(self, and_then: Callable[[], None]) -> None:
@@ -156,21 +164,18 @@ class WholeView:
         object.__setattr__(self._module, _STAYING, (self, and_then))
         self.show()
 
-    def hide(self, caller: nn.Module | None = None) -> None:
-        """Let the parts stand again, and put into them what was written into wholes.
-
-        Args:
-            caller: a module that is being called; its hooks stay until the call ends.
-        """
-        self._restore(caller)
+    def hide(self) -> None:
+        """Let the parts stand again, and put into them what was written into wholes."""
+        self._restore()
         self._write_back()
 
-    def _restore(self, caller: nn.Module | None = None) -> None:
+    def _restore(self) -> None:
         if not self._is_shown:
             return
         self._is_shown = False
-        self._unhook_calls(caller)
-        for target, methods in self._surroundings.items():
+        if self._end_listening is not None:
+            self._end_listening()
+        for target, methods in self._surroundings:
             for name in methods:
                 target.__dict__.pop(name, None)
         for owner, table, ghosts in self._tables:
@@ -198,32 +203,17 @@ class WholeView:
 
     # ---- calls of modules -----------------------------------------------------------------------------------------
 
-    def _hook_calls(self) -> None:
-        # Past register_forward_hook, which takes most of the time of a short hook of the user's.
-        for module in self._module.modules():
-            if module._compiled_call_impl is not None:
-                continue  # it would be compiled anew; called by itself, it is told that parameters are parts
-            module._forward_pre_hooks[id(self)] = self._enter_call
-            module._forward_pre_hooks.move_to_end(id(self), last=False)  # type: ignore[attr-defined]
+    def _enter_call(self, module: nn.Module, args: Any) -> None:
+        if self._is_shown and module in self._modules:
+            self.hide()
+            self._caller = module
             module._forward_hooks[id(self)] = self._leave_call
             module._forward_hooks_always_called[id(self)] = True
-            self._hooked.append(module)
-
-    def _unhook_calls(self, caller: nn.Module | None) -> None:
-        for module in self._hooked:
-            if module is not caller:
-                _unhook(module, id(self))
-        self._hooked = []
-
-    def _enter_call(self, module: nn.Module, args: Any) -> None:
-        if self._is_shown:
-            self.hide(module)
-            self._caller = module
 
     def _leave_call(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._caller is module:
             self._caller = None
-            _unhook(module, id(self))
+            del module._forward_hooks[id(self)], module._forward_hooks_always_called[id(self)]
             self.show()
 
     # ---- optimizers -----------------------------------------------------------------------------------------------
@@ -233,13 +223,20 @@ class WholeView:
         if len(names) != len(optimizer.param_groups):
             names = self._groups[id(optimizer)] = self._gradients.group_names(optimizer)
         for group, within in zip(optimizer.param_groups, names, strict=True):
-            held = {id(self._gradients.held_in_optimizer(name)) for name in within if name in self._stand_ins}
-            others = [parameter for parameter in group["params"] if id(parameter) not in held]
-            shown = [*(self._stand_ins[name] for name in within if name in self._stand_ins), *others]
+            held, shown = self._shown_groups.get(id(group), ((), []))
+            if list(map(id, held)) != list(map(id, group["params"])):
+                shown = self._instead_of(group["params"], within)
+                self._shown_groups[id(group)] = list(group["params"]), shown
             self._saved_groups.append((group, group["params"], shown))
             group["params"] = list(shown)
         self._saved_states.append((optimizer, optimizer.state))
         optimizer.state = _Unreadable(optimizer.state, self)  # type: ignore[assignment]
+
+    def _instead_of(self, params: list[Any], within: list[str]) -> list[Any]:
+        """What a group shows: stand-ins of the parameters of these names, and others as they are."""
+        held = {id(self._gradients.held_in_optimizer(name)) for name in within if name in self._stand_ins}
+        others = [parameter for parameter in params if id(parameter) not in held]
+        return [*(self._stand_ins[name] for name in within if name in self._stand_ins), *others]
 
     def _hide_optimizers(self) -> None:
         for optimizer, state in self._saved_states:
@@ -512,12 +509,6 @@ def _whole_tables(
 
         tables.append((owner, _Table(items, refuse), ghosts))
     return tables
-
-
-def _unhook(module: nn.Module, key: int) -> None:
-    module._forward_pre_hooks.pop(key, None)
-    module._forward_hooks.pop(key, None)
-    module._forward_hooks_always_called.pop(key, None)
 
 
 def _copy_changed(part: Tensor, value: Tensor) -> bool:
