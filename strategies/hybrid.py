@@ -529,12 +529,17 @@ class HybridStrategy(DataCollectives, MixedPlacement):
         if self._watch is None:
             return self._training_step(args, kwargs)
         module: Any = self.lightning_module
-        module.__dict__["training_step"] = self._watch.around(module.training_step)
+        attributes = module.__dict__
+        users, watched = attributes.get("training_step"), self._watch.around(module.training_step)
+        attributes["training_step"] = watched
         try:
             return self._training_step(args, kwargs)
         finally:
-            del module.__dict__["training_step"]
             self._watch = None  # as it costs at every operation, the first step alone is watched
+            if attributes["training_step"] is watched:
+                del attributes["training_step"]
+                if users is not None:
+                    attributes["training_step"] = users
 
     def _training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.backward_in_step:

@@ -612,7 +612,10 @@ class RankPool:
         return "\n\n".join(parts)
 
     def _outputs(self, ranks: list[int]) -> str:
-        return "\n\n".join(f"--- rank {rank}\n{self._ranks[rank].printed()}" for rank in ranks)
+        printed = {rank: self._ranks[rank].printed() for rank in ranks}
+        # Of a long text only the beginning may be shown where tests run: what ranks are doing comes first.
+        doing = [f"--- rank {rank} is here\n{_main_stack(text)}" for rank, text in printed.items()]
+        return "\n\n".join([*doing, *(f"--- rank {rank}\n{text}" for rank, text in printed.items())])
 
     def close(self, kill: bool = False) -> None:
         """End every rank; the next case forks new ones."""
@@ -622,6 +625,11 @@ class RankPool:
         if self._store is not None:
             self._store.close()
             self._store = None
+
+
+def _main_stack(printed: str) -> str:
+    """The innermost frames of the main thread, of a text that ends with its stack."""
+    return "\n".join(printed.rpartition("Current thread")[2].splitlines()[1:13])
 
 
 def free_port() -> int:

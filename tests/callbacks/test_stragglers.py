@@ -24,11 +24,10 @@ from trainwright.strategies.layout import Layout
 from trainwright.strategies.waiting import Waits, _Interception
 
 USUAL_WAIT = dist.Work.wait
-LATE = 0.15  # seconds, far more than the rest of a step
+LATE = 0.25  # seconds, far more than the rest of a step, also on a busy machine
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "ddp": ("ddp", {}, 2),
-    "zero1": ("zero1", {}, 2),
     "zero3": ("zero3", {}, 2),
     "tensor": ("hybrid", {"tensor": 2}, 2),
     "pipeline x shard": ("hybrid", {"pipeline": 2, "shard": 2, "stage": 1}, 4),
@@ -76,7 +75,7 @@ def watched(layout: str, how: str) -> tuple[list[StepTimes], list[Straggler], li
 
 @pytest.mark.parametrize(
     ("layout", "how"),
-    [*((layout, "compute") for layout in LAYOUTS), ("ddp", "data"), ("zero3", "data"), ("ddp", "hooks")],
+    [*((layout, "compute") for layout in LAYOUTS), ("ddp", "data"), ("ddp", "hooks")],
 )
 def test_the_slow_rank_is_named(ranks: Any, layout: str, how: str) -> None:
     world_size = LAYOUTS[layout][2]

@@ -10,6 +10,8 @@ import argparse
 import json
 import re
 import time
+from contextlib import chdir
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.pool import RankPool
@@ -39,12 +41,13 @@ def main() -> None:
     arguments = parser.parse_args()
     old: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     pool, started = RankPool(), time.monotonic()
-    for theme in THEMES:
-        for row in rows(theme):
-            chosen = [layout for layout in row.layouts if _is_chosen(arguments, theme, row, layout, old)]
-            if chosen:
-                _record(pool, theme, row, chosen, old)
-                _write(old)
+    with TemporaryDirectory() as folder, chdir(folder):
+        for theme in THEMES:
+            for row in rows(theme):
+                chosen = [layout for layout in row.layouts if _is_chosen(arguments, theme, row, layout, old)]
+                if chosen:
+                    _record(pool, theme, row, chosen, old)
+                    _write(old)
     _write(old)
     pool.close()
     print(f"{time.monotonic() - started:.0f} s:", count(recorded()))
