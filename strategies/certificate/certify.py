@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -263,6 +264,7 @@ def _run_written(strategy: Certified, written: AsWritten, parts: _Parts, batch_i
     randomness = Deterministic()
     try:
         with ExitStack() as stack:
+            stack.enter_context(_threads_of(1 if group is None else group.size()))
             stack.enter_context(untouched(module))
             stack.enter_context(held_randomness(strategy.root_device))
             stack.enter_context(strategy.among_data_ranks())  # collectives of the step: one rank of each group is here
@@ -290,6 +292,21 @@ def _run_written(strategy: Certified, written: AsWritten, parts: _Parts, batch_i
         supply.end()
         streamed.close()
     return trial
+
+
+@contextmanager
+def _threads_of(ranks: int) -> Iterator[None]:
+    """Compute with the threads of as many ranks, of which all but this one wait.
+
+    No more than this machine has for the groups of ranks on it: threads that share a core spin.
+    """
+    own, local = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    fair = (os.cpu_count() or 1) // max(1, local // ranks)
+    torch.set_num_threads(max(own, min(own * ranks, fair)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(own)
 
 
 def _other_state(strategy: Certified, layout: _Trial, plain: _Trial | None, tolerance: Tolerance) -> str | None:

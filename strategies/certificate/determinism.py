@@ -43,8 +43,9 @@ class Deterministic(TorchDispatchMode):
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if name.startswith("bernoulli"):
             return _probability(func, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if any(argument.name in _DROPOUT_ARGUMENTS for argument in func._schema.arguments):
             args, kwargs = _without_dropout(func, args, kwargs)
+        elif torch.Tag.nondeterministic_seeded in func.tags:
             return self._drawn_once(func, name, args, kwargs)
         return func(*args, **kwargs)
 

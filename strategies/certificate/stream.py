@@ -59,7 +59,9 @@ class Supply:
         """On a rank that leads: name and whole value of each parameter of ``unit``; iterate to the end."""
         self._announce(unit)
         for name in self.units[unit]:
-            yield name, self._gather(name)
+            whole = self._gather(name)
+            assert whole is not None
+            yield name, whole
 
     def end(self) -> None:
         """On a rank that leads: let the others go."""
@@ -79,18 +81,27 @@ class Supply:
         return int(said.item())
 
     @torch.no_grad()
-    def _gather(self, name: str) -> Tensor:
+    def _gather(self, name: str) -> Tensor | None:
+        """The whole of a parameter, on the rank that leads at least."""
         assembly = self._assembly
         if assembly is None:
             return self._whole_here(name)
-        if assembly.pipeline is None:
-            return self._cut_whole(name)
-        whole = self._cut_whole(name).contiguous() if assembly.owns(name) else self._empty(name)
-        dist.broadcast(whole, group=assembly.pipeline, group_src=assembly.owners.get(name, 0))
+        whole = self._cut_whole(name) if assembly.owns(name) else None
+        owner = assembly.owners.get(name, 0)
+        if assembly.pipeline is None or owner == 0 or not self._is_with_leader(assembly.pipeline):
+            return whole
+        # The rank that leads is on the first stage.
+        if whole is not None:
+            dist.send(whole.contiguous(), group=assembly.pipeline, group_dst=0)
+        elif self.leads:
+            whole = torch.empty(self._shapes[name], dtype=self._dtypes[name], device=self._device)
+            dist.recv(whole, group=assembly.pipeline, group_src=owner)
         return whole
 
-    def _empty(self, name: str) -> Tensor:
-        return torch.empty(self._shapes[name], dtype=self._dtypes[name], device=self._device)
+    def _is_with_leader(self, pipeline: dist.ProcessGroup) -> bool:
+        """Whether a rank of this rank's pipeline leads; others share its samples along other axes."""
+        assert self._group is not None
+        return dist.get_global_rank(pipeline, 0) == dist.get_global_rank(self._group, 0)
 
     def _whole_here(self, name: str) -> Tensor:
         held = self._held(name)

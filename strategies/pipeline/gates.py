@@ -157,9 +157,8 @@ class StagePass:
             if index == self.span.start - 1:
                 return self._main
             if self._stand_in is None:
-                main = self._main
-                is_one = type(main) is Tensor
-                self._stand_in = routes.stand_in(main) if is_one else pytree.tree_map_only(Tensor, routes.stand_in, main)
+                is_one, stand_in = type(self._main) is Tensor, routes.stand_in
+                self._stand_in = stand_in(self._main) if is_one else pytree.tree_map_only(Tensor, stand_in, self._main)
             return self._stand_in
         form, outputs = routes.forms[index], routes.tensors_of_output(index)
         main = _tensors_of(self._main)
