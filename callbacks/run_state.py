@@ -23,6 +23,7 @@ from trainwright.callbacks.save_options import save_problems
 from trainwright.callbacks.save_records import SaveRecord, SaveRecords
 from trainwright.callbacks.save_schedule import SaveSchedule
 from trainwright.checkpoint.asynchronous import AsyncSaver, BlockingSaver, Saved
+from trainwright.checkpoint.distinct import from_rank
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.find import Found, list_checkpoints
 from trainwright.checkpoint.groups import gloo_group
@@ -515,9 +516,7 @@ class RunStateCheckpoint(Checkpoint):
         group = self._agreement(trainer)
         if group is None:
             return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=group)
-        return values[0]
+        return from_rank(value, 0, group)
 
 
 def _steps_are_collective(trainer: Trainer) -> bool:

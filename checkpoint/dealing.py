@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from trainwright.checkpoint.directory import OF_RANK
-from trainwright.checkpoint.distinct import any_of_ranks, kin_of, to_first
+from trainwright.checkpoint.distinct import any_of_ranks, from_rank, kin_of, to_first
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.split import Split, split_of
 
@@ -143,9 +143,7 @@ def agree(boxes: list[Box], group: dist.ProcessGroup | None) -> Deal:
     kins = list(_kins_of(to_first(own, kin, group), members).values())
     split = split_of(kin)
     led = {} if split is None else _kins_of(to_first(own, kin, group, split.kins), members)
-    told: list[Any] = [list(choose_writers(kins).items()) if kins else None]
-    dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
-    winners = dict(told[0])
+    winners = dict(from_rank(list(choose_writers(kins).items()) if kins else None, 0, group))
     mine = of_rank[rank]
     place = members[mine].index(rank)
     writers = share_out(boxes, len(members[mine]), mine, winners)

@@ -1,12 +1,11 @@
 """What ranks tell each other where most say the same: each says it in few bytes, and what is said is sent once.
 
 ``all_gather_object`` sends what each rank says to every rank, padded to the longest. Of 100,000 ranks that have nothing
-to say, each unpickles 100,000 answers.
+to say, each reads 100,000 answers, and they are pickles: whoever reaches a socket of a rank could have it run code.
 """
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -15,6 +14,10 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
+
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.plain_bytes import pack, unpack
+from trainwright.checkpoint.tree import UnsupportedValueError
 
 # torch has renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,13 +33,13 @@ def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None, device: tor
     the same. Ranks that said the same share one object, which is not to be changed.
 
     Args:
-        value: what this rank says; it can be pickled.
+        value: what this rank says; see :func:`~trainwright.checkpoint.plain_bytes.pack`.
         group: ``None``: all ranks.
         device: where collectives of the group run.
     """
     if dist.get_world_size(group) == 1:
         return [value]
-    own = pickle.dumps(value)
+    own = pack(value)
     kin = kin_of(own, group, device)
     if len(kin.lengths) == 1:
         return [value] * len(kin.of_rank)
@@ -48,12 +51,45 @@ def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None, device: tor
         block[begins[mine] : begins[mine] + len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     dist.all_reduce(block, group=group)
     octets = block.cpu().numpy()
-    # What ranks of one run tell each other, as torch's own collectives of objects read it.
-    said = [
-        pickle.loads(octets[begin : begin + length].tobytes())  # noqa: S301
-        for begin, length in zip(begins, kin.lengths, strict=True)
-    ]
+    said = [unpack(octets[begin : begin + length].tobytes()) for begin, length in zip(begins, kin.lengths, strict=True)]
     return [said[number] for number in kin.of_rank]
+
+
+def from_rank(value: Any, source: int, group: dist.ProcessGroup | None = None, device: torch.device = _CPU) -> Any:
+    """What one rank of a group says, on every rank. A collective.
+
+    Args:
+        value: of that rank; others' does not count. See :func:`~trainwright.checkpoint.plain_bytes.pack`.
+        source: the rank, by its place in the group.
+        group: ``None``: all ranks.
+        device: where collectives of the group run.
+
+    Raises:
+        UnsupportedValueError: on every rank, if the value cannot be sent.
+    """
+    is_source = dist.get_rank(group) == source
+    data, error = _packed(value) if is_source else (b"", None)
+    header = torch.tensor([len(data), error is not None], device=device)
+    dist.broadcast(header, group=group, group_src=source)
+    length, failed = header.tolist()
+    octets = torch.empty(length, dtype=torch.uint8)
+    if is_source:
+        octets = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    block = octets.to(device)
+    dist.broadcast(block, group=group, group_src=source)
+    if is_source and error is None:
+        return value
+    said = unpack(block.cpu().numpy().tobytes())
+    if failed:
+        raise error or CheckpointError(said)
+    return said
+
+
+def _packed(value: Any) -> tuple[bytes, UnsupportedValueError | None]:
+    try:
+        return pack(value), None
+    except UnsupportedValueError as error:
+        return pack(str(error)), error
 
 
 def any_of_ranks(value: bool, group: dist.ProcessGroup | None, device: torch.device = _CPU) -> bool:

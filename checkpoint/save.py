@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainwright.checkpoint.dcp import problem_of, to_json
 from trainwright.checkpoint.dealing import Deal, Dealer
-from trainwright.checkpoint.distinct import problems_of_ranks
+from trainwright.checkpoint.distinct import from_rank, problems_of_ranks
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.lists import records_of_ranks, write_divided
 from trainwright.checkpoint.parts import TensorParts
@@ -146,9 +146,8 @@ def _told(value: str, group: dist.ProcessGroup | None) -> str:
     """What the first rank of the group says."""
     if group is None:
         return value
-    values = [value]
-    dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
-    return values[0]
+    told: str = from_rank(value, 0, group)
+    return told
 
 
 def _sum_of(content: Content, group: dist.ProcessGroup | None) -> int:

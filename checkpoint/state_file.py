@@ -9,7 +9,7 @@ nothing of the pickle is looked at, and every record is held against its hash fi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -20,12 +20,13 @@ from typing import Any, BinaryIO, cast
 import torch.distributed as dist
 
 from trainwright.checkpoint.dcp import StoredBox, StoredMetadata, to_json
+from trainwright.checkpoint.distinct import from_rank, kin_of, to_first
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.fresh import fresh_path, refuse_full
 from trainwright.checkpoint.held import HeldSource, HeldState
 from trainwright.checkpoint.lightning_file import as_lightning
-from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.paths import file_system, is_remote, local_path, normal_path
+from trainwright.checkpoint.plain_bytes import pack, unpack
 from trainwright.checkpoint.records import MANIFEST, STATE, TENSORS, Manifest
 from trainwright.checkpoint.remote_files import RemoteOutput
 from trainwright.checkpoint.run_state import holds_run_state
@@ -67,16 +68,11 @@ def _gathered(content: Content, group: dist.ProcessGroup | None) -> HeldSource |
     if group is None:
         return source
     is_first = dist.get_rank(group) == 0
-    known: list[Any] = [set(content.tensors) if is_first else None]
-    dist.broadcast_object_list(known, src=dist.get_global_rank(group, 0), group=group)
-    more = {
-        key: parts.map(lambda t: t.detach().cpu().clone())
-        for key, parts in content.tensors.items()
-        if key not in known[0]
-    }
-    of_ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.gather_object(more, of_ranks if is_first else None, dst=dist.get_global_rank(group, 0), group=group)
-    return source.joined(cast(list[Mapping[str, TensorParts]], of_ranks)) if is_first else None
+    known = from_rank(set(content.tensors) if is_first else None, 0, group)
+    own = pack({key: parts for key, parts in content.tensors.items() if key not in known})
+    kin = kin_of(own, group)
+    of_ranks = to_first(own, kin, group)
+    return source.joined([unpack(of_ranks[number]) for number in kin.of_rank]) if is_first else None
 
 
 def _write(source: HeldSource, content: Content, path: str) -> Manifest:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.distinct import from_rank, of_all_ranks
 from trainwright.strategies.cuts import Cut
 from trainwright.strategies.run_state import StateOwners
 from trainwright.strategies.state import register_taking, whole_on_device
@@ -75,14 +76,11 @@ class Assembly:
         if self.pipeline is None:
             assert value is not None
             return value
-        source = dist.get_global_rank(self.pipeline, owner)
-        meta = [None if value is None else (tuple(value.shape), value.dtype)]
-        dist.broadcast_object_list(meta, src=source, group=self.pipeline, device=self.device)
-        assert meta[0] is not None
-        shape, dtype = meta[0]
+        form = None if value is None else (tuple(value.shape), value.dtype)
+        shape, dtype = from_rank(form, owner, self.pipeline, self.device)
         buffer = torch.empty(shape, dtype=dtype, device=self.device) if value is None else value.to(self.device)
         buffer = buffer.contiguous()
-        dist.broadcast(buffer, src=source, group=self.pipeline)
+        dist.broadcast(buffer, group=self.pipeline, group_src=owner)
         return buffer.cpu()
 
     def whole_state(self, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
@@ -161,9 +159,7 @@ class Assembly:
         """What each rank of the pipeline gives, in order; a collective of it."""
         if self.pipeline is None:
             return [value]
-        values: list[Any] = [None] * dist.get_world_size(self.pipeline)
-        dist.all_gather_object(values, value, group=self.pipeline)
-        return values
+        return of_all_ranks(value, self.pipeline, self.device)
 
     # ---- wholes to parts ------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trainwright.checkpoint.distinct import from_rank
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.strategies.assemble import Assembly
 from trainwright.strategies.blocks import (
@@ -426,6 +427,14 @@ class LayoutStrategy(RunStateStrategy):
         return None, None
 
     # ---- what Lightning calls -------------------------------------------------------------------------------------
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of the rank ``src`` on every rank; plain values, arrays, tensors and records of these.
+
+        Raises:
+            CheckpointError: on every rank, if it is something else: a pickle could run code on the ranks that read it.
+        """
+        return from_rank(obj, src, device=self.root_device) if dist.is_initialized() else obj
 
     if not TYPE_CHECKING:  # Lightning's own, read ten times a step, without a frame of Python for each
         lightning_module = property(attrgetter("_lightning_module"))

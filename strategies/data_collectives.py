@@ -20,6 +20,7 @@ import torchmetrics.utilities.distributed
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from trainwright.checkpoint.distinct import from_rank
 from trainwright.strategies.batch_digest import batch_digest
 from trainwright.strategies.collectives import gather
 from trainwright.strategies.flat_collectives import gather_parts
@@ -322,9 +323,7 @@ class DataCollectives:
         group = self.data_group
         if not self._apart or group is None:
             return super().broadcast(obj, self.layout.first_of_data_rank(src))  # type: ignore[misc]
-        box = [obj]
-        dist.broadcast_object_list(box, group_src=src, group=group, device=self.root_device)
-        return box[0]
+        return from_rank(obj, src, group, self.root_device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any) decided so."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.distinct import of_all_ranks
 from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.optimizer_probe import Behaviour, study
 from trainwright.strategies.owners import Owners
@@ -112,10 +113,7 @@ class DividedSteps:
     def _refuse(self, behaviours: Iterable[Behaviour]) -> None:
         problems = list(dict.fromkeys(_problems(behaviours, self._sharing)))
         if self._any_rank(bool(problems)):
-            found = [problems]
-            if dist.is_initialized():
-                found *= dist.get_world_size()
-                dist.all_gather_object(found, problems)
+            found = of_all_ranks(problems, device=self._sharing.device) if dist.is_initialized() else [problems]
             refuse(dict.fromkeys(problem for each in found for problem in each))
 
     def _any_rank(self, flag: bool) -> bool:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from trainwright.checkpoint.distinct import from_rank
 from trainwright.strategies.assemble import Assembly
 from trainwright.strategies.data_collectives import DataCollectives, metric_states, set_metric_states
 from trainwright.strategies.deferred import Piece
@@ -363,9 +364,8 @@ class HybridStrategy(DataCollectives, MixedPlacement):
         if group is None:
             return
         # Those of python and numpy, too: data sets that the ranks read by themselves may draw from them.
-        states = [random_state(self.root_device)]
-        dist.broadcast_object_list(states, src=dist.get_global_rank(group, 0), group=group, device=self.root_device)
-        set_random_state(states[0], self.root_device)
+        state = from_rank(random_state(self.root_device), 0, group, self.root_device)
+        set_random_state(state, self.root_device)
 
     def _refuse_companions(self, module: LightningModule) -> None:
         """Refuse what beside the strategy cannot work with a module that is cut."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.checkpoint.distinct import from_rank, of_all_ranks
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.strategies.gradients import local_tensor
 
@@ -91,8 +92,9 @@ class Owners:
             parameters: by name, as an optimizer holds them; the same names in the same order on every rank.
         """
         mine = {name: _places(self._boxes(name, _stencil(each))) for name, each in parameters.items()}
-        found: list[Any] = [None] * self._size
-        dist.all_gather_object(found, {name: (shape, list(at)) for name, (shape, at) in mine.items()}, self._group)
+        found = of_all_ranks(
+            {n: (tuple(shape), list(at)) for n, (shape, at) in mine.items()}, self._group, self._device
+        )
         wholes = {name: tuple((0, length) for length in shape) for name, (shape, _) in mine.items()}
         split = [name for name in mine if any(boxes[name][1] != [wholes[name]] for boxes in found)]
         for name in sorted(split, key=lambda name: -_num_bytes(mine[name][0], parameters[name])):
@@ -179,16 +181,13 @@ class Owners:
 
     def united(self, mine: Mapping[str, Any]) -> dict[str, Any]:
         """Entries by name of all ranks that share parameters. A collective."""
-        found: list[Any] = [None] * self._size
-        dist.all_gather_object(found, dict(mine), self._group)
+        found = of_all_ranks(dict(mine), self._group, self._device)
         return {name: value for entries in reversed(found) for name, value in entries.items()}
 
     def spread(self, name: str, values: Any) -> Any:
         """The state that its owner has of a parameter, whole and on the CPU of every rank. A collective."""
-        given = [_on_cpu(values) if self.is_mine(name) else None]
-        source = dist.get_global_rank(self._group, self._owned[name].owner)
-        dist.broadcast_object_list(given, src=source, group=self._group, device=self._device)
-        return given[0]
+        given = _on_cpu(values) if self.is_mine(name) else None
+        return from_rank(given, self._owned[name].owner, self._group, self._device)
 
 
 def _copy_through(buffer: Tensor, views: Sequence[Sequence[Tensor]], is_packing: bool) -> None:

@@ -173,6 +173,46 @@ def test_recipes_use_the_face_alone(module):
     assert not wrong, f"{module} must import what it uses from `trainwright`, not from {sorted(wrong)}"
 
 
+# Calls that make objects of what pickles name, or that torch makes with pickles.
+UNPICKLE = re.compile(
+    r"^(load|loads|Unpickler|all_gather_object|broadcast_object_list|gather_object|scatter_object_list|"
+    r"send_object_list|recv_object_list|read_pickle)$"
+)
+UNPICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "torch", "dist", "ForkingPickler"}
+# File -> why what it unpickles comes from nobody else.
+MAY_UNPICKLE = {
+    "checkpoint/ordinary.py": "torch.load of a file, with weights_only unless the user has said to trust it",
+    "checkpoint/torch_file.py": "torch.load(weights_only=True) of what was just written",
+}
+
+
+def unpicklers(text: str) -> list[str]:
+    """Calls of a source text that unpickle."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and UNPICKLE.match(node.func.attr):
+            owner = ast.unparse(node.func.value).rpartition(".")[2]
+            if owner in UNPICKLERS or node.func.attr.endswith(("object", "object_list", "Unpickler")):
+                found.append(ast.unparse(node.func))
+        elif isinstance(node, ast.ImportFrom) and node.module in UNPICKLERS:
+            found += [f"{node.module}.{each.name}" for each in node.names if UNPICKLE.match(each.name)]
+    return found
+
+
+def test_nothing_is_unpickled():
+    """What comes over a socket, from a store or from a file must not run code."""
+    used = {
+        str(file.relative_to(ROOT)): calls for file in modules().values() if (calls := unpicklers(file.read_text()))
+    }
+    assert used.keys() == MAY_UNPICKLE.keys(), used
+
+
+def test_unpicklers_are_seen():
+    text = "import pickle, torch\npickle.loads(x)\ntorch.load(y)\ndist.all_gather_object(a, b)\njson.loads(z)"
+    assert unpicklers(text) == ["pickle.loads", "torch.load", "dist.all_gather_object"]
+    assert unpicklers("from pickle import loads") == ["pickle.loads"]
+
+
 def test_no_import_circles():
     done: set[str] = set()
 

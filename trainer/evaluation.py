@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
@@ -17,6 +16,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 from torchmetrics import Metric
 
+from trainwright.checkpoint.distinct import of_all_ranks
 from trainwright.strategies.data_collectives import metric_states, set_metric_states
 from trainwright.strategies.random_state import random_state, set_random_state
 from trainwright.trainer.reading import weigher_of
@@ -133,8 +133,7 @@ class OrderedPredictionLoop(_PredictionLoop):
             return predictions
         several = self.num_dataloaders > 1
         group = strategy.data_group  # ranks of other axes predict for the same samples
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, predictions if several else [predictions], group=group)
+        gathered = of_all_ranks(predictions if several else [predictions], group, strategy.root_device)
         merged = [self._merge(batches, index) for index, batches in enumerate(zip(*gathered, strict=True))]
         return merged if several else merged[0]
 

@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from trainwright.callbacks.run_state import RunStateCheckpoint
 from trainwright.callbacks.verdict import keeps_its_state
+from trainwright.checkpoint.distinct import from_rank
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from trainwright.checkpoint.held import HeldState
 from trainwright.checkpoint.paths import join_path
@@ -188,13 +189,14 @@ class ResumeConnector(_CheckpointConnector):
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return compute()
         group = self.trainer.agreement_group()
-        answer: list[Any] = [None, None]
+        answer: Any = None
         if dist.get_rank(group) == 0:
             try:
-                answer[0] = compute()
+                answer = compute(), None
             except (CheckpointError, OSError) as error:
-                answer[1] = str(error)
-        dist.broadcast_object_list(answer, src=dist.get_global_rank(group, 0), group=group)
-        if answer[1] is not None:
-            raise CheckpointError(answer[1])
-        return answer[0]  # type: ignore[no-any-return]
+                answer = None, str(error)
+        found: T
+        found, problem = from_rank(answer, 0, group)
+        if problem is not None:
+            raise CheckpointError(problem)
+        return found

@@ -7,11 +7,11 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.connections import Place, connections, cut_off
 from trainwright.callbacks.inject.fault import Fault
+from trainwright.checkpoint.distinct import of_all_ranks
 
 
 class Partition(Fault):
@@ -48,9 +48,7 @@ def _places() -> list[Place]:
     """Where all ranks are, by rank. A collective."""
     addresses = {end.partition(":")[0] for end, _ in connections(os.getpid()).values()}
     own: Any = (socket.gethostname(), os.getpid(), tuple(sorted(addresses - _LOOPBACK)))
-    known: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(known, own)
-    return [Place(*each) for each in known]
+    return [Place(*each) for each in of_all_ranks(own)]
 
 
 # Of every machine, so it tells none apart.

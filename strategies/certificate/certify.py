@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from trainwright.checkpoint.distinct import from_rank, of_all_ranks
 from trainwright.strategies.assemble import Assembly
 from trainwright.strategies.certificate.changes import Changes, StateBefore, first_other
 from trainwright.strategies.certificate.compare import Comparison, Found, Tolerance, compare, tolerance_of
@@ -152,7 +153,7 @@ def certify(strategy: Certified, written: AsWritten, batch: Any, batch_idx: int)
         layout = _run_layout(strategy, written, _arguments(module, batch, batch_idx))
         plain = _run_written(strategy, written, parts, batch_idx)
         changed = _other_state(strategy, layout, plain, tolerance) if len(parts) == 1 else None
-        changed = _raise_together(plain, changed)
+        changed = _raise_together(plain, changed, strategy.root_device)
         found = _agree(strategy, written.parameters, layout, plain)
         names = [each.name for each in written.parameters]
         outcome = compare(names, found, tolerance, seconds=time.perf_counter() - began)
@@ -312,12 +313,12 @@ def _threads_of(ranks: int) -> Iterator[None]:
 def _other_state(strategy: Certified, layout: _Trial, plain: _Trial | None, tolerance: Tolerance) -> str | None:
     """A buffer, counter or parameter that the layout changes otherwise on this rank. A collective."""
     assembly, group = strategy.certified_parts()
-    told: list[Any] = [None if plain is None or plain.error is not None else (plain.state, plain.written)]
+    told = None if plain is None or plain.error is not None else (plain.state, plain.written)
     if group is not None:
-        dist.broadcast_object_list(told, group=group, group_src=0)
-    if told[0] is None:
+        told = from_rank(told, 0, group, strategy.root_device)
+    if told is None:
         return None
-    state, written = told[0]
+    state, written = told
     wrong = next((n for n in sorted(layout.written ^ written) if strategy.held_parameter(n) is not None), None)
     if wrong is not None:
         return str(wrong)
@@ -330,11 +331,11 @@ def _other_state(strategy: Certified, layout: _Trial, plain: _Trial | None, tole
     return first_other(layout.state, state, is_known, tolerance.logged)
 
 
-def _raise_together(plain: _Trial | None, changed: str | None) -> str | None:
+def _raise_together(plain: _Trial | None, changed: str | None, device: torch.device) -> str | None:
     """Raise on every rank if the module as written raised on one; else what any rank has ``changed``. A collective."""
     error = None if plain is None else plain.error
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (None if error is None else f"{type(error).__name__}: {error}", changed))
+    own = (None if error is None else f"{type(error).__name__}: {error}", changed)
+    told = of_all_ranks(own, device=device)
     raised, changed = (next(filter(None, each), None) for each in zip(*told, strict=True))
     if raised is not None:
         raise RuntimeError(
@@ -348,10 +349,8 @@ def _raise_together(plain: _Trial | None, changed: str | None) -> str | None:
 def _trained(strategy: Certified, written: AsWritten) -> dict[str, bool]:
     """Which parameters are trained, by the ranks that hold them: ``configure_optimizers`` may have frozen some."""
     here = {each.name: strategy.held_parameter(each.name) for each in written.parameters}
-    told: list[Any] = [{name: held.requires_grad for name, held in here.items() if held is not None}]
-    if dist.is_initialized():
-        mine, told = told[0], [None] * dist.get_world_size()
-        dist.all_gather_object(told, mine)
+    own = {name: held.requires_grad for name, held in here.items() if held is not None}
+    told = of_all_ranks(own, device=strategy.root_device) if dist.is_initialized() else [own]
     return {
         each.name: next((h[each.name] for h in told if each.name in h), each.requires_grad)
         for each in written.parameters

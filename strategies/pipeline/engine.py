@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainwright.checkpoint.distinct import from_rank, of_all_ranks
 from trainwright.strategies.communication.calls import listen
 from trainwright.strategies.pipeline.block_values import Placeholder
 from trainwright.strategies.pipeline.cut import PipelineCut, StageParameters, put
@@ -287,9 +288,8 @@ class PipelineEngine:
         set_random_state(random, self._device)
         survey.finish()
         problems += survey.problems
-        found: list[Any] = [None] * dist.get_world_size(self._group)
         told = survey.needs, survey.mutated, problems, error is None, survey.draws
-        dist.all_gather_object(found, told, group=self._group)
+        found = of_all_ranks(told, self._group, self._device)
         forms, left = run.known()
         if len(forms) == len(self.cut.blocks):
             needs = [(each[0], each[1]) for each in found]
@@ -485,9 +485,7 @@ class _Step:
 
 def _common_prefix(group: dist.ProcessGroup, device: torch.device) -> str:
     """A text that the ranks of the group share and no other group has."""
-    box = [uuid.uuid4().hex]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group, device=device)
-    return f"trainwright/pipeline/{box[0]}"
+    return f"trainwright/pipeline/{from_rank(uuid.uuid4().hex, 0, group, device)}"
 
 
 def _greet_neighbours(group: dist.ProcessGroup, device: torch.device) -> None:

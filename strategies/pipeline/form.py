@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from trainwright.checkpoint.plain_bytes import pack, unpack
 from trainwright.strategies.groups import default_store
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype)
@@ -58,22 +58,22 @@ class Form:
     def dump(self) -> bytes:
         """As bytes, for another rank of this job."""
         skeleton = pytree.tree_unflatten(
-            [_Slot() if tensor else value for value, tensor in zip(self.plain, self.is_tensor, strict=True)], self.spec
+            [_SLOT if tensor else value for value, tensor in zip(self.plain, self.is_tensor, strict=True)], self.spec
         )
-        return pickle.dumps((skeleton, self.tensors))
+        return pack((skeleton, self.tensors))
 
     @staticmethod
     def load(data: bytes) -> Form:
         """From bytes of another rank of this job."""
-        skeleton, tensors = pickle.loads(data)  # noqa: S301 - written by a rank of this very job
+        skeleton, tensors = unpack(data)
         leaves, spec = _flatten(skeleton)
-        is_tensor = tuple(isinstance(leaf, _Slot) for leaf in leaves)
-        plain = tuple(None if isinstance(leaf, _Slot) else leaf for leaf in leaves)
+        is_tensor = tuple(leaf == _SLOT for leaf in leaves)
+        plain = tuple(None if leaf == _SLOT else leaf for leaf in leaves)
         return Form(spec, plain, is_tensor, tensors)
 
 
-class _Slot:
-    """Stands for a tensor."""
+# Stands for a tensor: no plain leaf is one.
+_SLOT = torch.device("meta")
 
 
 def take_apart(value: Any, source: str) -> tuple[Form, tuple[Tensor, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from trainwright.checkpoint.distinct import from_rank
+from trainwright.checkpoint.errors import CheckpointError
 from trainwright.strategies.pipeline.micro_batches import map_tensors
 
 _REDUCTIONS: dict[Any, str] = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
@@ -203,17 +204,14 @@ class Publisher:
         dist.broadcast(tensor, group=self._group, group_src=self._source)
 
     def _sent_layout(self, layout: _Layout) -> _Layout:
-        box = [layout]
         try:
-            pickle.dumps(layout)
-        except Exception as error:
+            sent: _Layout = from_rank(layout, self._source, self._group, self._device)
+        except CheckpointError as error:
             raise TypeError(
-                f"What training_step returned or logged cannot be sent to the other stages of the pipeline: {error}. "
+                f"What training_step returned or logged cannot be sent to the other stages of the pipeline: {error} "
                 f"Return and log numbers, tensors and plain values."
             ) from error
-        source = dist.get_global_rank(self._group, self._source)
-        dist.broadcast_object_list(box, src=source, group=self._group, device=self._device)
-        return layout if self._is_source else box[0]
+        return sent
 
     def _unpacked(self, scalars: Tensor, output: Any, log: Callable[..., Any]) -> Any:
         layout, numbers = self._layout, iter(scalars.unbind())
@@ -247,9 +245,20 @@ def _layout_of(output: Any, logs: Mapping[str, _Logged], metrics: Mapping[str, t
         kind="none" if output is None else "dict" if isinstance(output, dict) else "loss",
         entries=tuple((key, _how(value)) for key, value in entries.items()),
         logs=tuple(
-            (name, torch.get_default_dtype(), logged.kwargs, bool(logged.batch_sizes)) for name, logged in logs.items()
+            (name, torch.get_default_dtype(), _named(logged.kwargs), bool(logged.batch_sizes))
+            for name, logged in logs.items()
         ),
-        metrics=tuple((name, where, kwargs) for name, (where, kwargs) in metrics.items()),
+        metrics=tuple((name, where, _named(kwargs)) for name, (where, kwargs) in metrics.items()),
+    )
+
+
+def _named(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``log`` with the name of the reduction in place of the function."""
+    reduction = kwargs.get("reduce_fx")
+    return (
+        {**kwargs, "reduce_fx": _REDUCTIONS[reduction]}
+        if callable(reduction) and reduction in _REDUCTIONS
+        else dict(kwargs)
     )
 
 

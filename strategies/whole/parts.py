@@ -60,7 +60,7 @@ class ModuleParts:
         device: torch.device,
     ) -> None:
         self.shares = shares
-        self._pipeline, self._owners, self._device = pipeline, owners, device
+        self._pipeline, self._owners, self.device = pipeline, owners, device
 
     def is_whole(self, name: str) -> bool:
         """Whether every rank holds the whole parameter anyway."""
@@ -80,7 +80,7 @@ class ModuleParts:
             owner = self._owners.get(name, 0)
             if dist.get_rank(self._pipeline) != owner:
                 dtype = share.part.dtype if part is None else part.dtype
-                joined = torch.empty(share.shape, dtype=dtype, device=self._device)
+                joined = torch.empty(share.shape, dtype=dtype, device=self.device)
             assert joined is not None
             joined = joined.contiguous()
             dist.broadcast(joined, group=self._pipeline, group_src=owner)
@@ -92,7 +92,7 @@ class ModuleParts:
         own = local_tensor(part)
         whole = whole_on_device(part) if isinstance(part, DTensor) else part.detach()
         if share.cut is not None:
-            whole = share.cut.whole(whole.to(self._device))
+            whole = share.cut.whole(whole.to(self.device))
         shares_memory = whole.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
         return whole.clone() if shares_memory else whole
 
@@ -121,7 +121,7 @@ class ModuleParts:
             return found
         names = list(self.shares)
         flags = torch.tensor([[name in each for name in names] for each in found], dtype=torch.int32)
-        flags = flags.to(self._device)
+        flags = flags.to(self.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._pipeline)
         trained, with_gradient = ({n for n, flag in zip(names, row, strict=True) if flag} for row in flags.tolist())
         return trained, with_gradient

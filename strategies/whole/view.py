@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.distinct import from_rank
 from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.whole.parts import ModuleParts, Share, differ_between_ranks
 from trainwright.strategies.whole.tensors import WholeTensor
@@ -97,7 +98,7 @@ class WholeView:
         self._caller: nn.Module | None = None
         self._forget()
         self._meetings = 0
-        self._prefix = like._after() if like is not None else _common_prefix() if agrees else None
+        self._prefix = like._after() if like is not None else _common_prefix(parts.device) if agrees else None
 
     def _after(self) -> str | None:
         return None if self._prefix is None else f"{self._prefix}/after"
@@ -520,10 +521,8 @@ def _copy_changed(part: Tensor, value: Tensor) -> bool:
     return True
 
 
-def _common_prefix() -> str | None:
+def _common_prefix(device: torch.device) -> str | None:
     """Return a text that all ranks share; ``None`` on one rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    box = [uuid.uuid4().hex]
-    dist.broadcast_object_list(box, src=0)
-    return f"trainwright/whole/{box[0]}"
+    return f"trainwright/whole/{from_rank(uuid.uuid4().hex, 0, device=device)}"
