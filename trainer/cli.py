@@ -22,6 +22,7 @@ from trainwright.trainer.launch.forkserver import start_forkserver, stop_forkser
 from trainwright.trainer.launch.importing import without_collector
 from trainwright.trainer.launch.interrupt import Interrupted, raise_interrupted
 from trainwright.trainer.launch.launcher import detect_launcher
+from trainwright.trainer.launch.orphans import end_with_agent
 from trainwright.trainer.launch.output import ranks_speak_to_stderr
 
 
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code gave `sys.exit`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    end_with_agent()
     previous = signal.signal(signal.SIGTERM, raise_interrupted)
     try:
         if _first(words) == "checkpoint":  # has verbs and options of its own, and needs no configuration

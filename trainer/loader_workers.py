@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from trainwright.trainer.launch.orphans import end_with_main_thread
 from trainwright.trainer.wrapped_loader import innermost
 
 _HEEDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -38,7 +39,7 @@ def _can_tell_senders() -> bool:
 
 
 class HeedsItsRank:
-    """A ``worker_init_fn`` after which a worker ends by a signal of its own rank alone.
+    """A ``worker_init_fn`` after which a worker ends by a signal of its own rank alone, and with that rank.
 
     Args:
         init: the ``worker_init_fn`` that is called then; ``None``: there is none.
@@ -49,6 +50,7 @@ class HeedsItsRank:
 
     def __call__(self, worker_id: int) -> None:
         """Begin to heed only this process's parent."""
+        end_with_main_thread()
         # Blocked in all threads to come, so that the signals wait for the one that looks where they come from.
         signal.pthread_sigmask(signal.SIG_BLOCK, _HEEDED)
         os.register_at_fork(after_in_child=_unblock)

@@ -40,6 +40,7 @@ from trainwright.trainer.epoch_order import seed_of_run
 from trainwright.trainer.evaluation import ExactEvaluationLoop, OrderedPredictionLoop
 from trainwright.trainer.fit_loop import ResumableFitLoop
 from trainwright.trainer.interruption import all_are_interrupted
+from trainwright.trainer.launch.orphans import end_with_agent
 from trainwright.trainer.launch.script import ScriptLauncher
 from trainwright.trainer.launch.uncaught import is_one_of_many, tell_uncaught
 from trainwright.trainer.leased_batches import LeasedBatchSampler, SampleLeases
@@ -138,6 +139,7 @@ class Trainer(LightningTrainer):
     ) -> None:
         root = str(kwargs.get("default_root_dir") or os.getcwd())
         run_dir = Path(os.getcwd() if "://" in root else root)
+        end_with_agent()
         if is_one_of_many():
             tell_uncaught(run_dir)
         check_batch_options(global_batch_size, kwargs)

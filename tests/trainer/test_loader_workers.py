@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,17 @@ def test_its_rank_can_end_it() -> None:
     process.terminate()
     process.join(10)
     assert process.exitcode == 0
+
+
+def test_it_outlives_the_thread_that_began_to_read() -> None:
+    loader = make(Told(), persistent_workers=True)
+    spare_workers(loader)
+    workers: list[int] = []
+    thread = threading.Thread(target=lambda: workers.extend(loader))
+    thread.start()
+    thread.join()
+    assert len(set(workers)) == 1
+    assert list(loader) == workers
 
 
 def test_programs_that_it_starts_can_be_ended() -> None:

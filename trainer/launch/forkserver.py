@@ -17,6 +17,7 @@ from multiprocessing import forkserver, util
 from types import ModuleType
 from typing import Any
 
+from trainwright.trainer.launch.orphans import end_with_parent, in_lasting_thread
 from trainwright.trainer.launch.scratch import scratch
 
 # A rank starts with these ignored too, see become_ordinary.
@@ -24,6 +25,8 @@ _NOT_FOR_THE_SERVER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIG
 _PRELOAD = ("trainwright.trainer.launch.preload",)
 # Process id of the server that this module has started; None when there is none, or it is another library's.
 _started: int | None = None
+# The same in the server itself and in what is forked from it; None where the server is another library's.
+_serving: int | None = None
 
 
 def start_forkserver() -> None:
@@ -35,7 +38,7 @@ def start_forkserver() -> None:
         _use_scratch()
         multiprocessing.set_forkserver_preload(list(_PRELOAD))
     with _single_threaded_blas(), _ignoring_signals(), hidden_main():
-        forkserver.ensure_running()  # another one, in the place of one that was killed
+        in_lasting_thread(forkserver.ensure_running)  # another one, in the place of one that was killed
     if server._forkserver_pid != before:
         _started = server._forkserver_pid
 
@@ -75,12 +78,23 @@ def hidden_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
+def serve() -> None:
+    """In the server, before its imports: end with the process that has started it.
+
+    A server whose parent is gone before this finds its pipe closed after the imports, and ends.
+    """
+    global _serving
+    _serving = os.getpid()
+    end_with_parent()
+
+
 def become_ordinary() -> None:
-    """In a process that was forked from the server: react to signals, and start processes, as any process does.
+    """In a process forked from the server: end with it, and react to signals and start processes as any process does.
 
     multiprocessing hands its own start method down: each rank would start a fork server of its own for the workers of
     its data loaders, whose data sets would have to be pickled.
     """
+    end_with_parent(_serving)
     multiprocessing.set_start_method(None, force=True)
     for number in _NOT_FOR_THE_SERVER:
         signal.signal(number, signal.SIG_DFL)

@@ -2,8 +2,10 @@
 
 import gc
 
+from trainwright.trainer.launch.forkserver import serve
 from trainwright.trainer.launch.importing import without_collector
 
+serve()
 with without_collector():
     import trainwright.trainer.launch.progress
     import trainwright.trainer.launch.rank

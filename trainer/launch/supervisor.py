@@ -78,8 +78,10 @@ class Supervisor:
     """Holds the processes of the ranks of this machine.
 
     Every rank is a process of its own: one may end, be ended or be started anew while the others live, so what is to
-    be done about a failure is decided elsewhere. Ends are noticed at once, through the kernel, without polling. Ranks
-    watch the launching process themselves (`trainwright.trainer.launch.watch`), and end when it is killed.
+    be done about a failure is decided elsewhere. Ends are noticed at once, through the kernel, without polling. When
+    the launching process is killed, the kernel kills the fork server and then the ranks
+    (`trainwright.trainer.launch.orphans`); where it cannot, ranks watch that process themselves
+    (`trainwright.trainer.launch.watch`).
 
     As a context manager it leaves nothing behind: processes that still live at its end are killed.
 

@@ -1,0 +1,137 @@
+"""No process outlives a command or an agent that was killed, stopped ones and those that hold the GIL included.
+
+Attempts: 3, one each at a command, at torchrun's agent and at a script that starts processes in a thread. Every process
+is stopped, or (rank 1) holds the GIL.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.commands import LIMIT, Command, training, write_faulty_project
+from tests.trainer.project import environment
+from trainwright.trainer.watchdog.process import is_alive
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems tell no process of the end of its parent"
+)
+# What is left after so many seconds is left for good; a tracker of resources removes files first.
+_SECONDS = 10.0
+FAULTY = ("data._target_=trouble.WorkerData", '+inject=[hang(rank=1, at_step=2, how="gil")]')
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project in a folder that is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return write_faulty_project(tmp_path)
+
+
+def descendants(process: int) -> dict[int, str]:
+    """Living processes that a process, or one of these, has started: process id -> command line."""
+    parents = dict(_parents())
+    found = [process]
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each]
+    return {pid: _words(pid) for pid in found[1:]}
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            yield int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue  # it has just ended
+
+
+def _words(process: int) -> str:
+    return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
+
+
+def left(processes: dict[int, str]) -> dict[int, str]:
+    """Those of these processes that do not end; they are killed."""
+    end = time.monotonic() + _SECONDS
+    while (living := {pid: words for pid, words in processes.items() if is_alive(pid)}) and time.monotonic() < end:
+        time.sleep(0.05)
+    for pid in living:
+        os.kill(pid, signal.SIGKILL)
+    return living
+
+
+def stop_all_but(run: Command, kept: set[int]) -> dict[int, str]:
+    """Stop what a run has started, but for some processes and the tracker of resources; returns what that is.
+
+    Rank 1 is not stopped, and holds the GIL by then.
+    """
+    end, log = time.monotonic() + LIMIT, Path("run/logs/rank_1.log")
+    while not (log.exists() and "hang" in log.read_text()):
+        assert time.monotonic() < end, "the fault was not injected"
+        time.sleep(0.05)
+    time.sleep(0.2)  # it is told before it is done
+    started = descendants(run.process.pid)
+    spared = {pid for pid, words in started.items() if "resource_tracker" in words or "guardian" in words}
+    run.tell(signal.SIGSTOP, started.keys() - spared - kept)
+    return started
+
+
+def test_nothing_outlives_the_command(conf: Path) -> None:
+    run = Command(training(conf, *FAULTY))
+    started = stop_all_but(run, set(run.ranks()[1:]))
+    assert len(started) == 6, started  # the fork server, the tracker of resources, two ranks, a worker of each
+    run.tell(signal.SIGKILL)
+    assert run.end() == -signal.SIGKILL
+    assert left(started) == {}
+
+
+def test_nothing_outlives_the_agent_of_torchrun(conf: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    environment = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    run = Command([*torchrun, *training(conf, *FAULTY)[1:]], more=environment)
+    ranks = sorted(pid for pid, parent in _parents() if parent == run.process.pid)
+    started = stop_all_but(run, set(ranks[1:]))
+    assert len(started) == 5, started  # two ranks, a worker of each, and the process that watches them
+    run.tell(signal.SIGKILL)
+    assert run.end() == -signal.SIGKILL
+    assert left(started) == {}
+
+
+THREADS = """
+import os, sys, threading, time
+from multiprocessing import forkserver
+from trainwright.trainer.launch.apart import call_apart
+
+parents = []
+for _ in range(2):
+    thread = threading.Thread(target=lambda: parents.append(call_apart(os.getppid)))
+    thread.start()
+    thread.join()
+time.sleep(0.2)
+parents.append(call_apart(os.getppid))
+assert parents == [forkserver._forkserver._forkserver_pid] * 3, parents
+threading.Thread(target=call_apart, args=(time.sleep, 1000.0), daemon=True).start()
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_fork_server_outlives_the_thread_that_needed_it_first_and_no_more(tmp_path: Path) -> None:
+    script = subprocess.Popen([sys.executable, "-c", THREADS], stdout=subprocess.PIPE, text=True, env=environment())
+    assert script.stdout is not None
+    try:
+        assert script.stdout.readline() == "ready\n"
+        started = descendants(script.pid)
+        for pid, words in started.items():
+            if "resource_tracker" not in words:
+                os.kill(pid, signal.SIGSTOP)
+    finally:
+        script.kill()
+        script.wait()
+    assert left(started) == {}
