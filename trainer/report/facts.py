@@ -8,7 +8,7 @@ from trainwright.trainer.report.charts import (
     exact,
     short,
 )
-from trainwright.trainer.report.files import number_of, time_of
+from trainwright.trainer.report.plain import number_of, time_of
 from trainwright.trainer.report.records import RunRecord
 
 

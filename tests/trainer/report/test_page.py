@@ -119,7 +119,7 @@ def test_damaged_files_are_read_as_far_as_they_go(tmp_path):
     (run / "checkpoints" / "step=10" / "manifest.json").write_text('{"about": 3}')
     page = Parsed(build_page([run]))
     assert "last loss 0.5" in page.text
-    assert "1 rows of metrics.csv are damaged" in page.text
+    assert "1 rows or cells of metrics.csv are damaged" in page.text
     assert "1 values of loss are not finite" in page.text
     assert "1 lines of monitor/ are damaged" in page.text
 
