@@ -131,8 +131,9 @@ class MetricsFile:
         self.columns: dict[str, list[tuple[int, float]]] = {}
         """Column -> (step, value), by step; cells that are empty or no number are left out. Where a step comes again,
         since the run went back, its value and those of later steps make room."""
-        self.not_finite: dict[str, int] = {}
-        """Column -> values that are NaN, infinite or too large to draw, which `columns` leaves out."""
+        self.not_finite: dict[str, tuple[int, int]] = {}
+        """Column -> step of the first value that is NaN, infinite or too large to draw, which `columns` leaves out, and
+        how many there are."""
         self.skipped = 0
         """Rows without a step, or with another number of cells than the header has, and cells that are no numbers."""
         self.left_out = 0
@@ -163,13 +164,18 @@ class MetricsFile:
             self.skipped += 1
             return
         for name, cell in cells.items():
+            if not cell:
+                continue
+            if name in self.not_finite and step <= self.not_finite[name][0]:
+                del self.not_finite[name]  # made again
             value = number_of(cell)
             if value is not None:
                 _put(self.columns.setdefault(name, []), step, value)
             elif is_beyond(cell):
-                self.not_finite[name] = self.not_finite.get(name, 0) + 1
+                first, count = self.not_finite.get(name, (step, 0))
+                self.not_finite[name] = first, count + 1
             else:
-                self.skipped += bool(cell)
+                self.skipped += 1
 
 
 class MonitorFiles:

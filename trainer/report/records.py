@@ -83,6 +83,7 @@ class RunRecord:
         settings: its leaves in order, `strategy.shard` -> `2`.
         command: the words after `trainwright`; None if they were not kept.
         metrics: column -> (step, value).
+        diverged: step of the first `loss` that is not finite, and how many there are; None if all are.
         monitor: rank -> records, of steps that were made again the later ones alone.
         events: in the order of time.
         checkpoints: in the order of steps.
@@ -97,6 +98,7 @@ class RunRecord:
     settings: Mapping[str, str]
     command: tuple[str, ...] | None
     metrics: Mapping[str, list[tuple[int, float]]]
+    diverged: tuple[int, int] | None
     monitor: Mapping[int, list[dict[str, Any]]]
     events: tuple[Event, ...]
     checkpoints: tuple[Saved, ...]
@@ -159,6 +161,7 @@ def read_run(path: Path, label: str) -> RunRecord:
         settings=dict(islice(_leaves(config), _MOST_KEYS)),
         command=_read_command(path, notes),
         metrics=metrics.columns,
+        diverged=metrics.not_finite.get("loss"),
         monitor={rank: lasting(records) for rank, records in monitor.by_rank.items()},
         events=tuple(read_events(path, monitor.by_rank, checkpoints, notes)),
         checkpoints=tuple(checkpoints),
@@ -415,7 +418,7 @@ def _notes_of_metrics(metrics: MetricsFile) -> Iterator[str]:
         yield f"metrics.csv is large: {metrics.left_out} columns or rows were not read."
     if metrics.tail.left_out:
         yield f"metrics.csv is long: {metrics.tail.left_out} bytes behind its header were not read."
-    for name, count in metrics.not_finite.items():
+    for name, (_, count) in metrics.not_finite.items():
         yield (
             f"{count} values of {shortened(name)} are not finite (NaN or infinite) or beyond {GREATEST:g}; curves "
             "leave them out."

@@ -100,6 +100,9 @@ class Watched:
         age = self._age(now)
         if age is not None:
             rows.append(("last written", f"{duration(max(age, 0.0))} ago"))
+        if "loss" in self._metrics.not_finite:
+            first, count = self._metrics.not_finite["loss"]
+            rows.append(("diverged", f"loss not finite from step {first} ({count} steps)"))
         if self._metrics.not_finite:
             names = ", ".join(sorted(self._metrics.not_finite)[:_MOST_NAMES])
             rows.append(("not finite", f"NaN or infinite values of {names}"))
@@ -283,4 +286,4 @@ def _told(event: Event) -> str:
 
 
 def _style(event: Event) -> str:
-    return {"fault": "red", "preempted": "yellow"}.get(event.what, "green")
+    return {"fault": "red", "diverged": "red", "preempted": "yellow"}.get(event.what, "green")
