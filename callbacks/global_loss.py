@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from trainwright.callbacks.divergence import ADVICE, ADVICE_ALONE, Divergence, first_nonfinite, ranks_where
+from trainwright.callbacks.monitor.records import tell
 from trainwright.callbacks.steps import is_dropped, log_metrics
 from trainwright.callbacks.windows import Windowed
 
@@ -24,6 +28,9 @@ class GlobalLoss(Windowed):
     Where the Trainer weighs losses by tokens (``loss_weighting="tokens"``), it is the mean over all valid tokens of the
     step, which the Trainer has added up already. Where ranks step by themselves (``strategy.steps_are_collective`` is
     false) a step is one of this rank alone, and so is its loss.
+
+    The first loss that is NaN or infinite is reported when its window is written, once, with a warning and a record
+    ``event``: no step is looked at by itself.
 
     With manual optimization the loss is what ``training_step`` returns (or returns under ``"loss"``), added up over
     the batches of a step. A step for which no rank has a loss is left out.
@@ -43,13 +50,15 @@ class GlobalLoss(Windowed):
         super().__init__(every_n_steps)
         self.latest: float | None = None
         """The last loss written; ``None`` before the first."""
+        self.diverged: Divergence | None = None
+        """The first loss of this fit that was not finite; ``None``: all were."""
         self._micro_losses: list[Tensor] = []
         self._pending: list[tuple[int, list[Tensor]]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count."""
         super().on_train_start(trainer, pl_module)
-        self._micro_losses, self._pending = [], []
+        self._micro_losses, self._pending, self.diverged = [], [], None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -77,7 +86,10 @@ class GlobalLoss(Windowed):
         """Forget what was not written of steps that are made again."""
         super().on_gone_back(trainer, pl_module)
         self._micro_losses = []
-        self._pending = [each for each in self._pending if each[0] < self._steps.next_number(trainer)]
+        next_step = self._steps.next_number(trainer)
+        self._pending = [each for each in self._pending if each[0] < next_step]
+        if self.diverged is not None and self.diverged.step >= next_step:
+            self.diverged = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what was collected, so that logs are complete up to a validation."""
@@ -97,22 +109,40 @@ class GlobalLoss(Windowed):
         if not self._pending:
             return
         steps = [step for step, _ in self._pending]
-        for step, value, exists in zip(steps, *self._averaged(trainer), strict=True):
-            if exists:
+        own, losses, exists = self._averaged(trainer)
+        for step, value, exist in zip(steps, losses, exists, strict=True):
+            if exist:
                 log_metrics(trainer, {"loss": value}, step)
                 self.latest = value
         self._pending = []
+        first = first_nonfinite(losses) if self.diverged is None else None
+        if first is not None:
+            self._report(trainer, steps[first], losses[first], own[first])
 
-    def _averaged(self, trainer: Trainer) -> tuple[list[float], list[float]]:
-        """Loss of each pending step over all data ranks, and the part of the ranks that have one."""
+    def _averaged(self, trainer: Trainer) -> tuple[Tensor, list[float], list[float]]:
+        """Loss of each pending step on this rank and over all data ranks, and the part of the ranks that have one."""
         device = trainer.strategy.root_device
         exists = torch.tensor([float(bool(micro)) for _, micro in self._pending], device=device)
-        losses = _sums([micro for _, micro in self._pending], device)
-        both = torch.cat((losses, exists))
-        if getattr(trainer.strategy, "steps_are_collective", True):
+        own = _sums([micro for _, micro in self._pending], device)
+        both = torch.cat((own, exists))
+        if _together(trainer):
             both = trainer.strategy.reduce(both, reduce_op="mean")
         values, existing = both.chunk(2)
-        return values.tolist(), existing.tolist()
+        return own, values.tolist(), existing.tolist()
+
+    def _report(self, trainer: Trainer, step: int, loss: float, own: Tensor) -> None:
+        """Say that a loss is not finite; a collective where the ranks step together, which then have all seen it."""
+        together = _together(trainer)
+        self.diverged = Divergence(step, loss, ranks_where(not bool(own.isfinite()), trainer, together=together))
+        advice = ADVICE if together else ADVICE_ALONE
+        rank_zero_warn(f"GlobalLoss: {self.diverged}, the first that is not finite. Training goes on. {advice}")
+        # Without ranks where each has found out by itself, so that the report shows one event.
+        text = str(self.diverged if together else replace(self.diverged, ranks=()))
+        tell(trainer, "event", {"what": "diverged", "text": text, "seconds": 0}, step)
+
+
+def _together(trainer: Trainer) -> bool:
+    return bool(getattr(trainer.strategy, "steps_are_collective", True))
 
 
 def _sums(parts: list[list[Tensor]], device: torch.device) -> Tensor:

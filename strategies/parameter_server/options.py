@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainwright.strategies.compression.options import ONLY_OF_AVERAGES, choose_compression, compression_problems
@@ -51,6 +51,24 @@ def server_problems(options: Mapping[str, Any], prefix: str = "") -> list[str]:
         *_overlap_problems(given["overlap"], prefix),
     ]
     return problems + push_problems(given["compression"])
+
+
+def learning_rate_warning(consistency: str, workers: int, groups: Sequence[Mapping[str, Any]]) -> str:
+    """What to consider before workers step by themselves.
+
+    Args:
+        consistency: ``"ssp"`` or ``"async"``.
+        workers: how many.
+        groups: of all optimizers, with the learning rate and the momentum they begin with.
+    """
+    rate = max((float(group.get("initial_lr", group.get("lr", 0.0))) for group in groups), default=0.0)
+    momentum = max((float(group.get("momentum", 0.0)) for group in groups), default=0.0)
+    lower = f", and lower momentum={momentum:g}, which each of them feeds" if momentum else ""
+    return (
+        f"consistency={consistency}: {workers} workers make {workers} steps, each from a smaller batch, where workers "
+        f"in step make one, so that a learning rate that suits these may diverge. Divide lr={rate:g} by about "
+        f"{workers} (optimizer.lr={rate / workers:.2g}) if that was not done{lower}; or type strategy.consistency=sync."
+    )
 
 
 def chosen_staleness(consistency: Any, staleness: Any) -> Any:

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -34,7 +34,13 @@ from trainwright.strategies.parameter_server.client import Client
 from trainwright.strategies.parameter_server.clocks import Consistency
 from trainwright.strategies.parameter_server.onlookers import has_onlookers
 from trainwright.strategies.parameter_server.optimizer import ServedOptimizer
-from trainwright.strategies.parameter_server.options import OWN, chosen_staleness, rank_problems, server_problems
+from trainwright.strategies.parameter_server.options import (
+    OWN,
+    chosen_staleness,
+    learning_rate_warning,
+    rank_problems,
+    server_problems,
+)
 from trainwright.strategies.parameter_server.own_ranks import ToldFit
 from trainwright.strategies.parameter_server.rejoining import (
     Pace,
@@ -339,6 +345,9 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self.begin_from_weights()
+        if fitting and not self._in_step and self.world_size > 1 and not self._rules.scale_by_staleness:
+            groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+            rank_zero_warn(learning_rate_warning(self._rules.consistency, self.world_size, groups))
 
     def _refuse_impossible(self, trainer: Trainer) -> None:
         module = self.lightning_module

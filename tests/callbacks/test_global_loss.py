@@ -1,20 +1,28 @@
 from __future__ import annotations
 
+import io
+import json
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.callbacks.modules import QUIET, Regression, Written, loader
 from trainwright import Trainer
+from trainwright.callbacks import global_loss
+from trainwright.callbacks.divergence import Divergence
 from trainwright.callbacks.global_loss import GlobalLoss
+from trainwright.callbacks.run_summary import RunSummary
 
 QUIET = {name: value for name, value in QUIET.items() if name != "logger"}
 
@@ -174,3 +182,101 @@ def test_every_logger_gets_every_step(tmp_path: Path) -> None:
     header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
     column = header.split(",").index("loss")
     assert [float(row.split(",")[column]) for row in rows if row.split(",")[column]] == module.losses
+
+
+class Diverging(Regression):
+    """Its loss is NaN from the micro-batch number ``since`` on, on one rank."""
+
+    def __init__(self, since: int, rank: int = 0) -> None:
+        super().__init__()
+        self.since, self.rank = since, rank
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        bad = len(self.losses) > self.since and self.global_rank == self.rank
+        return loss * float("nan") if bad else loss
+
+
+class Heard(Callback):
+    """Keeps events."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def on_record(self, trainer: Any, record: dict[str, Any]) -> None:
+        if record["kind"] == "event":
+            self.events.append(record)
+
+
+def test_the_first_loss_that_is_not_finite_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    look = global_loss.first_nonfinite
+    monkeypatch.setattr(global_loss, "first_nonfinite", lambda values: looks.append(len(values)) or look(values))
+    watched, heard = GlobalLoss(5), Heard()
+    trainer = LightningTrainer(max_steps=20, devices=1, logger=Written(), callbacks=[watched, heard], **QUIET)
+    with pytest.warns(UserWarning, match="the first that is not finite") as warned:
+        trainer.fit(Diverging(7), loader())
+    [text] = [str(each.message) for each in warned if "not finite" in str(each.message)]
+    assert "the loss is nan at step 7 (rank 0)" in text
+    assert "guard=skip" in text
+    assert watched.diverged == Divergence(7, pytest.approx(float("nan"), nan_ok=True), (0,))
+    assert [(event["what"], event["step"]) for event in heard.events] == [("diverged", 7)]
+    assert looks == [5, 5], "windows are looked at, no step is, and none once it was reported"
+
+
+def test_nothing_is_said_of_losses_that_are_finite() -> None:
+    watched, heard = GlobalLoss(5), Heard()
+    with warnings.catch_warnings(record=True) as warned:
+        LightningTrainer(max_steps=20, devices=1, logger=Written(), callbacks=[watched, heard], **QUIET).fit(
+            Regression(), loader()
+        )
+    assert not [each for each in warned if "not finite" in str(each.message)]
+    assert watched.diverged is None
+    assert heard.events == []
+
+
+def rank_that_diverged(strategy: str) -> tuple[int, tuple[int, ...]]:
+    watched = GlobalLoss(4)
+    Trainer(
+        strategy=strategy, devices=dist.get_world_size(), max_steps=8, logger=Written(), callbacks=[watched], **QUIET
+    ).fit(Diverging(5, rank=1), loader(32, batch_size=2))
+    assert watched.diverged is not None
+    return watched.diverged.step, watched.diverged.ranks
+
+
+@pytest.mark.filterwarnings("ignore:GlobalLoss")
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_all_ranks_know_whose_loss_it_was(ranks: Callable[..., list[Any]], strategy: str) -> None:
+    assert ranks(rank_that_diverged, 2, strategy) == [(5, (1,))] * 2
+
+
+def test_a_run_says_how_it_ended(tmp_path: Path) -> None:
+    def ended(module: LightningModule, folder: str) -> tuple[dict[str, Any], str]:
+        console = Console(file=io.StringIO(), width=200)
+        (tmp_path / folder).mkdir()
+        trainer = LightningTrainer(
+            max_steps=4, devices=1, logger=Written(), callbacks=[GlobalLoss(2), RunSummary(console)],
+            default_root_dir=tmp_path / folder, **QUIET,
+        )  # fmt: skip
+        with suppress(ZeroDivisionError):
+            trainer.fit(module, loader())
+        return json.loads((tmp_path / folder / "summary.json").read_text()), console.file.getvalue()
+
+    class Fails(Regression):
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            running.append(json.loads((tmp_path / "failed" / "summary.json").read_text())["status"])
+            raise ZeroDivisionError("why\nand where")
+
+    running: list[str] = []
+    module = Regression()
+    document, said = ended(module, "finished")
+    assert document == {"status": "finished", "steps": 4, "loss": module.losses[-1], "diverged": None, "error": None}
+    assert said == ""
+    document, _ = ended(Fails(), "failed")
+    assert running == ["running"]
+    assert (document["status"], document["error"]) == ("failed", "ZeroDivisionError: why")
+    with pytest.warns(UserWarning, match="GlobalLoss"):
+        document, said = ended(Diverging(1), "diverged")
+    assert (document["status"], document["loss"]) == ("diverged", None)
+    assert document["diverged"] == {"step": 1, "loss": "nan", "ranks": [0]}
+    assert said == "Diverged:      the loss is nan at step 1 (rank 0), the first that is not finite\n"

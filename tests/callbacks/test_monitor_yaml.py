@@ -18,6 +18,7 @@ from trainwright.callbacks.monitor.scale import LossScale
 from trainwright.callbacks.monitor.step_time import StepTime
 from trainwright.callbacks.plan_check import PlanCheck
 from trainwright.callbacks.progress_bar import ProgressBar
+from trainwright.callbacks.run_summary import RunSummary
 from trainwright.callbacks.start_summary import StartSummary
 from trainwright.callbacks.throughput import Throughput
 from trainwright.trainer.problems import ConfigError
@@ -41,6 +42,7 @@ def test_default_is_what_is_cheap_for_every_recipe(recipe: str) -> None:
         CertificateRecord,
         Goodput,
         PlanCheck,
+        RunSummary,
         MonitorFile,
     }
     assert isinstance(made[-1], MonitorFile)

@@ -16,6 +16,8 @@ from trainwright.checkpoint.sizes import size_text
 _BUCKETS = 400
 _TABLE_ROWS = 40
 COLOURS = 8
+# Seconds that hours are made of: 300 years.
+_LONGEST = 1e10
 # Coordinates within a picture of curves, which is stretched to the space there is.
 _SPAN = 1000
 
@@ -269,7 +271,7 @@ def amount(value: float, unit: str) -> str:
 
 def duration(seconds: float) -> str:
     """Hours, minutes and seconds: 1:02:03, 2:05, 12 s."""
-    if seconds < 60:
+    if not 60 <= seconds < _LONGEST:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

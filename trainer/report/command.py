@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from trainwright.trainer.report.plain import one_line
+
 OK, REFUSED = 0, 2
 _MOST_RUNS = 8
+_LONGEST_WAIT = 86400
 
 HELP = {
     "report": """trainwright report: show a run, or several side by side, as one HTML page that loads nothing.
@@ -55,8 +58,14 @@ def run_report_command(words: Sequence[str]) -> int:
     try:
         arguments = parse(words)
         return _report(arguments) if arguments.verb == "report" else _watch(arguments)
+    except BrokenPipeError:  # who reads what `watch` writes has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
     except _RefusedError as error:
-        print(f"trainwright: {error}", file=sys.stderr)
+        problem = str(error)
+    print(f"trainwright: {one_line(problem)}", file=sys.stderr)
     return REFUSED
 
 
@@ -115,13 +124,15 @@ def _report(arguments: argparse.Namespace) -> int:
         write_page(run_dirs, out)
     except OSError as error:
         raise _RefusedError(f"{out}: {error.strerror}; type another --out FILE") from error
-    print(f"report: {os.fspath(out)}")
+    print(f"report: {one_line(os.fspath(out))}")
     return OK
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    if not arguments.every >= 0.1:
-        raise _RefusedError(f"--every {arguments.every:g}: seconds between two looks must be at least 0.1")
+    if not 0.1 <= arguments.every <= _LONGEST_WAIT:
+        raise _RefusedError(
+            f"--every {arguments.every:g}: seconds between two looks must be at least 0.1 and at most {_LONGEST_WAIT}"
+        )
     if arguments.run_dir.exists() and not arguments.run_dir.is_dir():
         raise _RefusedError(f"{arguments.run_dir}: this is a file; type the run directory")
     from trainwright.trainer.report.watch import watch

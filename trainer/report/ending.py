@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from trainwright.trainer.report.plain import one_line
+
 
 def write_report(run_dir: Path) -> None:
     """Write `report.html` into a run directory and say where it is. It never fails a run: what goes wrong is said."""
@@ -15,7 +17,7 @@ def write_report(run_dir: Path) -> None:
         out = run_dir / PAGE_FILE
         write_page([run_dir], out)
     except Exception as error:  # whatever it is, the run has ended as it has
-        why = (str(error).splitlines() or [""])[0] or type(error).__name__
+        why = one_line(str(error)) or type(error).__name__
         print(f"trainwright: no report was written: {why}", file=sys.stderr, flush=True)
         return
     relative = os.path.relpath(out)

@@ -8,7 +8,7 @@ from trainwright.trainer.report.charts import (
     exact,
     short,
 )
-from trainwright.trainer.report.files import number_of, time_of
+from trainwright.trainer.report.plain import number_of, time_of
 from trainwright.trainer.report.records import RunRecord
 
 
@@ -23,6 +23,9 @@ class Fact:
 def facts(run: RunRecord) -> list[Fact]:
     """The first numbers that a person looks for; what was not measured is left out."""
     found = []
+    if run.diverged is not None:
+        first, count = run.diverged
+        found.append(Fact("diverged", f"loss not finite from step {first} ({count} steps)"))
     if run.last_step is not None:
         most = number_of(run.config.get("max_steps"))
         found.append(Fact("last step logged", f"{run.last_step}" + ("" if most is None else f" (to do: {most:.0f})")))

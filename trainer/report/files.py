@@ -1,17 +1,68 @@
-"""Reads files that a run may still be writing to: whole lines alone, each once, and never more than a bound."""
+"""Reads files that a run may still be writing to: whole lines alone, each once, and never more than a bound.
+
+A run directory may come from elsewhere: what is no regular file (a FIFO, a device, a link) is not opened for reading.
+"""
 
 from __future__ import annotations
 
 import csv
 import json
-import math
 import os
-from collections.abc import Iterator, Mapping
+import stat
+from errno import EINVAL
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from trainwright.trainer.report.plain import is_beyond, number_of, whole_of
 
 # Bytes of one file that are read, its newest; a run of a million steps writes more.
 MOST_BYTES = 64 * 2**20
+# Of all monitors together, and of one.
+_MOST_OF_MONITORS, _MOST_OF_MONITOR = 128 * 2**20, 8 * 2**20
+_MOST_RECORDS = 400_000
+_MOST_VALUES, _MOST_ROWS = 8_000_000, 1_000_000
+_MOST_COLUMNS = 2000
+_MOST_OF_LINE = 2**20
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file, and nothing else, for reading.
+
+    Raises:
+        OSError: if it is not there, is no regular file (a link is none), or may not be read.
+    """
+    # Without O_NONBLOCK opening a FIFO waits for who writes to it.
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(EINVAL, "no regular file", str(path))
+    return os.fdopen(file, "rb")
+
+
+def read_whole(path: Path, most_bytes: int) -> bytes:
+    """What a file holds.
+
+    Raises:
+        OSError: as :func:`open_regular`, or if it holds more than ``most_bytes``.
+    """
+    with open_regular(path) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(EINVAL, f"longer than {most_bytes / 2**20:g} MiB", str(path))
+    return content
+
+
+def read_end(path: Path, most_bytes: int) -> tuple[bytes, int]:
+    """The newest bytes of a file, ``most_bytes`` of them at most, and how many stand before them.
+
+    Raises:
+        OSError: as :func:`open_regular`.
+    """
+    with open_regular(path) as file:
+        before = max(os.fstat(file.fileno()).st_size - most_bytes, 0)
+        file.seek(before)
+        return file.read(most_bytes), before
 
 
 class Tail:
@@ -26,6 +77,8 @@ class Tail:
         self.path = path
         self.left_out = 0
         """Bytes between the first line and the newest ones that were not read."""
+        self.problem: str | None = None
+        """Why the file cannot be read; None where it can, or is not there."""
         self._most = most_bytes
         self._inode = -1
         self._offset = 0
@@ -33,10 +86,11 @@ class Tail:
     def read(self) -> tuple[bool, list[str]]:
         """Whether the file is another one than at the last look (so that what was read of it is void), and new lines.
 
-        A line that has no end yet is left for the next look.
+        A line that has no end yet is left for the next look; of one of more than 1 MiB nothing but its end is left.
         """
+        self.problem = None
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 state = os.fstat(file.fileno())
                 is_new = state.st_ino != self._inode or state.st_size < self._offset
                 if is_new:
@@ -44,21 +98,25 @@ class Tail:
                 head = self._pass_over(file, state.st_size)
                 whole, end, _ = file.read(self._most).rpartition(b"\n")
                 self._offset += len(whole) + len(end)
-        except OSError:
+        except FileNotFoundError:
             return False, []
-        return is_new, (head + whole + end).decode("utf-8", errors="replace").splitlines()
+        except OSError as error:
+            self.problem = error.strerror or type(error).__name__
+            return False, []
+        lines = [*head.splitlines(), *whole.splitlines()]
+        return is_new, ["" if len(line) > _MOST_OF_LINE else line.decode("utf-8", errors="replace") for line in lines]
 
-    def _pass_over(self, file: Any, size: int) -> bytes:
+    def _pass_over(self, file: BinaryIO, size: int) -> bytes:
         file.seek(self._offset)
         if size - self._offset <= self._most:
             return b""
-        head: bytes = file.readline(self._most) if self._offset == 0 else b""
+        head = file.readline(_MOST_OF_LINE) if self._offset == 0 else b""
         skipped_from = self._offset + len(head)
         file.seek(size - self._most)
         file.readline(self._most)  # the rest of a line
         self._offset = file.tell()
         self.left_out += self._offset - skipped_from
-        return head
+        return head if head.endswith(b"\n") else b"\n"
 
 
 class MetricsFile:
@@ -73,37 +131,51 @@ class MetricsFile:
         self.columns: dict[str, list[tuple[int, float]]] = {}
         """Column -> (step, value), by step; cells that are empty or no number are left out. Where a step comes again,
         since the run went back, its value and those of later steps make room."""
-        self.not_finite: dict[str, int] = {}
-        """Column -> values that are NaN or infinite, which `columns` leaves out."""
+        self.not_finite: dict[str, tuple[int, int]] = {}
+        """Column -> step of the first value that is NaN, infinite or too large to draw, which `columns` leaves out, and
+        how many there are."""
         self.skipped = 0
-        """Rows without a step, or with another number of cells than the header has."""
+        """Rows without a step, or with another number of cells than the header has, and cells that are no numbers."""
+        self.left_out = 0
+        """Rows, and columns, that were not read since there are too many."""
         self._header: list[str] = []
 
     def update(self) -> None:
         """Read what was added."""
         is_new, lines = self.tail.read()
         if is_new:
-            self.columns, self.not_finite, self.skipped, self._header = {}, {}, 0, []
-        for row in _csv_rows(lines):
-            if not self._header:
-                self._header = row
-            else:
-                self._take(row)
+            self.columns, self.not_finite, self.skipped, self.left_out, self._header = {}, {}, 0, 0, []
+        if not self._header and lines:
+            self._header = _csv_row(lines.pop(0))
+            self.left_out += max(len(self._header) - _MOST_COLUMNS, 0)
+        most = min(_MOST_VALUES // max(len(self._header), 1), _MOST_ROWS)
+        self.left_out += max(len(lines) - most, 0)
+        for line in lines[-most:]:
+            self._take(_csv_row(line))
 
     def _take(self, row: list[str]) -> None:
-        cells = dict(zip(self._header, row, strict=False))
-        step = number_of(cells.pop("step", None))
-        if step is None or len(row) != len(self._header):
+        if len(row) != len(self._header) or "step" not in self._header:
+            self.skipped += 1
+            return
+        cells = dict(islice(zip(self._header, row, strict=True), _MOST_COLUMNS))
+        cells.pop("step", None)
+        step = whole_of(row[self._header.index("step")])
+        if step is None:
             self.skipped += 1
             return
         for name, cell in cells.items():
             if not cell:
                 continue
+            if name in self.not_finite and step <= self.not_finite[name][0]:
+                del self.not_finite[name]  # made again
             value = number_of(cell)
             if value is not None:
-                _put(self.columns.setdefault(name, []), int(step), value)
-            elif cell.strip().lower() in ("nan", "inf", "-inf"):
-                self.not_finite[name] = self.not_finite.get(name, 0) + 1
+                _put(self.columns.setdefault(name, []), step, value)
+            elif is_beyond(cell):
+                first, count = self.not_finite.get(name, (step, 0))
+                self.not_finite[name] = first, count + 1
+            else:
+                self.skipped += 1
 
 
 class MonitorFiles:
@@ -121,25 +193,33 @@ class MonitorFiles:
         """Lines that are no record."""
         self.left_out = 0
         """Bytes that were not read, because there were too many."""
+        self.records_left_out = 0
+        """Lines that were not read, because there were too many."""
         self.ranks_left_out = 0
         """Ranks whose files were not read."""
+        self.problems: list[str] = []
+        """Files that cannot be read, and why."""
         self._folder, self._most_ranks = folder, most_ranks
         self._tails: dict[int, Tail] = {}
 
     def update(self) -> None:
         """Read what was added."""
-        for rank, path in self._files():
-            tail = self._tails.setdefault(rank, Tail(path, MOST_BYTES // 8))
+        files = self._files()
+        most = _MOST_RECORDS // max(len(files), 1)
+        for rank, path in files:
+            tail = self._tails.setdefault(rank, Tail(path, min(_MOST_OF_MONITORS // len(files), _MOST_OF_MONITOR)))
             is_new, lines = tail.read()
             if is_new:
                 self.by_rank[rank] = []
-            for line in lines:
+            self.records_left_out += max(len(lines) - most, 0)
+            for line in lines[-most:]:
                 record = _record(line)
                 if record is None:
                     self.skipped += 1
                 else:
                     self.by_rank[rank].append(record)
         self.left_out = sum(tail.left_out for tail in self._tails.values())
+        self.problems = [f"{tail.path.name}: {tail.problem}" for tail in self._tails.values() if tail.problem]
 
     def _files(self) -> list[tuple[int, Path]]:
         found = []
@@ -152,30 +232,29 @@ class MonitorFiles:
         return found[: self._most_ranks]
 
 
-def number_of(value: object) -> float | None:
-    """A finite number, of a number or its text; None for everything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def time_of(record: Mapping[str, Any]) -> float:
-    """When a record was noted, in seconds since the epoch; 0 if it does not say."""
-    return number_of(record.get("time")) or 0.0
-
-
 def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
-    """The document in a file; None where there is none, or it cannot be read."""
+    """The document in a file; None where there is none.
+
+    Raises:
+        OSError: if it is there and cannot be read.
+        ValueError: if it is no JSON.
+    """
     try:
-        if path.stat().st_size > most_bytes:
-            return None
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return parsed(read_whole(path, most_bytes))
+    except FileNotFoundError:
         return None
+
+
+def parsed(text: str | bytes) -> Any:
+    """JSON as plain values.
+
+    Raises:
+        ValueError: if it is no JSON, is nested too deeply, or has a number of more than 4,300 digits.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def _put(values: list[tuple[int, float]], step: int, value: float) -> None:
@@ -184,17 +263,16 @@ def _put(values: list[tuple[int, float]], step: int, value: float) -> None:
     values.append((step, value))
 
 
-def _csv_rows(lines: list[str]) -> Iterator[list[str]]:
-    for line in lines:
-        try:
-            yield next(csv.reader([line]), [])
-        except csv.Error:
-            yield []
+def _csv_row(line: str) -> list[str]:
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error:
+        return []
 
 
 def _record(line: str) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = parsed(line)
+    except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None

@@ -12,7 +12,7 @@ from trainwright.trainer.report.charts import (
     stacked,
     thinned,
 )
-from trainwright.trainer.report.files import number_of
+from trainwright.trainer.report.plain import number_of
 from trainwright.trainer.report.records import RunRecord
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")

@@ -9,29 +9,31 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from secrets import token_hex
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from trainwright.trainer.report.charts import COLOURS, CurveChart, amount, curve_chart, exact
+from trainwright.trainer.report.charts import COLOURS, CurveChart, Points, amount, curve_chart, exact
 from trainwright.trainer.report.facts import facts, newest, rates
 from trainwright.trainer.report.grid import grid
 from trainwright.trainer.report.memory import memory_by_rank, predicted_memory
 from trainwright.trainer.report.norms import is_norm, norms
 from trainwright.trainer.report.pipeline import pipeline
+from trainwright.trainer.report.plain import printable, text_of
 from trainwright.trainer.report.records import RunRecord, read_run
 from trainwright.trainer.report.settings import command_line, settings, versions
 from trainwright.trainer.report.story import story
 from trainwright.trainer.report.times import predicted_seconds, time_by_rank, time_by_step
 
 PAGE_FILE = "report.html"
-# Pictures of metrics that are no loss and no rate, before the rest is only counted.
-_MOST_OTHERS = 24
+# Pictures of a section, before the rest is only named.
+_MOST_PICTURES = 24
 _RATES = ("_per_second", "step_seconds", "mfu", "goodput")
 # What the templates ask of a run.
 _SHOWN = {
@@ -65,7 +67,7 @@ class Content:
         losses: pictures of all runs together.
         rates: the same.
         others: the same.
-        others_left_out: names of metrics that no picture shows.
+        left_out: names of metrics that no picture shows.
     """
 
     title: str
@@ -73,7 +75,7 @@ class Content:
     losses: list[CurveChart] = field(default_factory=list)
     rates: list[CurveChart] = field(default_factory=list)
     others: list[CurveChart] = field(default_factory=list)
-    others_left_out: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
 
 def build_page(run_dirs: Sequence[Path]) -> str:
@@ -88,9 +90,12 @@ def write_page(run_dirs: Sequence[Path], out: Path) -> None:
     Raises:
         OSError: if it cannot be written.
     """
-    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
+    page = build_page(run_dirs)
+    # A name that nobody can have put a link at.
+    partial = out.with_name(f"{out.name}.{token_hex(8)}.partial")
     try:
-        partial.write_text(build_page(run_dirs), encoding="utf-8")
+        with partial.open("x", encoding="utf-8", errors="replace") as file:
+            file.write(page)
         os.replace(partial, out)
     finally:
         partial.unlink(missing_ok=True)
@@ -114,27 +119,25 @@ def content_of(runs: Sequence[RunRecord]) -> Content:
     for name in sorted(names, key=lambda name: (name != "loss", name != "val_loss")):
         if name == "epoch" or is_norm(name):
             continue
-        chart = curve_chart(
-            name, {run.label: (number % COLOURS, run.metrics.get(name, [])) for number, run in enumerate(runs)}
-        )
-        if chart is None:
-            continue
-        if "loss" in name.lower():
-            content.losses.append(chart)
-        elif name.endswith(_RATES):
-            content.rates.append(chart)
-        elif len(content.others) < _MOST_OTHERS:
-            content.others.append(chart)
-        else:
-            content.others_left_out.append(name)
+        is_loss, is_rate = "loss" in name.lower(), name.endswith(_RATES)
+        section = content.losses if is_loss else content.rates if is_rate else content.others
+        _draw(content, section, name, {run.label: run.metrics.get(name, []) for run in runs})
     drawn = {chart.title for chart in content.rates}
-    for name in dict.fromkeys(name for each in rated for name in each):
-        chart = curve_chart(
-            name, {run.label: (n % COLOURS, rated[n].get(name, [])) for n, run in enumerate(runs)}
-        )  # fmt: skip
-        if chart is not None and name not in drawn:
-            content.rates.append(chart)
+    for name in dict.fromkeys(name for each in rated for name in each if name not in drawn):
+        _draw(content, content.rates, name, {run.label: rated[n].get(name, []) for n, run in enumerate(runs)})
     return content
+
+
+def _draw(content: Content, section: list[CurveChart], name: str, curves: Mapping[str, Points]) -> None:
+    """Put a picture of all runs into a section, if a run has values of it and there is room."""
+    if not any(curves.values()):
+        return
+    if len(section) >= _MOST_PICTURES:
+        content.left_out.append(name)
+        return
+    chart = curve_chart(name, {label: (n % COLOURS, values) for n, (label, values) in enumerate(curves.items())})
+    assert chart is not None
+    section.append(chart)
 
 
 def render(content: Content) -> str:
@@ -145,16 +148,23 @@ def render(content: Content) -> str:
     return template.render(content=content, style=Markup(style), style_hash=digest, show=_SHOWN)  # noqa: S704
 
 
+def _printable(value: object) -> object:
+    # Markup is what templates have made, and what went through here before.
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 @cache
 def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("trainwright.trainer.report", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_printable,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters["exact"] = exact
+    environment.filters["text"] = text_of
     environment.filters["bytes"] = lambda value: amount(value, "bytes")
     environment.filters["seconds"] = lambda value: amount(value, "seconds")
     return environment

@@ -12,7 +12,7 @@ from trainwright.trainer.report.charts import (
     Part,
     amount,
 )
-from trainwright.trainer.report.files import number_of
+from trainwright.trainer.report.plain import number_of, text_of
 from trainwright.trainer.report.records import RunRecord
 
 _Entry = tuple[float, float, str, str, str]
@@ -20,6 +20,8 @@ _Entry = tuple[float, float, str, str, str]
 _NONE = "-1"
 _MOST_RANKS = 64
 _MOST_ENTRIES = 2000
+# Pieces of bars, of all ranks together.
+_MOST_DRAWN = 20_000
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def pipeline(run: RunRecord) -> Pipeline | None:
     sampled = _sampled(run)
     if not sampled:
         return None
-    step, by_rank = sampled
+    step, by_rank, undrawn = sampled
     # A rank works at one stage at a time: in a row for each of its stages it would seem idle while it does another.
     rows = {_place_of(rank, entries): sorted(entries) for rank, entries in by_rank.items()}
     begin = min(entry[0] for entries in rows.values() for entry in entries)
@@ -71,7 +73,7 @@ def pipeline(run: RunRecord) -> Pipeline | None:
         "One optimizer step of the pipeline: what each rank did when", ("stage", "timeline", "busy", "idle", "bubble"),
         legend, tuple(bars)
     )  # fmt: skip
-    return Pipeline(table, tuple(listed[:_MOST_ENTRIES]), max(len(listed) - _MOST_ENTRIES, 0), step)
+    return Pipeline(table, tuple(listed[:_MOST_ENTRIES]), max(len(listed) - _MOST_ENTRIES, 0) + undrawn, step)
 
 
 def _place_of(rank: int, entries: Sequence[_Entry]) -> str:
@@ -85,12 +87,12 @@ def _stage_of(rank: int, stage: str) -> str:
     return f"rank {rank}" if stage == _NONE else f"stage {stage}, rank {rank}"
 
 
-def _sampled(run: RunRecord) -> tuple[int | None, dict[int, list[_Entry]]] | None:
-    """The newest step for which most ranks have a timeline."""
+def _sampled(run: RunRecord) -> tuple[int | None, dict[int, list[_Entry]], int] | None:
+    """The newest step for which most ranks have a timeline, and how many entries of it are too many to draw."""
     by_step: dict[int | None, dict[int, list[_Entry]]] = {}
     for rank, record in run.records("bubble"):
         raw, began = record.get("timeline"), number_of(record.get("began")) or 0.0
-        items = raw[:_MOST_ENTRIES] if isinstance(raw, list) else []
+        items = raw[:_MOST_DRAWN] if isinstance(raw, list) else []
         entries = [entry for item in items if (entry := _entry(item, began))]
         if entries:
             step = number_of(record.get("step"))
@@ -99,7 +101,9 @@ def _sampled(run: RunRecord) -> tuple[int | None, dict[int, list[_Entry]]] | Non
         return None
     step = max(by_step, key=lambda step: (len(by_step[step]), -1 if step is None else step))
     ranks = sorted(by_step[step])[:_MOST_RANKS]
-    return step, {rank: by_step[step][rank] for rank in ranks}
+    most = _MOST_DRAWN // len(ranks)
+    undrawn = sum(max(len(by_step[step][rank]) - most, 0) for rank in ranks)
+    return step, {rank: by_step[step][rank][:most] for rank in ranks}, undrawn
 
 
 def _entry(item: object, began: float) -> _Entry | None:
@@ -108,7 +112,7 @@ def _entry(item: object, began: float) -> _Entry | None:
     start, end = number_of(item[0]), number_of(item[1])
     if start is None or end is None or end < start:
         return None
-    return began + start, began + end, str(item[2])[:40], str(item[3])[:20], str(item[4])[:20]
+    return began + start, began + end, text_of(item[2])[:40], text_of(item[3])[:20], text_of(item[4])[:20]
 
 
 def _rank_bar(label: str, entries: Sequence[_Entry], begin: float, span: float, colours: Mapping[str, int]) -> Bar:
@@ -144,4 +148,4 @@ def _colour_of(what: str, number: int) -> int:
 
 def _numbers(label: str) -> list[tuple[bool, int, str]]:
     words = label.replace(",", "").split()
-    return [(not word.isdigit(), int(word) if word.isdigit() else 0, word) for word in words]
+    return [(not word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in words]

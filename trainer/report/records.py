@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,21 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from trainwright.strategies.layout import Layout
-from trainwright.trainer.report.files import MetricsFile, MonitorFiles, number_of, read_json
+from trainwright.trainer.report.files import MetricsFile, MonitorFiles, read_end, read_json, read_whole
+from trainwright.trainer.report.plain import GREATEST, moment_of, number_of, shortened, steps_of, text_of, whole_of
 
 _MOST_KEYS = 2000
-# Seconds since 1970 that a calendar can tell of.
-_LATEST = 2.0**33
 _MOST_CHECKPOINTS = 500
+# Bytes: of config.yaml, of command.json, of plan.json, and of the manifests of all checkpoints together.
+_MOST_OF_CONFIG, _MOST_OF_COMMAND, _MOST_OF_PLAN, _MOST_OF_MANIFESTS = 2**18, 2**20, 2**23, 2**25
+_MOST_OF_RESTARTS = 2**20
+# A number in config.yaml that is longer is a text, and what is deeper is refused: the parser's time is the product of
+# length and depth.
+_LONGEST_NUMBER, _DEEPEST = 40, 50
+# Files that a note names.
+_SHOWN = 4
+# Ranks along an axis.
+_MOST_RANKS = 2**24
 _RESTART_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?) (.*)")
 _AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert")
 
@@ -74,6 +83,7 @@ class RunRecord:
         settings: its leaves in order, `strategy.shard` -> `2`.
         command: the words after `trainwright`; None if they were not kept.
         metrics: column -> (step, value).
+        diverged: step of the first `loss` that is not finite, and how many there are; None if all are.
         monitor: rank -> records, of steps that were made again the later ones alone.
         events: in the order of time.
         checkpoints: in the order of steps.
@@ -88,6 +98,7 @@ class RunRecord:
     settings: Mapping[str, str]
     command: tuple[str, ...] | None
     metrics: Mapping[str, list[tuple[int, float]]]
+    diverged: tuple[int, int] | None
     monitor: Mapping[int, list[dict[str, Any]]]
     events: tuple[Event, ...]
     checkpoints: tuple[Saved, ...]
@@ -113,11 +124,18 @@ class RunRecord:
 class _PlainLoader(yaml.SafeLoader):
     """Without references to what stands elsewhere, which runs do not write and which can make a small file huge."""
 
+    _depth = 0
+
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuse what is a reference."""
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("a reference")
-        return super().compose_node(parent, index)
+        """Refuse references and deep nesting; take a number that is long, and takes long, for a text."""
+        self._depth += 1
+        if self._depth > _DEEPEST or self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("a reference, or nested too deeply")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if isinstance(node, yaml.ScalarNode) and len(node.value) > _LONGEST_NUMBER:
+            node.tag = self.DEFAULT_SCALAR_TAG
+        return node
 
 
 def is_run(path: Path) -> bool:
@@ -135,95 +153,128 @@ def read_run(path: Path, label: str) -> RunRecord:
     monitor = MonitorFiles(path / "monitor")
     monitor.update()
     notes += _notes_of_monitor(monitor)
-    checkpoints = read_checkpoints(path)
-    plan = read_json(path / "plan.json")
-    if not isinstance(plan, dict):
-        plan = None
+    checkpoints = read_checkpoints(path, notes)
     return RunRecord(
         path=path,
         label=label,
         config=config,
         settings=dict(islice(_leaves(config), _MOST_KEYS)),
-        command=read_command(path),
+        command=_read_command(path, notes),
         metrics=metrics.columns,
+        diverged=metrics.not_finite.get("loss"),
         monitor={rank: lasting(records) for rank, records in monitor.by_rank.items()},
-        events=tuple(read_events(path, monitor.by_rank, checkpoints)),
+        events=tuple(read_events(path, monitor.by_rank, checkpoints, notes)),
         checkpoints=tuple(checkpoints),
-        plan=plan,
+        plan=_document(path / "plan.json", notes, _MOST_OF_PLAN),
         layout=layout_of(config, checkpoints),
         notes=tuple(notes),
     )
 
 
-def read_config(path: Path, notes: list[str] | None = None) -> dict[str, Any]:
+def read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     """config.yaml as plain values: nothing in it is resolved, so nothing of this machine gets into a page."""
-    notes = [] if notes is None else notes
-    file = path / "config.yaml"
+    unknown = "so configuration and layout are not known."
     try:
-        if file.stat().st_size > 2**20:
-            notes.append("config.yaml is longer than 1 MiB and was not read.")
-            return {}
-        loaded = yaml.load(file.read_text(encoding="utf-8"), Loader=_PlainLoader)  # noqa: S506
+        text = read_whole(path / "config.yaml", _MOST_OF_CONFIG).decode("utf-8")
+        loaded = yaml.load(text, Loader=_PlainLoader)  # noqa: S506
     except FileNotFoundError:
-        notes.append("There is no config.yaml, so configuration and layout are not known.")
+        notes.append(f"There is no config.yaml, {unknown}")
         return {}
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        notes.append("config.yaml cannot be read, so configuration and layout are not known.")
+    except OSError as error:
+        notes.append(f"config.yaml cannot be read ({error.strerror}), {unknown}")
+        return {}
+    except Exception:  # the parser has many ways not to understand a document
+        notes.append(f"config.yaml cannot be read, {unknown}")
         return {}
     return loaded if isinstance(loaded, dict) else {}
 
 
-def read_command(path: Path) -> tuple[str, ...] | None:
+def _read_command(path: Path, notes: list[str]) -> tuple[str, ...] | None:
     """The words after `trainwright` that started the run; None if they were not kept."""
-    document = read_json(path / "command.json", 2**20)
-    words = document.get("words") if isinstance(document, dict) else None
-    return tuple(str(word) for word in words) if isinstance(words, list) and words else None
+    words = (_document(path / "command.json", notes, _MOST_OF_COMMAND) or {}).get("words")
+    return tuple(text_of(word) for word in words[:_MOST_KEYS]) if isinstance(words, list) and words else None
 
 
-def read_checkpoints(path: Path) -> list[Saved]:
+def _document(path: Path, notes: list[str], most_bytes: int) -> dict[str, Any] | None:
+    """A mapping in a file of JSON; None where there is none, with a note where it cannot be read."""
+    try:
+        document = read_json(path, most_bytes)
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read ({error.strerror}).")
+        return None
+    except ValueError:
+        notes.append(f"{path.name} is damaged and was left out.")
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def read_checkpoints(path: Path, notes: list[str]) -> list[Saved]:
     """The checkpoints in the run's own folder, by step; those that are still being written are left out."""
-    found = []
+    found, problems, left = [], list[str](), _MOST_OF_MANIFESTS
     for manifest in islice(sorted((path / "checkpoints").glob("*/manifest.json")), _MOST_CHECKPOINTS):
-        document = read_json(manifest)
-        about = document.get("about") if isinstance(document, dict) else None
-        about = about if isinstance(about, dict) else {}
-        step, size = number_of(about.get("step")), number_of(about.get("bytes"))
-        found.append(
-            Saved(
-                name=manifest.parent.name,
-                step=None if step is None else int(step),
-                created=str(about.get("created", "")),
-                bytes=None if size is None else int(size),
-                about=about,
-            )
-        )
+        document = _document(manifest, problems, left)
+        left -= _size_of(manifest) if document is not None else 0
+        found.append(_saved(manifest.parent.name, (document or {}).get("about")))
+    if problems:
+        notes.append(f"Of {len(problems)} checkpoints nothing but the name is known: {problems[0]}")
     return sorted(found, key=lambda saved: (saved.step is None, saved.step or 0, saved.name))
 
 
-def read_events(path: Path, monitor: Mapping[int, list[dict[str, Any]]], checkpoints: list[Saved]) -> list[Event]:
+def _saved(name: str, about: object) -> Saved:
+    about = about if isinstance(about, dict) else {}
+    created = text_of(about.get("created"))
+    return Saved(name, whole_of(about.get("step")), created, whole_of(about.get("bytes")), about)
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:  # deleted by now
+        return 0
+
+
+def read_events(
+    path: Path,
+    monitor: Mapping[int, list[dict[str, Any]]],
+    checkpoints: list[Saved],
+    notes: list[str],
+) -> list[Event]:
     """What happened, in the order of time: of the monitors, of logs/restarts.log, and checkpoints that are there.
 
-    What several ranks noted of the same thing (a checkpoint, a validation) is told once, by the first of them.
+    What several ranks noted of the same thing (a checkpoint, a validation) is told once, by the first of them. What
+    has no time that a calendar knows is left out, with a note.
     """
     events: dict[tuple[str, object], Event] = {}
+    undated = 0
     for rank, records in sorted(monitor.items()):
         for record in records:
-            time = number_of(record.get("time"))
-            if record["kind"] != "event" or time is None or not 0 <= time < _LATEST:
+            if record["kind"] != "event":
                 continue
-            step = number_of(record.get("step"))
-            what, text = str(record.get("what", "event")), str(record.get("text", ""))
-            event = Event(time, what, text, None if step is None else int(step), rank, number_of(record.get("seconds")))
-            events.setdefault((f"{what} {text}", event.step if step is not None else time), event)
-    found = [*events.values(), *_restarts(path / "logs" / "restarts.log")]
+            event = _event_of(rank, record)
+            if event is None:
+                undated += 1
+            else:
+                key = event.step if event.step is not None else event.time
+                events.setdefault((f"{event.what} {event.text}", key), event)
+    found = [*events.values(), *_restarts(path / "logs" / "restarts.log", notes)]
     names = {saved.step: f"{saved.name} was saved" for saved in checkpoints}
     found = [replace(event, text=names.get(event.step, "")) if _is_unnamed(event) else event for event in found]
     noted = {event.step for event in found if event.what == "checkpoint"}
     for saved in checkpoints:
-        time = _time_of(saved.created)
+        time = moment_of(saved.created)
         if time is not None and saved.step not in noted:
             found.append(Event(time, "checkpoint", f"{saved.name} was saved", saved.step))
+    if undated:
+        notes.append(f"{undated} events in monitor/ have no time between 1970 and 2242 and were left out.")
     return sorted(found, key=lambda event: event.time)
+
+
+def _event_of(rank: int, record: Mapping[str, Any]) -> Event | None:
+    time = moment_of(record.get("time"))
+    if time is None:
+        return None
+    what, text = text_of(record.get("what"), "event"), text_of(record.get("text"))
+    return Event(time, what, text, whole_of(record.get("step")), rank, number_of(record.get("seconds")))
 
 
 def _is_unnamed(event: Event) -> bool:
@@ -242,7 +293,7 @@ def lasting(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         step = number_of(record.get("step"))
         if step is not None and record["kind"] not in _OF_THE_CLOCK:
             places = of_kind.setdefault(record["kind"], [])
-            window = max(number_of(record.get("steps")) or 1.0, 1.0) if record["kind"] == "step" else 1.0
+            window = max(steps_of(record), 1.0) if record["kind"] == "step" else 1.0
             _cut(found, places, step - window)
             places.append(len(found))
         found.append(record)
@@ -269,7 +320,7 @@ def _cut(found: list[dict[str, Any] | None], places: list[int], done: float) -> 
 
 def _until(record: Mapping[str, Any], done: float) -> dict[str, Any] | None:
     """What is left of a window where only its steps up to the number ``done`` count; None: nothing."""
-    steps, seconds = number_of(record.get("steps")) or 1.0, record.get("seconds")
+    steps, seconds = steps_of(record), record.get("seconds")
     left = steps - ((number_of(record["step"]) or 0.0) - done)
     if left <= 0 or not isinstance(seconds, Mapping):
         return None
@@ -289,6 +340,8 @@ def layout_of(config: Mapping[str, Any], checkpoints: list[Saved]) -> Layout | N
         return None
     known = {axis: strategy[axis] for axis in _AXES if axis in strategy}
     world = devices * nodes
+    if not 0 < world <= _MOST_RANKS:
+        return None
     if not known:  # ranks of the strategies without axes hold copies: single, ddp
         is_copy = str(strategy.get("_target_", "")).startswith(
             ("trainwright.strategies.ddp.", "trainwright.strategies.single.")
@@ -302,6 +355,8 @@ def layout_of(config: Mapping[str, Any], checkpoints: list[Saved]) -> Layout | N
 
 
 def _layout(sizes: Mapping[str, Any]) -> Layout | None:
+    if any(isinstance(size, int) and size > _MOST_RANKS for size in sizes.values()):
+        return None
     try:
         return Layout(**sizes)
     except (TypeError, ValueError):
@@ -317,25 +372,32 @@ def _leaves(value: object, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _setting(value: object) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= 500 else f"{text[:500]}... ({len(text)} characters)"
+    return "null" if value is None else shortened(str(value)) if isinstance(value, (list, dict)) else text_of(value)
 
 
-def _restarts(path: Path) -> Iterator[Event]:
+def _restarts(path: Path, notes: list[str]) -> Iterator[Event]:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")[-(2**22) :]
-    except OSError:
+        text, before = read_end(path, _MOST_OF_RESTARTS)
+    except FileNotFoundError:
         return
-    for line in text.splitlines():
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read ({error.strerror}).")
+        return
+    if before:
+        notes.append(f"{path.name} is long: its first {before} bytes were not read.")
+    undated = 0
+    for line in text.decode("utf-8", errors="replace").splitlines():
         match = _RESTART_LINE.fullmatch(line)
-        if match is not None:
-            step = re.search(r"\bstep[ =](\d+)", match[2])
-            yield Event(
-                datetime.fromisoformat(match[1]).timestamp(),
-                _what_of(match[2]),
-                match[2],
-                None if step is None else int(step[1]),
-            )
+        if match is None:
+            continue
+        time = moment_of(match[1])
+        if time is None:
+            undated += 1
+            continue
+        step = re.search(r"\bstep[ =](\d+)", match[2])
+        yield Event(time, _what_of(match[2]), shortened(match[2]), None if step is None else whole_of(step[1]))
+    if undated:
+        notes.append(f"{undated} lines of {path.name} have no date that there is and were left out.")
 
 
 def _what_of(line: str) -> str:
@@ -345,22 +407,22 @@ def _what_of(line: str) -> str:
     return "recovered" if re.search(r"goes? on|going on|takes the place|recovered|joined", line) else "fault"
 
 
-def _time_of(iso: str) -> float | None:
-    try:
-        return datetime.fromisoformat(iso).timestamp()
-    except ValueError:
-        return None
-
-
 def _notes_of_metrics(metrics: MetricsFile) -> Iterator[str]:
-    if not metrics.tail.path.is_file():
+    if metrics.tail.problem is not None:
+        yield f"metrics.csv cannot be read ({metrics.tail.problem}), so no curves can be drawn."
+    elif not metrics.tail.path.exists():
         yield "There is no metrics.csv, so no curves can be drawn."
     if metrics.skipped:
-        yield f"{metrics.skipped} rows of metrics.csv are damaged and were left out."
+        yield f"{metrics.skipped} rows or cells of metrics.csv are damaged and were left out."
+    if metrics.left_out:
+        yield f"metrics.csv is large: {metrics.left_out} columns or rows were not read."
     if metrics.tail.left_out:
         yield f"metrics.csv is long: {metrics.tail.left_out} bytes behind its header were not read."
-    for name, count in metrics.not_finite.items():
-        yield f"{count} values of {name} are not finite (NaN or infinite); curves leave them out."
+    for name, (_, count) in metrics.not_finite.items():
+        yield (
+            f"{count} values of {shortened(name)} are not finite (NaN or infinite) or beyond {GREATEST:g}; curves "
+            "leave them out."
+        )
 
 
 def _notes_of_monitor(monitor: MonitorFiles) -> Iterator[str]:
@@ -371,6 +433,10 @@ def _notes_of_monitor(monitor: MonitorFiles) -> Iterator[str]:
         )
     if monitor.skipped:
         yield f"{monitor.skipped} lines of monitor/ are damaged and were left out."
+    if monitor.problems:
+        yield f"{len(monitor.problems)} files of monitor/ cannot be read: {', '.join(monitor.problems[:_SHOWN])}."
+    if monitor.records_left_out:
+        yield f"The files of monitor/ are long: {monitor.records_left_out} lines were not read."
     if monitor.left_out:
         yield f"The files of monitor/ are long: {monitor.left_out} bytes were not read."
     if monitor.ranks_left_out:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 
+from trainwright.trainer.report.plain import shortened, text_of
 from trainwright.trainer.report.records import RunRecord
 
 
@@ -26,7 +27,7 @@ def versions(run: RunRecord) -> str:
     for saved in reversed(run.checkpoints):
         known = saved.about.get("versions")
         if isinstance(known, Mapping) and known:
-            return ", ".join(f"{name} {version}" for name, version in sorted(known.items()))
+            return shortened(", ".join(f"{name} {text_of(version)}" for name, version in sorted(known.items())))
     return ""
 
 

@@ -13,7 +13,7 @@ from trainwright.trainer.report.charts import (
     marks,
     thinned,
 )
-from trainwright.trainer.report.files import time_of
+from trainwright.trainer.report.plain import time_of
 from trainwright.trainer.report.records import Event, RunRecord
 
 _MOST_EVENTS = 200

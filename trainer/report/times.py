@@ -12,7 +12,7 @@ from trainwright.trainer.report.charts import (
     stacked,
     thinned,
 )
-from trainwright.trainer.report.files import number_of
+from trainwright.trainer.report.plain import number_of, steps_of
 from trainwright.trainer.report.records import RunRecord
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
@@ -42,7 +42,7 @@ def time_by_rank(run: RunRecord) -> BarTable | None:
         noted = [record for record in run.monitor[rank] if record["kind"] == "step"]
         spent, steps = dict.fromkeys(PARTS, 0.0), 0.0
         for record in noted[1:] or noted:
-            seconds, count = _seconds(record), number_of(record.get("steps")) or 1.0
+            seconds, count = _seconds(record), steps_of(record)
             for part, value in seconds.items():
                 spent[part] = spent.get(part, 0.0) + value
             steps += count if seconds else 0.0
@@ -89,7 +89,7 @@ def _seconds(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _per_step(record: Mapping[str, Any]) -> dict[str, float] | None:
-    seconds, steps = _seconds(record), number_of(record.get("steps")) or 1.0
+    seconds, steps = _seconds(record), steps_of(record)
     return {part: value / steps for part, value in seconds.items()} if seconds else None
 
 

@@ -14,14 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 from trainwright.trainer.report.charts import amount, duration, short
-from trainwright.trainer.report.files import MetricsFile, MonitorFiles, number_of
+from trainwright.trainer.report.files import MetricsFile, MonitorFiles
 from trainwright.trainer.report.memory import KINDS
+from trainwright.trainer.report.plain import number_of, one_line, shortened, steps_of
 from trainwright.trainer.report.records import Event, read_checkpoints, read_config, read_events
 from trainwright.trainer.report.times import PARTS
 
 _MOST_RANKS = 16
 _MOST_EVENTS = 6
 _MOST_PARTS = 2
+_MOST_NAMES = 8
 _BARS = "▁▂▃▄▅▆▇█"
 # A rank that was heard of this many times longer ago than others are in the middle is behind.
 _BEHIND = 3.0
@@ -39,10 +41,13 @@ class Watched:
         self._metrics = MetricsFile(run_dir / "metrics.csv")
         self._monitor = MonitorFiles(run_dir / "monitor")
         self._config: dict[str, Any] = {}
+        self._config_written: float | None = None
 
     def update(self) -> None:
         """Read what was added to the files."""
-        self._config = self._config or read_config(self.run_dir)
+        written = _written(self.run_dir / "config.yaml")
+        if written != self._config_written:
+            self._config, self._config_written = read_config(self.run_dir, []), written
         self._metrics.update()
         self._monitor.update()
 
@@ -54,9 +59,11 @@ class Watched:
         """
         now = time.time() if now is None else now
         if not self._metrics.columns and not self._monitor.by_rank:
-            began = (self.run_dir / "config.yaml").is_file()
+            began = self._config_written is not None
             said = "nothing was logged yet" if began else "the run has not begun: there is no config.yaml yet"
-            return Text(f"{self.run_dir}: {said}")
+            if self._metrics.tail.problem is not None:
+                said += f"; metrics.csv cannot be read: {self._metrics.tail.problem}"
+            return _text(f"{self.run_dir}: {said}")
         parts: list[RenderableType] = [self._head(now)]
         for part in (self._curve(), self._ranks(now), self._events()):
             if part is not None:
@@ -81,7 +88,7 @@ class Watched:
             if name.endswith("_per_second") and values
         ]
         if speeds:
-            rows.append(("speed", ", ".join(speeds)))
+            rows.append(("speed", ", ".join(speeds[:_MOST_NAMES])))
         for kind, name in (("rate", "mfu"), ("goodput", "share")):
             value = self._newest(kind, name)
             if value is not None:
@@ -93,12 +100,19 @@ class Watched:
         age = self._age(now)
         if age is not None:
             rows.append(("last written", f"{duration(max(age, 0.0))} ago"))
+        if "loss" in self._metrics.not_finite:
+            first, count = self._metrics.not_finite["loss"]
+            rows.append(("diverged", f"loss not finite from step {first} ({count} steps)"))
         if self._metrics.not_finite:
-            names = ", ".join(sorted(self._metrics.not_finite))
+            names = ", ".join(sorted(self._metrics.not_finite)[:_MOST_NAMES])
             rows.append(("not finite", f"NaN or infinite values of {names}"))
+        problems = [*([f"metrics.csv: {problem}"] if (problem := self._metrics.tail.problem) else [])]
+        problems += self._monitor.problems[:_MOST_NAMES]
+        if problems:
+            rows.append(("not read", ", ".join(problems)))
         table = Table.grid(padding=(0, 2))
         for name, said in rows:
-            table.add_row(Text(name, style="bold"), Text(said))
+            table.add_row(_text(name, "bold"), _text(said))
         return table
 
     def _curve(self) -> Text | None:
@@ -126,13 +140,13 @@ class Watched:
         return Group(table, *rest, *(Text(line, style="red") for line in late[:_MOST_RANKS]))
 
     def _events(self) -> RenderableType | None:
-        events = read_events(self.run_dir, self._monitor.by_rank, read_checkpoints(self.run_dir))
+        events = read_events(self.run_dir, self._monitor.by_rank, read_checkpoints(self.run_dir, []), [])
         if not events:
             return None
         table = Table.grid(padding=(0, 2))
         for event in events[-_MOST_EVENTS:]:
             clock = time.strftime("%H:%M:%S", time.localtime(event.time))
-            table.add_row(Text(clock, style="dim"), Text(event.what, style=_style(event)), Text(_told(event)))
+            table.add_row(_text(clock, "dim"), _text(event.what, _style(event)), _text(_told(event)))
         return table
 
     def _last(self, name: str) -> float | None:
@@ -148,10 +162,8 @@ class Watched:
         return next((record for record in reversed(self._monitor.by_rank[rank]) if record["kind"] == kind), None)
 
     def _age(self, now: float) -> float | None:
-        try:
-            return now - (self.run_dir / "metrics.csv").stat().st_mtime
-        except OSError:
-            return None
+        written = _written(self.run_dir / "metrics.csv")
+        return None if written is None else now - written
 
 
 def watch(run_dir: Path, every: float, *, once: bool = False, console: Console | None = None) -> None:
@@ -227,7 +239,7 @@ def behind_others(steps: Mapping[int, Mapping[str, Any]], now: float) -> dict[in
 
 
 def _rank_cells(rank: int, step: Mapping[str, Any] | None, memory: Mapping[str, Any] | None) -> list[str]:
-    count = number_of((step or {}).get("steps")) or 1.0
+    count = steps_of(step or {})
     seconds = {part: value / count for part in PARTS if (value := number_of(_seconds(step).get(part))) is not None}
     done = number_of((step or {}).get("step"))
     held = [value for kind in KINDS if (value := number_of((memory or {}).get(kind))) is not None]
@@ -255,10 +267,23 @@ def _seconds(record: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return seconds if isinstance(seconds, Mapping) else {}
 
 
+def _text(said: str, style: str = "") -> Text:
+    """Everything that files say comes through here before it gets to the terminal."""
+    return Text(shortened(one_line(said)), style=style)
+
+
+def _written(path: Path) -> float | None:
+    """When a file was last written to, in seconds since 1970; None where there is none."""
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return None
+
+
 def _told(event: Event) -> str:
     step = "" if event.step is None else f"step {event.step}"
     return ", ".join(part for part in (step, event.text) if part)
 
 
 def _style(event: Event) -> str:
-    return {"fault": "red", "preempted": "yellow"}.get(event.what, "green")
+    return {"fault": "red", "diverged": "red", "preempted": "yellow"}.get(event.what, "green")

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.parity.harness import Case, make_trainer
 from tests.strategies.local_updates.test_together import Spoil
 from trainwright import LossGuard
+from trainwright.callbacks.global_loss import GlobalLoss
 from trainwright.strategies.parameter_server import parts
 
 
@@ -208,6 +209,39 @@ def test_ranks_that_step_alone_learn_and_end_alike(ranks, options):
     assert torch.equal(buffers, second[1])
     assert loss < 1.0  # of targets with a variance of 4
     assert (steps, made) == (56, 6)  # it went on from step 50
+
+
+class TooFast(Groups):
+    """With a learning rate that is too large."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e3, momentum=0.5)
+
+
+def diverging(options: dict[str, Any]) -> Any:
+    """What a rank is warned of, and the first loss of its own that was not finite."""
+    losses = GlobalLoss(2)
+    trainer = make_trainer("parameter_server", options, max_steps=12, max_epochs=-1, callbacks=[losses])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(TooFast(), loader())
+    assert losses.diverged is not None
+    return [str(each.message) for each in caught if "lr=" in str(each.message)], losses.diverged.ranks
+
+
+@pytest.mark.parametrize(
+    ("options", "at_start"),
+    [({"consistency": "async"}, True), ({"consistency": "ssp", "scale_by_staleness": True}, False), ({}, False)],
+    ids=["async", "scaled", "sync"],
+)
+def test_workers_that_step_alone_are_warned_of_their_learning_rate(ranks, options, at_start):
+    """Where they start, unless it is divided anyway, and where the loss is not finite; by the first rank."""
+    (said, diverged), (second, also_diverged) = ranks(diverging, 2, options)
+    assert second == []
+    assert (diverged, also_diverged) == (((0,), (1,)) if options else ((0, 1), (0, 1)))
+    assert ["Divide lr=1000 by about 2 (optimizer.lr=5e+02)" in text for text in said] == [True] * at_start + [False]
+    assert "the first that is not finite" in said[-1]
+    assert ("step by themselves" in said[-1]) == bool(options)
 
 
 def refusals() -> Any:

@@ -119,9 +119,22 @@ def test_damaged_files_are_read_as_far_as_they_go(tmp_path):
     (run / "checkpoints" / "step=10" / "manifest.json").write_text('{"about": 3}')
     page = Parsed(build_page([run]))
     assert "last loss 0.5" in page.text
-    assert "1 rows of metrics.csv are damaged" in page.text
+    assert "1 rows or cells of metrics.csv are damaged" in page.text
     assert "1 values of loss are not finite" in page.text
     assert "1 lines of monitor/ are damaged" in page.text
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"), [("nan,3\ninf,4\n1,5\n", "from step 3 (2 steps)"), ("nan,3\n1,2\n2,3\n", None)]
+)
+def test_a_run_whose_loss_is_not_finite_has_diverged(tmp_path, capsys, rows, said):
+    """Unless those steps were made again."""
+    run = small_run(tmp_path / "run")
+    (run / "metrics.csv").write_text(f"loss,step\n5,1\n4,2\n{rows}")
+    text = Parsed(build_page([run])).text
+    assert run_report_command(["watch", str(run), "--once"]) == 0
+    for shown in (text, " ".join(capsys.readouterr().out.split())):
+        assert (f"diverged loss not finite {said}" in shown) if said else "diverged" not in shown
 
 
 def test_values_that_cannot_be_are_left_out(tmp_path):
