@@ -13,10 +13,12 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
+from trainwright.trainer.masking import MaskedParameters
+
 _STEP = "step"
 
 
-class MetricsCSV(CSVLogger):
+class MetricsCSV(MaskedParameters, CSVLogger):
     """Lightning's ``CSVLogger``, for a file that is gone on with.
 
     A file that is there already is kept. When the first row is logged, the rows of that step and of later ones, which a

@@ -13,6 +13,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from trainwright.strategies.layout import Layout
+from trainwright.trainer.masking import masked, masked_words
 from trainwright.trainer.report.files import MetricsFile, MonitorFiles, number_of, read_json
 
 _MOST_KEYS = 2000
@@ -71,8 +72,8 @@ class RunRecord:
         path: the run directory.
         label: a short name, unlike that of other runs on the same page.
         config: config.yaml; {} if it cannot be read.
-        settings: its leaves in order, `strategy.shard` -> `2`.
-        command: the words after `trainwright`; None if they were not kept.
+        settings: its leaves in order, `strategy.shard` -> `2`; secrets are masked.
+        command: the words after `trainwright`, secrets masked; None if they were not kept.
         metrics: column -> (step, value).
         monitor: rank -> records, of steps that were made again the later ones alone.
         events: in the order of time.
@@ -143,7 +144,7 @@ def read_run(path: Path, label: str) -> RunRecord:
         path=path,
         label=label,
         config=config,
-        settings=dict(islice(_leaves(config), _MOST_KEYS)),
+        settings=dict(islice(_leaves(masked(config)), _MOST_KEYS)),
         command=read_command(path),
         metrics=metrics.columns,
         monitor={rank: lasting(records) for rank, records in monitor.by_rank.items()},
@@ -174,10 +175,10 @@ def read_config(path: Path, notes: list[str] | None = None) -> dict[str, Any]:
 
 
 def read_command(path: Path) -> tuple[str, ...] | None:
-    """The words after `trainwright` that started the run; None if they were not kept."""
+    """The words after `trainwright` that started the run, without secrets; None if they were not kept."""
     document = read_json(path / "command.json", 2**20)
     words = document.get("words") if isinstance(document, dict) else None
-    return tuple(str(word) for word in words) if isinstance(words, list) and words else None
+    return tuple(masked_words(map(str, words))) if isinstance(words, list) and words else None
 
 
 def read_checkpoints(path: Path) -> list[Saved]:
