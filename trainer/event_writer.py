@@ -75,10 +75,11 @@ class _LenientFile:
             act()
         except OSError as error:
             self._ended = True
-            warnings.warn(
+            warnings.warn_explicit(  # the thread's own lines would tell nobody anything
                 f"{self._name} cannot be written ({error.strerror or error}), so TensorBoard shows nothing of this run "
                 "from here on; training goes on, and metrics.csv has the same values. Free space on the disk, or type "
                 "logger=csv to do without TensorBoard.",
                 RuntimeWarning,
-                stacklevel=2,
+                "tensorboard",
+                1,
             )
