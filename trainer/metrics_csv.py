@@ -64,13 +64,22 @@ class _Writer(ExperimentWriter):
         """Write the rows that were logged since the last time."""
         if not self.metrics:
             return
+        try:
+            self._write()
+        except OSError as error:
+            raise OSError(
+                f"{self._path} cannot be written ({error.strerror}): free space on the disk, or type another "
+                "run_dir=...; ckpt_path=<path> goes on from a checkpoint of this run"
+            ) from error
+        self.metrics = []
+
+    def _write(self) -> None:
         if self._record_new_keys() or self._file is None:
             self._write_anew([*_rows(self._path), *self.metrics])
         else:
             self._file.write(_text(self.metrics, self.metrics_keys))
         assert self._file is not None
         self._file.flush()
-        self.metrics = []
 
     def _begin(self, step: int | None) -> None:
         self._began = True

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.loggers import Logger
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.tensorflow_stub.io import gfile
 
@@ -22,6 +23,7 @@ from trainwright.callbacks.monitor.records import MonitorFile, records_path
 from trainwright.callbacks.monitor.step_time import StepTime
 from trainwright.trainer.compose import compose
 from trainwright.trainer.launch.failure import Failure, write_traceback
+from trainwright.trainer.metrics_csv import MetricsCSV
 from trainwright.trainer.run import plan
 from trainwright.trainer.tensorboard import TensorBoard
 from trainwright.trainer.worker import _RankLog
@@ -37,21 +39,29 @@ def of_threads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-class Logging(Net):
+class Losses(Net):
     """Has a value to log in each step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
-        self.logger.experiment.add_text("mine", "text", self.global_step)  # a user's own call
+        return loss
+
+
+class Logging(Losses):
+    """Writes to TensorBoard by itself, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.logger.experiment.add_text("mine", "text", self.global_step)
         self.logger.experiment.flush()
         return loss
 
 
-def fit_with(logger: TensorBoard) -> int:
+def fit_with(logger: Logger, module: Net | None = None) -> int:
     """Train; returns how many steps were made."""
     trainer = make_trainer("single", {}, max_steps=8, max_epochs=-1, logger=logger, log_every_n_steps=1)
-    trainer.fit(Logging(), loader())
+    trainer.fit(module or Logging(), loader())
     return int(trainer.global_step)
 
 
@@ -122,6 +132,13 @@ def test_records_that_cannot_be_written_do_not_end_a_run(tmp_path: Path, of_thre
         trainer.fit(Net(), loader())
     assert trainer.global_step == 8
     assert len([each for each in told if "training goes on" in str(each.message)]) == 1
+
+
+def test_metrics_that_cannot_be_written_end_a_run_in_one_paragraph(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"metrics\.csv cannot be written \(No space left on device\): free") as raised:
+        fit_with(MetricsCSV(str(tmp_path)), Losses())
+    assert Failure.of(raised.value, 0).is_refusal
 
 
 def test_a_log_that_cannot_be_written_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
