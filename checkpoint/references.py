@@ -48,7 +48,7 @@ def variables_of(cfg: DictConfig) -> set[str]:
     asked: list[str] = []
 
     def note(config: DictConfig | ListConfig) -> None:
-        keys = OmegaConf.to_container(config, resolve=False) or ()
+        keys: Any = OmegaConf.to_container(config, resolve=False) or ()
         for key in keys if isinstance(keys, dict) else range(len(keys)):
             if OmegaConf.is_interpolation(config, key):
                 asked.extend(_value(config, key)[1])

@@ -9,15 +9,18 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
 
 class LenientSummaryWriter(SummaryWriter):
     """Torch's ``SummaryWriter``, whose file may end before the run does; arguments are the same."""
 
-    def _get_file_writer(self) -> FileWriter:
+    file_writer: Any
+    all_writers: Any
+
+    def _get_file_writer(self) -> Any:
         if self.all_writers is None or self.file_writer is None:
             self.file_writer = _FileWriter(self.log_dir, self.max_queue, self.flush_secs, self.filename_suffix)
             self.all_writers = {self.file_writer.get_logdir(): self.file_writer}
@@ -33,7 +36,7 @@ class _FileWriter(FileWriter):
         self.event_writer = _EventFileWriter(str(log_dir), max_queue, flush_secs, filename_suffix)
 
 
-class _EventFileWriter(EventFileWriter):  # type: ignore[misc]
+class _EventFileWriter(EventFileWriter):
     @property
     def _general_file_writer(self) -> _LenientFile:
         """What the thread writes to."""
