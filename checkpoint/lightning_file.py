@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, ListConfig
 
+from trainwright.checkpoint.references import plain_values
 from trainwright.checkpoint.run_state import StoredTensor
 from trainwright.checkpoint.torch_file import LazyTensor
 
@@ -128,10 +128,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, DictConfig | ListConfig):
-        try:
-            return OmegaConf.to_container(value, resolve=True)
-        except OmegaConfBaseException:  # refers to what is not in it
-            return OmegaConf.to_container(value, resolve=False)
+        return plain_values(value)
     if isinstance(value, frozenset):
         return set(value)
     if isinstance(value, datetime):

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import Tensor
 
 from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.references import literal, plain_values
 
 _MARK = "~"
 _CLASSES: dict[str, type] = {
@@ -69,7 +70,7 @@ def encode(tree: Any, put: Put, path: str = "") -> Any:
     if isinstance(tree, dict):
         return _encode_dict(tree, put, path)
     if isinstance(tree, DictConfig | ListConfig):
-        return {_MARK: "omegaconf", "v": encode(OmegaConf.to_container(tree, resolve=False), put, path)}
+        return {_MARK: "omegaconf", "v": encode(plain_values(tree), put, path)}
     if isinstance(tree, list | tuple | set | frozenset) and not hasattr(tree, "_fields"):
         return _encode_items(tree, put, path)
     for kinds, write in _WRITERS:
@@ -212,6 +213,6 @@ _READERS: dict[str, Callable[[dict[str, Any], Any], Any]] = {
     "dtype": lambda _, v: _dtype(v),
     "device": lambda _, v: torch.device(v),
     "class": lambda _, v: _CLASSES[v],
-    # Interpolations stay text until somebody asks for the value.
-    "omegaconf": lambda _, v: OmegaConf.create(v),
+    # A file of others must not have its reader look up variables of the environment, or call a resolver.
+    "omegaconf": lambda _, v: OmegaConf.create(literal(v)),
 }

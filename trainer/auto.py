@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.manifest import read_manifest
+from trainwright.checkpoint.references import literal
 from trainwright.checkpoint.sizes import size_text
 from trainwright.checkpoint.storage import Folder
 from trainwright.strategies.layout import Layout
@@ -253,7 +254,7 @@ def _for_planner(cfg: DictConfig, surroundings: Surroundings, batch: int) -> dic
     asked.global_batch_size, asked.accumulation.steps = batch, None
     if not isinstance(asked.micro_batch_size, int):
         asked.micro_batch_size = 1  # what is read to see the shapes of a batch
-    plain: Any = OmegaConf.to_container(asked, resolve=True)
+    plain: Any = literal(OmegaConf.to_container(asked, resolve=True))
     return dict(plain)
 
 

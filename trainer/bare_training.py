@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from trainwright.checkpoint.references import settled
 from trainwright.trainer.launch.scratch import scratch
 from trainwright.trainer.run_directory import write_config
 
@@ -43,8 +44,7 @@ def only_training(planned: DictConfig, steps: int, run_dir: Path, callbacks: Map
     Returns:
         Module, data, strategy, precision, clipping and seed of `planned`; no validation, logger or checkpoint.
     """
-    resolved = OmegaConf.create(OmegaConf.to_container(planned, resolve=True))
-    assert isinstance(resolved, DictConfig)
+    resolved = settled(planned)
     resolved.run_dir, resolved.max_steps, resolved.max_epochs = str(run_dir), steps, None
     resolved.checkpoint, resolved.monitor, resolved.guard, resolved.logger = {}, {}, {}, {}
     resolved.callbacks = dict(callbacks)

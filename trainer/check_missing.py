@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from trainwright.checkpoint.references import literal
 from trainwright.trainer.problems import ConfigError
 
 
@@ -33,7 +34,7 @@ def resolved(cfg: DictConfig) -> DictConfig:
         ConfigError: if one refers to what is not there.
     """
     try:
-        found = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+        found = OmegaConf.create(literal(OmegaConf.to_container(cfg, resolve=True)))
     except OmegaConfBaseException as error:
         raise ConfigError([f"the configuration refers to what is not there: {str(error).splitlines()[0]}"]) from error
     assert isinstance(found, DictConfig)

@@ -11,9 +11,14 @@ from trainwright.trainer.world import Surroundings
 
 
 def run_dir_problems(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    """A file in its place, a directory that is not writable, or one that holds another run."""
+    """A file in its place, a link to nothing, a directory that is not writable, or one that holds another run."""
     run_dir = Path(cfg.run_dir)
-    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
+    if not existing.exists():
+        return [
+            f"run_dir={run_dir}: {existing} is a link to {os.readlink(existing)}, which does not exist; make that "
+            "folder, or type another run_dir=..."
+        ]
     if not existing.is_dir():
         return [f"run_dir={run_dir}: {existing} is a file; type another run_dir=..."]
     if not os.access(existing, os.W_OK | os.X_OK):

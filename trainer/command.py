@@ -12,13 +12,16 @@ from typing import NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.checkpoint.references import settled
 from trainwright.trainer.auto import lines_of
+from trainwright.trainer.check_missing import resolved
 from trainwright.trainer.compose import compose_checked
 from trainwright.trainer.deepspeed_config.tell import tell_import
 from trainwright.trainer.launch.external import agree
 from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.launcher import Launcher, detect_launcher
 from trainwright.trainer.launch.uncaught import Uncaught
+from trainwright.trainer.masking import masked
 from trainwright.trainer.problems import ConfigError, did_you_mean
 from trainwright.trainer.run import RunResult, launch, plan, prepare
 from trainwright.trainer.run_directory import command_words, write_command
@@ -146,17 +149,16 @@ def _layout(arguments: argparse.Namespace) -> int:
         problems += found
     if problems or planned is None:
         raise ConfigError(problems)
-    resolved = OmegaConf.create(OmegaConf.to_container(planned, resolve=True))
-    assert isinstance(resolved, DictConfig)
-    layout = closed_layout(resolved, Surroundings())
+    cfg = resolved(planned)
+    layout = closed_layout(cfg, Surroundings())
     if layout is None:
-        target = resolved.strategy.get("_target_")
+        target = cfg.strategy.get("_target_")
         raise ConfigError([f"strategy: the layout of {target} is not told by its configuration; fit shows it"])
 
     from trainwright.trainer.layout_report import report
 
     tell_import(composition.import_report, sys.stderr)
-    print(report(resolved, layout), end="", flush=True)
+    print(report(cfg, layout), end="", flush=True)
     return OK
 
 
@@ -220,7 +222,7 @@ def _print_config(arguments: argparse.Namespace) -> int:
     if problems:
         raise ConfigError(problems)
     tell_import(composition.import_report, sys.stderr)
-    print(OmegaConf.to_yaml(cfg, resolve=True), end="")
+    print(OmegaConf.to_yaml(masked(OmegaConf.to_container(settled(cfg)))), end="")
     return OK
 
 

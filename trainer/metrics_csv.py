@@ -13,10 +13,12 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
+from trainwright.trainer.masking import MaskedParameters
+
 _STEP = "step"
 
 
-class MetricsCSV(CSVLogger):
+class MetricsCSV(MaskedParameters, CSVLogger):
     """Lightning's ``CSVLogger``, for a file that is gone on with.
 
     A file that is there already is kept. When the first row is logged, the rows of that step and of later ones, which a
@@ -62,13 +64,22 @@ class _Writer(ExperimentWriter):
         """Write the rows that were logged since the last time."""
         if not self.metrics:
             return
+        try:
+            self._write()
+        except OSError as error:
+            raise OSError(
+                f"{self._path} cannot be written ({error.strerror}): free space on the disk, or type another "
+                "run_dir=...; ckpt_path=<path> goes on from a checkpoint of this run"
+            ) from error
+        self.metrics = []
+
+    def _write(self) -> None:
         if self._record_new_keys() or self._file is None:
             self._write_anew([*_rows(self._path), *self.metrics])
         else:
             self._file.write(_text(self.metrics, self.metrics_keys))
         assert self._file is not None
         self._file.flush()
-        self.metrics = []
 
     def _begin(self, step: int | None) -> None:
         self._began = True

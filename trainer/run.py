@@ -9,6 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.checkpoint.references import settled
 from trainwright.trainer.auto import Choice, decide, hand_over, write_plan
 from trainwright.trainer.candidates import AUTO
 from trainwright.trainer.check_resume import decide_resume, going_on_in_place, run_name, saved_global_batch
@@ -85,7 +86,8 @@ def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None, choice
         choice: that :func:`choose` has made and put into `cfg`.
 
     Returns:
-        The resolved configuration: without interpolations, `run_dir`, `devices` and `ckpt_path` final.
+        The resolved configuration: `run_dir`, `devices` and `ckpt_path` final, and no references left but those to
+        environment variables, which have their values where they are read.
 
     Raises:
         ConfigError: with everything that is wrong.
@@ -103,14 +105,13 @@ def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None, choice
     try:
         if cfg.run_dir is None:
             planned.run_dir = str(make_default_run_dir(run_name(cfg)))
-        resolved = OmegaConf.create(OmegaConf.to_container(planned, resolve=True))
-        assert isinstance(resolved, DictConfig)
-        write_config(resolved)
+        prepared = settled(planned)
+        write_config(prepared)
         if choice is not None:
-            write_plan(choice, Path(resolved.run_dir))
+            write_plan(choice, Path(prepared.run_dir))
     except OSError as error:
         raise ConfigError([f"run_dir={planned.run_dir}: {error.strerror}; type another run_dir=..."]) from error
-    return resolved
+    return prepared
 
 
 def begin_or_go_on(run_dir: Path, verb: str, launcher: Launcher) -> DictConfig:

@@ -23,6 +23,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.checkpoint.references import settled
+
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
 COMMAND_FILE = "command.json"
@@ -83,10 +85,13 @@ def forget_beginning(run_dir: Path) -> None:
 
 
 def write_config_file(cfg: DictConfig, folder: Path) -> Path:
-    """Write a resolved configuration into a folder, in the place of one that is there; returns the path of the file."""
+    """Write a configuration into a folder, in the place of one that is there; returns the path of the file.
+
+    References to environment variables are written as such, for their values may be secrets.
+    """
     path = folder / CONFIG_FILE
     partial = path.with_suffix(".yaml.partial")
-    partial.write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
+    partial.write_text(OmegaConf.to_yaml(settled(cfg)), encoding="utf-8")
     os.replace(partial, path)
     return path
 

@@ -23,6 +23,7 @@ from trainwright.trainer.inject_words import is_inject
 from trainwright.trainer.launch.engines import starts_together, uses_engine
 from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.forkserver import start_forkserver
+from trainwright.trainer.masking import masked_words
 from trainwright.trainer.problems import ConfigError
 from trainwright.trainer.report.ending import write_report
 from trainwright.trainer.run import choose, launch, prepare
@@ -48,12 +49,12 @@ class Job:
     @property
     def title(self) -> str:
         """What is special about this job, in words for a person."""
-        return " ".join(self.varied) or "no value varies"
+        return " ".join(masked_words(self.varied)) or "no value varies"
 
     @property
     def directory_name(self) -> str:
         """Number and values as a directory name: `1_strategy=zero3,seed=2`."""
-        values = ",".join(self.varied)
+        values = ",".join(masked_words(self.varied))
         safe = re.sub(r"[^\w.,=+-]", "_", values)[:120]
         return f"{self.number}_{safe}" if safe else str(self.number)
 

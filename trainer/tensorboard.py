@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
+
+from trainwright.checkpoint.references import plain_values
+from trainwright.trainer.masking import MaskedParameters, masked
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 # Groups of the configuration that are no choice of how to train.
 _NOT_ASKED_FOR = ("callbacks", "checkpoint", "device", "guard", "launch", "logger", "monitor", "preemption")
@@ -16,7 +23,7 @@ _NOT_ASKED_FOR = ("callbacks", "checkpoint", "device", "guard", "launch", "logge
 _RATES = ("step_seconds", "mfu")
 
 
-class TensorBoard(TensorBoardLogger):
+class TensorBoard(MaskedParameters, TensorBoardLogger):
     """Lightning's ``TensorBoardLogger``, with the figures of speed in one group.
 
     TensorBoard groups scalars by what stands before the first slash. ``samples_per_second`` and its like are written as
@@ -32,6 +39,17 @@ class TensorBoard(TensorBoardLogger):
 
     def __init__(self, save_dir: str, name: str | None = "", version: int | str | None = "", **options: Any) -> None:
         super().__init__(save_dir, name=name, version=version, **{"default_hp_metric": False, **options})
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> SummaryWriter:
+        """What writes the file; on the first rank alone."""
+        if self._experiment is None:
+            from trainwright.trainer.event_writer import LenientSummaryWriter
+
+            self._fs.makedirs(self.root_dir, exist_ok=True)
+            self._experiment = LenientSummaryWriter(log_dir=self.log_dir, **self._kwargs)
+        return self._experiment
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -73,7 +91,7 @@ class HyperParameters(Callback):
 
         if not trainer.is_global_zero:
             return
-        kept = {f"module.{name}": value for name, value in _leaves(dict(pl_module.hparams_initial))}
+        kept = {f"module.{name}": value for name, value in _leaves(masked(dict(pl_module.hparams_initial)))}
         values = {**kept, **self.values}
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
@@ -82,9 +100,20 @@ class HyperParameters(Callback):
                     writer.add_summary(summary)
 
 
+def references_of(cfg: DictConfig) -> dict[str, Any]:
+    """Arguments of module and data that hold values of the environment, with references in their place, by name."""
+    found: dict[str, Any] = {}
+    for group in (cfg.data, cfg.module):
+        values: Any = OmegaConf.to_container(group, resolve=True) if group else {}
+        written = plain_values(group) if group else {}
+        found |= {key: text for key, text in written.items() if text != values[key]}
+    return found
+
+
 def hyper_parameters(cfg: DictConfig) -> dict[str, int | float | str | bool]:
-    """Values of a configuration by their key, like ``strategy.stage``; what is null or no plain value is left out."""
-    plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    """Values of a configuration by their key, like ``strategy.stage``; secrets are masked, and what is null or no plain
+    value is left out."""
+    plain: Any = masked(plain_values(cfg))
     return dict(_leaves({key: value for key, value in plain.items() if key not in _NOT_ASKED_FOR}))
 
 

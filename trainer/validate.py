@@ -46,6 +46,7 @@ from trainwright.trainer.check_values import (
 from trainwright.trainer.inject_words import inject_problems
 from trainwright.trainer.launch import engines
 from trainwright.trainer.launch.ending import preemption_refusals
+from trainwright.trainer.launch.engines import variable_problems
 from trainwright.trainer.loss_scale import loss_scale_problems
 from trainwright.trainer.planning.profiles import profile_problems
 from trainwright.trainer.problems import ConfigError
@@ -69,10 +70,12 @@ def validate(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
         surroundings: the verb and the launcher.
     """
     problems = missing_values(cfg)
+    asked = without_missing(cfg)
     try:
-        cfg = resolved(without_missing(cfg))
+        cfg = resolved(asked)
     except ConfigError as error:
         return [*problems, *error.problems]
+    problems += variable_problems(asked)
     for check in _CHECKS:
         problems += check(cfg, surroundings)
     missing_code = list(_targets(cfg))

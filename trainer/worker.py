@@ -7,6 +7,7 @@ for all ranks.
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,13 +28,15 @@ from trainwright.strategies.compression.options import OFF
 from trainwright.trainer.candidates import LAST
 from trainwright.trainer.check_compression import compression_of
 from trainwright.trainer.check_hangs import AUTO
+from trainwright.trainer.check_missing import resolved
 from trainwright.trainer.inject_words import make_faults
 from trainwright.trainer.launch.failure import log_file
 from trainwright.trainer.launch.launcher import detect_launcher
+from trainwright.trainer.masking import MaskedParameters
 from trainwright.trainer.metrics_csv import MetricsCSV
 from trainwright.trainer.planning.profiles import peak_flops_of
 from trainwright.trainer.resume import look_in
-from trainwright.trainer.tensorboard import HyperParameters
+from trainwright.trainer.tensorboard import HyperParameters, references_of
 from trainwright.trainer.trainer import Trainer
 from trainwright.trainer.watchdog.callback import Watchdog
 
@@ -68,10 +71,11 @@ def run_verb(
         # torch has read the variable when the fork server imported it, before it was decided for this run.
         torch.set_num_threads(int(cfg.launch.threads or os.environ["OMP_NUM_THREADS"]))
     _log_to_file(Path(cfg.run_dir))
+    asked, cfg = cfg, resolved(cfg)
     seed_everything(cfg.seed, workers=True, verbose=False)
     module = instantiate(cfg.module, _convert_="all")
     data = instantiate(cfg.data, _convert_="all") if cfg.data else None
-    trainer = build_trainer(cfg, on_exception, more_callbacks)
+    trainer = build_trainer(asked, on_exception, more_callbacks)
     if not cfg.strict:
         module.strict_loading = False
     _VERBS[verb](trainer, module, data, _loading(trainer, cfg, held))
@@ -83,7 +87,8 @@ def build_trainer(
     on_exception: Callable[[BaseException], None] | None = None,
     more_callbacks: Sequence[Callback] = (),
 ) -> Trainer:
-    """The Trainer of a resolved configuration, with its strategy, callbacks and loggers."""
+    """The Trainer of a configuration, with its strategy, callbacks and loggers."""
+    asked, cfg = cfg, resolved(cfg)
     callbacks = [built for group in (cfg.monitor, cfg.checkpoint, cfg.callbacks) for built in _build_all(group)]
     _tell_peak(cfg, callbacks)
     callbacks.append(instantiate(cfg.preemption, _convert_="all"))
@@ -91,8 +96,11 @@ def build_trainer(
     # The guard looks at what the others may have changed.
     callbacks += [*make_faults(cfg.inject), *_build_all(cfg.guard), *more_callbacks]
     loggers = _loggers(cfg)
+    for logger in loggers:
+        if isinstance(logger, MaskedParameters):
+            logger.references = references_of(asked)
     if any(isinstance(logger, TensorBoardLogger) for logger in loggers):
-        callbacks.append(HyperParameters(cfg))
+        callbacks.append(HyperParameters(asked))
     options: Any = OmegaConf.to_container(cfg.trainer)
     # Only where it is asked for: a strategy of another library takes no such argument.
     begin: dict[str, Any] = {} if cfg.init_from is None else {"init_from": cfg.init_from}
@@ -216,7 +224,7 @@ def _log_to_file(run_dir: Path) -> None:
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     path = log_file(run_dir, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    to_file = logging.FileHandler(path)
+    to_file = _RankLog(path)
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("lightning.pytorch", "lightning.fabric", "trainwright"):
         logger = logging.getLogger(name)
@@ -229,6 +237,15 @@ def _log_to_file(run_dir: Path) -> None:
                 handler.setLevel(logging.WARNING)
         logger.addHandler(to_file)
     _warnings_to(to_file, terminal=rank == 0)
+
+
+class _RankLog(logging.FileHandler):
+    """The log of a rank. On a full disk it says nothing, where logging would print a traceback for each record."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Leave a record out that cannot be written."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
 
 
 def _warnings_to(to_file: logging.FileHandler, terminal: bool) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -132,15 +133,27 @@ class MonitorFile(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the rest and close the file."""
         self.flush()
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._close()
 
     def flush(self) -> None:
         """Write what has come together."""
         text, self._lines = "".join(self._lines).encode(), []
-        while text and self._file is not None:
-            text = text[os.write(self._file, text) :]
+        try:
+            while text and self._file is not None:
+                text = text[os.write(self._file, text) :]
+        except OSError as error:
+            self._close()
+            warnings.warn(
+                f"records of {self.run_dir}/monitor cannot be written ({error.strerror}), so report and watch show "
+                "nothing of this rank from here on; training goes on. Free space on the disk.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 def _opened(path: Path) -> int:

@@ -90,10 +90,10 @@ def test_tensors_and_arrays_are_kept_under_their_path():
     assert found["s"] == 2
 
 
-def test_configurations_keep_their_interpolations():
-    found = round_trip(OmegaConf.create({"a": "${b}", "b": [1]}))
-    assert OmegaConf.to_container(found, resolve=False) == {"a": "${b}", "b": [1]}
-    assert found.a == [1]
+def test_configurations_have_values_and_refer_to_nothing():
+    found = round_trip(OmegaConf.create({"a": "${b}", "b": [1], "c": "${oc.env:HOME}", "d": "${nowhere}"}))
+    expected = {"a": [1], "b": [1], "c": "${oc.env:HOME}", "d": "${nowhere}"}
+    assert OmegaConf.to_container(found, resolve=True) == expected
 
 
 def test_members_of_number_enums_become_numbers():

@@ -63,6 +63,11 @@ def test_it_keeps_nobody_waiting_in_other_layouts(
 ENDS: dict[str, tuple[str, int, str]] = {
     "an exception": ('raise ValueError("boom")', 1, "rank 1 of 2 failed with ValueError: boom; the others were ended"),
     "no memory": ('raise MemoryError("16 GiB")', 1, "rank 1 of 2 failed with MemoryError: 16 GiB; the others"),
+    "no text": (
+        'raise type("Odd", (ValueError,), dict(__str__=lambda self: 1 / 0))()',
+        1,
+        "rank 1 of 2 failed with Odd: (its text is not known: __str__ of Odd raises ZeroDivisionError); the others",
+    ),
     "sys.exit(3)": ("raise SystemExit(3)", 3, "rank 1 of 2 called sys.exit(3); the others were ended"),
     "os._exit(5)": ("os._exit(5)", 5, "rank 1 of 2 ended with exit code 5; the others were ended"),
     "the kernel": ("os.kill(os.getpid(), 9)", 1, "rank 1 of 2 was ended by SIGKILL (from outside, or by the kernel"),

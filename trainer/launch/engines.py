@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from omegaconf import DictConfig
 
+from trainwright.checkpoint.references import variables_of
 from trainwright.trainer.check_recovery import RESTART
 
 
@@ -53,17 +55,19 @@ class _Entry:
         packages: that must be importable.
         extra: of this project, which installs them; empty = there is none.
         recovers: whether it reads `launch.recovery` and `launch.min_devices` itself.
+        gives_variables: whether ranks get the variables of this process that the configuration refers to.
     """
 
     module: str
     packages: tuple[str, ...] = ()
     extra: str = ""
     recovers: bool = False
+    gives_variables: bool = True
 
 
 _ENGINES: dict[str, _Entry] = {
     "multinode": _Entry("trainwright.trainer.launch.multinode"),
-    "kubernetes": _Entry("trainwright.trainer.launch.kubernetes"),
+    "kubernetes": _Entry("trainwright.trainer.launch.kubernetes", gives_variables=False),
     "slurm": _Entry("trainwright.trainer.launch.slurm", ("submitit",), "slurm", recovers=True),
     "ray": _Entry("trainwright.trainer.launch.ray", ("ray",), "ray", recovers=True),
 }
@@ -113,6 +117,23 @@ def engine_problems(cfg: DictConfig, verb: str) -> list[str]:
             f"pip install 'trainwright[{extra}]'",
         ]
     return problems + engine_of(cfg).problems(cfg, verb)
+
+
+def variable_problems(cfg: DictConfig) -> list[str]:
+    """Return which variables of this process ranks on other machines would lack.
+
+    Args:
+        cfg: with its references to environment variables.
+    """
+    if not uses_engine(cfg) or _ENGINES[cfg.launch.kind].gives_variables:
+        return []
+    return [
+        f"${{oc.env:{name}}} with launch={cfg.launch.kind}: values of variables are not written where others may read "
+        "them, so the pods would lack this one; type "
+        f"launch.secret_env={{{name}: <secret>/<key>}} if the cluster keeps it, or "
+        f"launch.env={{{name}: <value>}} if it is no secret"
+        for name in sorted(variables_of(cfg) & set(os.environ) - {*cfg.launch.env, *cfg.launch.secret_env})
+    ]
 
 
 def _in_any_case(cfg: DictConfig) -> Iterator[str]:

@@ -41,7 +41,7 @@ def is_refusal(error: BaseException) -> bool:
 
 def is_secondary(error: BaseException) -> bool:
     """Return whether `error` is what a rank raises because another one has gone."""
-    if not isinstance(error, _LOST_PEER_KINDS) or _LOST_PEER.search(str(error)) is None:
+    if not isinstance(error, _LOST_PEER_KINDS) or _LOST_PEER.search(message_of(error)) is None:
         return False
     frame, is_raise = _origin(error)
     if frame is None:
@@ -83,7 +83,10 @@ def message_of(error: BaseException) -> str:
     """Return the text of `error`, with its notes."""
     if isinstance(error, SystemExit):
         return f"sys.exit({error.code!r})"
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    try:
+        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    except Exception as second:
+        return f"(its text is not known: __str__ of {type(error).__qualname__} raises {type(second).__name__})"
 
 
 def _walk(error: BaseException) -> Iterator[tuple[FrameType, int]]:

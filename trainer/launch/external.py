@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.trainer.check_missing import resolved
 from trainwright.trainer.launch.begun import agent_id, remember
 from trainwright.trainer.launch.launcher import Launcher
 
@@ -49,7 +50,7 @@ def _decided(store: Any, launcher: Launcher, decide: Callable[[Launcher], DictCo
     answer: dict[str, str | None] = {"config": None}
     try:
         cfg = decide(replace(launcher, agents=_agents(store)))
-        answer["config"] = OmegaConf.to_yaml(cfg, resolve=True)
+        answer["config"] = OmegaConf.to_yaml(resolved(cfg))
         return cfg
     finally:
         store.set(_KEY, json.dumps(answer))

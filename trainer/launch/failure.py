@@ -74,7 +74,7 @@ def write_traceback(error: BaseException, log: Path) -> None:
     """Append the whole traceback of an error to the log of this rank."""
     lines = "".join(traceback.format_exception(error)).rstrip().split("\n")
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a", encoding="utf-8") as file:
+    with log.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.write("".join(f"{TRACEBACK_MARK}{line}\n" for line in lines))
 
 

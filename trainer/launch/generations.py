@@ -9,6 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.checkpoint.references import settled
 from trainwright.strategies.layout import Layout
 from trainwright.trainer.launch.mailbox import NOW, Announcement, Left, records_of
 from trainwright.trainer.launch.members import Members
@@ -196,7 +197,7 @@ class Generations:
         self._called = False
         self._since, self.begun = time.monotonic(), step or 0
         self.folder.mkdir()
-        text = OmegaConf.to_yaml(cfg, resolve=True)
+        text = OmegaConf.to_yaml(settled(cfg))
         members, port = self.now.members, self._store.port
         pids = tuple(self._members.pid(member) for member in members)
         self._members.mailbox.announce(Announcement(self.now.generation, text, members, port, step, sources, pids))

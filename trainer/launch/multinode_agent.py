@@ -17,6 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from trainwright.checkpoint.references import variables_of
 from trainwright.trainer.launch.hosts import Host
 from trainwright.trainer.launch.multinode_words import from_agent
 
@@ -180,10 +181,10 @@ def environment_of(cfg: DictConfig, environment: Mapping[str, str]) -> dict[str,
         cfg: the resolved configuration.
         environment: of this process.
     """
-    patterns = list(cfg.launch.forward_env)
+    patterns, referred = list(cfg.launch.forward_env), variables_of(cfg)
     forwarded = {
         name: value
         for name, value in environment.items()
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        if name in referred or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
     }
     return forwarded | {str(name): str(value) for name, value in cfg.launch.env.items()}

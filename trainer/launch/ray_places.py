@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+
+from trainwright.checkpoint.references import variables_of
 
 # Of a rank, under `launch.ranks`; any other name is a resource of the cluster.
 _OWN = ("cpus", "gpus", "memory_gb")
@@ -126,6 +129,8 @@ def environment_of(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "OMP_NUM_THREADS": str(cfg.launch.threads or threads or cores),
     }
+    # What the configuration refers to; a rank may be on another machine.
+    found |= {name: os.environ[name] for name in variables_of(cfg) if name in os.environ and name not in found}
     if places[0].address.startswith("127.") and all(place.address == places[0].address for place in places):
         # A cluster of this machine alone: nothing listens to the network.
         found |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from trainwright.checkpoint.references import settled
 from trainwright.trainer.candidates import AUTO
 from trainwright.trainer.validate import validate
 from trainwright.trainer.world import Surroundings, num_data_ranks
@@ -20,7 +21,7 @@ def resized(cfg: DictConfig, devices: int, samples: int | None, nodes: int = 1) 
         samples: per optimizer step, as the first attempt has told; None = what `cfg` says, if it does.
         nodes: machines.
     """
-    cfg = _copy(cfg)
+    cfg = settled(cfg)
     if (devices, nodes) == (cfg.devices, cfg.nodes):
         return cfg
     samples = global_batch(cfg) or samples
@@ -83,8 +84,7 @@ def size_problems(cfg: DictConfig, verb: str) -> list[str]:
             f"launch.min_devices={fewest} with devices={cfg.devices}: there is no smaller number to go on with; "
             f"{smaller}leave it out"
         ]
-    resolved = _copy(cfg)
-    problems = [problems_of_size(resolved, verb, size) for size in range(cfg.devices - 1, fewest - 1, -1)]
+    problems = [problems_of_size(cfg, verb, size) for size in range(cfg.devices - 1, fewest - 1, -1)]
     if not all(problems):
         return []
     return [
@@ -92,9 +92,3 @@ def size_problems(cfg: DictConfig, verb: str) -> list[str]:
         f"could not go on with fewer ({problems[0][0]}); type -1 for an axis of the layout that may shrink, or leave "
         "launch.min_devices out"
     ]
-
-
-def _copy(cfg: DictConfig) -> DictConfig:
-    copy = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
-    assert isinstance(copy, DictConfig)
-    return copy

@@ -19,9 +19,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trainwright.strategies.layout import Layout
+from trainwright.trainer.check_missing import resolved
 from trainwright.trainer.planning.built_rank import BuiltRank, actions_at
 from trainwright.trainer.planning.memory import Held, moments
 from trainwright.trainer.planning.order import INPUTS
@@ -105,9 +106,7 @@ def prove(cfg: DictConfig, candidate: Candidate) -> tuple[Proof, ...]:
             message says why, and what to do.
     """
     _refuse(candidate.work)
-    resolved = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
-    assert isinstance(resolved, DictConfig)
-    searched = Searched(resolved)
+    searched = Searched(resolved(cfg))
     if searched.facts.near(candidate.cut).is_real:
         raise ValueError(
             f"--prove: training_step of {type(searched.module).__name__} reads values of tensors, so it cannot be run "

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trainwright.strategies.hybrid_rules import cuts_module
 from trainwright.strategies.layout import Layout
 from trainwright.trainer.batch import solve_accumulation
+from trainwright.trainer.check_missing import resolved
 from trainwright.trainer.planning.axes import Axes
 from trainwright.trainer.planning.cost import Cut
 from trainwright.trainer.planning.experts import Routing
@@ -45,9 +46,7 @@ def plan(cfg: DictConfig, limits: Limits | None = None) -> Plan:
         ConfigError: if the module cannot be built or run without memory, or the profile of the device is unknown.
     """
     began = time.monotonic()
-    resolved = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
-    assert isinstance(resolved, DictConfig)
-    found = _Search(Searched(resolved), limits or Limits()).run()
+    found = _Search(Searched(resolved(cfg)), limits or Limits()).run()
     return replace(found, seconds=time.monotonic() - began)
 
 

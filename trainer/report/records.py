@@ -13,6 +13,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from trainwright.strategies.layout import Layout
+from trainwright.trainer.masking import masked, masked_words
 from trainwright.trainer.report.files import MetricsFile, MonitorFiles, read_end, read_json, read_whole
 from trainwright.trainer.report.plain import GREATEST, moment_of, number_of, shortened, steps_of, text_of, whole_of
 
@@ -80,8 +81,8 @@ class RunRecord:
         path: the run directory.
         label: a short name, unlike that of other runs on the same page.
         config: config.yaml; {} if it cannot be read.
-        settings: its leaves in order, `strategy.shard` -> `2`.
-        command: the words after `trainwright`; None if they were not kept.
+        settings: its leaves in order, `strategy.shard` -> `2`; secrets are masked.
+        command: the words after `trainwright`, secrets masked; None if they were not kept.
         metrics: column -> (step, value).
         diverged: step of the first `loss` that is not finite, and how many there are; None if all are.
         monitor: rank -> records, of steps that were made again the later ones alone.
@@ -158,7 +159,7 @@ def read_run(path: Path, label: str) -> RunRecord:
         path=path,
         label=label,
         config=config,
-        settings=dict(islice(_leaves(config), _MOST_KEYS)),
+        settings=dict(islice(_leaves(masked(config)), _MOST_KEYS)),
         command=_read_command(path, notes),
         metrics=metrics.columns,
         diverged=metrics.not_finite.get("loss"),
@@ -190,9 +191,9 @@ def read_config(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _read_command(path: Path, notes: list[str]) -> tuple[str, ...] | None:
-    """The words after `trainwright` that started the run; None if they were not kept."""
+    """The words after `trainwright` that started the run, without secrets; None if they were not kept."""
     words = (_document(path / "command.json", notes, _MOST_OF_COMMAND) or {}).get("words")
-    return tuple(text_of(word) for word in words[:_MOST_KEYS]) if isinstance(words, list) and words else None
+    return tuple(masked_words(map(text_of, words[:_MOST_KEYS]))) if isinstance(words, list) and words else None
 
 
 def _document(path: Path, notes: list[str], most_bytes: int) -> dict[str, Any] | None:
