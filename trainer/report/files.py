@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from trainwright.checkpoint.bounded import open_regular, parse_json, read_at_most
+from trainwright.checkpoint.errors import CheckpointError
 
 # Bytes of one file that are read, its newest; a run of a million steps writes more.
 MOST_BYTES = 64 * 2**20
@@ -36,7 +40,7 @@ class Tail:
         A line that has no end yet is left for the next look.
         """
         try:
-            with self.path.open("rb") as file:
+            with io.BufferedReader(open_regular(self.path)) as file:
                 state = os.fstat(file.fileno())
                 is_new = state.st_ino != self._inode or state.st_size < self._offset
                 if is_new:
@@ -171,10 +175,9 @@ def time_of(record: Mapping[str, Any]) -> float:
 def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
     """The document in a file; None where there is none, or it cannot be read."""
     try:
-        if path.stat().st_size > most_bytes:
-            return None
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        with open_regular(path) as file:
+            return parse_json(read_at_most(file, str(path), most_bytes))
+    except (OSError, ValueError, CheckpointError):
         return None
 
 
