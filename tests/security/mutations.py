@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import random
@@ -24,6 +23,7 @@ from trainwright.checkpoint.save import Content, write
 from trainwright.checkpoint.state_file import write_file
 from trainwright.checkpoint.tensor_file import TensorEntry, TensorFileWriter
 from trainwright.checkpoint.tree import encode
+from trainwright.checkpoint.writing import name_of
 
 MANIFEST = "manifest.json"
 
@@ -47,7 +47,7 @@ def nested(depth: int) -> Any:
 JUNK: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 10**30, 10**400, 0.5, 1e308, -1e308, math.nan, math.inf,
     "", "x", "NaN", "-1", "1" * 5000, "../../../etc/passwd", "/dev/zero", "a\x00b", "\x1b[2J", "${oc.env:HOME}", "y" * 9000,
-    [], {}, [[]], [-1], [2**62] * 5, [2**62] * 100, [1, "a", None], {"": None}, {"a": {"b": [1]}}, nested(150), nested(600),
+    [], {}, [[]], [-1], [2**62] * 5, [2**62] * 100, [1, "a", None], {"": None}, {"a": {"b": [1]}}, nested(150), nested(220),
     {"~": "tensor"}, {"~": "tensor", "key": 3}, {"~": "tensor", "key": "nowhere"}, {"~": "tuple", "v": 3}, {"~": []},
     {"~": "scalar", "dtype": "nn", "v": 1}, {"~": "scalar", "dtype": "uint8", "v": 10**30}, {"~": "numpy", "dtype": "V9999999999", "v": 5},
     {"~": "numpy", "dtype": "O", "v": 1}, {"~": "omegaconf", "v": "a: &a [x, x]\nb: *a"}, {"~": "device", "v": "nowhere"},
@@ -58,11 +58,11 @@ JUNK: list[Any] = [
 
 def mutated(tree: Any, rng: random.Random, junk: list[Any]) -> Any:
     """A copy of nested dicts and lists with one to three values exchanged, removed or moved."""
-    tree = copy.deepcopy(tree)
+    tree = _copied(tree)
     for _ in range(rng.randint(1, 3)):
         places = [place for place in _places(tree)]
         if not places:
-            return copy.deepcopy(rng.choice(junk))
+            return _copied(rng.choice(junk))
         # Values near the root are few and decide most: half of all attempts are at them.
         places.sort(key=lambda place: place[0])
         _, parent, key = rng.choice(places[: max(1, len(places) // 8)] if rng.random() < 0.5 else places)
@@ -71,12 +71,23 @@ def mutated(tree: Any, rng: random.Random, junk: list[Any]) -> Any:
             del parent[key]
         elif action < 0.2:
             other = rng.choice(places)
-            parent[key] = copy.deepcopy(other[1][other[2]])
+            parent[key] = _copied(other[1][other[2]])
         elif action < 0.25 and isinstance(parent, dict):
             parent[rng.choice(["x", "", "rank/99999999999999999999/a", "../x", "a" * 3000])] = parent.pop(key)
         else:
-            parent[key] = copy.deepcopy(rng.choice(junk))
+            parent[key] = _copied(rng.choice(junk))
     return tree
+
+
+def _copied(value: Any, around: tuple[Any, ...] = ()) -> Any:
+    """Other lists and dicts; what contains itself stays as it is."""
+    if any(value is each for each in around):
+        return value
+    if type(value) is list:
+        return [_copied(each, (*around, value)[-3:]) for each in value]
+    if type(value) is dict:
+        return {key: _copied(each, (*around, value)[-3:]) for key, each in value.items()}
+    return value
 
 
 def _places(tree: Any, depth: int = 0) -> list[tuple[int, Any, Any]]:
@@ -140,8 +151,11 @@ def write_divided(path: Path) -> None:
     weight = torch.arange(24.0).reshape(4, 6)
     files, shards = {}, []
     for rank in range(2):
-        own = {"weights/a": weight[2 * rank : 2 * rank + 2], f"rank/{rank}/seed": torch.arange(3)}
-        entries = [TensorEntry(f"{key}@0" if False else key, each.dtype, tuple(each.shape)) for key, each in own.items()]
+        own = {
+            name_of("weights/a", (2 * rank, 0), (2, 6), (4, 6)): weight[2 * rank : 2 * rank + 2],
+            f"rank/{rank}/seed": torch.arange(3),
+        }
+        entries = [TensorEntry(key, each.dtype, tuple(each.shape)) for key, each in own.items()]
         with (path / file_of(rank)).open("wb") as file:
             writer = TensorFileWriter(file, entries)
             for entry, tensor in zip(entries, own.values(), strict=True):
@@ -272,7 +286,7 @@ def forge_index(path: Path, rng: random.Random) -> None:
 
 def _python_junk() -> list[Any]:
     return [
-        *JUNK, shared_pairs(), {shared_pairs(25): 1}, {shared_pairs(3): 1}, torch.ones(1).expand(2**40), torch.empty(0, 5), b"x" * 50,
+        *JUNK, shared_pairs(), {shared_pairs(14): 1}, {shared_pairs(3): 1}, torch.ones(1).expand(2**40), torch.empty(0, 5), b"x" * 50,
         torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1), (3,)), torch.empty(3, device="meta"),
         torch.tensor(1j), torch.ones(2, dtype=torch.float8_e4m3fn), {1: 2}, {(1, 2): 3}, (1, [2]), {3, 4}, _cycle(),
     ]  # fmt: skip
@@ -303,7 +317,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], None], Callable[[Path, random.Rando
     "torch file": ("run.ckpt", write_torch_zip, forge_torch_zip),
     "safetensors": ("a.safetensors", write_safetensors, forge_safetensors),
     "hugging face": ("model", write_index, forge_index),
-    "deepspeed": ("run", write_stage_2, forge_stage_2),
+    "deepspeed": ("stage_2", write_stage_2, forge_stage_2),
 }
 """Name, what writes a valid one, and what exchanges something in it."""
 
