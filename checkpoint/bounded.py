@@ -81,7 +81,7 @@ def shortened(text: str) -> str:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
     """Open a local file for reading, without a buffer.
 
     Raises:

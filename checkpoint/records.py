@@ -341,7 +341,9 @@ def _check_about(about: Mapping[str, Any]) -> None:
     """Refuse what readers would take for something else; ``None`` and what nobody reads may be there."""
     for name, kind in _ABOUT.items():
         value = about.get(name)
-        is_wrong = not isinstance(value, kind) or isinstance(value, bool) or (kind is int and abs(value) >= 1 << 63)
+        is_wrong = (
+            not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and abs(value) >= 1 << 63)
+        )
         if value is not None and is_wrong:
             raise ManifestError(f"its {name} is {shortened(repr(value))}, not a {getattr(kind, '__name__', kind)}")
     for name, value in (about.get("layout") or {}).items():

@@ -117,7 +117,7 @@ class Inspection:
                 found = _tensors_of(folder.read(TENSORS), manifest, len(files))
                 tensors = [_tensor(*each) for each in sorted(found)]
         except CheckpointError as error:
-            raise DamagedCheckpoint(folder.path, [str(error)]) from error
+            raise DamagedCheckpoint(folder.path, [f"{TENSORS} (written by rank 0): {error}"]) from error
         return cls(folder.path, manifest, tensors, files)
 
     def bytes_of_ranks(self) -> dict[int, tuple[int, int]]:

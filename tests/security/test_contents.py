@@ -1,4 +1,4 @@
-"""Contents that make no sense under valid hashes: every reader gives values or one :class:`CheckpointError`, in time."""
+"""Contents that make no sense under valid hashes: every reader gives values or one ``CheckpointError``, in time."""
 
 from __future__ import annotations
 
