@@ -109,7 +109,7 @@ def mutated(tree: Any, rng: random.Random, junk: list[Any]) -> Any:
     """A copy of nested dicts and lists with one to three values exchanged, removed or moved."""
     tree = _copied(tree)
     for _ in range(rng.randint(1, 3)):
-        places = [place for place in _places(tree)]
+        places = _places(tree)
         if not places:
             return _copied(rng.choice(junk))
         # Values near the root are few and decide most: half of all attempts are at them.
@@ -386,6 +386,5 @@ KINDS: dict[str, tuple[str, Callable[[Path], None], Callable[[Path, random.Rando
 
 def copied(source: Path, target: Path) -> None:
     """Put a fresh copy of a file or folder in the place of an earlier one."""
-    for old in (target,):
-        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+    shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
     shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
