@@ -156,7 +156,7 @@ def verdict(path: Path) -> str | None:
 
 @pytest.mark.parametrize("make", [fifo, device, sparse])
 def test_files_of_other_tools_end(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    """24: the same in the place of single files, and of files in a folder."""
+    """36: the same in the place of single files, and of files in a folder."""
     for name in ("a.ckpt", "b.safetensors", "model/c.safetensors", "model/config.json", "deep/latest"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
