@@ -7,9 +7,8 @@ runs whatever somebody put into it. Here it is ``tensors.json``.
 from __future__ import annotations
 
 import json
-import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,22 +26,16 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from trainwright.checkpoint.bounded import understood
+from trainwright.checkpoint.boxes import StoredBox, plain_from_json, problem_of_boxes
+from trainwright.checkpoint.dtypes import dtype_named
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.parts import TensorParts
+from trainwright.checkpoint.paths import join_path
 from trainwright.checkpoint.records import TENSORS
 
 # Each rank reads what it holds by itself, and DCP says so at every reading.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
-
-@dataclass(frozen=True)
-class StoredBox:
-    """Where one box of a tensor is kept: which box, in which file, under which name."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    name: str
 
 
 @dataclass(frozen=True)
@@ -101,40 +94,16 @@ def from_json(data: bytes, files: Mapping[str, Any], path: str) -> dict[str, Sto
     Raises:
         CheckpointError: if something is not as it must be.
     """
-    try:
-        plain = json.loads(data)["tensors"]
-        stored = {key: _metadata(entry) for key, entry in plain.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}/{TENSORS} cannot be understood: {error!r}.") from error
-    for key, tensor in stored.items():
-        problem = problem_of(tensor, files)
-        if problem is not None:
-            raise CheckpointError(f"{path}/{TENSORS}: {key} of shape {tensor.shape} {problem}.")
+    with understood(join_path(path, TENSORS)):
+        stored = {
+            key: StoredMetadata(plain.shape, dtype_named(plain.dtype), plain.boxes)
+            for key, plain in plain_from_json(data).items()
+        }
+        for key, tensor in stored.items():
+            problem = problem_of_boxes(tensor.shape, tensor.boxes, files)
+            if problem is not None:
+                raise CheckpointError(f"{path}/{TENSORS}: {key} of shape {tensor.shape} {problem}.")
     return stored
-
-
-def _metadata(entry: dict[str, Any]) -> StoredMetadata:
-    dtype = getattr(torch, entry["dtype"])
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{entry['dtype']} is no dtype")
-    boxes = tuple(
-        StoredBox(tuple(map(int, offsets)), tuple(map(int, sizes)), str(file), str(name))
-        for offsets, sizes, file, name in entry["boxes"]
-    )
-    return StoredMetadata(tuple(map(int, entry["shape"])), dtype, boxes)
-
-
-def problem_of(tensor: StoredMetadata, files: Collection[str]) -> str | None:
-    """What is wrong with the boxes of a tensor, in words; ``None``: they are in ``files`` and make up the whole."""
-    for box in tensor.boxes:
-        if box.file not in files:
-            return f"is said to be in {box.file!r}, no file of the manifest"
-        ends = zip(box.offsets, box.sizes, tensor.shape, strict=False)
-        fits = all(min(offset, size) >= 0 and offset + size <= length for offset, size, length in ends)
-        if not fits or not len(box.offsets) == len(box.sizes) == len(tensor.shape):
-            return f"cannot have a box at {box.offsets} of {box.sizes}"
-    held, all_of_it = sum(math.prod(box.sizes) for box in tensor.boxes), math.prod(tensor.shape)
-    return None if held == all_of_it else f"is there with {held} of its {all_of_it} elements"
 
 
 class RunStateReader(StorageReader):
@@ -142,13 +111,13 @@ class RunStateReader(StorageReader):
 
     Args:
         stored: contents of ``tensors.json``.
-        read: reads a box of a stored box: file, name, offsets and sizes within it.
+        read: reads a part of a stored box, given its dtype, and offsets and sizes within it.
     """
 
     def __init__(
         self,
         stored: Mapping[str, StoredMetadata],
-        read: Callable[[str, str, Sequence[int], Sequence[int]], Tensor],
+        read: Callable[[StoredBox, torch.dtype, Sequence[int], Sequence[int]], Tensor],
     ) -> None:
         self._stored = stored
         self._read = read
@@ -185,7 +154,8 @@ class RunStateReader(StorageReader):
         """Fill the boxes that this rank holds, file after file."""
         wanted = [(self._places[item.storage_index], item) for item in plan.items]
         for place, item in sorted(wanted, key=lambda pair: (pair[0].file, pair[0].name)):
-            value = self._read(place.file, place.name, item.storage_offsets, item.lengths)
+            dtype = self._stored[item.storage_index.fqn].dtype
+            value = self._read(place, dtype, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item).detach()
             target.copy_(value)
             planner.commit_tensor(item, target)

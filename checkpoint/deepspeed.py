@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.bounded import understood
 from trainwright.checkpoint.deepspeed_files import Files, find_files, is_deepspeed
 from trainwright.checkpoint.deepspeed_merge import (
     Merged,
@@ -122,15 +123,9 @@ def read_deepspeed(path: str | os.PathLike[str]) -> DeepSpeedCheckpoint:
             parallelism.
     """
     files = find_files(path)
-    try:
+    advice = "Use another checkpoint, or convert it with the zero_to_fp32.py beside it and import what that writes."
+    with understood(files.folder, advice, "is damaged, or not in DeepSpeed's form"):
         return _read(files)
-    except CheckpointError:
-        raise
-    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{files.folder} is damaged, or not in DeepSpeed's form ({type(error).__name__}: {error}). "
-            "Use another checkpoint, or convert it with the zero_to_fp32.py beside it and import what that writes."
-        ) from error
 
 
 def _read(files: Files) -> DeepSpeedCheckpoint:

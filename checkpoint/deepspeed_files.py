@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from trainwright.checkpoint.errors import CheckpointError
@@ -119,7 +120,8 @@ def _folder_of_step(path: str) -> str:
 
 def _pointed(path: str, pointer: str) -> str | None:
     """The folder that a file names, ``None`` unless it is one in ``path``."""
-    text = Folder(path).read(pointer)[:1024].decode("utf-8", "replace").strip()
+    with Folder(path).open(pointer) as file:
+        text = file.read(1024).decode("utf-8", "replace").strip()
     return join_path(path, text) if _PLAIN_NAME.fullmatch(text) and text not in (".", "..") else None
 
 
@@ -149,10 +151,10 @@ def _by_rank(folder: str, names: Iterable[str], pattern: re.Pattern[str]) -> tup
                     f"{folder} has two files of rank {rank}: {found[rank]} and {name}. Remove the old."
                 )
             found[rank] = name
-    missing = sorted(set(range(max(found, default=-1) + 1)) - set(found))
+    missing = list(islice((rank for rank in range(max(found, default=-1) + 1) if rank not in found), 10))
     if missing:
         like = found[max(found)]
-        raise CheckpointError(f"{folder} has no file like {like} of the ranks {', '.join(map(str, missing[:10]))}.")
+        raise CheckpointError(f"{folder} has no file like {like} of the ranks {', '.join(map(str, missing))}.")
     return tuple(found[rank] for rank in sorted(found))
 
 

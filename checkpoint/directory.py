@@ -15,8 +15,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from trainwright.checkpoint.bounded import natural, naturals, parse_json, shape_of
+
 OF_RANK = "rank/"
 """Prefix of the keys of what a rank has of its own, before its number: ``rank/3/...``."""
+Box = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Offsets, sizes, and the rank that wrote it."""
+_DIGITS = 10  # of a rank
 
 
 class Place(NamedTuple):
@@ -106,22 +111,32 @@ class Directory:
         return json.dumps(plain, separators=(",", ":")).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Directory:
+    def from_bytes(cls, data: bytes, most_ranks: int) -> Directory:
         """What :meth:`to_bytes` wrote.
 
+        Args:
+            data: of it.
+            most_ranks: that may have something of their own, such as the files of the checkpoint.
+
         Raises:
-            ValueError, KeyError, TypeError, AttributeError: if it is no such thing.
+            ValueError, LookupError, TypeError, AttributeError: if it is no such thing.
         """
-        plain = json.loads(data)
+        plain = parse_json(data)
         patterns = [tuple(_place(*each) for each in pattern) for pattern in plain["patterns"]]
         tensors = {
-            key: Entry(str(dtype), _numbers(shape), patterns[_number(pattern)])
+            key: Entry(str(dtype), shape_of(shape), patterns[natural(pattern)])
             for key, (dtype, shape, pattern) in plain["tensors"].items()
         }
-        kinds = [{name: Entry(str(dtype), _numbers(shape)) for name, dtype, shape in kind} for kind in plain["kinds"]]
-        own = [(_number(count), _number(kind)) for count, kind in plain["own"]]
+        kinds = [
+            {str(name): Entry(str(dtype), shape_of(shape)) for name, dtype, shape in kind} for kind in plain["kinds"]
+        ]
+        own = [(natural(count), natural(kind)) for count, kind in plain["own"]]
+        if sum(count for count, _ in own) > most_ranks:
+            raise ValueError("it says of more ranks what they have than there are files")
         if any(kind >= len(kinds) for _, kind in own) or any(key.startswith(OF_RANK) for key in tensors):
             raise ValueError("it says of ranks what it does not hold")
+        if any(not len(e.shape) == len(p.begin) == len(p.end) for e in tensors.values() for p in e.places):
+            raise ValueError("it says of a tensor that it lies in a box of other dims")
         return cls(tensors, kinds, own)
 
 
@@ -145,7 +160,7 @@ class _Keys(Collection[str]):
 def rank_and_name(key: str) -> tuple[int | None, str]:
     """The rank whose own a tensor is, and its name there; ``None``: it is no rank's own."""
     number, slash, name = key.removeprefix(OF_RANK).partition("/")
-    if not key.startswith(OF_RANK) or not slash or not number.isdecimal():
+    if not key.startswith(OF_RANK) or not slash or not (number.isdecimal() and len(number) < _DIGITS):
         return None, key
     return int(number), name
 
@@ -169,15 +184,17 @@ def in_runs(kinds: Iterable[int]) -> list[tuple[int, int]]:
     return runs
 
 
+def boxes_from_json(data: bytes) -> dict[str, list[Box]]:
+    """The boxes that one file tells of, by key.
+
+    Raises:
+        ValueError, LookupError, TypeError, AttributeError: if it is no such file.
+    """
+    return {
+        key: [(naturals(offsets), naturals(sizes), natural(rank)) for offsets, sizes, rank in boxes]
+        for key, boxes in parse_json(data)["tensors"].items()
+    }
+
+
 def _place(file: Any, begin: Any, end: Any) -> Place:
-    return Place(_number(file), _numbers(begin), _numbers(end))
-
-
-def _numbers(value: Any) -> tuple[int, ...]:
-    return tuple(_number(each) for each in value)
-
-
-def _number(value: Any) -> int:
-    if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is no number of elements or files")
-    return value
+    return Place(natural(file), naturals(begin), naturals(end))

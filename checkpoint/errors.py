@@ -3,7 +3,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+_LONGEST = 8000
+# Of what a file or a path says, a terminal must not take anything for a command.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """``text`` with ``?`` for characters that control a terminal; lines stay lines."""
+    return _CONTROLS.sub("?", text)
 
 
 class CheckpointError(RuntimeError):
@@ -12,6 +22,10 @@ class CheckpointError(RuntimeError):
     The message says what was given (the file and, where there is one, the rank that wrote it), what is allowed and what
     to type instead.
     """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return printable(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
 
 
 class DamagedCheckpoint(CheckpointError):  # noqa: N818 - the name that everybody reads
@@ -32,6 +46,10 @@ class DamagedCheckpoint(CheckpointError):  # noqa: N818 - the name that everybod
 
 class MissingCheckpoint(CheckpointError, FileNotFoundError):  # noqa: N818
     """There is nothing at the path that was given; what expects Lightning's error finds that."""
+
+
+class NotAFile(CheckpointError, OSError):  # noqa: N818
+    """A pipe, a device or a socket where a file is expected."""
 
 
 class DamagedFile(DamagedCheckpoint):

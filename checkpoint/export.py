@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.bounded import understood
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.fresh import fresh_path, refuse_full
 from trainwright.checkpoint.lightning_file import as_lightning
@@ -182,7 +183,8 @@ def _written_once(weights: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTens
 
 
 def _safetensors(state: RunState, order: _Order) -> None:
-    weights, tied = _written_once(_weights(state, order.dtype))
+    with understood(state.path):
+        weights, tied = _written_once(_weights(state, order.dtype))
     # Tied names as the safetensors package writes them: what is left out, and what to take instead.
     metadata = {"format": "pt", **tied}
     if order.target.suffix != ".safetensors":
@@ -200,6 +202,13 @@ def _safetensors(state: RunState, order: _Order) -> None:
 
 
 def _hugging_face(state: RunState, order: _Order) -> None:
+    with understood(state.path):
+        kept, files = _hugging_face_content(state, order)
+    _write_folder(order, kept, {"format": "pt"}, files)
+
+
+def _hugging_face_content(state: RunState, order: _Order) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+    """The weights of a Hugging Face model, and the JSON files beside them."""
     facts = _facts(state, order.model)
     prefix = f"{facts['prefix']}." if facts["prefix"] else ""
     weights = _weights(state, order.dtype)
@@ -217,7 +226,7 @@ def _hugging_face(state: RunState, order: _Order) -> None:
     files = {"config.json": {**facts["config"], "dtype": dtypes[0] if dtypes else facts["dtype"]}}
     if facts["generation_config"] is not None:
         files["generation_config.json"] = facts["generation_config"]
-    _write_folder(order, kept, {"format": "pt"}, files)
+    return kept, files
 
 
 def _facts(state: RunState, model: str | None) -> dict[str, Any]:
@@ -240,7 +249,8 @@ def _facts(state: RunState, model: str | None) -> dict[str, Any]:
 
 
 def _lightning(state: RunState, order: _Order) -> None:
-    tree, changed = as_lightning(state.tree)
+    with understood(state.path):
+        tree, changed = as_lightning(state.tree)
     if changed:
         warnings.warn(
             f"{changed} became plain values, since other classes would need torch.load(weights_only=False).",
@@ -250,7 +260,8 @@ def _lightning(state: RunState, order: _Order) -> None:
 
 
 def _torch(state: RunState, order: _Order) -> None:
-    weights = _weights(state, order.dtype)
+    with understood(state.path):
+        weights = _weights(state, order.dtype)
     _write_torch(order, weights, _num_bytes(_written_once(weights)[0].values()))
 
 

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.parts import TensorParts
+from trainwright.checkpoint.sizes import size_text
 from trainwright.checkpoint.tree import encode, encode_what_can_be, reference
 
+_MOST_EXPANDED = 1 << 30
 _SECTIONS = {"state_dict": "weights", "current_model_state": "current_weights"}
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
@@ -61,7 +64,7 @@ class Encoder:
     def put(self, path: str, tensor: Tensor) -> str:
         """Take a tensor that is no weight."""
         key = f"tree/{path}"
-        self.tensors[key] = TensorParts.whole(tensor.detach())
+        self.tensors[key] = TensorParts.whole(_with_values(path, tensor.detach()))
         return key
 
     def weights(self, state: Mapping[str, Any], section: str) -> dict[str, Any]:
@@ -71,7 +74,7 @@ class Encoder:
             if not isinstance(value, Tensor):
                 tree[name] = encode(value, self.put, f"{section}/{name}")
                 continue
-            value = value.detach()
+            value = _with_values(name, value.detach())
             memory = (section, value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
             # A tensor without elements has no memory of its own.
             key = self._first.setdefault(memory, f"{section}/{name}") if value.numel() else f"{section}/{name}"
@@ -93,6 +96,28 @@ class Encoder:
                 stacklevel=2,
             )
         return tree
+
+
+def _with_values(path: str, tensor: Tensor) -> Tensor:
+    """``tensor``, whose values are all there.
+
+    Raises:
+        CheckpointError: if it has none (a meta tensor) or not one per element (a sparse one), or if a few bytes stand
+            for so many elements that nobody can have meant to write them.
+    """
+    plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    if not plain:
+        raise CheckpointError(
+            f"{path} is a tensor on {tensor.device} of the layout {tensor.layout}, which a checkpoint cannot hold. "
+            "Save it as a dense tensor of the CPU."
+        )
+    size = tensor.numel() * tensor.element_size()
+    if size > max(_MOST_EXPANDED, 16 * tensor.untyped_storage().nbytes()):
+        raise CheckpointError(
+            f"{path} of shape {tuple(tensor.shape)} would take {size_text(size)}, of which "
+            f"{size_text(tensor.untyped_storage().nbytes())} are there. Save it before it is expanded."
+        )
+    return tensor
 
 
 def about(kind: str, step: Any = 0, epoch: Any = 0) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Files are mapped into memory or read tensor by tensor, so a model larger than th
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainwright.checkpoint.bounded import parse_json, understood
 from trainwright.checkpoint.deepspeed import is_deepspeed
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.import_deepspeed import of_deepspeed
@@ -71,7 +71,9 @@ def import_checkpoint(source: str, to: str | Path, *, trust: bool = False, overw
     taken = Folder(target)
     if not overwrite and (taken.exists() or taken.is_file()):
         raise CheckpointError(f"{target} exists already. Give another path, or overwrite=True (--overwrite).")
-    write(_content(source, trust), target)
+    with understood(source, "Give another file."):
+        content = _content(source, trust)
+    write(content, target)
     return target if "://" in target else Path(local_path(target))
 
 
@@ -104,6 +106,7 @@ def _of_folder(source: str, names: Sequence[str], trust: bool) -> Content:
 def _of_state_file(source: str) -> Content:
     """All of a run state that is one file, as a folder holds it."""
     state = RunState.open(source)
+    assert isinstance(state.tree, dict)  # what cannot be read from the file would not be read from the folder either
     streamed: dict[str, TensorParts] = {
         key: StreamedTensor(state.shape(key), state.dtype(key), partial(state.read, key))
         for key in state.keys()  # noqa: SIM118 - a source is no dict
@@ -139,7 +142,7 @@ def _hugging_face(tensors: SafetensorsFolder) -> dict[str, Any] | None:
         "config": config,
         "generation_config": _json_beside(tensors, "generation_config.json"),
         "tied": [],
-        "dtype": config.get("dtype") or config.get("torch_dtype"),
+        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "") or None,
     }
 
 
@@ -147,10 +150,8 @@ def _json_beside(tensors: SafetensorsFolder, name: str) -> dict[str, Any] | None
     folder = tensors.folder
     if name not in folder.names():
         return None
-    try:
-        content = json.loads(folder.read(name))
-    except ValueError as error:
-        raise CheckpointError(f"{join_path(folder.path, name)} is not JSON: {error}.") from error
+    with understood(join_path(folder.path, name), "Remove or replace it."):
+        content = parse_json(folder.read(name))
     return content if isinstance(content, dict) else None
 
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
+from trainwright.checkpoint.bounded import open_regular
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.owners import TOKEN, left_behind, new_token, owner_lives
 from trainwright.checkpoint.reading import open_named, read_error
@@ -59,7 +60,7 @@ class LocalFiles:
     def open(self, file: str) -> BinaryIO:
         """A file for reading, see :func:`~trainwright.checkpoint.reading.open_named`."""
         path = os.path.join(self.path, file)
-        return open_named(path, lambda: open(path, "rb", buffering=0))
+        return open_named(path, lambda: open_regular(path))
 
     def size(self, file: str) -> int:
         """Bytes of a file."""

@@ -75,9 +75,14 @@ def records_of(path: str | os.PathLike[str], manifest: Manifest, name: str | Non
         return [*manifest.files.values(), *listed]
     record = manifest.files[name]
     try:
-        return list_from_bytes(read_whole(folder, record), manifest.token)
+        found = list_from_bytes(read_whole(folder, record), manifest.token)
     except ManifestError as error:
         raise DamagedCheckpoint(folder.path, [_named(record, str(error))]) from error
+    held = (len(found), sum(each.size for each in found))
+    if held != tuple(manifest.lists[name]):
+        problem = f"it tells of {held[0]} files of {held[1]} bytes, and {MANIFEST} says {tuple(manifest.lists[name])}"
+        raise DamagedCheckpoint(folder.path, [_named(record, problem)])
+    return found
 
 
 def verify(

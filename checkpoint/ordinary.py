@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -17,11 +18,13 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from trainwright.checkpoint.bounded import shortened
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.manifest import MANIFEST
 from trainwright.checkpoint.paths import is_remote, local_path, normal_path
 from trainwright.checkpoint.storage import Folder
-from trainwright.checkpoint.unpickle import open_file, unknown_names
+from trainwright.checkpoint.unpickle import names_in, open_file, read_inert
+from trainwright.checkpoint.zip_files import open_zip
 
 TRUST = (
     "If, and only if, you trust whoever wrote it, load it by typing trust=true on the command line, or "
@@ -70,6 +73,8 @@ def load_ordinary(path: str | os.PathLike[str], *, trust: bool = False, map_loca
 
 
 def _load_file(path: str, file: BinaryIO, trust: bool, map_location: Any) -> Any:
+    unknown = set() if trust else names_in(path, file)
+    file.seek(0)
     try:
         # Bytes of a compressed record are not those of its tensor.
         mapped = not is_remote(path) and _is_stored(file)
@@ -78,7 +83,7 @@ def _load_file(path: str, file: BinaryIO, trust: bool, map_location: Any) -> Any
         return torch.load(file, map_location, weights_only=not trust)
     except Exception as error:
         # Torch raises anything here: a bare EOFError, RuntimeError, KeyError, UnpicklingError.
-        raise _why(path, file, error, trust) from error
+        raise _why(path, file, error, trust, unknown) from error
 
 
 def _is_stored(file: BinaryIO) -> bool:
@@ -86,20 +91,20 @@ def _is_stored(file: BinaryIO) -> bool:
     if not zipfile.is_zipfile(file):
         stored = False
     else:
-        with zipfile.ZipFile(file) as archive:
+        with open_zip(file) as archive:
             stored = all(info.compress_type == zipfile.ZIP_STORED for info in archive.infolist())
     file.seek(0)
     return stored
 
 
-def _why(path: str, file: BinaryIO, error: Exception, trust: bool) -> CheckpointError:
+def _why(path: str, file: BinaryIO, error: Exception, trust: bool, unknown: Collection[str]) -> CheckpointError:
     """Tell a file that was refused from one that is damaged, by reading it without running anything."""
     try:
-        unknown = unknown_names(path, file)
+        read_inert(path, file)
     except CheckpointError as damage:
         return damage
     if trust:
-        return CheckpointError(f"{path} could not be loaded: {type(error).__name__}: {error}")
+        return CheckpointError(f"{path} could not be loaded: {type(error).__name__}: {shortened(str(error))}")
     named = _REFUSED.search(str(error))
     name = named[1] if named else ", ".join(sorted(unknown)[:5])
     if not name:

@@ -213,19 +213,26 @@ class PickleMachine:
 # Protocols before 3 write the names of Python 2.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 FORWARDING = {"torch._tensor._rebuild_from_type_v2", "copyreg._reconstructor", "copyreg.__newobj__"}
+_LARGEST_KEY = 1000
 PLAIN_TENSORS = {"torch.Tensor", "torch.nn.parameter.Parameter"}
 
 
 def plain_keys(values: list[Any]) -> list[Any]:
-    """Values that may be keys or members of a set: anything nested could be so deep that hashing it ends the process.
+    """Values that may be keys or members of a set: what is nested could be so deep that hashing it ends the process, or
+    share its parts so that hashing it never ends.
 
     Raises:
         UnreadablePickleError: for any other value.
     """
     for value in values:
-        flat = value if type(value) is tuple else (value,)
-        if not all(item is None or isinstance(item, str | int | float | bytes | Inert) for item in flat):
-            raise UnreadablePickleError(f"a key that is a {type(value).__name__}")
+        left, count = [value], 0
+        while left:
+            item = left.pop()
+            count += 1
+            if type(item) is tuple and count < _LARGEST_KEY:
+                left.extend(item)
+            elif item is not None and not isinstance(item, str | int | float | bytes | Inert):
+                raise UnreadablePickleError(f"a key that is a {type(value).__name__}")
     return values
 
 

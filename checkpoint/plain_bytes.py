@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from trainwright.checkpoint.dtypes import dtype_named
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.tree import UnsupportedValueError, decode, encode
 
@@ -63,7 +64,7 @@ def unpack(data: bytes) -> Any:
         tree, forms = json.loads(data[_HEAD:begin])
         tensors = []
         for name, shape in forms:
-            dtype = _dtype(name)
+            dtype = dtype_named(name)
             if math.prod(shape) * dtype.itemsize > len(data) - begin:
                 raise ValueError(f"{len(data)} bytes hold no tensor of shape {shape}")
             tensor = torch.empty(shape, dtype=dtype)
@@ -74,13 +75,6 @@ def unpack(data: bytes) -> Any:
         return _with_records(decode(tree, lambda key: tensors[int(key)]))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, RuntimeError) as error:
         raise CheckpointError(f"A message of another rank cannot be read ({type(error).__name__}: {error}).") from error
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
-    return found
 
 
 def _octets_of(tensor: Tensor) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from trainwright.checkpoint.bounded import ContentError, parse_json, shortened
 from trainwright.checkpoint.errors import CheckpointError
 
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.json"
@@ -104,7 +105,7 @@ class Manifest:
             check_file_name(self.token)
         stored = [record.file for record in self.files.values()]
         if len({name.casefold() for name in stored}) != len(stored):
-            raise CheckpointError(f"A manifest names a file twice: {sorted(stored)}.")
+            raise CheckpointError(f"A manifest names a file twice: {shortened(str(sorted(stored)))}.")
 
     @property
     def step(self) -> int:
@@ -146,7 +147,7 @@ class Manifest:
         value = metrics.get(name) if isinstance(metrics, Mapping) else None
         try:
             return None if value is None else float(value)
-        except (TypeError, ValueError):
+        except (OverflowError, TypeError, ValueError):
             return None
 
     def to_bytes(self) -> bytes:
@@ -160,6 +161,7 @@ class Manifest:
         if self.version >= SPLIT:
             content |= {"lists": {name: list(each) for name, each in self.lists.items()}, "token": self.token}
         try:
+            _check_about(self.about)
             return _sealed(_finite(content))
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"What is told about a checkpoint must be plain JSON: {error}.") from error
@@ -174,8 +176,8 @@ class Manifest:
         """
         content = _opened(data)
         version = content.get("version")
-        if not isinstance(version, int) or version < 1:
-            raise ManifestError(f"it has no version (found {version!r})")
+        if type(version) is not int or version < 1:
+            raise ManifestError(f"it has no version (found {shortened(repr(version))})")
         if version > VERSION:
             raise CheckpointError(
                 f"has version {version} of the format; this installation reads versions up to {VERSION}: "
@@ -184,6 +186,7 @@ class Manifest:
         files, about = content.get("files"), content.get("about")
         if not isinstance(files, dict) or not isinstance(about, dict):
             raise ManifestError("it lists no files")
+        _check_about(about)
         records = {name: _record_from_json(name, value) for name, value in files.items()}
         if version == WHOLE:
             return cls(records, about, version)
@@ -229,9 +232,9 @@ def list_from_bytes(data: bytes, token: str) -> list[FileRecord]:
         CheckpointError: if it names files outside of its folder.
     """
     try:
-        plain = json.loads(data)["files"].items()
+        plain = parse_json(data)["files"].items()
         values = {name: {"size": size, _HASH: digest, "rank": rank} for name, (size, digest, rank) in plain}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ManifestError(f"it is no list of files ({type(error).__name__}: {error})") from None
     for name in values:
         check_file_name(name)
@@ -241,8 +244,8 @@ def list_from_bytes(data: bytes, token: str) -> list[FileRecord]:
 
 def _listed(name: str, value: object, records: Mapping[str, FileRecord]) -> Listed:
     numbers = value if isinstance(value, list) and len(value) == len(Listed._fields) else []
-    if name not in records or not numbers or not all(isinstance(each, int) and each >= 0 for each in numbers):
-        raise ManifestError(f"its list {name} is {value!r}")
+    if name not in records or not numbers or not all(_is_natural(each) for each in numbers):
+        raise ManifestError(f"its list {name} is {shortened(repr(value))}")
     return Listed(*numbers)
 
 
@@ -268,9 +271,9 @@ def _opened(data: bytes) -> dict[str, Any]:
     """The content of sealed bytes. The envelope is the same in every version of the format, so that a flipped bit in
     the version is taken for damage, not for a newer version."""
     try:
-        content = json.loads(data.decode("ascii"))
-    except (ValueError, RecursionError) as error:
-        raise ManifestError(f"it is no JSON ({type(error).__name__}: {error})") from None
+        content = parse_json(data)
+    except ContentError as error:
+        raise ManifestError(str(error)) from None
     if not isinstance(content, dict) or _HASH not in content:
         raise ManifestError("it has no hash of itself")
     content.pop(_HASH)
@@ -304,9 +307,45 @@ def _record_to_json(record: FileRecord) -> dict[str, Any]:
 
 
 def _record_from_json(name: str, value: object) -> FileRecord:
-    if not isinstance(value, dict):
-        raise ManifestError(f"its record of {name} is {value!r}")
-    size, digest, rank, stored = (value.get(key) for key in ("size", _HASH, "rank", "stored"))
-    if not (isinstance(size, int) and isinstance(rank, int) and isinstance(digest, str) and size >= 0 <= rank):
-        raise ManifestError(f"its record of {name} is {value!r}")
-    return FileRecord(name, size, digest, rank, str(stored or ""))
+    content = value if isinstance(value, dict) else {}
+    size, digest, rank, stored = (content.get(key) for key in ("size", _HASH, "rank", "stored"))
+    is_hash = isinstance(digest, str) and re.fullmatch(r"[0-9a-f]{32}", digest)
+    if not (_is_natural(size) and _is_natural(rank) and is_hash and isinstance(stored, str | None)):
+        raise ManifestError(f"its record of {name} is {shortened(repr(value))}")
+    return FileRecord(name, size, digest, rank, stored or "")  # type: ignore[arg-type]
+
+
+def _is_natural(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+_ABOUT: dict[str, type | tuple[type, ...]] = {
+    "bytes": int,
+    "created": str,
+    "data_ranks": int,
+    "epoch": int,
+    "global_batch_size": int,
+    "hugging_face": list,
+    "kind": str,
+    "layout": dict,
+    "metrics": dict,
+    "samples": int,
+    "step": int,
+    "strategy": str,
+    "versions": dict,
+    "world_size": int,
+}
+
+
+def _check_about(about: Mapping[str, Any]) -> None:
+    """Refuse what readers would take for something else; ``None`` and what nobody reads may be there."""
+    for name, kind in _ABOUT.items():
+        value = about.get(name)
+        is_wrong = (
+            not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and abs(value) >= 1 << 63)
+        )
+        if value is not None and is_wrong:
+            raise ManifestError(f"its {name} is {shortened(repr(value))}, not a {getattr(kind, '__name__', kind)}")
+    for name, value in (about.get("layout") or {}).items():
+        if not _is_natural(value):
+            raise ManifestError(f"the axis {name} of its layout is {shortened(repr(value))}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
@@ -13,16 +12,19 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from trainwright.checkpoint.bounded import parse_json, understood
+from trainwright.checkpoint.boxes import StoredBox
 from trainwright.checkpoint.dcp import PartsLoadPlanner, RunStateReader, StoredMetadata
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from trainwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
 from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.records import STATE, TENSOR_FILE
+from trainwright.checkpoint.paths import join_path
+from trainwright.checkpoint.records import STATE, TENSOR_FILE, TENSORS
 from trainwright.checkpoint.source import TensorSource
 from trainwright.checkpoint.storage import Folder
 from trainwright.checkpoint.stored import StoredTensors, stored_tensors
 from trainwright.checkpoint.tensor_file import TensorEntry, TensorFileReader
-from trainwright.checkpoint.tree import decode
+from trainwright.checkpoint.tree import check_sections, decode
 
 
 def holds_run_state(path: str) -> bool:
@@ -117,15 +119,24 @@ class RunState:
     @cached_property
     def tree(self) -> dict[str, Any]:
         """Everything that is not a tensor; a :class:`StoredTensor` stands where one is."""
-        tree = decode(self.plain_tree, lambda key: StoredTensor(self, key))
-        if not isinstance(tree, dict):
-            raise CheckpointError(f"{self.path}/{STATE} holds no mapping.")
+        with understood(self._place(STATE)):
+            tree: dict[str, Any] = decode(self.plain_tree, self._tensor)
+            check_sections(tree)
         return tree
 
     @property
     def plain_tree(self) -> Any:
         """The tree as JSON, keys in the places of tensors."""
-        return self._json(STATE)
+        with understood(self._place(STATE)):
+            return parse_json(self._folder.read(STATE))
+
+    def _tensor(self, key: str) -> StoredTensor:
+        if key not in self.keys():
+            raise CheckpointError(f"{self._place(STATE)} refers to the tensor {key!r}, which {TENSORS} does not name.")
+        return StoredTensor(self, key)
+
+    def _place(self, name: str) -> str:
+        return join_path(self.path, name)
 
     @property
     def stored(self) -> dict[str, StoredMetadata]:
@@ -162,7 +173,7 @@ class RunState:
         sizes = rest if sizes is None else tuple(sizes)
         stored = self._tensors.boxes(key, [(offsets, sizes)])
         if len(stored.boxes) == 1 and stored.boxes[0].sizes == shape:  # the whole, read without a second copy of it
-            return self._read_box(stored.boxes[0].file, stored.boxes[0].name, offsets, sizes)
+            return self._read_box(stored.boxes[0], stored.dtype, offsets, sizes)
         target = torch.empty(sizes, dtype=stored.dtype)
         self.fill({key: TensorParts(stored.shape, stored.dtype, [(offsets, target)])})
         return target
@@ -197,24 +208,19 @@ class RunState:
             cause = next(iter(error.failures.values()))[0]
             raise CheckpointError(f"{self.path} cannot be read: {cause}") from error
 
-    def _read_box(self, file: str, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        if not file.endswith(TENSOR_FILE):  # the bytes of one tensor alone; there may be more such than may be open
-            only = TensorEntry(name, self.dtype(name), self.shape(name))
-            with TensorFileReader(partial(self._folder.open, file), only) as reader:
-                return reader.read(name, offsets, sizes)
+    def _read_box(self, box: StoredBox, dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        expected = TensorEntry(box.name, dtype, box.sizes)
+        if not box.file.endswith(TENSOR_FILE):  # the bytes of one tensor alone; there may be more such than may be open
+            with TensorFileReader(partial(self._folder.open, box.file), expected) as reader:
+                return reader.read(box.name, offsets, sizes)
         # One reader per thread: a file has one position.
-        place = (threading.get_ident(), file)
+        place = (threading.get_ident(), box.file)
         if place not in self._readers:
-            self._readers[place] = TensorFileReader(partial(self._folder.open, file))
-        return self._readers[place].read(name, offsets, sizes)
-
-    # ---- files ----------------------------------------------------------------------------------------------------
-
-    def _read_file(self, name: str) -> bytes:
-        return self._folder.read(name)
-
-    def _json(self, name: str) -> Any:
-        try:
-            return json.loads(self._read_file(name))
-        except ValueError as error:
-            raise CheckpointError(f"{self.path}/{name} is not JSON: {error}.") from error
+            self._readers[place] = TensorFileReader(partial(self._folder.open, box.file))
+        found = self._readers[place].entries.get(box.name)
+        if found != expected:
+            raise CheckpointError(
+                f"{self._place(box.file)} should hold {expected}, as {TENSORS} says, and holds {found or 'none'}. Use "
+                "another checkpoint."
+            )
+        return self._readers[place].read(box.name, offsets, sizes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.bounded import parse_json, shortened
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.paths import join_path, split_path
 from trainwright.checkpoint.records import MANIFEST
@@ -141,10 +141,11 @@ def _tensor_files(names: Collection[str], path: str) -> list[str]:
 def _read_index(folder: Folder, index: str) -> dict[str, str]:
     where = join_path(folder.path, index)
     try:
-        weight_map: Any = json.loads(folder.read(index))["weight_map"]
+        weight_map: Any = parse_json(folder.read(index))["weight_map"]
         pairs = list(weight_map.items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f'{where} is no index of safetensors (JSON with "weight_map"): {error!r}.') from error
+        what = shortened(repr(error))
+        raise CheckpointError(f'{where} is no index of safetensors (JSON with "weight_map"): {what}.') from error
     if not pairs or not all(isinstance(key, str) and isinstance(file, str) for key, file in pairs):
         raise CheckpointError(f"{where}: weight_map must give a file name for each tensor.")
     for key, file in pairs:

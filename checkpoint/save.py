@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.checkpoint.dcp import problem_of, to_json
+from trainwright.checkpoint.bounded import json_bytes
+from trainwright.checkpoint.boxes import problem_of_boxes
+from trainwright.checkpoint.dcp import to_json
 from trainwright.checkpoint.dealing import Deal, Dealer
 from trainwright.checkpoint.distinct import from_rank, problems_of_ranks
 from trainwright.checkpoint.errors import CheckpointError
@@ -169,7 +170,7 @@ def _publish(
     if deal.split is None:
         stored = stored_by(deal)
         for key, tensor in stored.items():
-            problem = problem_of(tensor, files)
+            problem = problem_of_boxes(tensor.shape, tensor.boxes, files)
             if problem is not None:
                 raise CheckpointError(f"{key} of shape {tensor.shape}, as the ranks hold it, {problem}.")
         tensors = to_json(stored)
@@ -177,7 +178,7 @@ def _publish(
         if TENSORS not in deal.composed:
             deal.composed[TENSORS] = directory_of(deal).to_bytes()
         tensors = deal.composed[TENSORS]
-    state = json.dumps(content.tree, allow_nan=False, separators=(",", ":")).encode()
+    state = json_bytes(content.tree, "The state")
     written = [pending.write_file(STATE, state, rank=0), pending.write_file(TENSORS, tensors, rank=0)]
     manifest = Manifest({**files, **{record.name: record for record in written}}, lists=lists)
     about = {

@@ -8,7 +8,6 @@ nothing of the pickle is looked at, and every record is held against its hash fi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +18,9 @@ from typing import Any, BinaryIO, cast
 
 import torch.distributed as dist
 
-from trainwright.checkpoint.dcp import StoredBox, StoredMetadata, to_json
+from trainwright.checkpoint.bounded import json_bytes
+from trainwright.checkpoint.boxes import StoredBox
+from trainwright.checkpoint.dcp import StoredMetadata, to_json
 from trainwright.checkpoint.distinct import from_rank, kin_of, to_first
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.fresh import fresh_path, refuse_full
@@ -84,7 +85,7 @@ def _write(source: HeldSource, content: Content, path: str) -> Manifest:
     with _new_file(path, sum(each.nbytes for each in lazy.values())) as file, TorchFileWriter(file) as writer:
         names = writer.write(tree, tuple(lazy.values()))
         stored = {key: _stored(each, names[key]) for key, each in lazy.items()}
-        writer.add(STATE, json.dumps(content.tree, allow_nan=False, separators=(",", ":")).encode())
+        writer.add(STATE, json_bytes(content.tree, f"The state of {path}"))
         writer.add(TENSORS, to_json(stored))
         manifest = Manifest(dict(writer.records))
         about = {"bytes": manifest.num_bytes, "created": datetime.now(UTC).isoformat(timespec="milliseconds")}

@@ -7,6 +7,7 @@ promise that a reader sees a whole checkpoint or none.
 
 from __future__ import annotations
 
+import io
 import os
 import time
 import warnings
@@ -15,6 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import BinaryIO
 
+from trainwright.checkpoint.bounded import open_regular, read_at_most
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.local_files import LocalFiles, LocalPending, clean_up_local, folders_in_local, remove_local
 from trainwright.checkpoint.owners import is_token, new_token
@@ -71,9 +73,13 @@ class Folder:
         return self._files.open(self._stored(name))
 
     def read(self, name: str) -> bytes:
-        """All bytes of a file."""
+        """All bytes of a file that is not a file of tensors.
+
+        Raises:
+            CheckpointError: if it cannot be read, or is longer than such files are.
+        """
         with self.open(name) as file:
-            return file.read()
+            return read_at_most(file, join_path(self.path, name))
 
     def size(self, name: str) -> int:
         """Bytes of a file.
@@ -98,7 +104,7 @@ class Folder:
 def _files_at(path: str) -> LocalFiles | RemoteFiles | ZipFiles:
     if not is_remote(path):
         files: LocalFiles | RemoteFiles = LocalFiles(path)
-        return ZipFiles(path, lambda: open(path, "rb")) if files.is_file() else files
+        return ZipFiles(path, lambda: io.BufferedReader(open_regular(path))) if files.is_file() else files
     files = RemoteFiles(path)
     # A store is asked only where the name is one of a file. A web server gives no parts of files.
     named_as_file = bool(os.path.splitext(path)[1]) and not path.startswith(("http://", "https://"))

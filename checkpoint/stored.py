@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from trainwright.checkpoint.dcp import StoredBox, StoredMetadata, from_json
-from trainwright.checkpoint.directory import Directory, Entry, Place, overlap, rank_and_name
+from trainwright.checkpoint.bounded import understood
+from trainwright.checkpoint.boxes import StoredBox, is_within, tiles
+from trainwright.checkpoint.dcp import StoredMetadata, from_json
+from trainwright.checkpoint.directory import Box, Directory, Entry, Place, boxes_from_json, overlap, rank_and_name
+from trainwright.checkpoint.dtypes import dtype_named
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.manifest import read_whole
+from trainwright.checkpoint.paths import join_path
 from trainwright.checkpoint.records import TENSORS, WHOLE, Manifest, file_of
 from trainwright.checkpoint.split import boxes_file
 from trainwright.checkpoint.storage import Folder
@@ -88,14 +91,12 @@ class _Divided:
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self._folder = folder
         self._manifest = manifest
-        self._files: dict[int, dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]]] = {}
+        self._files: dict[int, dict[str, list[Box]]] = {}
         self._found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
         data = self._read(TENSORS)
-        try:
-            self._directory = Directory.from_bytes(data)
-            self._dtypes = {entry.dtype: _dtype(entry.dtype) for entry in _entries(self._directory)}
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise self._misunderstood(TENSORS, error) from error
+        with understood(join_path(folder.path, TENSORS)):
+            self._directory = Directory.from_bytes(data, manifest.num_files)
+            self._dtypes = {entry.dtype: dtype_named(entry.dtype) for entry in _entries(self._directory)}
 
     def keys(self) -> Collection[str]:
         return self._directory.keys()
@@ -144,15 +145,18 @@ class _Divided:
         # What many ranks hold is told in many files; one that has been read for another tensor is as good as any.
         for number in sorted(self._near(entry.places, begin, end), key=lambda each: each not in self._files):
             if held == expected:
-                return
+                break
             boxes = self._boxes_in(number, key, entry)
             held = max(0, held) + common(box for offsets, box in boxes.items() if offsets not in found)
             found.update(boxes)
+        what = f"{self._folder.path}: of {key} of shape {entry.shape}, the part from {begin} to {end}"
         if held not in (expected, -1):
-            raise CheckpointError(
-                f"{self._folder.path}: of {key} of shape {entry.shape}, the part from {begin} to {end} is there with "
-                f"{held} of its {expected} elements."
-            )
+            raise CheckpointError(f"{what} is there with {held} of its {expected} elements.")
+        with understood(what):
+            whole = begin, [last - first for first, last in zip(begin, end, strict=True)]
+            parts = [_common(begin, end, box) for box in found.values()]
+            if expected and not tiles(whole, [part for part in parts if 0 not in part[1]]):
+                raise CheckpointError(f"{what} has boxes that overlap, so some of it is there twice.")
 
     def _near(self, places: tuple[Place, ...], begin: tuple[int, ...], end: tuple[int, ...]) -> list[int]:
         """Numbers of the files with boxes that may have something of a part; alike tensors are asked for alike."""
@@ -169,8 +173,7 @@ class _Divided:
             self._files[number] = self._read_boxes(boxes_file(number))
         boxes = {}
         for offsets, sizes, rank in self._files[number].get(key, ()):
-            within = all(o + s <= length for o, s, length in zip(offsets, sizes, entry.shape, strict=False))
-            if not within or not len(offsets) == len(sizes) == len(entry.shape):
+            if not is_within(offsets, sizes, entry.shape):
                 raise CheckpointError(
                     f"{self._folder.path}/{boxes_file(number)}: {key} of shape {entry.shape} cannot have a box at "
                     f"{offsets} of {sizes}."
@@ -178,15 +181,10 @@ class _Divided:
             boxes[offsets] = StoredBox(offsets, sizes, file_of(rank), name_of(key, offsets, sizes, entry.shape))
         return boxes
 
-    def _read_boxes(self, name: str) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
+    def _read_boxes(self, name: str) -> dict[str, list[Box]]:
         data = self._read(name)
-        try:
-            return {
-                key: [(_numbers(offsets), _numbers(sizes), _numbers([rank])[0]) for offsets, sizes, rank in boxes]
-                for key, boxes in json.loads(data)["tensors"].items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise self._misunderstood(name, error) from error
+        with understood(join_path(self._folder.path, name)):
+            return boxes_from_json(data)
 
     def _read(self, name: str) -> bytes:
         record = self._manifest.files.get(name)
@@ -201,27 +199,17 @@ class _Divided:
             raise KeyError(key)
         return entry
 
-    def _misunderstood(self, name: str, error: Exception) -> CheckpointError:
-        return CheckpointError(f"{self._folder.path}/{name} cannot be understood: {error!r}.")
-
 
 def _entries(directory: Directory) -> list[Entry]:
     return [*directory.tensors.values(), *(entry for kind in directory.kinds for entry in kind.values())]
 
 
-def _dtype(name: str) -> torch.dtype:
-    found: Any = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
-    return found
+def _common(begin: Sequence[int], end: Sequence[int], box: StoredBox) -> Region:
+    """What a box has of the part from ``begin`` to ``end``."""
+    first = [max(place, offset) for place, offset in zip(begin, box.offsets, strict=True)]
+    last = [min(place, other) for place, other in zip(end, _ends(box.offsets, box.sizes), strict=True)]
+    return first, [max(0, stop - start) for start, stop in zip(first, last, strict=True)]
 
 
 def _ends(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(offset + size for offset, size in zip(offsets, sizes, strict=True))
-
-
-def _numbers(values: Sequence[Any]) -> tuple[int, ...]:
-    numbers = tuple(map(int, values))
-    if any(number < 0 for number in numbers):
-        raise ValueError(f"{values!r} are no offsets, sizes or ranks")
-    return numbers

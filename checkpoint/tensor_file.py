@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.bounded import ContentError, naturals, parse_json, shape_of, shortened
 from trainwright.checkpoint.errors import CheckpointError
 
 DTYPES = {
@@ -296,7 +297,7 @@ def _parsed(file: BinaryIO, size: int) -> tuple[dict[str, TensorEntry], dict[str
     data_begin = _LENGTH.size + length
     if not 2 <= length <= _LONGEST_HEADER or data_begin > size:
         raise _FormatError(f"it has {size} bytes, and its header is said to have {length}")
-    content = _json_object(file.read(length))
+    content = _header_of(file.read(length))
     metadata = content.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _FormatError(f"its {_METADATA} is not texts alone")
@@ -312,42 +313,33 @@ def _parsed(file: BinaryIO, size: int) -> tuple[dict[str, TensorEntry], dict[str
     return entries, metadata, begins
 
 
-def _json_object(text: bytes) -> dict[str, Any]:
+def _header_of(text: bytes) -> dict[str, Any]:
     try:
-        content = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats)
-    except (ValueError, RecursionError) as error:
-        raise _FormatError(f"its header is no JSON ({error})") from None
+        content = parse_json(text)
+    except ContentError as error:
+        raise _FormatError(f"of its header: {error}") from None
     if not isinstance(content, dict):
         raise _FormatError("its header is no JSON object")
-    return content
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        raise _FormatError("its header says something twice")
     return content
 
 
 def _entry(name: str, value: object) -> tuple[TensorEntry, int]:
     """One tensor, and where it begins."""
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _FormatError(f"{name!r} is described by {value!r}")
+        raise _FormatError(f"{name!r} is described by {shortened(repr(value))}")
     dtype, shape, place = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _FormatError(f"{name!r} has the dtype {dtype!r}, which is not known; known are {', '.join(DTYPES)}")
-    # Dimensions beside a 0 are bounded too: torch computes strides from them.
-    bounded = _naturals(shape) and math.prod(length or 1 for length in shape) < 1 << 60
-    if not bounded or not _naturals(place) or len(place) != 2:
-        raise _FormatError(f"{name!r} has the shape {shape!r} and the place {place!r}")
-    entry = TensorEntry(name, DTYPES[dtype], tuple(shape))
-    if place[1] - place[0] != entry.num_bytes:
+        given = shortened(repr(dtype))
+        raise _FormatError(f"{name!r} has the dtype {given}, which is not known; known are {', '.join(DTYPES)}")
+    try:
+        entry, (begin, end) = TensorEntry(name, DTYPES[dtype], shape_of(shape)), naturals(place)
+    except ValueError:
+        raise _FormatError(
+            f"{name!r} has the shape {shortened(repr(shape))} and the place {shortened(repr(place))}"
+        ) from None
+    if end - begin != entry.num_bytes:
         raise _FormatError(f"{name!r} needs {entry.num_bytes} bytes, and has the place {place}")
-    return entry, place[0]
-
-
-def _naturals(value: object) -> bool:
-    return isinstance(value, list) and all(type(number) is int and 0 <= number < 1 << 63 for number in value)
+    return entry, begin
 
 
 # ---- tensors and bytes ----------------------------------------------------------------------------------------------

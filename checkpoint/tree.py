@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
@@ -17,12 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
+from trainwright.checkpoint.bounded import ContentError, shortened
+from trainwright.checkpoint.dtypes import dtype_named
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.references import literal, plain_values
 
 _MARK = "~"
+_NUMPY_CODE = re.compile(r"[<>|=]?(?:[biufcSU]\d{1,9}|[mM]8(?:\[\w{1,8}\])?)")
 _CLASSES: dict[str, type] = {
     "dict": dict,
     "list": list,
@@ -177,19 +182,85 @@ def decode(value: Any, get: Get) -> Any:
             return OrderedDict(items) if kind == "OrderedDict" else dict(items)
         if kind in _READERS:
             return _READERS[kind](value, decode(value["v"], get))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"state.json holds a value of kind {kind!r} that cannot be read: {error!r}.") from error
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        what = shortened(repr(error))
+        raise CheckpointError(
+            f"state.json holds a value of kind {shortened(repr(kind))} that cannot be read: {what}."
+        ) from error
     raise CheckpointError(
-        f"state.json holds a value of unknown kind {kind!r}; this version knows {', '.join(sorted(_READERS))}. It was "
-        "written by a newer version: update trainwright."
+        f"state.json holds a value of unknown kind {shortened(repr(kind))}; this version knows "
+        f"{', '.join(sorted(_READERS))}. It was written by a newer version: update trainwright."
     )
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
-    return found
+SECTIONS: dict[str, type | tuple[type, ...]] = {
+    "callbacks": dict,
+    "epoch": int,
+    "global_step": int,
+    "loops": dict,
+    "lr_schedulers": list,
+    "optimizer_states": list,
+    "pytorch-lightning_version": str,
+    "state_dict": dict,
+    "trainwright": dict,
+}
+"""What Lightning's dict of a run holds under names that every reader knows."""
+
+
+def check_sections(tree: Any) -> None:
+    """Refuse a tree that is no dict of a run, before parts of it are restored.
+
+    Raises:
+        ContentError: if it is none.
+    """
+    if not isinstance(tree, dict):
+        raise ContentError("it holds no mapping")
+    for name, kind in SECTIONS.items():
+        value = tree.get(name)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise ContentError(f"{name} is a {type(value).__name__}")
+    for optimizer in tree.get("optimizer_states") or ():
+        if not isinstance(optimizer, dict):
+            raise ContentError(f"the state of an optimizer is a {type(optimizer).__name__}")
+        if optimizer.get("by_name"):
+            _check_optimizer(optimizer)
+
+
+def _check_optimizer(state: dict[str, Any]) -> None:
+    groups, values = state.get("param_groups"), state.get("state")
+    named = isinstance(groups, list) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(isinstance(name, str) for name in group["params"])
+        for group in groups
+    )
+    if not named or not isinstance(values, dict) or not all(isinstance(each, dict) for each in values.values()):
+        raise ContentError("the state of an optimizer does not say of parameters by name")
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, bool | int | float | complex):
+        raise ContentError(f"a {type(value).__name__} is no number")
+    return value
+
+
+def _numpy_type(code: Any) -> Any:
+    # What these codes leave out is made of memory of any size or of objects.
+    if not isinstance(code, str) or not _NUMPY_CODE.fullmatch(code):
+        raise ContentError(f"{shortened(repr(code))} is no dtype of numpy")
+    return np.dtype(code).type
+
+
+def _config(value: Any) -> Any:
+    # A text would be read as YAML, in which a few lines stand for more values than there is memory.
+    if not isinstance(value, dict | list):
+        raise ContentError(f"a {type(value).__name__} is no configuration")
+    try:
+        return OmegaConf.create(value)
+    except OmegaConfBaseException as error:
+        raise ContentError(f"no configuration: {error}") from error
 
 
 def _array(value: Any) -> Any:
@@ -201,18 +272,18 @@ _READERS: dict[str, Callable[[dict[str, Any], Any], Any]] = {
     "tuple": lambda _, v: tuple(v),
     "set": lambda _, v: set(v),
     "frozenset": lambda _, v: frozenset(v),
-    "scalar": lambda raw, v: torch.tensor(v, dtype=_dtype(raw["dtype"])),
+    "scalar": lambda raw, v: torch.tensor(_number(v), dtype=dtype_named(raw["dtype"])),
     "ndarray": lambda _, v: _array(v),
-    "numpy": lambda raw, v: np.dtype(raw["dtype"]).type(v),
+    "numpy": lambda raw, v: _numpy_type(raw["dtype"])(v),
     "float": lambda _, v: float(v),
     "complex": lambda _, v: complex(*v),
     "bytes": lambda _, v: base64.b64decode(v, validate=True),
     "path": lambda _, v: Path(v),
     "datetime": lambda _, v: datetime.fromisoformat(v),
     "timedelta": lambda _, v: timedelta(*v),
-    "dtype": lambda _, v: _dtype(v),
+    "dtype": lambda _, v: dtype_named(v),
     "device": lambda _, v: torch.device(v),
     "class": lambda _, v: _CLASSES[v],
     # A file of others must not have its reader look up variables of the environment, or call a resolver.
-    "omegaconf": lambda _, v: OmegaConf.create(literal(v)),
+    "omegaconf": lambda _, v: _config(literal(v)),
 }

@@ -11,22 +11,24 @@ import os
 import struct
 import sys
 import zipfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, BinaryIO, cast
 
 import torch
 
+from trainwright.checkpoint.bounded import MOST_JSON, Limited, check_nesting, open_regular
 from trainwright.checkpoint.errors import CheckpointError, DamagedFile, MissingCheckpoint
 from trainwright.checkpoint.paths import file_system, is_remote, local_path, normal_path
-from trainwright.checkpoint.pickle_machine import PickleMachine, UnreadablePickleError
+from trainwright.checkpoint.pickle_machine import Inert, PickleMachine, UnreadablePickleError
 from trainwright.checkpoint.pickle_values import BUILDERS, CONSTANTS, MAKERS, Storage, is_plain, storage_dtype
-from trainwright.checkpoint.zip_files import RecordError, place_of
+from trainwright.checkpoint.zip_files import RecordError, open_zip, place_of
 
 # What torch.save wrote before it wrote zip archives begins with this number and this version, each a pickle.
 _MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_VERSION = 1001
 _ZIP = b"PK\3\4"
+_MOST_UNPACKED = 1 << 30
 _BYTE_ORDER = {"little": b"little", "big": b"big"}[sys.byteorder]
 
 
@@ -48,27 +50,48 @@ def load_inert(path: str | os.PathLike[str]) -> Any:
     """
     path = normal_path(path)
     with open_file(path) as file:
-        return _read(path, file, _machine)
+        return read_inert(path, file)
 
 
-def unknown_names(path: str, file: BinaryIO) -> set[str]:
+def names_in(path: str, file: BinaryIO) -> set[str]:
     """The classes and functions that a torch file names and that make no plain value.
+
+    Nothing is made of what it names, so this is what to ask before another reader takes the file: a few bytes of nested
+    pairs that share their halves would keep that one busy for ever.
 
     Args:
         path: of the file.
         file: the same, open.
 
     Raises:
-        CheckpointError: if it is damaged or no torch file.
+        CheckpointError: if it is damaged or no torch file, or its values nest without bound.
     """
-    machines: list[PickleMachine] = []
+    machine = PickleMachine({}, {}, {}, Inert)
+    with _damage_named(path, file):
+        pickle = _pickle_in(file) if _is_zip(file) else _after_head(file)
+        check_nesting(machine.load(pickle), (dict, list, tuple, set, frozenset, Inert), _inside)
+    return {name for name in machine.names if not is_plain(name)}
 
-    def machine(persistent: Callable[[Any], Any] | None) -> PickleMachine:
-        machines.append(_machine(persistent))
-        return machines[-1]
 
-    _read(normal_path(path), file, machine)
-    return {name for machine in machines for name in machine.names if not is_plain(name)}
+def _pickle_in(file: BinaryIO) -> BinaryIO:
+    """The pickle of a zip archive, which may be compressed here."""
+    size = file.seek(0, io.SEEK_END)
+    with open_zip(file) as archive:
+        records = archive.infolist()
+        if sum(each.file_size for each in records if each.compress_type) > max(_MOST_UNPACKED, 20 * size):
+            raise UnreadablePickleError("it unpacks to far more than its size")
+        pickle = next((each for each in records if each.filename.endswith("/data.pkl")), None)
+        if pickle is None or pickle.file_size > MOST_JSON:
+            raise UnreadablePickleError("its part data.pkl is missing or too long")
+        return io.BytesIO(archive.read(pickle))
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """The values in a container, also in what a call would have been given."""
+    if isinstance(value, Inert):
+        state = value.args, value.kwargs, value.state, value.items, value.entries
+        return [each for each in state if each]
+    return [*value.keys(), *value.values()] if isinstance(value, dict) else value
 
 
 def open_file(path: str) -> AbstractContextManager[BinaryIO]:
@@ -79,7 +102,7 @@ def open_file(path: str) -> AbstractContextManager[BinaryIO]:
     """
     try:
         if not is_remote(path):
-            return open(local_path(path), "rb")
+            return io.BufferedReader(open_regular(local_path(path)))
         system, name = file_system(path)
         if "http" in system.protocol:
             # Not every server answers for a part of a file, and each part would cost a round trip.
@@ -95,23 +118,34 @@ def open_file(path: str) -> AbstractContextManager[BinaryIO]:
         raise CheckpointError(f"{path} cannot be opened: {type(error).__name__}: {error}.") from error
 
 
-Machine = Callable[[Callable[[Any], Any] | None], PickleMachine]
-
-
 def _machine(persistent: Callable[[Any], Any] | None) -> PickleMachine:
     return PickleMachine(CONSTANTS, MAKERS, BUILDERS, persistent)
 
 
-def _read(path: str, file: BinaryIO, machine: Machine) -> Any:
+def read_inert(path: str, file: BinaryIO) -> Any:
+    """As :func:`load_inert`, from a file that is open."""
+    with _damage_named(path, file):
+        value = _load_zip(path, file) if _is_zip(file) else _load_legacy(file)
+        # What an Inert holds is looked at by nobody who goes through values.
+        check_nesting(value, (dict, list, tuple, set, frozenset), _inside)
+        return value
+
+
+@contextmanager
+def _damage_named(path: str, file: BinaryIO) -> Iterator[None]:
     try:
-        if zipfile.is_zipfile(file):
-            return _load_zip(path, file, machine)
-        file.seek(0)
-        if file.read(len(_ZIP)) == _ZIP:
-            raise UnreadablePickleError("its end is missing, where the list of its contents stands")
-        return _load_legacy(file, machine)
+        yield
     except Exception as error:  # a damaged file makes zipfile, struct and torch raise anything
         raise DamagedFile(path, _what_is_wrong(file.seek(0, io.SEEK_END), error)) from error
+
+
+def _is_zip(file: BinaryIO) -> bool:
+    if zipfile.is_zipfile(cast(BinaryIO, Limited(file))):
+        return True
+    file.seek(0)
+    if file.read(len(_ZIP)) == _ZIP:
+        raise UnreadablePickleError("its end is missing, where the list of its contents stands")
+    return False
 
 
 def _what_is_wrong(size: int, error: Exception) -> str:
@@ -132,7 +166,7 @@ class _Archive:
     """
 
     def __init__(self, path: str, file: BinaryIO) -> None:
-        self._zip = zipfile.ZipFile(file)
+        self._zip = open_zip(file)
         self._file = file
         self._size = file.seek(0, io.SEEK_END)
         self._mapped = None if is_remote(path) else torch.UntypedStorage.from_file(local_path(path), False, self._size)
@@ -172,7 +206,7 @@ class _Archive:
             raise UnreadablePickleError(f"its part {name} {error}") from None
 
 
-def _load_zip(path: str, file: BinaryIO, machine: Machine) -> Any:
+def _load_zip(path: str, file: BinaryIO) -> Any:
     archive = _Archive(path, file)
     storages: dict[str, Storage] = {}
 
@@ -189,20 +223,27 @@ def _load_zip(path: str, file: BinaryIO, machine: Machine) -> Any:
             raise UnreadablePickleError(f"its part data/{key} has {found.data.nbytes()} bytes for {count} of {dtype}")
         return found
 
-    return machine(persistent).load(io.BytesIO(archive.read("data.pkl")))
+    return _machine(persistent).load(io.BytesIO(archive.read("data.pkl")))
 
 
 # ---- before zip archives ---------------------------------------------------------------------------------------------
 
 
-def _load_legacy(file: BinaryIO, machine: Machine) -> Any:
-    size = file.seek(0, io.SEEK_END)
+def _after_head(file: BinaryIO) -> BinaryIO:
+    """The file at the pickle of what was saved."""
     file.seek(0)
-    head = machine(None).load(file)
-    if head != _MAGIC or machine(None).load(file) != _LEGACY_VERSION:
+    pickle = cast(BinaryIO, Limited(file))
+    head = _machine(None).load(pickle)
+    if head != _MAGIC or _machine(None).load(pickle) != _LEGACY_VERSION:
         raise UnreadablePickleError("it does not begin as torch files do")
-    if machine(None).load(file).get("little_endian") != (sys.byteorder == "little"):
+    if _machine(None).load(pickle).get("little_endian") != (sys.byteorder == "little"):
         raise UnreadablePickleError("it was written on a machine of the other byte order")
+    return pickle
+
+
+def _load_legacy(file: BinaryIO) -> Any:
+    size = file.seek(0, io.SEEK_END)
+    pickle = _after_head(file)
     storages: dict[str, Storage] = {}
 
     def persistent(identity: Any) -> Storage:
@@ -218,8 +259,8 @@ def _load_legacy(file: BinaryIO, machine: Machine) -> Any:
             data = data[start * dtype.itemsize : (start + length) * dtype.itemsize]
         return Storage(data, dtype)
 
-    value = machine(persistent).load(file)
-    for key in machine(None).load(file):
+    value = _machine(persistent).load(pickle)
+    for key in _machine(None).load(pickle):
         storage = storages[key]
         (count,) = struct.unpack("<q", file.read(8))
         if count * storage.dtype.itemsize != storage.data.nbytes():

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from trainwright.checkpoint.dcp import StoredBox, StoredMetadata
+from trainwright.checkpoint.boxes import StoredBox
+from trainwright.checkpoint.dcp import StoredMetadata
 from trainwright.checkpoint.dealing import Deal, Kin, is_own, own_boxes
 from trainwright.checkpoint.directory import Directory, Entry, Place, in_runs
 from trainwright.checkpoint.errors import CheckpointError

@@ -12,8 +12,9 @@ import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
+from trainwright.checkpoint.bounded import Limited
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from trainwright.checkpoint.reading import open_named
 from trainwright.checkpoint.records import MANIFEST, STATE, TENSORS
@@ -25,6 +26,11 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 class RecordError(ValueError):
     """A record whose bytes are not stored as they are, or not there."""
+
+
+def open_zip(file: BinaryIO) -> zipfile.ZipFile:
+    """Open an archive; of what lists and describes its contents, a bounded number of bytes is read."""
+    return zipfile.ZipFile(cast(BinaryIO, Limited(file)))
 
 
 def place_of(file: BinaryIO, info: zipfile.ZipInfo, size: int) -> tuple[int, int]:
@@ -66,9 +72,9 @@ class ZipFiles:
     @cached_property
     def _records(self) -> Mapping[str, zipfile.ZipInfo]:
         try:
-            with self._open() as file, zipfile.ZipFile(file) as archive:
+            with self._open() as file, open_zip(file) as archive:
                 records = archive.infolist()
-        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        except Exception:  # a damaged file makes zipfile raise anything
             return {}  # whoever reads the file says what is wrong with it
         return {info.filename.partition("/")[2].replace("/", "."): info for info in records}
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 from typing import NoReturn
 
-from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint, printable
 from trainwright.trainer.problems import did_you_mean
 
 OK, DAMAGED, REFUSED = 0, 1, 2
@@ -156,7 +156,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from trainwright.trainer.checkpoint_report import verified
 
     problems, text = verified(arguments.path)
-    print("\n".join(problems) if problems else text)
+    print(printable("\n".join(problems) if problems else text))
     return DAMAGED if problems else OK
 
 
@@ -167,7 +167,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found.to_dict(), allow_nan=False))
     else:
-        print(found.to_text(every_tensor=arguments.all), end="")
+        print(printable(found.to_text(every_tensor=arguments.all)), end="")
     return OK
 
 
@@ -175,7 +175,7 @@ def _list(arguments: argparse.Namespace) -> int:
     from trainwright.trainer.checkpoint_report import listed, table_of
 
     rows = listed(arguments.path, deep=arguments.deep)
-    print(json.dumps([row.to_dict() for row in rows], allow_nan=False) if arguments.json else table_of(rows))
+    print(json.dumps([row.to_dict() for row in rows], allow_nan=False) if arguments.json else printable(table_of(rows)))
     return OK
 
 

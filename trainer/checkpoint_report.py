@@ -1,6 +1,5 @@
 """What `trainwright checkpoint verify`, `inspect` and `list` find; neither torch nor Lightning is needed to look."""
 
-import json
 import math
 import os
 import re
@@ -10,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainwright.checkpoint.bounded import understood
+from trainwright.checkpoint.boxes import plain_from_json
+from trainwright.checkpoint.contents import problems_of_contents
 from trainwright.checkpoint.directory import Directory
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from trainwright.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest, records_of, verify
-from trainwright.checkpoint.paths import is_remote, local_path, normal_path
+from trainwright.checkpoint.paths import is_remote, join_path, local_path, normal_path
 from trainwright.checkpoint.records import TENSORS, WHOLE
 from trainwright.checkpoint.sizes import size_text
 from trainwright.checkpoint.storage import Folder, folders_in
@@ -39,9 +41,15 @@ def verified(path: str) -> tuple[list[str], str]:
         manifest = manifest_at(path)
     except DamagedCheckpoint as error:
         return list(error.problems), ""
-    problems = verify(path, manifest)
+    problems = _problems(path, manifest, deep=True)
     size = size_text(manifest.num_bytes)
     return problems, f"good: {path}, step {manifest.step}, {manifest.num_files} files, {size}"
+
+
+def _problems(path: str, manifest: Manifest, *, deep: bool) -> list[str]:
+    """What is wrong with the files of a checkpoint, and `deep` with what they say."""
+    problems = verify(path, manifest, deep=deep)
+    return problems or (problems_of_contents(path, manifest) if deep else [])
 
 
 def manifest_at(path: str) -> Manifest:
@@ -103,13 +111,14 @@ class Inspection:
         """
         manifest = manifest_at(path)
         folder = Folder(path, manifest)
+        files = records_of(folder.path, manifest)
         try:
-            tensors = [_tensor(*each) for each in sorted(_tensors_of(folder.read(TENSORS), manifest))]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedCheckpoint(
-                folder.path, [f"{TENSORS} (written by rank 0): cannot be understood: {error!r}"]
-            ) from error
-        return cls(folder.path, manifest, tensors, records_of(folder.path, manifest))
+            with understood(join_path(folder.path, TENSORS)):
+                found = _tensors_of(folder.read(TENSORS), manifest, len(files))
+                tensors = [_tensor(*each) for each in sorted(found)]
+        except CheckpointError as error:
+            raise DamagedCheckpoint(folder.path, [f"{TENSORS} (written by rank 0): {error}"]) from error
+        return cls(folder.path, manifest, tensors, files)
 
     def bytes_of_ranks(self) -> dict[int, tuple[int, int]]:
         """Rank -> bytes and number of files that it wrote."""
@@ -160,13 +169,12 @@ _NOTHING = "-"
 _ODD_DTYPES = {"bool": 1}
 
 
-def _tensors_of(data: bytes, manifest: Manifest) -> Iterator[tuple[str, Sequence[int], str]]:
+def _tensors_of(data: bytes, manifest: Manifest, files: int) -> Iterator[tuple[str, Sequence[int], str]]:
     """Name, shape and dtype of each tensor, as `tensors.json` tells them."""
     if manifest.version == WHOLE:
-        plain = json.loads(data)["tensors"]
-        yield from ((name, entry["shape"], str(entry["dtype"])) for name, entry in plain.items())
+        yield from ((name, entry.shape, entry.dtype) for name, entry in plain_from_json(data).items())
         return
-    directory = Directory.from_bytes(data)
+    directory = Directory.from_bytes(data, files)
     for name in directory.keys():  # noqa: SIM118 - no mapping
         entry = directory.find(name)
         if entry is not None:
@@ -174,8 +182,8 @@ def _tensors_of(data: bytes, manifest: Manifest) -> Iterator[tuple[str, Sequence
 
 
 def _tensor(name: str, sizes: Sequence[int], dtype: str) -> StoredTensor:
-    shape = tuple(map(int, sizes))
-    bits = re.match(r"[a-z]+(\d+)", dtype)
+    shape = tuple(sizes)
+    bits = re.match(r"[a-z]+(\d{1,3})(?!\d)", dtype)
     size = int(bits[1]) // 8 if bits else _ODD_DTYPES.get(dtype)
     return StoredTensor(name, shape, dtype, None if size is None else size * math.prod(shape))
 
@@ -344,7 +352,7 @@ def _row_of(candidate: Candidate, deep: bool) -> Row:
     if manifest is None:
         return Row(path, UNCHECKED, created=created, num_bytes=os.path.getsize(path))
     try:
-        problems = verify(path, manifest, deep=deep)
+        problems = _problems(path, manifest, deep=deep)
     except CheckpointError as error:
         problems = [str(error)]
     step = manifest.step if manifest.step >= 0 else None

@@ -207,7 +207,7 @@ def test_no_permission(tmp_path, monkeypatch):
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr("os.open", refuse)
     with pytest.raises(CheckpointError, match=r"x\.ckpt cannot be opened: PermissionError"):
         load_ordinary(tmp_path / "x.ckpt")
 

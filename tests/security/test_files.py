@@ -1,0 +1,253 @@
+"""Overlapping boxes, endless files and nested values: what no hash and no JSON parser refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.security.mutations import MANIFEST, _record, _sealed, shared_pairs, write_divided, write_folder
+from tests.security.test_contents import EXPORTS, LOOKING, deadline, importing, problem_of_reading, read_all
+from trainwright.checkpoint.bounded import DEPTH, MOST_JSON, ContentError, check_nesting, parse_json, read_at_most
+from trainwright.checkpoint.boxes import tiles
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.ordinary import load_ordinary
+from trainwright.checkpoint.unpickle import load_inert
+from trainwright.trainer.checkpoint_report import listed, verified
+from trainwright.trainer.report.records import read_checkpoints
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "run" / "checkpoints" / "step_4"
+    path.parent.mkdir(parents=True)
+    write_folder(path)
+    return path
+
+
+def rewrite(path: Path, name: str, change: Callable[[Any], Any]) -> None:
+    """Change a JSON file of a checkpoint, and make the manifest agree."""
+    plain = json.loads((path / name).read_bytes())
+    change(plain)
+    (path / name).write_text(json.dumps(plain))
+    manifest = json.loads((path / MANIFEST).read_bytes())
+    record = _record(path, name, 0)
+    manifest["files"][name] |= {"size": record.size, "xxh3_128": record.hash}
+    (path / MANIFEST).write_bytes(_sealed(manifest))
+
+
+# ---- boxes ----------------------------------------------------------------------------------------------------------
+
+
+def grid(rows: int, columns: int) -> list[tuple[list[int], list[int]]]:
+    return [([row, column], [1, 1]) for row in range(rows) for column in range(columns)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "whole"),
+    [
+        ([4], [([0], [2]), ([2], [2])], True),
+        ([4], [([0], [2]), ([0], [2])], False),  # half is there twice, half not at all
+        ([4], [([0], [3]), ([2], [1])], False),
+        ([], [([], [])], True),
+        ([], [([], []), ([], [])], False),
+        ([], [], False),
+        ([0, 3], [([0, 0], [0, 3])], True),
+        ([2, 2], [([0, 0], [1, 2]), ([1, 0], [1, 1]), ([1, 1], [1, 1])], True),
+        ([2, 2], [([0, 0], [1, 2]), ([0, 1], [2, 1])], False),  # an L and a hole, of equal volume
+        ([3, 3], [([0, 0], [2, 1]), ([2, 0], [1, 2]), ([1, 2], [2, 1]), ([0, 1], [1, 2]), ([1, 1], [1, 1])], True),
+        ([100, 100], grid(100, 100), True),
+        ([100, 100], [*grid(100, 100)[:-1], ([0, 0], [1, 1])], False),
+    ],
+)
+def test_tiles(shape: list[int], boxes: list[Any], whole: bool) -> None:
+    with deadline(20):  # each of 10,000 boxes with each other would take minutes
+        assert tiles(([0] * len(shape), shape), boxes) is whole
+
+
+def test_overlapping_boxes_are_refused(checkpoint: Path) -> None:
+    """Six readers of boxes of the right number of elements that leave half of a tensor to uninitialized memory."""
+
+    def overlap(plain: Any) -> None:
+        entry = plain["tensors"]["tree/state_dict/layer.weight"]
+        (_, _, file, name) = entry["boxes"][0]
+        entry["boxes"] = [[[0, 0], [2, 3], file, name], [[0, 0], [2, 3], file, name]]
+
+    rewrite(checkpoint, "tensors.json", overlap)
+    problems, _ = verified(str(checkpoint))
+    assert len(problems) == 1
+    assert "layer.weight of shape (4, 3) has boxes that overlap" in problems[0]
+    assert listed(str(checkpoint.parent), deep=True)[0].problems == problems
+    for reader in (read_all, *(EXPORTS[name] for name in ("safetensors", "lightning", "torch"))):
+        with pytest.raises(CheckpointError, match="boxes that overlap"):
+            reader(str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("box", "text"), [([[1, 0], [2, 6], 1], "boxes that overlap"), ([[2, 0], [2, 6], 9], "rank_00009")]
+)
+def test_overlapping_boxes_of_many_ranks_are_refused(tmp_path: Path, box: Any, text: str) -> None:
+    path = tmp_path / "step_4"
+    write_divided(path)
+    rewrite(path, "boxes_00000.json", lambda plain: plain["tensors"].update({"weights/a": [[[0, 0], [2, 6], 0], box]}))
+    (problem,) = verified(str(path))[0]
+    assert "weights/a of shape (4, 6)" in problem
+    assert text in problem
+    with pytest.raises(CheckpointError, match=text):
+        read_all(str(path))
+
+
+def test_a_box_that_its_file_does_not_hold_is_refused(checkpoint: Path) -> None:
+    def rename(plain: Any) -> None:
+        tensors = plain["tensors"]
+        key = "tree/state_dict/layer.bias"
+        tensors[key]["boxes"][0][3] = "tree/state_dict/layer.weight"
+
+    rewrite(checkpoint, "tensors.json", rename)
+    with pytest.raises(CheckpointError, match=r"should hold TensorEntry.*layer\.weight"):
+        read_all(str(checkpoint))
+
+
+# ---- endless and huge files -----------------------------------------------------------------------------------------
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(30 << 30)
+
+
+@pytest.mark.parametrize("make", [fifo, device, sparse])
+@pytest.mark.parametrize("name", [MANIFEST, "state.json", "tensors.json", "rank_00000.safetensors"])
+def test_readers_end(checkpoint: Path, name: str, make: Callable[[Path], None]) -> None:
+    """120: a FIFO, a device and a sparse file of 30 GB in the place of each file, before ten readers."""
+    (checkpoint / name).unlink()
+    make(checkpoint / name)
+    problems = {}
+    for reader, read in (LOOKING | EXPORTS).items():
+        with deadline(60):
+            problems[reader] = problem_of_reading(read, str(checkpoint))
+    assert not any(problems.values()), problems
+    assert verdict(checkpoint) is not None
+
+
+def verdict(path: Path) -> str | None:
+    try:
+        problems, _ = verified(str(path))
+    except CheckpointError as error:
+        return str(error)
+    return problems[0] if problems else None
+
+
+@pytest.mark.parametrize("make", [fifo, device, sparse])
+def test_files_of_other_tools_end(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """36: the same in the place of single files, and of files in a folder."""
+    for name in ("a.ckpt", "b.safetensors", "model/c.safetensors", "model/config.json", "deep/latest"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        make(path)
+        for reader in (importing, load_ordinary):
+            assert problem_of_reading(reader, str(path)) is None, name
+    for folder in ("model", "deep"):
+        assert problem_of_reading(importing, str(tmp_path / folder)) is None
+    assert read_checkpoints(tmp_path) == []
+
+
+def test_a_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    sparse(tmp_path / "x")
+    with (tmp_path / "x").open("rb") as file, pytest.raises(CheckpointError, match=r"has 30\.0 GiB, and at most"):
+        read_at_most(file, "x")
+    assert MOST_JSON < 1 << 30
+
+
+def test_an_archive_whose_contents_are_said_to_be_huge(tmp_path: Path) -> None:
+    """The list of contents of a zip archive is said to take 29 GiB of zeros."""
+    path = tmp_path / "x.ckpt"
+    size, length = 30 << 30, 29 << 30
+    end = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, length, size - length)
+    locator = struct.pack("<4sLQL", b"PK\6\7", 0, size, 1)
+    with path.open("wb") as file:
+        file.write(b"PK\3\4")
+        file.truncate(size)
+        file.seek(size)
+        file.write(end + locator + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 65535, 65535, 2**32 - 1, 2**32 - 1, 0))
+    for reader in (importing, load_ordinary, load_inert):
+        assert problem_of_reading(reader, str(path)) is None
+    with pytest.raises(CheckpointError, match="longer than any writer makes it"):
+        load_inert(path)
+
+
+# ---- nesting --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"[" * 100_000, b"[" * 300 + b"]" * 300, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"a":1,"a":2}', b"9" * 5000],
+)
+def test_json_that_is_refused(data: bytes) -> None:
+    with pytest.raises(ContentError):
+        parse_json(data)
+
+
+def test_nesting_is_counted_without_unfolding() -> None:
+    def inside(value: Any) -> Any:
+        return value
+
+    check_nesting([[1, 2], [3] * 1000], (list, tuple), inside)
+    deep: list[Any] = []
+    for _ in range(DEPTH - 2):
+        deep = [deep]
+    check_nesting(deep, (list,), inside)
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    for value, text in ((shared_pairs(), "stand for"), ([[deep]] * 2, "levels deep"), (cycle, "contains itself")):
+        with deadline(10), pytest.raises(ContentError, match=text):
+            check_nesting(value, (list, tuple), inside)
+
+
+PAIR = b"q\x00h\x00\x86"  # keep the top of the stack, and make a pair of it and itself
+PICKLES = {
+    "a key whose hash takes 2^150 steps": b"\x80\x02}K\x01" + PAIR * 150 + b"K\x01s.",
+    "a value that unfolds to 2^150": b"\x80\x02}X\x01\x00\x00\x00aK\x01" + PAIR * 150 + b"s.",
+    "5,000 levels": b"\x80\x02}X\x01\x00\x00\x00aK\x01" + b"\x85" * 5000 + b"s.",
+}
+READ_ALL = """
+import sys
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.importing import import_checkpoint
+from trainwright.checkpoint.ordinary import load_ordinary
+from trainwright.checkpoint.unpickle import load_inert
+for path in sys.argv[1:]:
+    for read in (load_ordinary, load_inert, lambda path: import_checkpoint(path, path + ".to")):
+        try:
+            read(path)
+        except CheckpointError as error:
+            print("refused", error)
+"""
+
+
+def test_pickles_that_would_never_end(tmp_path: Path) -> None:
+    """9, in a process of their own: hashing in C takes no signal."""
+    paths = []
+    for index, data in enumerate(PICKLES.values()):
+        paths.append(tmp_path / f"{index}.ckpt")
+        with zipfile.ZipFile(paths[-1], "w") as archive:
+            archive.writestr("x/data.pkl", data)
+            archive.writestr("x/version", "3")
+    done = subprocess.run([sys.executable, "-c", READ_ALL, *paths], capture_output=True, text=True, timeout=120)
+    assert (done.stdout.count("refused"), done.returncode) == (9, 0), done
