@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import re
+import secrets
+from functools import cache
 from typing import Any
 
+RUN_TOKEN = "TRAINWRIGHT_RUN_TOKEN"  # noqa: S105 - a name
+"""Variable with a secret of the run, which its launcher gives to all ranks."""
 LONGEST = 1 << 20
 """Bytes of a message."""
 DEEPEST = 32
@@ -21,6 +26,22 @@ _BRACKET = re.compile(rb"[\[\]{}]")
 
 class MessageError(ValueError):
     """A message that is too long or too deep, lacks the right token, or says nothing that the receiver knows."""
+
+
+def run_token() -> str:
+    """Return the secret that the ranks of this run share; empty where nobody has given them one."""
+    return os.environ.get(RUN_TOKEN, "")
+
+
+@cache
+def token_of_run() -> str:
+    """Return the secret for the ranks that this process starts: the one that it was given, or a new one."""
+    return run_token() or secrets.token_hex(16)
+
+
+def proof_of(token: str, text: str) -> int:
+    """Return 48 bits that only who knows ``token`` can compute for ``text``, for messages that are numbers."""
+    return int.from_bytes(hmac.digest(token.encode(), text.encode(), "sha256")[:6], "big")
 
 
 def seal(token: str, message: Any) -> bytes:

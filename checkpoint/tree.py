@@ -184,7 +184,12 @@ def decode(value: Any, get: Get) -> Any:
     )
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """The type of elements that torch calls ``name``.
+
+    Raises:
+        ValueError, AttributeError: if there is none.
+    """
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name} is no dtype")
@@ -200,7 +205,7 @@ _READERS: dict[str, Callable[[dict[str, Any], Any], Any]] = {
     "tuple": lambda _, v: tuple(v),
     "set": lambda _, v: set(v),
     "frozenset": lambda _, v: frozenset(v),
-    "scalar": lambda raw, v: torch.tensor(v, dtype=_dtype(raw["dtype"])),
+    "scalar": lambda raw, v: torch.tensor(v, dtype=dtype_of(raw["dtype"])),
     "ndarray": lambda _, v: _array(v),
     "numpy": lambda raw, v: np.dtype(raw["dtype"]).type(v),
     "float": lambda _, v: float(v),
@@ -209,7 +214,7 @@ _READERS: dict[str, Callable[[dict[str, Any], Any], Any]] = {
     "path": lambda _, v: Path(v),
     "datetime": lambda _, v: datetime.fromisoformat(v),
     "timedelta": lambda _, v: timedelta(*v),
-    "dtype": lambda _, v: _dtype(v),
+    "dtype": lambda _, v: dtype_of(v),
     "device": lambda _, v: torch.device(v),
     "class": lambda _, v: _CLASSES[v],
     # Interpolations stay text until somebody asks for the value.

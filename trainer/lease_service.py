@@ -52,13 +52,19 @@ class LeaseService:
         guarantee: what becomes of chunks of the dead, see :mod:`trainwright.trainer.lease_book`.
         most: samples after which the whole run is over; ``None``: no limit.
         host: address to listen at; by default this machine alone can connect.
+        token: secret that workers know; empty = a new one.
 
     Attributes:
         address: what workers need to connect.
     """
 
     def __init__(
-        self, workers: int, guarantee: Guarantee = "at_least_once", most: int | None = None, host: str = "127.0.0.1"
+        self,
+        workers: int,
+        guarantee: Guarantee = "at_least_once",
+        most: int | None = None,
+        host: str = "127.0.0.1",
+        token: str = "",
     ) -> None:
         LeaseBook(0, 1, guarantee)  # refuses what is impossible
         self._workers, self._guarantee, self._most = workers, guarantee, most
@@ -74,7 +80,7 @@ class LeaseService:
         self._server = MessageServer(
             self._handle, self._lose, name="trainwright-leases", host=host, strangers=workers + _STRANGERS
         )
-        self.address = Address(host, self._server.port, secrets.token_hex(16))
+        self.address = Address(host, self._server.port, token or secrets.token_hex(16))
         self._server.start()
 
     def stop(self) -> None:

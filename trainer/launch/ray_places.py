@@ -9,6 +9,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.checkpoint.messages import RUN_TOKEN, token_of_run
+
 # Of a rank, under `launch.ranks`; any other name is a resource of the cluster.
 _OWN = ("cpus", "gpus", "memory_gb")
 _GIB = 1 << 30
@@ -124,6 +126,7 @@ def environment_of(
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": str(cfg.name),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        RUN_TOKEN: token_of_run(),
         "OMP_NUM_THREADS": str(cfg.launch.threads or threads or cores),
     }
     if places[0].address.startswith("127.") and all(place.address == places[0].address for place in places):
