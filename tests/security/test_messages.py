@@ -8,10 +8,16 @@ import random
 import socket
 
 import pytest
+import torch
 
 from tests.security.attacks import hostile, idle, is_closed_after, received
 from trainwright.callbacks.message_server import MessageServer, Peer
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.memory import pack, unpack
 from trainwright.checkpoint.messages import DEEPEST, MessageError, parse, seal, unseal
+from trainwright.checkpoint.parts import TensorParts
+from trainwright.checkpoint.save import Content
+from trainwright.checkpoint.staging import Slot
 
 
 def test_a_sealed_message_is_read_with_its_token_alone() -> None:
@@ -94,3 +100,24 @@ def test_strangers_are_few_and_keep_nobody_out(echo: MessageServer) -> None:
                 polite.sendall(b"hello\n")
                 assert polite.recv(100) == b"hello\n"
         assert len(echo.lost) >= 192 - 8  # type: ignore[attr-defined]
+
+
+def test_500_damaged_states_of_another_rank_are_refused() -> None:
+    """500 attempts: bytes of the header turned, cut or nested; each is refused, or is a state still."""
+    rng, refused = random.Random(10), 0
+    box = torch.arange(6.0)
+    slots = [Slot("weight", (0,), (6,), torch.float32, 0)]
+    content = Content({"epoch": 3}, {"weight": TensorParts((6,), torch.float32, [((0,), box)])}, {})
+    header, block = pack(content, slots, 7), box.view(torch.uint8)
+    assert torch.equal(unpack(header, block).content.tensors["weight"].parts[0][1], box)
+    for _ in range(500):
+        octets = bytearray(header.numpy().tobytes())
+        for _ in range(rng.randint(1, 3)):
+            octets[rng.randrange(len(octets))] = rng.randrange(256)
+        if rng.random() < 0.3:
+            octets = rng.choice((bytearray(b"[" * rng.randint(1500, 9000)), octets[: rng.randint(1, len(octets))]))
+        try:
+            unpack(torch.frombuffer(octets, dtype=torch.uint8), block[: rng.choice((24, 24, 20))])
+        except CheckpointError:
+            refused += 1
+    assert refused > 300
