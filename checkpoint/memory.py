@@ -19,14 +19,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.checkpoint.distinct import of_all_ranks, problems_of_ranks
+from trainwright.checkpoint.dtypes import dtype_named
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.held import HeldState
+from trainwright.checkpoint.messages import parse
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.save import Content
 from trainwright.checkpoint.staging import Arena, Slot, Staged, Staging
 
 # What one message carries at most; larger ones are cut, so that no counter of the network's has to hold them.
 _MESSAGE = 2**30
+# Containers of a state within each other, twice: each is encoded as an object around a list.
+_DEEPEST = 400
 
 
 class _Generation:
@@ -296,16 +300,29 @@ def pack(content: Content, slots: list[Slot], step: int) -> Tensor:
 
 
 def unpack(header: Tensor, block: Tensor) -> HeldState:
-    """The state of which :func:`pack` made ``header``; its boxes are views of ``block`` (uint8)."""
-    plain = json.loads(header.numpy().tobytes())
+    """The state of which :func:`pack` made ``header``; its boxes are views of ``block`` (uint8).
+
+    Raises:
+        CheckpointError: if :func:`pack` has not made it.
+    """
+    try:
+        return _unpacked(parse(header.numpy().tobytes(), header.numel(), _DEEPEST), block)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"The state that another rank has sent cannot be read ({error}). Resume from the newest checkpoint on disk "
+            "with ckpt_path=last."
+        ) from error
+
+
+def _unpacked(plain: Any, block: Tensor) -> HeldState:
     slots = [
-        Slot(key, tuple(offsets), tuple(sizes), getattr(torch, dtype), start)
+        Slot(key, tuple(offsets), tuple(sizes), dtype_named(dtype), start)
         for key, offsets, sizes, dtype, start in plain["slots"]
     ]
     boxes: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {key: [] for key in plain["tensors"]}
     for slot in slots:
         boxes[slot.key].append((slot.offsets, slot.view(block)))
     tensors = {
-        key: TensorParts(shape, getattr(torch, dtype), boxes[key]) for key, (dtype, shape) in plain["tensors"].items()
+        key: TensorParts(shape, dtype_named(dtype), boxes[key]) for key, (dtype, shape) in plain["tensors"].items()
     }
     return HeldState(plain["step"], Content(plain["tree"], tensors, plain["about"]))

@@ -94,6 +94,8 @@ class Slot:
         count = 1
         for size in self.sizes:
             count *= size
+        if not 0 <= self.start <= len(block) - count * self.dtype.itemsize or min(self.sizes, default=0) < 0:
+            raise ValueError(f"a box of {self.sizes} at byte {self.start} is not in a block of {len(block)} bytes")
         return block[self.start : self.start + count * self.dtype.itemsize].view(self.dtype).view(self.sizes)
 
 

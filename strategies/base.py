@@ -41,6 +41,7 @@ from trainwright.strategies.loading import teach_lightning
 from trainwright.strategies.pipeline.timeline import HearsStages, StageTimeline
 from trainwright.strategies.precision import FullPrecision, adapt_precision
 from trainwright.strategies.problems import refuse
+from trainwright.strategies.rendezvous import first_store, is_loopback, loopback_interfaces
 from trainwright.strategies.same_model import refuse_other_models
 from trainwright.strategies.state import whole_tensor
 from trainwright.strategies.waiting import Waits
@@ -498,6 +499,10 @@ class LayoutStrategy(RunStateStrategy):
         Raises:
             RuntimeError: if the port at which they are to meet is taken by another program.
         """
+        environment, nodes = getattr(self, "cluster_environment", None), getattr(self, "num_nodes", 1)
+        store = None if dist.is_initialized() else first_store(environment, nodes)
+        if nodes == 1 and environment is not None and is_loopback(environment.main_address):
+            os.environ.update(loopback_interfaces())
         try:
             super().setup_environment()
         except dist.DistNetworkError as error:
@@ -508,6 +513,7 @@ class LayoutStrategy(RunStateStrategy):
                 f"The ranks cannot meet at port {port}: another program uses it. Free it, or choose another one with "
                 "launch.port=<number> (in a plain script: the environment variable MASTER_PORT)."
             ) from error
+        del store  # torch has shared it by now
         atexit.register(_leave_group)
 
     @property

@@ -150,7 +150,7 @@ def wait_for_key(store: dist.Store, key: str, pause: Callable[[float], object] =
         if pause(seconds):
             return None
         seconds = min(seconds * 1.5, _LONGEST_PAUSE)
-    value: str = store.get(key).decode()
+    value: str = store.get(key).decode(errors="replace")
     return value
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
+from trainwright.checkpoint.messages import run_token, seal, unseal
 from trainwright.strategies.groups import default_store
 from trainwright.strategies.word_of_end import HeardNotice
 from trainwright.trainer.data_order import Drawn, RankBatchSampler, Resumed
@@ -77,14 +78,16 @@ class SampleLeases:
         store, key = (None, "") if alone else _meeting(getattr(strategy, "fit_store", None))
         if strategy.data_rank == 0:
             host = listening_host(os.environ)
-            service = LeaseService(strategy.num_data_ranks, strategy.leases_samples, self.most, host)
+            service = LeaseService(strategy.num_data_ranks, strategy.leases_samples, self.most, host, run_token())
             self._service, address = service, service.address
             if store is not None:
-                store.set(key, f"{address.host} {address.port} {address.token}")
+                # Whoever reaches the store can read it: the token is there only where ranks were given none.
+                told = [address.host, address.port, "" if run_token() else address.token]
+                store.set(key, seal(run_token(), told).decode())
         else:
             assert store is not None
-            host, port, token = store.get(key).decode().split()
-            address = Address(host, int(port), token)
+            host, port, token = unseal(run_token(), store.get(key))
+            address = Address(host, port, token or run_token())
         return LeaseDesk(address, strategy.data_rank)
 
     def open(self, epoch: int, samples: int, chunk: int, before: int) -> LeaseDesk:

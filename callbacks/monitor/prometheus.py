@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from trainwright.callbacks.message_server import MessageServer, Peer
+from trainwright.checkpoint.messages import MessageError
+
 _OTHERS = re.compile(r"[^a-zA-Z0-9_]")
+_REQUEST = re.compile(r"(GET|HEAD|OPTIONS) ([^ ?]+)\??([^ ]*) HTTP/1\.[01]")
+_LONGEST_HEAD = 1 << 14  # bytes of a request
 _NOT_A_FIGURE = ("time", "step", "kind", "timeline", "text", "what", "began")
 
 
@@ -41,7 +46,8 @@ class Prometheus(Callback):
         self.every_rank = every_rank
         self.port: int | None = None
         """At which it is served; ``None``: it is not."""
-        self._server: Any = None
+        self._server: MessageServer | None = None
+        self._answers: Any = None
         self._registry: Any = None
         self._gauges: dict[str, Any] = {}
         self._events: Any = None
@@ -63,16 +69,25 @@ class Prometheus(Callback):
         self._registry = prometheus_client.CollectorRegistry()
         port = self.wanted_port + (trainer.local_rank if self.wanted_port else 0)
         try:
-            server, thread = prometheus_client.start_http_server(port, self.host, self._registry)
+            server = MessageServer(
+                self._answer,
+                name="trainwright-prometheus",
+                host=self.host,
+                port=port,
+                end=b"\r\n\r\n",
+                longest=_LONGEST_HEAD,
+            )
         except OSError as error:
             raise ValueError(
                 f"Prometheus: {self.host}:{port} cannot be served ({error.strerror}); choose another port, or 0"
             ) from error
-        self._server, self.port = (server, thread), server.server_port
+        self._server, self.port = server, server.port
+        self._answers = prometheus_client.make_wsgi_app(self._registry)
         self._gauges = {}
         self._events = prometheus_client.Counter(
             "trainwright_events", "Events of the run.", ["rank", "what"], registry=self._registry
         )
+        server.start()
 
     def on_record(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
         """Remember the figures of a record."""
@@ -89,11 +104,23 @@ class Prometheus(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Serve no more."""
         if self._server is not None:
-            server, thread = self._server
-            server.shutdown()
-            server.server_close()
-            thread.join(timeout=5)
+            self._server.stop()
             self._server = self.port = None
+
+    def _answer(self, peer: Peer, head: bytes) -> None:
+        """Answer a request of HTTP in the thread of the server, and hang up."""
+        first, *fields = head.decode("latin-1").split("\r\n")
+        request = _REQUEST.fullmatch(first)
+        if request is None or self._server is None:
+            raise MessageError("this is no request of HTTP")
+        method, path, query = request.groups()
+        environment = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query}
+        for name, _, value in (field.partition(":") for field in fields):
+            environment[f"HTTP_{name.strip().upper().replace('-', '_')}"] = value.strip()
+        begun: list[str] = []
+        body = b"".join(self._answers(environment, lambda status, names: begun.extend(_head(status, names))))
+        begun += [f"Content-Length: {len(body)}", "Connection: close", "", ""]
+        self._server.send(peer, "\r\n".join(begun).encode("latin-1") + (b"" if method == "HEAD" else body), last=True)
 
     def _set(self, name: str, rank: str, value: float) -> None:
         if name not in self._gauges:
@@ -103,6 +130,10 @@ class Prometheus(Callback):
                 name, "See docs/monitoring.md.", ["rank"], registry=self._registry
             )
         self._gauges[name].labels(rank).set(value)
+
+
+def _head(status: str, names: Iterable[tuple[str, str]]) -> list[str]:
+    return [f"HTTP/1.0 {status}", *(f"{name}: {value}" for name, value in names)]
 
 
 def _figures(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:

@@ -119,13 +119,19 @@ class Client:
         Raises:
             ServerGoneError: if one cannot be met, or does not take this worker.
         """
+        proofs = []
         for server in range(len(self._plan.held)):
-            name = self._meeting.come(server, str(self.worker))
+            name = self._meeting.come(server, self.worker)
+            proofs.append(self._meeting.proof(name))
             try:
                 self._links.append(Link(self._meeting.client(), name, False, self._device))
             except LinkError as lost:
                 raise self._lost(server, str(lost)) from None
-        replies = self._ask(Operation.HELLO, digest=self._plan.digest, worker=self.worker)
+        digest = self._plan.digest
+        hellos = [
+            self._request(server, Operation.HELLO, digest=digest, proof=each) for server, each in enumerate(proofs)
+        ]
+        replies = self._exchange_all(hellos)
         if any(self._plan.parts) and self._codec is None and self.pushes_early:
             self._early = EarlyPush(
                 self._plan, self._parameters, self._gradients, self._announce, self._send_early, self._wait
@@ -434,9 +440,13 @@ class Client:
         return header(request_size(self._plan, server), operation=operation, **fields)
 
     def _ask(self, operation: Operation, payload: bool = False, late: bool = False, **fields: float) -> list[Tensor]:
+        requests = [self._request(server, operation, **fields) for server in range(len(self._links))]
+        return self._exchange_all(requests, payload, late)
+
+    def _exchange_all(self, requests: Sequence[Tensor], payload: bool = False, late: bool = False) -> list[Tensor]:
+        """Send each server its request; the replies."""
         sent = []
-        for server, link in enumerate(self._links):
-            request = self._request(server, operation, **fields)
+        for server, (link, request) in enumerate(zip(self._links, requests, strict=True)):
             sent.append(self._guarded(server, lambda: (link.send(request, HEADER),)))  # noqa: B023
         return self._receive(sent, self._pulled if payload else None, late=late)
 

@@ -10,15 +10,18 @@ trains, validates and saves: rank 0 is a worker. Both find each other in the sto
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
+from trainwright.checkpoint.messages import MessageError, run_token, seal, unseal
 from trainwright.strategies.groups import wait_for_key
 
+_log = logging.getLogger(__name__)
 _PREPARED, _READY, _END = "prepared", "ready/{}", "end"
 
 
@@ -50,7 +53,7 @@ class ToldFit:
             problem: what ended it, if it has not come to its end.
             code: exit code with which the workers end, if they do.
         """
-        self._store.set(_END, json.dumps({"problem": problem, "code": code}))
+        self._store.set(_END, seal(run_token(), {"fit": self.prefix, "problem": problem, "code": code}).decode())
         self.prepare()  # a server that still waits for that has to hear of the end
 
     def wait_for_servers(self, servers: int) -> None:
@@ -96,14 +99,26 @@ class ToldFit:
             # The last to go may just have told.
             return is_deserted() and not self._store.check([_END])
 
-        value = wait_for_key(self._store, _END, pause)
-        if value is None:
-            raise RuntimeError("All workers of this parameter server are gone without a word.")
-        told = json.loads(value)
+        while True:
+            value = wait_for_key(self._store, _END, pause)
+            if value is None:
+                raise RuntimeError("All workers of this parameter server are gone without a word.")
+            try:
+                told = self._told_end(value)
+                break
+            except MessageError as error:
+                _log.warning("Not the first worker has told of the end of the fit: %s", error)
+                self._store.delete_key(_END)
         if told["code"] is not None:
             raise SystemExit(told["code"])
         if told["problem"]:
             raise RuntimeError(f"The workers of this parameter server have ended: {told['problem']}")
+
+    def _told_end(self, value: str) -> dict[str, Any]:
+        told: dict[str, Any] = unseal(run_token(), value.encode())
+        if told["fit"] != self.prefix:
+            raise MessageError("it is of another fit")
+        return told
 
     def _wait(self, key: str) -> str:
         value = wait_for_key(self._store, key)

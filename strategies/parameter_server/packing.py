@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.messages import MessageError, parse
+from trainwright.strategies.parameter_server.wire import reading
+
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)}
 _DTYPES |= {str(dtype): dtype for dtype in (torch.int32, torch.uint8, torch.int8, torch.bool)}
 
@@ -40,7 +43,11 @@ def pack(states: Sequence[State]) -> tuple[Tensor, int]:
 
 
 def unpack(data: Tensor, text: int) -> list[State]:
-    """What :func:`pack` was given, in memory of its own."""
+    """What :func:`pack` was given, in memory of its own.
+
+    Raises:
+        MessageError: if ``data`` is nothing that :func:`pack` has made.
+    """
     position = text
 
     def value(described: dict[str, Any]) -> Any:
@@ -49,9 +56,12 @@ def unpack(data: Tensor, text: int) -> list[State]:
             return described["value"]
         dtype, shape = _DTYPES[described["dtype"]], described["shape"]
         size = math.prod(shape) * dtype.itemsize
+        if not 0 <= size <= data.numel() - position or min(shape, default=0) < 0:
+            raise MessageError(f"a tensor of shape {shape} is not in a message of {data.numel()} bytes")
         piece = data[position : position + size].clone()
         position += size
         return piece.view(dtype).view(shape)
 
-    tree = json.loads(bytes(data[:text].numpy()).decode())
-    return [{key: value(described) for key, described in state.items()} for state in tree]
+    with reading("a state"):
+        tree = parse(bytes(data[:text].numpy()), longest=data.numel())
+        return [{key: value(described) for key, described in state.items()} for state in tree]

@@ -27,7 +27,7 @@ from trainwright.checkpoint.save import Content
 from trainwright.checkpoint.staging import Staging
 from trainwright.strategies.groups import leave_groups
 from trainwright.strategies.parameter_server.options import INCARNATION
-from trainwright.strategies.parameter_server.wire import HEADER, PAYLOAD, Link
+from trainwright.strategies.parameter_server.wire import COMING, HEADER, PAYLOAD, Link, reading
 
 # An offer costs at most this part of the time, while nobody needs it.
 _PART = 0.005
@@ -104,10 +104,11 @@ def take(link: Link) -> HeldState:
 
 def _received(link: Link) -> tuple[Tensor, Tensor]:
     lengths = torch.empty(_LENGTHS, dtype=torch.float64)
-    link.receive(lengths, HEADER).wait()
-    head, block = (torch.empty(int(length), dtype=torch.uint8) for length in lengths)
+    link.receive(lengths, HEADER).wait(COMING)
+    with reading("the size of a state"):
+        head, block = (torch.empty(int(length), dtype=torch.uint8) for length in lengths)
     for part in (head, block):
-        link.receive(part, PAYLOAD).wait()
+        link.receive(part, PAYLOAD).wait(COMING)
     return head, block
 
 

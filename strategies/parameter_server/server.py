@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.checkpoint.messages import MessageError, proof_of, run_token, seal, unseal
 from trainwright.checkpoint.save import Content
 from trainwright.strategies.compression.codecs import Codec
 from trainwright.strategies.groups import wait_for_key
@@ -23,6 +26,7 @@ from trainwright.strategies.parameter_server.rounds import Round
 from trainwright.strategies.parameter_server.shard import Plan, Shard
 from trainwright.strategies.parameter_server.sparse_rows import look_up, unpack_rows
 from trainwright.strategies.parameter_server.wire import (
+    COMING,
     FIXED,
     HEADER,
     PART,
@@ -33,6 +37,8 @@ from trainwright.strategies.parameter_server.wire import (
     Sending,
     field,
     header,
+    reading,
+    whole,
 )
 from trainwright.strategies.word_of_end import EndNotice
 
@@ -44,8 +50,7 @@ BYTES = 2
 HAS_GRADIENT, IS_LATE = 1, 2
 # The worker that offers its state to those that come again, at the first server.
 _FIRST = 0
-# In the store, in place of a worker's number: it comes for the state of the run.
-_STATE = "state "
+_log = logging.getLogger(__name__)
 _Service = Callable[["Server", Link, int, Tensor], None]
 
 
@@ -111,16 +116,37 @@ class Meeting:
         client: dist.Store = store.clone()
         return client
 
-    def come(self, server: int, what: str) -> str:
-        """Tell a server that somebody comes; the name of the link to be."""
+    def come(self, server: int, worker: int, wants_state: bool = False) -> str:
+        """Tell a server that a worker comes; the name of the link to be.
+
+        Args:
+            server: number of the server.
+            worker: number of the worker.
+            wants_state: it comes to the first server, for the state of the run.
+        """
         store = self.client()
         number = store.add(f"{self.prefix}/{server}/count", 1) - 1
-        store.set(f"{self.prefix}/{server}/come/{number}", what)
-        return self.link(server, number)
+        link = self.link(server, number)
+        told = seal(run_token(), {"link": link, "worker": worker, "state": wants_state})
+        store.set(f"{self.prefix}/{server}/come/{number}", told.decode())
+        return link
 
-    def come_for_state(self, worker: int) -> str:
-        """Tell the first server that a worker wants the state of the run; the name of the link to be."""
-        return self.come(0, f"{_STATE}{worker}")
+    def who_comes(self, told: str, link: str) -> tuple[int, bool]:
+        """The worker of a link that is to be, and whether it comes for the state of the run.
+
+        Raises:
+            MessageError: if no worker of this run has said so.
+        """
+        with reading("the announcement of a worker"):
+            message = unseal(run_token(), told.encode())
+            if message["link"] != link:
+                raise MessageError(f"it is of the link {message['link']!r}, where {link!r} is to come")
+            return int(message["worker"]), bool(message["state"])
+
+    @staticmethod
+    def proof(link: str) -> int:
+        """What a worker says first over a link, by which the server knows that it is one of this run."""
+        return proof_of(run_token(), link)
 
     def link(self, server: int, number: int) -> str:
         """Name of the link of the so-manieth to come."""
@@ -209,20 +235,23 @@ class Server:
         while True:
             key = f"{self._meeting.prefix}/{self._number}/come/{number}"
             try:
-                worker = wait_for_key(store, key, self._closing.wait)
+                told = wait_for_key(store, key, self._closing.wait)
             except RuntimeError:
                 return  # the store is gone: nobody can come any more
-            if worker is None:
+            if told is None:
                 return
-            self._greet(worker, number)
+            try:
+                self._greet(told, number)
+            except MessageError as error:
+                _log.warning("Parameter server %d takes no worker that is not of this run: %s", self._number, error)
             number += 1
 
-    def _greet(self, who: str, number: int) -> None:
-        if who.startswith(_STATE):
-            worker = int(who.removeprefix(_STATE))
+    def _greet(self, told: str, number: int) -> None:
+        worker, wants_state = self._meeting.who_comes(told, self._meeting.link(self._number, number))
+        if wants_state:
             self._run(lambda: self._give_state(worker, number), f"state for worker {worker}")
         else:
-            self._run(lambda: self._serve(int(who), number), f"worker {who}")
+            self._run(lambda: self._serve(worker, number), f"worker {worker}")
 
     # ---- one worker -------------------------------------------------------------------------------------------------
 
@@ -232,10 +261,14 @@ class Server:
         link = None
         try:
             link = self._link(number)
+            self._admit(link, worker, number)
             while self._answer(link, worker, number):
                 pass
         except LinkError:
             pass  # it is gone: the others go on
+        except MessageError as error:  # a fault of this worker: the others go on
+            _log.warning("Parameter server %d hangs up on worker %d: %s", self._number, worker, error)
+            self._tell_refused(link, str(error))
         finally:
             with self._changed:
                 self._drop(worker, number)
@@ -248,32 +281,60 @@ class Server:
         self._links.append(link)
         return link
 
+    def _admit(self, link: Link, worker: int, number: int) -> None:
+        """Hear who is at the other end before anything else of it counts.
+
+        Raises:
+            MessageError: if it is no worker of this run, or has another model.
+        """
+        request = torch.zeros(request_size(self._plan, self._number), dtype=torch.float64)
+        link.receive(request, HEADER).wait(COMING)
+        proof = self._meeting.proof(self._meeting.link(self._number, number))
+        if whole(request, "proof") != proof or whole(request, "operation") != Operation.HELLO:
+            raise MessageError("it is not of this run")
+        self._hello(link, worker, request)
+
     def _answer(self, link: Link, worker: int, number: int) -> bool:
-        """Serve one request; whether another may come."""
+        """Serve one request; whether another may come.
+
+        Raises:
+            MessageError: if it is malformed.
+        """
         request = torch.zeros(request_size(self._plan, self._number), dtype=torch.float64)
         link.receive(request, HEADER).wait()
-        operation = Operation(int(field(request, "operation")))
+        with reading("a request"):
+            operation = Operation(whole(request, "operation"))
         if operation == Operation.LEAVE:
             with self._changed:
                 self._gone.add(number)
             return False
         try:
-            self._SERVICES[operation](self, link, worker, request)
-        except LinkError:
+            self._service(operation)(self, link, worker, request)
+        except (LinkError, MessageError):
             raise
         except _EndedError:
-            self._refuse(link)
+            self._refuse(link, self._ended)
             return False
         except Exception as error:  # whatever the user's optimizer raises must reach the workers
             with self._changed:
                 self._ended = f"{type(error).__name__}: {error}"
                 self._changed.notify_all()
-            self._refuse(link)
+            self._refuse(link, self._ended)
             return False
         return True
 
-    def _refuse(self, link: Link) -> None:
-        text = torch.frombuffer(bytearray((self._ended or "it was closed").encode()), dtype=torch.uint8)
+    def _service(self, operation: Operation) -> _Service:
+        if operation not in self._SERVICES:
+            raise MessageError(f"a worker that has come asks for {operation.name}")
+        return self._SERVICES[operation]
+
+    def _tell_refused(self, link: Link | None, why: str) -> None:
+        with suppress(LinkError):
+            if link is not None:
+                self._refuse(link, why)
+
+    def _refuse(self, link: Link, why: str | None) -> None:
+        text = torch.frombuffer(bytearray((why or "it was closed").encode()), dtype=torch.uint8)
         link.send(header(FIXED, operation=Status.ENDED, bytes=text.numel()), HEADER).wait()
         link.send(text, BYTES).wait()
 
@@ -397,8 +458,8 @@ class Server:
     # ---- services ---------------------------------------------------------------------------------------------------
 
     def _hello(self, link: Link, worker: int, request: Tensor) -> None:
-        if int(field(request, "digest")) != self._plan.digest:
-            raise ValueError(
+        if whole(request, "digest") != self._plan.digest:
+            raise MessageError(
                 f"worker {worker} has another model or optimizer than the server: names, shapes, types and groups of "
                 "parameters have to be the same on all ranks"
             )
@@ -413,14 +474,15 @@ class Server:
         self._reply(link, clock=clock)
 
     def _push(self, link: Link, worker: int, request: Tensor) -> None:
-        hyper, present, late = parse(self._plan, request)
-        if field(request, "parts"):
-            gradient = self._receive_rest(link, int(field(request, "bytes")), late)
-        else:
-            gradient = self._receive_gradient(link, int(field(request, "bytes")))
-        if field(request, "notice"):
+        with reading("a push"):
+            hyper, present, late = parse(self._plan, request)
+            if field(request, "parts"):
+                gradient = self._receive_rest(link, whole(request, "bytes"), late)
+            else:
+                gradient = self._receive_gradient(link, whole(request, "bytes"))
+            notice = EndNotice(whole(request, "notice"), field(request, "notice_age"))
+        if notice.number:
             with self._changed:
-                notice = EndNotice(int(field(request, "notice")), field(request, "notice_age"))
                 self._ending.tell(notice, self._clocks)
         if self._rules.consistency == "sync":
             self._push_together(link, worker, request, gradient, hyper, present)
@@ -430,15 +492,15 @@ class Server:
     def _receive_gradient(self, link: Link, sparse_bytes: int) -> Tensor:
         if sparse_bytes:
             message = torch.empty(sparse_bytes, dtype=torch.uint8)
-            link.receive(message, PAYLOAD).wait()
+            link.receive(message, PAYLOAD).wait(COMING)
             return unpack_rows(message, self.shard.slices, self.shard.flat.dtype)
         numel = self.shard.flat.numel()
         if self._codec is None:
             gradient = torch.empty_like(self.shard.flat)
-            link.receive(gradient, PAYLOAD).wait()
+            link.receive(gradient, PAYLOAD).wait(COMING)
             return gradient
         data = torch.empty(self._codec.row_bytes(numel), dtype=torch.uint8)
-        link.receive(data, PAYLOAD).wait()
+        link.receive(data, PAYLOAD).wait(COMING)
         return self._codec.decode(data[None], numel)[0]
 
     def _parts(self, link: Link, worker: int, request: Tensor) -> None:
@@ -457,7 +519,7 @@ class Server:
         if coming is None:
             return None
         for each in coming.works:
-            each.wait()
+            each.wait(COMING)
         return coming.gradient
 
     def _receive_rest(self, link: Link, late_bytes: int, late: Sequence[int]) -> Tensor:
@@ -467,7 +529,7 @@ class Server:
         gradient = self._wait_for_parts(link)
         if gradient is None:
             raise ValueError("a worker ended a push in parts that it had not begun")
-        coming.wait()
+        coming.wait(COMING)
         if late:
             pieces, targets = [self.shard.slices[each] for each in late], self.shard.split(gradient)
             values = unpack_rows(message, pieces, gradient.dtype).split([piece.numel for piece in pieces])
@@ -514,9 +576,10 @@ class Server:
         return None if field(request, "quiet") else self.shard.flat
 
     def _rows(self, link: Link, worker: int, request: Tensor) -> None:
-        wanted = torch.empty(int(field(request, "bytes")) // 8, dtype=torch.int64)
-        link.receive(wanted, PAYLOAD).wait()
-        with self._changed:
+        with reading("a request for rows"):
+            wanted = torch.empty(whole(request, "bytes") // 8, dtype=torch.int64)
+        link.receive(wanted, PAYLOAD).wait(COMING)
+        with self._changed, reading("a request for rows"):
             rows = look_up(wanted, self.shard.split(self.shard.flat))
         self._reply(link, rows)
 
@@ -573,12 +636,16 @@ class Server:
 
     def _load(self, link: Link, worker: int, request: Tensor) -> None:
         flat = torch.empty_like(self.shard.flat)
-        data = torch.empty(int(field(request, "bytes")), dtype=torch.uint8)
+        with reading("a state"):
+            data = torch.empty(whole(request, "bytes"), dtype=torch.uint8)
         for each in (link.receive(flat, PAYLOAD), link.receive(data, BYTES)):
-            each.wait()
+            each.wait(COMING)
+        states = unpack(data, whole(request, "text"))
+        if len(states) != len(self.shard.slices):
+            raise MessageError(f"{len(states)} states were sent for {len(self.shard.slices)} slices")
         with self._changed:
             self.shard.fill(flat)
-            self.shard.load(unpack(data, int(field(request, "text"))))
+            self.shard.load(states)
         self._reply(link)
 
     def _offer(self, link: Link, worker: int, request: Tensor) -> None:
@@ -601,7 +668,6 @@ class Server:
         self._reply(link, vote=outcome)
 
     _SERVICES: ClassVar[dict[Operation, _Service]] = {
-        Operation.HELLO: _hello,
         Operation.PUSH: _push,
         Operation.COMMIT: _commit,
         Operation.PULL: _pull,

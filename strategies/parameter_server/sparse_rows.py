@@ -80,6 +80,8 @@ def unpack_rows(message: Tensor, pieces: Sequence[Slice], dtype: torch.dtype) ->
     flat = torch.zeros(sum(piece.numel for piece in pieces), dtype=dtype)
     head = 8 * len(pieces)
     counts = message[:head].clone().view(torch.int64).tolist()
+    if any(not _WHOLE <= count <= piece.numel for count, piece in zip(counts, pieces, strict=True)):
+        raise ValueError(f"{counts} rows were pushed for slices of {[piece.numel for piece in pieces]} numbers")
     listed = sum(count for count in counts if count != _WHOLE)
     numbers = message[head : head + 8 * listed].clone().view(torch.int64)
     values = message[head + 8 * listed :].clone().view(dtype)

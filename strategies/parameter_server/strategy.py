@@ -564,7 +564,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._store = run_store()
         meeting = Meeting(self._store, told_place(self._store))
         self._connect(self._served, self._plan(self._served), meeting)
-        link = Link(meeting.client(), meeting.come_for_state(self.global_rank), False, self._device)
+        link = Link(meeting.client(), meeting.come(0, self.global_rank, wants_state=True), False, self._device)
         try:
             return take(link)
         finally:

@@ -7,6 +7,8 @@ vector of float64, and at most one payload whose size the header or both ends kn
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.checkpoint.messages import MessageError
 from trainwright.strategies.communication.meter import count_sent
 
 # What a CommunicationMeter knows these bytes under: pushed by workers, pulled from servers.
@@ -23,6 +26,8 @@ LOOPBACK = "127.0.0.1"
 # times out closes the pair for good, and one whose peer has died fails at once whatever the timeout.
 MEETING = timedelta(seconds=120)
 _PATIENCE = timedelta(days=30)
+# For what follows a header at once, and for the first header of a link.
+COMING = timedelta(minutes=30)
 # Tags: a header and the payload after it are received at the same time, and so are parts, which count from PART on.
 HEADER, PAYLOAD = 0, 1
 PART = 8
@@ -111,8 +116,8 @@ class Sending:
     def __init__(self, work: Any) -> None:
         self._work = work
 
-    def wait(self) -> None:
-        """Until it has come or gone.
+    def wait(self, patience: timedelta = _PATIENCE) -> None:
+        """Until it has come or gone; after ``patience`` the link is lost.
 
         Raises:
             LinkError: if the other end is gone.
@@ -121,7 +126,7 @@ class Sending:
         if work is None:
             return
         try:
-            work.wait(_PATIENCE)
+            work.wait(patience)
         except RuntimeError as error:
             raise LinkError(str(error).splitlines()[0]) from None
 
@@ -145,7 +150,7 @@ FIELDS = {
     "digest": 7,
     "clock": 8,
     "staleness": 9,
-    "worker": 10,
+    "proof": 10,  # that a worker knows the secret of the run, see Meeting.proof
     "quiet": 11,  # answer a step without parameters
     "parts": 13,  # whether the gradient has come in parts
     "pulls_parts": 14,  # whether parameters are to be sent in parts
@@ -163,3 +168,26 @@ FIXED = max(FIELDS.values()) + 1
 def field(tensor: Tensor, name: str) -> float:
     """One field of a header."""
     return float(tensor[FIELDS[name]])
+
+
+def whole(tensor: Tensor, name: str) -> int:
+    """One field of a header that is a whole number, 0 or more.
+
+    Raises:
+        MessageError: if it is none.
+    """
+    value = field(tensor, name)
+    if not (0 <= value < 2**53 and value.is_integer()):
+        raise MessageError(f"{name}={value} in a header (allowed: whole numbers from 0 on)")
+    return int(value)
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Have whatever a malformed message makes its reader raise be a :class:`MessageError`, the fault of who sent it."""
+    try:
+        yield
+    except MessageError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        raise MessageError(f"{what} cannot be read: {error}") from error

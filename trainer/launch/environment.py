@@ -1,10 +1,11 @@
 """The environment of a rank: what torch and Lightning read to know that it was started as one of many."""
 
 import os
-import socket
 
 from omegaconf import DictConfig
 
+from trainwright.checkpoint.messages import RUN_TOKEN, token_of_run
+from trainwright.strategies.rendezvous import loopback_interfaces
 from trainwright.trainer.launch.rendezvous import ADDRESS
 from trainwright.trainer.launch.threads import threads_of_rank
 
@@ -21,6 +22,7 @@ def rank_environment(cfg: DictConfig, rank: int, port: int, attempt: int = 0) ->
     return {
         **os.environ,
         **_shared_machine(cfg),
+        RUN_TOKEN: token_of_run(),
         **of_rank(rank, cfg.devices, port, attempt),
         # Lightning takes a process with this one for a rank that was started outside.
         "TORCHELASTIC_RUN_ID": f"{cfg.name}-{os.getpid()}",
@@ -58,10 +60,9 @@ def of_rank(rank: int, world_size: int, port: int, attempt: int) -> dict[str, st
 
 def _shared_machine(cfg: DictConfig) -> dict[str, str]:
     """What ranks need to share one machine well, unless the user has decided it."""
-    found = {"OMP_NUM_THREADS": threads_of_rank(cfg, os.environ), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if loopback is not None:
-        # Otherwise the backends listen on the address that the host name resolves to, open to the network.
-        found |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-    decided = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return found | {name: os.environ[name] for name in decided if name in os.environ}
+    errors = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    return {
+        "OMP_NUM_THREADS": threads_of_rank(cfg, os.environ),
+        errors: os.environ.get(errors, "1"),
+        **loopback_interfaces(),
+    }

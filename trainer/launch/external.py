@@ -1,6 +1,5 @@
 """Ranks that torchrun or SLURM has started: rank 0 decides for all, and knows whether it is a restart."""
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -12,17 +11,18 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.trainer.check_missing import resolved
 from trainwright.trainer.launch.begun import agent_id, remember
+from trainwright.trainer.launch.handed_over import give, problem_of, read_by, take
 from trainwright.trainer.launch.launcher import Launcher
+from trainwright.trainer.problems import ConfigError
 
-_KEY = "trainwright/run"
 _AGENT = "trainwright/agent"
 
 
 def agree(launcher: Launcher, decide: Callable[[Launcher], DictConfig]) -> DictConfig | None:
     """Let rank 0 decide on the configuration, and hand it to every rank.
 
-    The resolved configuration travels as text (JSON around yaml), so that machines need not share a file system and
-    nothing that is received can run.
+    The resolved configuration travels as text, so that machines need not share a file system, and authenticated; see
+    :mod:`~trainwright.trainer.launch.handed_over`.
 
     Args:
         launcher: as `detect_launcher` found it.
@@ -39,7 +39,7 @@ def agree(launcher: Launcher, decide: Callable[[Launcher], DictConfig]) -> DictC
     agent = agent_id(os.environ)
     if agent is not None and _is_first_of_machine():
         store.set(f"{_AGENT}/{os.environ['GROUP_RANK']}", agent)
-    cfg = _decided(store, launcher, decide) if launcher.rank == 0 else _heard(store)
+    cfg = _decided(store, launcher, decide) if launcher.rank == 0 else _heard(store, launcher.world_size - 1)
     if cfg is not None and agent is not None and _is_first_of_machine():
         remember(Path(cfg.run_dir), agent)
     return cfg
@@ -47,24 +47,27 @@ def agree(launcher: Launcher, decide: Callable[[Launcher], DictConfig]) -> DictC
 
 def _decided(store: Any, launcher: Launcher, decide: Callable[[Launcher], DictConfig]) -> DictConfig:
     """On rank 0."""
-    answer: dict[str, str | None] = {"config": None}
+    text = None
     try:
+        problem = problem_of(launcher)
+        if problem is not None:
+            raise ConfigError([problem])
         cfg = decide(replace(launcher, agents=_agents(store)))
-        answer["config"] = OmegaConf.to_yaml(resolved(cfg))
+        text = OmegaConf.to_yaml(resolved(cfg))
         return cfg
     finally:
-        store.set(_KEY, json.dumps(answer))
-        if answer["config"] is None:
+        if launcher.world_size > 1:
+            give(store, text)
+        if text is None:
             _wait_for_readers(store, launcher.world_size - 1)  # the store may live in this process, which ends now
 
 
-def _heard(store: Any) -> DictConfig | None:
+def _heard(store: Any, readers: int) -> DictConfig | None:
     """On the other ranks."""
-    answer = json.loads(store.get(_KEY).decode())
-    store.add(f"{_KEY}/read", 1)
-    if answer["config"] is None:
+    text = take(store, readers)
+    if text is None:
         return None
-    cfg = OmegaConf.create(answer["config"])
+    cfg = OmegaConf.create(text)
     assert isinstance(cfg, DictConfig)
     return cfg
 
@@ -89,5 +92,5 @@ def _agents(store: Any) -> tuple[str, ...]:
 
 def _wait_for_readers(store: Any, readers: int, seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
-    while store.add(f"{_KEY}/read", 0) < readers and time.monotonic() < end:
+    while read_by(store) < readers and time.monotonic() < end:
         time.sleep(0.05)

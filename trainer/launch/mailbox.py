@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainwright.checkpoint.messages import LONGEST, parse
 from trainwright.trainer.launch.records import write_whole
 
 # Step at which members leave that are called to leave at once, wherever they are.
@@ -161,7 +162,8 @@ class Mailbox:
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
-            plain: dict[str, Any] = json.loads(self._path(name).read_text(encoding="utf-8"))
+            with self._path(name).open("rb") as file:
+                plain: dict[str, Any] = parse(file.read(LONGEST + 1))
         except FileNotFoundError:
             return None
         return plain

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore, rendezvous
 
+from trainwright.strategies.rendezvous import store_at
 from trainwright.trainer.launch.launcher import Launcher
 from trainwright.trainer.launch.rendezvous import ADDRESS, LocalStore
 
@@ -124,9 +125,13 @@ def _launchers_store(launcher: Launcher) -> Store:
         host, number = json.loads(os.environ[STORE])
         return TCPStore(host, number, is_master=False, timeout=TIMEOUT)
     address, port = _address(launcher)
+    listening = None
+    if launcher.rank == 0 and not is_elastic(os.environ):
+        listening = store_at(address, int(port), launcher.world_size // launcher.local_world_size)
     url = f"tcp://{address}:{port}?rank={launcher.rank}&world_size={launcher.world_size}"
     store: Store
     store, _, _ = next(iter(rendezvous(url, timeout=TIMEOUT)))
+    del listening  # torch has shared it by now
     return store
 
 

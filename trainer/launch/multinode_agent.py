@@ -17,6 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from trainwright.checkpoint.messages import LONGEST
 from trainwright.checkpoint.references import variables_of
 from trainwright.trainer.launch.hosts import Host
 from trainwright.trainer.launch.multinode_words import from_agent
@@ -116,7 +117,7 @@ class Agent:
         output = self._process.stdout
         assert output is not None
         with output:
-            for raw in output:
+            while raw := output.readline(LONGEST):
                 line = raw.decode("utf-8", "replace").rstrip("\r\n")
                 message = from_agent(line)
                 if message is not None:

@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainwright.checkpoint.messages import MessageError, parse
+
 MARK = "\x1e"
 """In front of a line on standard output that is for the command, and not for people."""
 
@@ -55,7 +57,10 @@ def from_agent(line: str) -> dict[str, Any] | None:
     """What an agent says; None: the line is for people."""
     if not line.startswith(MARK):
         return None
-    message = json.loads(line[len(MARK) :])
+    try:
+        message = parse(line[len(MARK) :].encode())
+    except MessageError:
+        return None  # a rank has printed it
     return message if isinstance(message, dict) else None
 
 

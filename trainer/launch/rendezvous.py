@@ -1,10 +1,11 @@
 """Where ranks meet: a store of the launching process on the loopback interface, or one of rank 0."""
 
-import socket
 from datetime import timedelta
 from types import TracebackType
 
 from torch.distributed import TCPStore
+
+from trainwright.strategies.rendezvous import listen_at
 
 ADDRESS = "127.0.0.1"
 
@@ -33,11 +34,7 @@ class LocalStore:
         told: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, port or 0))
-            listener.listen()
+        with listen_at(address, port or 0) as listener:
             self.address = told or address
             """How the ranks call it."""
             self.port: int = listener.getsockname()[1]
