@@ -26,6 +26,15 @@ def without_missing(cfg: DictConfig) -> DictConfig:
     return cfg
 
 
+def unresolved(cfg: DictConfig) -> list[str]:
+    """What is missing, once a reference leads nowhere; empty where every reference can be resolved."""
+    try:
+        resolved(without_missing(cfg))
+    except ConfigError as error:
+        return [*missing_values(cfg), *error.problems]
+    return []
+
+
 def resolved(cfg: DictConfig) -> DictConfig:
     """A copy with values in the place of references.
 
@@ -35,7 +44,8 @@ def resolved(cfg: DictConfig) -> DictConfig:
     try:
         found = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
     except OmegaConfBaseException as error:
-        raise ConfigError([f"the configuration refers to what is not there: {str(error).splitlines()[0]}"]) from error
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError([f"{key}refers to what is not there: {str(error).splitlines()[0]}"]) from error
     assert isinstance(found, DictConfig)
     return found
 

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,11 +28,15 @@ from trainwright.trainer.candidates import LAST
 from trainwright.trainer.check_compression import compression_of
 from trainwright.trainer.check_hangs import AUTO
 from trainwright.trainer.inject_words import make_faults
+from trainwright.trainer.launch.error_text import is_refusal, message_of
 from trainwright.trainer.launch.failure import log_file
 from trainwright.trainer.launch.launcher import detect_launcher
 from trainwright.trainer.metrics_csv import MetricsCSV
 from trainwright.trainer.planning.profiles import peak_flops_of
+from trainwright.trainer.problems import ConfigError
+from trainwright.trainer.refusal import refused_as
 from trainwright.trainer.resume import look_in
+from trainwright.trainer.targets import class_of
 from trainwright.trainer.tensorboard import HyperParameters
 from trainwright.trainer.trainer import Trainer
 from trainwright.trainer.watchdog.callback import Watchdog
@@ -63,33 +67,74 @@ def run_verb(
 
     Returns:
         The metrics of the end, by name.
+
+    Raises:
+        ConfigError: if something cannot be built, or this package refuses it before training begins.
     """
     if cfg.launch.threads or "OMP_NUM_THREADS" in os.environ:
         # torch has read the variable when the fork server imported it, before it was decided for this run.
         torch.set_num_threads(int(cfg.launch.threads or os.environ["OMP_NUM_THREADS"]))
     _log_to_file(Path(cfg.run_dir))
     seed_everything(cfg.seed, workers=True, verbose=False)
-    module = instantiate(cfg.module, _convert_="all")
-    data = instantiate(cfg.data, _convert_="all") if cfg.data else None
-    trainer = build_trainer(cfg, on_exception, more_callbacks)
+    hook = _ExceptionHook(on_exception, has_begun=held is not None)
+    module, data, trainer = build(cfg, [*more_callbacks, hook])
     if not cfg.strict:
         module.strict_loading = False
-    _VERBS[verb](trainer, module, data, _loading(trainer, cfg, held))
+    try:
+        _VERBS[verb](trainer, module, data, _loading(trainer, cfg, held))
+    except Exception as error:
+        hook.raise_refusal(error)
+        raise
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def build_trainer(
-    cfg: DictConfig,
-    on_exception: Callable[[BaseException], None] | None = None,
-    more_callbacks: Sequence[Callback] = (),
-) -> Trainer:
+def build(
+    cfg: DictConfig, more_callbacks: Sequence[Callback] = ()
+) -> tuple[LightningModule, LightningDataModule | None, Trainer]:
+    """Build the module, the data and the Trainer of a resolved configuration.
+
+    Raises:
+        ConfigError: naming the part that cannot be built.
+    """
+    module = _built(cfg.module, "module", LightningModule)
+    data = _built(cfg.data, "data", LightningDataModule) if cfg.data else None
+    _try_optimizer(cfg.optimizer)
+    with refused_as("the Trainer cannot be built"):
+        return module, data, build_trainer(cfg, more_callbacks)
+
+
+def _try_optimizer(optimizer: Any) -> None:
+    """Let an optimizer of torch judge its options on one weight; the module makes the real one later."""
+    if class_of(optimizer) and str(optimizer._target_).startswith("torch.optim.") and optimizer.get("_partial_"):
+        factory = instantiate(optimizer, _convert_="all")
+        with refused_as(f"optimizer: {optimizer._target_} cannot be built"):
+            factory([torch.nn.Parameter(torch.zeros(1, 1))])
+
+
+def _built(value: DictConfig, key: str, kind: type) -> Any:
+    """What one part of the configuration builds.
+
+    Raises:
+        ConfigError: if it cannot be built, or is no `kind`.
+    """
+    target = value.get("_target_")
+    with refused_as(f"{key}: {target} cannot be built"):
+        made = instantiate(value, _convert_="all")
+    if isinstance(getattr(made, "_orig_mod", made), kind):  # torch.compile wraps a module
+        return made
+    raise ConfigError(
+        [f"{key}._target_={target}: gives a {type(made).__name__}; type the path of a class of a {kind.__name__}"]
+    )
+
+
+def build_trainer(cfg: DictConfig, more_callbacks: Sequence[Callback] = ()) -> Trainer:
     """The Trainer of a resolved configuration, with its strategy, callbacks and loggers."""
-    callbacks = [built for group in (cfg.monitor, cfg.checkpoint, cfg.callbacks) for built in _build_all(group)]
+    callbacks = [built for group in ("monitor", "checkpoint", "callbacks") for built in _build_all(cfg, group)]
     _tell_peak(cfg, callbacks)
     callbacks.append(instantiate(cfg.preemption, _convert_="all"))
     callbacks += _watchdog(cfg, callbacks)
     # The guard looks at what the others may have changed.
-    callbacks += [*make_faults(cfg.inject), *_build_all(cfg.guard), *more_callbacks]
+    callbacks += [*make_faults(cfg.inject), *_build_all(cfg, "guard"), *more_callbacks]
     loggers = _loggers(cfg)
     if any(isinstance(logger, TensorBoardLogger) for logger in loggers):
         callbacks.append(HyperParameters(cfg))
@@ -106,7 +151,7 @@ def build_trainer(
         num_nodes=cfg.nodes,
         accelerator=cfg.accelerator,
         precision=cfg.precision,
-        callbacks=callbacks if on_exception is None else [*callbacks, _ExceptionHook(on_exception)],
+        callbacks=callbacks,
         logger=loggers,
         max_steps=-1 if cfg.max_steps is None else cfg.max_steps,
         # With neither limit Lightning would take 1000 epochs.
@@ -143,22 +188,43 @@ def _watchdog(cfg: DictConfig, callbacks: Sequence[Callback]) -> list[Callback]:
 
 
 class _ExceptionHook(Callback):
-    """Passes an exception on as soon as the Trainer sees it."""
+    """Passes an exception on as soon as the Trainer sees it; a refusal before the first batch as a ConfigError.
 
-    def __init__(self, on_exception: Callable[[BaseException], None]) -> None:
+    Args:
+        on_exception: called with the exception.
+        has_begun: whether the run has trained before.
+    """
+
+    def __init__(self, on_exception: Callable[[BaseException], None], has_begun: bool) -> None:
         self._on_exception = on_exception
+        self._has_begun = has_begun
 
     def on_exception(self, trainer: LightningTrainer, pl_module: LightningModule, exception: BaseException) -> None:
+        try:
+            self.raise_refusal(exception)
+        except ConfigError as error:
+            exception = error
         self._on_exception(exception)
 
+    def raise_refusal(self, error: BaseException) -> None:
+        """Raise a ConfigError in the place of `error` if it says what is wrong with a run that has not begun."""
+        if not self._has_begun and is_refusal(error):
+            raise ConfigError([message_of(error)]) from error
 
-def _build_all(group: Mapping[str, Any]) -> list[Any]:
-    return [instantiate(value, _convert_="all") for value in group.values() if value is not None]
+    def _begin(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
+        self._has_begun = True
+
+    on_train_start = on_validation_start = on_test_start = on_predict_start = _begin
+
+
+def _build_all(cfg: DictConfig, group: str) -> list[Any]:
+    kind = Logger if group == "logger" else Callback
+    return [_built(value, f"{group}.{name}", kind) for name, value in cfg[group].items() if value is not None]
 
 
 def _loggers(cfg: DictConfig) -> list[Logger]:
     """The loggers of the configuration; metrics.csv is always among them."""
-    loggers: list[Logger] = _build_all(cfg.logger)
+    loggers: list[Logger] = _build_all(cfg, "logger")
     if not any(isinstance(logger, CSVLogger) for logger in loggers):
         loggers.append(MetricsCSV(cfg.run_dir))
     return loggers
