@@ -80,19 +80,27 @@ class HuggingFaceModule(LanguageModule):
         had_bar = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()  # every rank would draw one
         try:
-            loaded: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            loaded, about = transformers.AutoModelForCausalLM.from_pretrained(
                 self.pretrained,
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
                 attn_implementation=ATTENTION,
                 dtype=torch.float32,
+                output_loading_info=True,
                 **sizes,
             )
         finally:
             if had_bar:
                 logging.enable_progress_bar()
-        return loaded.train()
+        if all(name in about["missing_keys"] for name, _ in loaded.named_parameters()):
+            there = ", ".join(sorted(about["unexpected_keys"])[:4]) or "there are none"
+            raise ValueError(
+                f"pretrained={self.pretrained}: none of its tensors ({there}) is one of {type(loaded).__name__}, so "
+                "all weights would be random. Give a folder that save_pretrained has written for this architecture."
+            )
+        trained: nn.Module = loaded.train()
+        return trained
 
     def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
         """Integer ids ``(B, T)`` to logits ``(B, T, V)`` of the next token."""

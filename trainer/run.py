@@ -212,7 +212,7 @@ def _decided(
     problems = unresolved(cfg)
     if problems:
         return cfg, problems, None  # nothing that refers to them can be read
-    if cfg.run_dir is not None:
+    if cfg.run_dir:
         cfg.run_dir = str(Path(cfg.run_dir).expanduser())
     problems = decide_resume(cfg, verb)
     if cfg.run_dir is None:

@@ -7,6 +7,7 @@ for all ranks.
 import logging
 import os
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from trainwright.trainer.candidates import LAST
 from trainwright.trainer.check_compression import compression_of
 from trainwright.trainer.check_hangs import AUTO
 from trainwright.trainer.inject_words import make_faults
-from trainwright.trainer.launch.error_text import is_refusal, message_of
+from trainwright.trainer.launch.error_text import is_refusal, is_secondary, message_of
 from trainwright.trainer.launch.failure import log_file
 from trainwright.trainer.launch.launcher import detect_launcher
 from trainwright.trainer.metrics_csv import MetricsCSV
@@ -42,6 +43,7 @@ from trainwright.trainer.trainer import Trainer
 from trainwright.trainer.watchdog.callback import Watchdog
 
 PREDICTIONS = "predictions.pt"
+_RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
 _LIBRARIES = re.compile(r"[/\\](lightning|torch|tensorboard)[/\\]")
 
 # A run that goes on from another one's checkpoint has its own directory, and one that goes on in place finds it filled.
@@ -76,7 +78,7 @@ def run_verb(
         torch.set_num_threads(int(cfg.launch.threads or os.environ["OMP_NUM_THREADS"]))
     _log_to_file(Path(cfg.run_dir))
     seed_everything(cfg.seed, workers=True, verbose=False)
-    hook = _ExceptionHook(on_exception, has_begun=held is not None)
+    hook = _ExceptionHook(on_exception, cfg.ckpt_path, has_begun=held is not None)
     module, data, trainer = build(cfg, [*more_callbacks, hook])
     if not cfg.strict:
         module.strict_loading = False
@@ -192,11 +194,13 @@ class _ExceptionHook(Callback):
 
     Args:
         on_exception: called with the exception.
+        ckpt_path: checkpoint that is restored first; None: none is.
         has_begun: whether the run has trained before.
     """
 
-    def __init__(self, on_exception: Callable[[BaseException], None], has_begun: bool) -> None:
+    def __init__(self, on_exception: Callable[[BaseException], None], ckpt_path: str | None, has_begun: bool) -> None:
         self._on_exception = on_exception
+        self._ckpt_path = ckpt_path
         self._has_begun = has_begun
 
     def on_exception(self, trainer: LightningTrainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -208,13 +212,26 @@ class _ExceptionHook(Callback):
 
     def raise_refusal(self, error: BaseException) -> None:
         """Raise a ConfigError in the place of `error` if it says what is wrong with a run that has not begun."""
-        if not self._has_begun and is_refusal(error):
+        if self._has_begun or not isinstance(error, Exception):
+            return
+        if is_refusal(error):
             raise ConfigError([message_of(error)]) from error
+        if self._ckpt_path is not None and _was_restoring(error) and not is_secondary(error):
+            with refused_as(f"ckpt_path={self._ckpt_path}: does not fit this run"):
+                raise error
 
     def _begin(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
         self._has_begun = True
 
     on_train_start = on_validation_start = on_test_start = on_predict_start = _begin
+
+
+def _was_restoring(error: Exception) -> bool:
+    """Whether an error comes of putting what a checkpoint holds into the module and the loops."""
+    return any(
+        frame.f_globals.get("__name__") == _RESTORING and frame.f_code.co_name.startswith("restore")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 def _build_all(cfg: DictConfig, group: str) -> list[Any]:
