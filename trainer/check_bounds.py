@@ -7,9 +7,8 @@ empty and can be printed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, fields, is_dataclass
-from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
@@ -23,18 +22,19 @@ _MOST = 2**63 - 1
 _GROUPS = ("strategy", "accumulation", "compression", "optimizer")
 
 
-def bound_problems(cfg: DictConfig) -> dict[str, str]:
+def bound_problems(cfg: DictConfig, missing: Sequence[str] = ()) -> dict[str, str]:
     """What is out of the bounds of the schema, by dotted key.
 
     Args:
         cfg: as composed, so that its parts know their types; whatever it refers to is there.
+        missing: keys of groups that have null in the place of a missing value.
     """
     values: Any = OmegaConf.to_container(cfg, resolve=True)
     found = dict(_of_schema(RunConfig, values, cfg, ""))
     found.update(
         (key, f"{key}={values[key]}: is no mapping; type {key}=<choice>, `trainwright fit --help` lists them")
         for key in _GROUPS
-        if not isinstance(values.get(key), dict | NoneType)
+        if not isinstance(values.get(key), dict) and key not in missing
     )
     found.update(_of_optimizer(values.get("optimizer")))
     return found
@@ -50,11 +50,11 @@ def _of_schema(schema: Any, values: Mapping[str, Any], typed: Any, path: str) ->
             yield from _of_schema(part, value, below, f"{key}.")
         elif isinstance(value, dict) and float in get_args(hints[item.name]):
             for name, each in value.items():
-                yield from _told(f"{key}.{name}", each, _number_problem(item, each))
+                yield from _told(f"{key}.{name}", each, _number_problem(item, f"{key}.{name}", each))
         elif isinstance(value, str) and value != "???":
             yield from _told(key, value, _text_problem(value))
         else:
-            yield from _told(key, value, _number_problem(item, value))
+            yield from _told(key, value, _number_problem(item, key, value))
 
 
 def _told(key: str, value: Any, problem: str | None) -> Iterator[tuple[str, str]]:
@@ -62,7 +62,7 @@ def _told(key: str, value: Any, problem: str | None) -> Iterator[tuple[str, str]
         yield key, f"{key}={value}: {problem}"
 
 
-def _number_problem(item: Field[Any], value: Any) -> str | None:
+def _number_problem(item: Field[Any], key: str, value: Any) -> str | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     least, most = item.metadata.get("least", 0), item.metadata.get("most")
@@ -70,14 +70,15 @@ def _number_problem(item: Field[Any], value: Any) -> str | None:
     limit = most if most is not None else _MOST_SECONDS if is_time else _MOST if isinstance(value, int) else math.inf
     if math.isfinite(value) and least <= value <= limit:
         return None
-    kind = "a whole number" if isinstance(value, int) else "a number"
-    upper = f" and at most {limit:g}" if most is not None or is_time else ""
-    return f"must be {kind} of at least {least:g}{upper}{_or_null(item)}{_instead(item)}"
+    kind = "a whole number" if isinstance(value, int) else "a finite number"
+    has_upper = math.isfinite(limit) and (most is not None or is_time or value > limit)
+    upper = f" and at most {int(limit)}" if has_upper else ""
+    return f"must be {kind} of at least {least:g}{upper}{_or_null(item)}{_instead(item, key)}"
 
 
-def _instead(item: Field[Any]) -> str:
+def _instead(item: Field[Any], key: str) -> str:
     is_number = isinstance(item.default, int | float) and not isinstance(item.default, bool)
-    return f"; the default is {item.name}={item.default}" if is_number else ""
+    return f"; the default is {key}={item.default}" if is_number else ""
 
 
 def _or_null(item: Field[Any]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from trainwright.trainer.problems import ConfigError
 
@@ -32,6 +32,8 @@ def unresolved(cfg: DictConfig) -> list[str]:
         resolved(without_missing(cfg))
     except ConfigError as error:
         return [*missing_values(cfg), *error.problems]
+    except ValidationError:  # of a key that cannot be null
+        return missing_values(cfg)
     return []
 
 

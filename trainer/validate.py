@@ -69,12 +69,13 @@ def validate(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
         cfg: as `compose` returns it, with `run_dir` set.
         surroundings: the verb and the launcher.
     """
+    absent = [str(key) for key in cfg if OmegaConf.is_missing(cfg, key)]
     problems, cfg = missing_values(cfg), without_missing(cfg)
     try:
         plain = resolved(cfg)
     except ConfigError as error:
         return [*problems, *error.problems]
-    bounds = bound_problems(cfg)
+    bounds = bound_problems(cfg, absent)
     if not _DECISIVE.isdisjoint(bounds):
         return [*problems, *bounds.values()]
     for check in _CHECKS:
