@@ -124,18 +124,18 @@ def _check(out: str, err: str, part: str) -> None:
 
 # What a rank refuses, before the run trains: words -> part of the paragraph.
 BY_A_RANK: dict[tuple[str, ...], str] = {
-    ("checkpoint.last.every_n_steps=0",): "every_n_steps=0 (allowed",
-    ("checkpoint.last.keep_last=0",): "keep_last=0 (allowed",
-    ("checkpoint.last.filename=../../x",): "filename='../../x' (allowed",
+    (
+        "checkpoint.last.every_n_steps=0",
+        "checkpoint.last.keep_last=0",
+        "checkpoint.last.filename=../../x",
+    ): "filename='../../x' (allowed",
     ("module._target_=os.getcwd",): "os.getcwd",
     ("module._target_=builtins.dict",): "module._target_=builtins.dict: gives a dict",
     ("module.hidden=abc",): "module: my_module.MyModule cannot be built",
     ("ckpt_path=../other.ckpt",): "ckpt_path=../other.ckpt: does not fit this run",
     ("ckpt_path=../other.ckpt", "strict=false"): "no tensor fits",
     ("init_from=../other.safetensors", "strict=false"): "No tensor fits",
-    ("ckpt_path=../begun/checkpoints/step=2", "max_steps=1"): "max_steps=1, but the checkpoint",
     ("run_dir=../begun", "ckpt_path=last", "max_steps=1"): "max_steps=1, but the checkpoint",
-    ("devices=2", "strategy=ddp", "ckpt_path=../other.ckpt"): "ckpt_path=../other.ckpt: does not fit this run",
     ("devices=2", "strategy=zero2", "checkpoint.last.keep_last=0", "launch.max_restarts=3"): "keep_last=0 (allowed",
 }
 SCRIPT = """
@@ -163,7 +163,7 @@ for words in json.loads(sys.argv[2]):
 
 
 def test_refused_by_a_rank_before_training(empty: Path) -> None:
-    """13 attempts, in one process: starting one costs seconds. What was there before is as it was."""
+    """9 attempts, in one process: starting one costs seconds. What was there before is as it was."""
     path = f"{os.environ.get('PYTHONPATH', '')}:{empty}"
     conf = write_project(empty)
     usual = ["--config-dir", str(conf), "recipe=mine", "logger=csv", "monitor=none"]
@@ -172,7 +172,7 @@ def test_refused_by_a_rank_before_training(empty: Path) -> None:
         capture_output=True,
         text=True,
         env={**environment(), "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
-        timeout=200,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     for said, (words, part) in zip(done.stderr.split("TYPED\n")[1:], BY_A_RANK.items(), strict=True):
