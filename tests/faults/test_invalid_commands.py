@@ -150,7 +150,7 @@ def held(folder):
 
 usual = json.loads(sys.argv[1])
 assert main(["fit", *usual, "max_steps=2", "run_dir=../begun"]) == 0
-weights = {"foo.weight": torch.zeros(3, 5)}
+weights = {"foo.part": torch.zeros(3, 5)}
 save_file(weights, "../other.safetensors")
 torch.save({"state_dict": weights, "epoch": 0, "global_step": 5, "optimizer_states": [], "lr_schedulers": [],
             "loops": {}, "pytorch-lightning_version": "2.6.0"}, "../other.ckpt")
