@@ -77,6 +77,8 @@ class HuggingFaceModule(LanguageModule):
         from transformers.utils import logging
 
         assert self.pretrained is not None
+        loaded: nn.Module
+        about: Mapping[str, Any]
         had_bar = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()  # every rank would draw one
         try:
@@ -99,8 +101,7 @@ class HuggingFaceModule(LanguageModule):
                 f"pretrained={self.pretrained}: none of its tensors ({there}) is one of {type(loaded).__name__}, so "
                 "all weights would be random. Give a folder that save_pretrained has written for this architecture."
             )
-        trained: nn.Module = loaded.train()
-        return trained
+        return loaded.train()
 
     def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
         """Integer ids ``(B, T)`` to logits ``(B, T, V)`` of the next token."""
