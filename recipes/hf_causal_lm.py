@@ -79,10 +79,11 @@ class HuggingFaceModule(LanguageModule):
         assert self.pretrained is not None
         loaded: nn.Module
         about: Mapping[str, Any]
+        both: Any  # the types of transformers know of the module alone
         had_bar = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()  # every rank would draw one
         try:
-            loaded, about = transformers.AutoModelForCausalLM.from_pretrained(
+            both = transformers.AutoModelForCausalLM.from_pretrained(
                 self.pretrained,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -95,6 +96,7 @@ class HuggingFaceModule(LanguageModule):
         finally:
             if had_bar:
                 logging.enable_progress_bar()
+        loaded, about = both
         if all(name in about["missing_keys"] for name, _ in loaded.named_parameters()):
             there = ", ".join(sorted(about["unexpected_keys"])[:4]) or "there are none"
             raise ValueError(
