@@ -61,8 +61,9 @@ def match_names(
     unexpected = [key for key in source.keys() if key not in set(found.values())]  # noqa: SIM118 - a source is no dict
     shapes = [f"{n}: {tuple(module_names[n])}, in the file {tuple(source.shape(found[n]))}" for n in wrong]
     left = _leftovers(missing, unexpected, shapes)
-    if not found or (strict and left):
-        raise CheckpointError(_refusal(where, left, bool(found)))
+    fits_some = len(wrong) < len(found)
+    if not fits_some or (strict and left):
+        raise CheckpointError(_refusal(where, left, fits_some))
     if left and say is not None:
         say(f"{where} was loaded in part; not loaded:{left}")
     return {name: key for name, key in found.items() if name not in set(wrong)}

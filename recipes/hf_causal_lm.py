@@ -77,21 +77,32 @@ class HuggingFaceModule(LanguageModule):
         from transformers.utils import logging
 
         assert self.pretrained is not None
+        loaded: nn.Module
+        about: Mapping[str, Any]
+        both: Any  # the types of transformers know of the module alone
         had_bar = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()  # every rank would draw one
         try:
-            loaded: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            both = transformers.AutoModelForCausalLM.from_pretrained(
                 self.pretrained,
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
                 attn_implementation=ATTENTION,
                 dtype=torch.float32,
+                output_loading_info=True,
                 **sizes,
             )
         finally:
             if had_bar:
                 logging.enable_progress_bar()
+        loaded, about = both
+        if all(name in about["missing_keys"] for name, _ in loaded.named_parameters()):
+            there = ", ".join(sorted(about["unexpected_keys"])[:4]) or "there are none"
+            raise ValueError(
+                f"pretrained={self.pretrained}: none of its tensors ({there}) is one of {type(loaded).__name__}, so "
+                "all weights would be random. Give a folder that save_pretrained has written for this architecture."
+            )
         return loaded.train()
 
     def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803

@@ -56,6 +56,7 @@ from trainwright.strategies.run_state import (
     fill_weights,
     is_stored,
     listed,
+    misfit,
     mismatch,
     optimizer_parts,
     refuse_other_optimizer,
@@ -410,6 +411,10 @@ class RunStateStrategy(Strategy):
             # Lightning does so after loading: parameters of 32 bits would cut off what was saved in 64.
             self.precision_plugin.convert_module(module)
         if not is_stored(state):
+            names = [] if strict else self._whole_keys()
+            if names and not any(name in state for name in names):
+                report = mismatch(names, sorted(state), [])
+                raise misfit(f"The checkpoint {module.trainer.ckpt_path}", report, some_fit=False)
             super().load_model_state_dict(checkpoint, strict)
         elif can_fill(module):
             where = f"The checkpoint {module.trainer.ckpt_path}"

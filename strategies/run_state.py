@@ -324,7 +324,8 @@ def fill_weights(
         placement: who holds what.
         state: name -> :class:`StoredTensor`, tensor or extra state, of the whole module.
         expected: names of the whole module, on all ranks together.
-        strict: refuse missing and unexpected names and other shapes; else leave these as they are, with a warning.
+        strict: refuse missing and unexpected names and other shapes; else leave these as they are, with a warning,
+            unless nothing fits.
         where: what the weights come from, for messages.
 
     Raises:
@@ -338,11 +339,12 @@ def fill_weights(
         if hasattr(state[name], "shape") and tuple(state[name].shape) != parts.shape
     ]
     report = mismatch([n for n in expected if n not in state], sorted(set(state) - set(expected)), wrong)
-    if report and strict:
-        raise misfit(where, report)
+    misfits = {text.partition(":")[0] for text in wrong}
+    some_fit = any(name in state and name not in misfits for name in expected)
+    if report and (strict or not some_fit):
+        raise misfit(where, report, some_fit=some_fit)
     if report:
         rank_zero_warn(f"{where} was loaded in part: {report}")
-    misfits = {text.partition(":")[0] for text in wrong}
     once = {(_key_of(state[name]), _place_of(targets[name])): name for name in boxes if name not in misfits}
     read_into({name: boxes[name] for name in once.values()}, state)
     for name, value in state.items():
@@ -360,8 +362,10 @@ def _place_of(tensor: Tensor) -> tuple[int, int]:
     return part.data_ptr(), part.numel()
 
 
-def misfit(where: str, report: str) -> CheckpointError:
+def misfit(where: str, report: str, *, some_fit: bool = True) -> CheckpointError:
     """The error for weights that do not fit, with what to type."""
+    if not some_fit:
+        return CheckpointError(f"{where} is of another module, no tensor fits: {report} Give one of this module.")
     return CheckpointError(
         f"{where} does not fit this module: {report} Build the module as it was, or type strict=false (in Python: "
         "self.strict_loading = False in the module) to load what fits and leave the rest as it is."

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from trainwright.checkpoint.references import literal
 from trainwright.trainer.problems import ConfigError
@@ -27,6 +27,17 @@ def without_missing(cfg: DictConfig) -> DictConfig:
     return cfg
 
 
+def unresolved(cfg: DictConfig) -> list[str]:
+    """What is missing, once a reference leads nowhere; empty where every reference can be resolved."""
+    try:
+        resolved(without_missing(cfg))
+    except ConfigError as error:
+        return [*missing_values(cfg), *error.problems]
+    except ValidationError:  # of a key that cannot be null
+        return missing_values(cfg)
+    return []
+
+
 def resolved(cfg: DictConfig) -> DictConfig:
     """A copy with values in the place of references.
 
@@ -36,7 +47,8 @@ def resolved(cfg: DictConfig) -> DictConfig:
     try:
         found = OmegaConf.create(literal(OmegaConf.to_container(cfg, resolve=True)))
     except OmegaConfBaseException as error:
-        raise ConfigError([f"the configuration refers to what is not there: {str(error).splitlines()[0]}"]) from error
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError([f"{key}refers to what is not there: {str(error).splitlines()[0]}"]) from error
     assert isinstance(found, DictConfig)
     return found
 

@@ -16,6 +16,7 @@ from trainwright.checkpoint.sizes import size_text
 from trainwright.checkpoint.storage import Folder
 from trainwright.checkpoint.write_errors import free_bytes
 from trainwright.trainer.candidates import AUTO, LAST, RUN_STATE, newest_good
+from trainwright.trainer.reachable import connection_problem
 from trainwright.trainer.run_directory import CHECKPOINTS, RUNS, runs_of
 
 _SAFETENSORS = ".safetensors"
@@ -173,7 +174,8 @@ def _problems_of_checkpoint(cfg: DictConfig, verb: str) -> list[str]:
     path = str(cfg.ckpt_path)
     if path.startswith(("http://", "https://")):
         if path.lower().endswith(_TORCH_FILES):
-            return []  # whether it is there, its reader finds out: a look costs as much as reading
+            problem = connection_problem(path)  # whether it is there, its reader finds out
+            return [] if problem is None else [f"ckpt_path={path}: {problem}; fetch the file, then type its path"]
         return [
             f"ckpt_path={path}: over http only single files can be read ({', '.join(_TORCH_FILES)}); fetch the folder, "
             "then type its path"

@@ -35,4 +35,4 @@ def _continues(cfg: DictConfig, run_dir: Path) -> bool:
     """Whether the run goes on in its own directory; with resume=auto it may have ended before its first checkpoint."""
     if cfg.resume == AUTO:
         return True
-    return cfg.ckpt_path is not None and Path(cfg.ckpt_path).absolute().is_relative_to(run_dir.absolute())
+    return cfg.ckpt_path is not None and Path(cfg.ckpt_path).resolve().is_relative_to(run_dir.resolve())

@@ -31,19 +31,13 @@ def callback_problems(cfg: DictConfig, _: Surroundings) -> list[str]:
 
 
 def number_problems(cfg: DictConfig, _: Surroundings) -> list[str]:
-    """Whole numbers that are too small, and the name."""
-    smallest = {"nodes": 1, "max_steps": 0, "max_epochs": 0, "global_batch_size": 1, "micro_batch_size": 1, "seed": 0}
-    problems = [
-        f"{key}={cfg[key]}: must be a whole number of at least {least}"
-        + (", or null for no limit" if "max_" in key else "")
-        for key, least in smallest.items()
-        if cfg[key] is not None and cfg[key] < least
-    ]
+    """Numbers whose bounds the schema does not know, and the name."""
+    problems = []
     if cfg.nodes >= 1 and not has_world_size(cfg):
         problems.append(f"devices={cfg.devices}: must be a whole number of at least 1, or auto; type devices=1")
     if cfg.accumulation.steps is not None and cfg.accumulation.steps < 1:
         problems.append(f"accumulation.steps={cfg.accumulation.steps}: must be at least 1; 1 is no accumulation")
-    if not str(cfg.name).strip() or any(sign in str(cfg.name) for sign in "/\\\0"):
+    if not str(cfg.name).strip() or any(sign in str(cfg.name) for sign in "/\\\0") or cfg.name in (".", ".."):
         problems.append(f"name={cfg.name!r}: becomes the name of a directory; type letters, digits, - and _")
     return problems
 

@@ -97,7 +97,12 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
         where = traceback.extract_tb(error.__traceback__)[-1]
         print(f"trainwright: sys.exit({error.code!r}) was called by {where.filename}:{where.lineno}", file=sys.stderr)
         raise
-    except (RankError, ConfigError):
+    except ConfigError as error:
+        if launcher is None:
+            raise
+        Uncaught(Path(cfg.run_dir)).tell(error)
+        return REFUSED
+    except RankError:
         raise
     except Exception as error:
         Uncaught(Path(cfg.run_dir)).tell(error)  # the run was in this process

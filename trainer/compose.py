@@ -25,7 +25,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
@@ -36,11 +36,14 @@ from trainwright.trainer.deepspeed_config.report import Report
 from trainwright.trainer.inject_words import take_inject
 from trainwright.trainer.problems import ConfigError, did_you_mean, nearest
 from trainwright.trainer.profile_word import spell_out_profile
+from trainwright.trainer.refusal import refused_as
 
 _log = logging.getLogger(__name__)
 
 _CONF = "pkg://trainwright.conf"
 _PLAIN_KEYS = tuple(item.name for item in fields(RunConfig))
+# Groups without which a run has no value for their key.
+_NEEDED = tuple(item.name for item in fields(RunConfig) if item.default == MISSING and item.name != "name")
 # Groups whose choice is only used where a recipe refers to it.
 _REFERRED = {
     "optimizer": "`optimizer: ${optimizer}` under module",
@@ -117,7 +120,17 @@ def compose(
 
 
 def compose_checked(overrides: Sequence[str], config_dir: str | Path | None = None) -> Composition:
-    """Compose as `compose` does, but hand back the problems instead of raising them."""
+    """Compose as `compose` does, but hand back the problems instead of raising them.
+
+    Raises:
+        ConfigError: where it cannot be told which override is at fault.
+    """
+    recipe = next((text for text in overrides if key_of(text) == "recipe"), "these overrides")
+    with refused_as(f"the configuration of {recipe} cannot be composed"):
+        return _composed(overrides, config_dir)
+
+
+def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> Composition:
     problems = _problems_of_config_dir(config_dir)
     if problems:
         return Composition(problems=problems)
@@ -308,6 +321,12 @@ class _Composer:
 
     def _examine_deletion(self, key: str, text: str) -> str | None:
         free = {"module", "data", "callbacks", "checkpoint", "monitor", "guard", "logger", "optimizer"}
+        if key in _NEEDED:
+            self._add(
+                f"{text}: every run needs a choice of {key}; {_plural(key)}: {', '.join(choices_of(self.loader, key))}"
+            )
+            self._give_up_on(key)
+            return None
         if key.split(".")[0] in free or key in self.groups:
             return text
         self._add(f"{text}: {key} is a key of every run and cannot be removed; type {key}=null if it shall be off")

@@ -16,6 +16,12 @@ from omegaconf import MISSING
 
 SCHEMA_NAME = "_schema"
 
+
+def number(default: Any, *, least: float = 0, most: float | None = None) -> Any:
+    """A field whose numbers have other bounds than 0 and the largest of its kind (see `check_bounds`), both allowed."""
+    return field(default=default, metadata={"least": least, "most": most})
+
+
 PRECISIONS = ("32", "bf16-mixed", "bf16-true", "16-mixed")
 ACCELERATORS = ("auto", "cpu", "gpu")
 PARTITIONS = ("interleave", "range", "hash")
@@ -81,7 +87,7 @@ class ParameterServerConfig(_BlockConfig):
     # Steps that a worker may be ahead of the slowest, with consistency=ssp (null = 3); read with ssp only.
     staleness: int | None = None
     # Servers that the parameters are shared out to.
-    servers: int = 1
+    servers: int = number(1, least=1)
     # Where servers are: beside = each in a rank that trains, too (the first ones); own = on ranks that do nothing else
     # (the last ones), so that devices - servers ranks train.
     server_ranks: str = "beside"
@@ -110,9 +116,9 @@ class ZeroConfig(_BlockConfig):
     # What is sharded: 1 = optimizer state, 2 = and gradients, 3 = and parameters.
     stage: int = MISSING
     # Number of copies of the sharded state (ranks); -1 = the rest, 1 = no copies.
-    replicate: int = 1
+    replicate: int = number(1, least=-1)
     # Number of ranks that share one copy; -1 = the rest, 1 = nothing is sharded.
-    shard: int = -1
+    shard: int = number(-1, least=-1)
     # What lives in host memory between steps: none, optimizer (its state) or parameters (stage 3 only).
     offload: str = "none"
     # Keep whole gradients while accumulating, so that only the last micro-batch communicates (stages 2 and 3; faster,
@@ -143,13 +149,13 @@ class HybridConfig(ZeroConfig):
     # ZeRO stage on shard x context.
     stage: int = 3
     # Ranks that hold different stages of the model; -1 = the rest, 1 = off.
-    pipeline: int = 1
+    pipeline: int = number(1, least=-1)
     # Ranks that split the sequence of the same samples; -1 = the rest, 1 = off.
-    context: int = 1
+    context: int = number(1, least=-1)
     # Ranks that split each weight of a layer; -1 = the rest, 1 = off.
-    tensor: int = 1
+    tensor: int = number(1, least=-1)
     # Ranks that hold different experts, a divisor of shard x context; -1 = all of these, 1 = off.
-    expert: int = 1
+    expert: int = number(1, least=-1)
     # Order of the pipeline's work: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev.
     schedule: str = "1f1b"
     # Parts that a batch is split into for the pipeline; null = one per pipeline rank (two for zbv and dualpipev).
@@ -185,17 +191,17 @@ class AutoConfig:
 
     _target_: str = AUTO_TARGET
     # Ranks that hold different stages of the model; null = the planner decides, as with all of these.
-    pipeline: int | None = None
+    pipeline: int | None = number(None, least=-1)
     # Number of copies of the state; null = the planner decides.
-    replicate: int | None = None
+    replicate: int | None = number(None, least=-1)
     # Ranks that share one copy; null = the planner decides.
-    shard: int | None = None
+    shard: int | None = number(None, least=-1)
     # Ranks that split the sequence of the same samples; null = the planner decides.
-    context: int | None = None
+    context: int | None = number(None, least=-1)
     # Ranks that split each weight of a layer; null = the planner decides.
-    tensor: int | None = None
+    tensor: int | None = number(None, least=-1)
     # Ranks that hold different experts; null = the planner decides.
-    expert: int | None = None
+    expert: int | None = number(None, least=-1)
     # ZeRO stage, 0 = none of it (single, ddp); null = the planner decides.
     stage: int | None = None
     # What lives in host memory between steps: none, optimizer or parameters; null = the planner decides.
@@ -239,9 +245,9 @@ class _LocalUpdatesConfig(HybridConfig):
     """What replicas can do that are brought together now and then only."""
 
     # Number of replicas; -1 = the rest.
-    replicate: int = -1
+    replicate: int = number(-1, least=-1)
     # Ranks that share the state of one replica; -1 = the rest, 1 = nothing is sharded.
-    shard: int = 1
+    shard: int = number(1, least=-1)
     # Optimizer steps from one synchronisation of the replicas to the next.
     sync_every: int = 10
     # Optimizer steps at the beginning in which gradients are averaged over all replicas; 0 = off.
@@ -367,7 +373,7 @@ class RandomKCompressionConfig(TopKCompressionConfig):
 
     name: str = "randomk"
     # Seed of the places.
-    seed: int = 0
+    seed: int = number(0, most=2**32 - 1)
     # What is compressed, as of topk: gradients, steps of Adam, or auto.
     sends: str = "gradients"
 
@@ -413,7 +419,7 @@ class LaunchConfig:
     # Seconds that a rank has to end by itself after Ctrl-C, SIGTERM or the failure of another rank; then it is killed.
     grace_seconds: float = 5.0
     # CPU threads of each rank; null = OMP_NUM_THREADS when set, else cores divided by the ranks of this machine.
-    threads: int | None = None
+    threads: int | None = number(None, least=1, most=65536)
     # How often the ranks of this machine are started again after a failure, from the newest good checkpoint; 0 = off,
     # null = no limit.
     max_restarts: int | None = 0
@@ -653,7 +659,7 @@ class PreemptionConfig:
     # Seconds from the notice until the process is gone, saved or not; null = as long as it takes.
     deadline_seconds: float | None = 120.0
     # Exit code; null = 128 plus the number of the signal (143 for SIGTERM, file and url).
-    exit_code: int | None = None
+    exit_code: int | None = number(None, most=255)
     # Under SLURM, run scontrol requeue for this job after the save; false = off.
     requeue: bool = False
     # About how often the ranks ask each other whether one was told to end, in seconds.
@@ -689,9 +695,9 @@ class TrainerConfig:
     # Validate after this many training batches (whole number) or this share of an epoch (0.0 to 1.0).
     val_check_interval: int | float | None = None
     # Validate every so many epochs; null = count batches across epochs (with a whole val_check_interval).
-    check_val_every_n_epoch: int | None = 1
+    check_val_every_n_epoch: int | None = number(1, least=1)
     # Validation batches before training starts, to find errors early; 0 = off, -1 = all.
-    num_sanity_val_steps: int | None = 0
+    num_sanity_val_steps: int | None = number(0, least=-1)
     # Batches (whole number) or share of them (0.0 to 1.0) used per epoch; null = all.
     limit_train_batches: int | float | None = None
     # The same for validation.
@@ -737,7 +743,7 @@ class TrainerConfig:
     # null = the targets of the one cross_entropy or nll_loss in training_step that are not ignore_index.
     token_count: str | None = None
     # Seed of the order of the training samples; null = the seed of the run.
-    data_seed: int | None = None
+    data_seed: int | None = number(None, most=2**32 - 1)
     # Which data rank reads which sample: interleave (in turn), range (a contiguous part each) or hash (by data_key, so
     # that a sample keeps its rank when ranks come and go).
     data_partition: str = "interleave"
@@ -810,22 +816,22 @@ class RunConfig:
     # Name of the run: its directories lie under runs/<name>/. The recipe sets it.
     name: str = MISSING
     # Processes per machine, one per GPU or CPU share; auto = all GPUs, or 1 on a machine without one.
-    devices: int | str = 1
+    devices: int | str = number(1, least=1, most=4096)
     # Number of machines.
-    nodes: int = 1
+    nodes: int = number(1, least=1, most=65536)
     # auto (GPUs when there are any), cpu or gpu.
     accelerator: str = "auto"
     # Seed of everything random: initial weights, order of samples, dropout.
-    seed: int = 0
+    seed: int = number(0, most=2**32 - 1)
     # Optimizer steps to train; null = no limit.
     max_steps: int | None = None
     # Passes over the training data; null = no limit.
     max_epochs: int | None = None
     # Samples per optimizer step over all ranks; accumulation follows from it. null = what micro-batch, accumulation and
     # ranks make together.
-    global_batch_size: int | None = None
+    global_batch_size: int | None = number(None, least=1)
     # Samples that one rank processes at once; auto = as many as fit (docs/planning.md), null = the data module decides.
-    micro_batch_size: int | str | None = None
+    micro_batch_size: int | str | None = number(None, least=1)
     # Directory of the run; null = runs/<name>/<date>_<time>.
     run_dir: str | None = None
     # Write report.html into the run directory when fit ends; false = off.

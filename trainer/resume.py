@@ -88,6 +88,20 @@ class ResumeConnector(_CheckpointConnector):
         else:
             super().resume_start(checkpoint_path, weights_only)
 
+    def restore_loops(self) -> None:
+        """Put the loops where the checkpoint left them.
+
+        Raises:
+            ValueError: if the checkpoint has more optimizer steps than ``max_steps``, so that nothing would be trained.
+        """
+        super().restore_loops()
+        trainer = self.trainer
+        if trainer.state.fn == TrainerFn.FITTING and 0 <= trainer.max_steps < trainer.global_step:
+            raise ValueError(
+                f"max_steps={trainer.max_steps}, but the checkpoint {self._ckpt_path} has {trainer.global_step} "
+                f"optimizer steps already. Give a max_steps above {trainer.global_step}, or an earlier checkpoint."
+            )
+
     def go_back(self, held: HeldState) -> None:
         """Put everything back where it was when this rank's state was taken, within a fit. A collective.
 

@@ -12,27 +12,33 @@ from omegaconf import DictConfig, OmegaConf
 from trainwright.checkpoint.references import settled
 from trainwright.trainer.auto import Choice, decide, hand_over, write_plan
 from trainwright.trainer.candidates import AUTO
+from trainwright.trainer.check_missing import unresolved
 from trainwright.trainer.check_resume import decide_resume, going_on_in_place, run_name, saved_global_batch
 from trainwright.trainer.launch.begun import begun_run
 from trainwright.trainer.launch.ends import begins_again
 from trainwright.trainer.launch.engines import engine_of, uses_engine
 from trainwright.trainer.launch.external import agree
+from trainwright.trainer.launch.failure import RankError
 from trainwright.trainer.launch.importing import without_collector
 from trainwright.trainer.launch.interrupt import Interrupted
 from trainwright.trainer.launch.launcher import Launcher, detect_launcher
 from trainwright.trainer.launch.sizes import resized, size_problems
 from trainwright.trainer.launch.watch import ShutdownWatch
 from trainwright.trainer.problems import ConfigError
+from trainwright.trainer.refusal import refused_as
 from trainwright.trainer.report.ending import write_report
 from trainwright.trainer.run_directory import (
+    Before,
     default_run_dir,
-    forget_beginning,
     make_default_run_dir,
     read_config,
     write_config,
 )
 from trainwright.trainer.validate import validate
 from trainwright.trainer.world import Surroundings, resolve_devices
+
+# What there was before the run directories that were prepared and not launched yet, by their paths.
+_PREPARED: dict[str, Before] = {}
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,8 @@ def run(cfg: DictConfig, verb: str = "fit") -> RunResult:
         verb: fit, validate, test or predict.
 
     Raises:
-        ConfigError: with everything that is wrong with the configuration; no process was started.
+        ConfigError: with everything that is wrong with the configuration, or what a rank refused before training
+            began; the run directory is as it was.
         RankError: if a rank failed; all others have ended.
         Interrupted: if this process was told to end by a signal; all ranks have ended.
     """
@@ -102,15 +109,19 @@ def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None, choice
         raise ConfigError(problems)
     if choice is not None and choice.smaller is not None and verb == "fit":
         planned, choice = _tried(cfg, planned, choice, launcher)
+    before = Before(Path(planned.run_dir))
     try:
         if cfg.run_dir is None:
             planned.run_dir = str(make_default_run_dir(run_name(cfg)))
+            before.run_dir = Path(planned.run_dir).absolute()
         prepared = settled(planned)
         write_config(prepared)
         if choice is not None:
             write_plan(choice, Path(prepared.run_dir))
     except OSError as error:
+        before.restore()
         raise ConfigError([f"run_dir={planned.run_dir}: {error.strerror}; type another run_dir=..."]) from error
+    _PREPARED[prepared.run_dir] = before
     return prepared
 
 
@@ -191,9 +202,18 @@ def choose(cfg: DictConfig, verb: str) -> tuple[Choice | None, list[str]]:
 def _planned(
     cfg: DictConfig, verb: str, launcher: Launcher | None = None, most_samples: int | None = None
 ) -> tuple[DictConfig, list[str], Choice | None]:
-    cfg = cfg.copy()
+    with refused_as("the configuration cannot be checked"):
+        return _decided(cfg.copy(), verb, launcher, most_samples)
+
+
+def _decided(
+    cfg: DictConfig, verb: str, launcher: Launcher | None, most_samples: int | None
+) -> tuple[DictConfig, list[str], Choice | None]:
     OmegaConf.set_readonly(cfg, False)
-    if cfg.run_dir is not None:
+    problems = unresolved(cfg)
+    if problems:
+        return cfg, problems, None  # nothing that refers to them can be read
+    if cfg.run_dir:
         cfg.run_dir = str(Path(cfg.run_dir).expanduser())
     problems = decide_resume(cfg, verb)
     if cfg.run_dir is None:
@@ -226,6 +246,7 @@ def launch(cfg: DictConfig, verb: str, launcher: Launcher | None = None, *, own_
         own_processes: start a process even for a single rank (a sweep does: one job leaves nothing to the next). A run
             that is to be restarted after failures has one in any case.
     """
+    before = _PREPARED.pop(cfg.run_dir, None)
     writes_page = verb == "fit" and cfg.report and (launcher is None or launcher.rank == 0)
     metrics: dict[str, float] | None
     try:
@@ -238,10 +259,14 @@ def launch(cfg: DictConfig, verb: str, launcher: Launcher | None = None, *, own_
         else:
             metrics = run_here(cfg, verb)
     except ConfigError:
-        # An engine that cannot reach its machines, or is refused by them: nothing was started.
-        forget_beginning(Path(cfg.run_dir))
+        # A part that cannot be built, or an engine that cannot reach its machines: nothing was trained.
+        if before is not None and launcher is None:
+            before.restore()
         raise
-    except Exception:
+    except Exception as error:
+        if before is not None and isinstance(error, RankError) and error.is_refused and error.failure is not None:
+            before.restore()
+            raise ConfigError([error.failure.message]) from None
         if writes_page:
             write_report(Path(cfg.run_dir))
         raise

@@ -14,9 +14,11 @@ runs/<name>/<date>_<time>/
     predictions.pt     written by `predict`
 """
 
+import contextlib
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +32,8 @@ CONFIG_FILE = "config.yaml"
 COMMAND_FILE = "command.json"
 CHECKPOINTS = "checkpoints"
 PLAN_FILE = "plan.json"
+# A command that goes on in a run's directory keeps these of the run before under other names.
+_OF_ONE_COMMAND = (Path(CONFIG_FILE), Path(COMMAND_FILE), Path(PLAN_FILE), Path("metrics.csv"))
 
 
 def default_run_dir(name: str, now: datetime | None = None) -> Path:
@@ -69,19 +73,49 @@ def write_config(cfg: DictConfig) -> Path:
     """
     run_dir = Path(cfg.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    for name in (CONFIG_FILE, COMMAND_FILE, PLAN_FILE, "metrics.csv"):
-        _keep(run_dir / name)
+    for path in _OF_ONE_COMMAND:
+        _keep(run_dir / path)
     return write_config_file(cfg, run_dir)
 
 
-def forget_beginning(run_dir: Path) -> None:
-    """Let a directory hold no run in which nothing was started, so that the same command may be typed again.
+class Before:
+    """What there was before a command wrote into its run directory, to go back to when the command is refused.
 
-    One that an earlier run was in keeps what there is.
+    Only the directory and the folders in it are looked at: before training begins nothing is written further below.
+
+    Args:
+        run_dir: that the command is about to write to.
     """
-    if not (run_dir / f"{Path(CONFIG_FILE).stem}.1.yaml").exists():
-        for name in (CONFIG_FILE, COMMAND_FILE, PLAN_FILE):
-            (run_dir / name).unlink(missing_ok=True)
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir.absolute()
+        self._missing = [path for path in (self.run_dir, *self.run_dir.parents) if not os.path.lexists(path)]
+        self._sizes = {path: path.lstat().st_size for path in self._paths()}
+
+    def restore(self) -> None:
+        """Remove what was written since, and put back what was renamed."""
+        if self._missing:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+            for folder in self._missing[1:]:
+                with contextlib.suppress(OSError):  # another run has written there meanwhile
+                    folder.rmdir()
+            return
+        new = [path for path in self._paths() if path not in self._sizes]
+        for path in _OF_ONE_COMMAND:
+            kept = [each for each in new if each.match(f"{path.stem}.*{path.suffix}") and each.parent == self.run_dir]
+            if kept and self.run_dir / path in self._sizes:
+                kept[0].replace(self.run_dir / path)
+        for path in new:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        for path, size in self._sizes.items():
+            if path.is_file() and path.stat().st_size > size:
+                os.truncate(path, size)  # a log that goes on
+
+    def _paths(self) -> list[Path]:
+        return [path for pattern in ("*", "*/*") for path in self.run_dir.glob(pattern)]
 
 
 def write_config_file(cfg: DictConfig, folder: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.trainer.check_balance import balance_problems
+from trainwright.trainer.check_bounds import bound_problems
 from trainwright.trainer.check_communication import communication_refusals
 from trainwright.trainer.check_compression import compression_refusals
 from trainwright.trainer.check_devices import device_problems, launch_problems
@@ -69,21 +70,30 @@ def validate(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
         cfg: as `compose` returns it, with `run_dir` set.
         surroundings: the verb and the launcher.
     """
-    problems = missing_values(cfg)
-    asked = without_missing(cfg)
+    absent = [str(key) for key in cfg if OmegaConf.is_missing(cfg, key)]
+    problems, cfg = missing_values(cfg), without_missing(cfg)
     try:
-        cfg = resolved(asked)
+        plain = resolved(cfg)
     except ConfigError as error:
         return [*problems, *error.problems]
-    problems += variable_problems(asked)
+    problems += variable_problems(cfg)
+    bounds = bound_problems(cfg, absent)
+    if not _DECISIVE.isdisjoint(bounds):
+        return [*problems, *bounds.values()]
     for check in _CHECKS:
-        problems += check(cfg, surroundings)
-    missing_code = list(_targets(cfg))
+        try:
+            problems += check(plain, surroundings)
+        except Exception:
+            if not (problems or bounds):
+                raise
+            # It met a value that has been refused already.
+    missing_code = list(_targets(plain))
     problems += missing_code
-    if not missing_code:
-        problems += model_problems(cfg, surroundings)
-        problems += local_update_refusals_of_module(cfg, surroundings.verb)
-    return problems + _own_checks(cfg, surroundings, in_order=not problems)
+    problems += [text for key, text in bounds.items() if not any(said.startswith(f"{key}=") for said in problems)]
+    if not missing_code and not bounds:
+        problems += model_problems(plain, surroundings)
+        problems += local_update_refusals_of_module(plain, surroundings.verb)
+    return problems + _own_checks(plain, surroundings, in_order=not problems)
 
 
 def problems_before_layout(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
@@ -96,6 +106,9 @@ def problems_before_layout(cfg: DictConfig, surroundings: Surroundings) -> list[
     problems = missing_values(cfg)
     cfg = without_missing(cfg)
     cfg.strategy = {}
+    bounds = bound_problems(cfg)
+    if bounds:
+        return [*problems, *bounds.values()]
     if isinstance(cfg.micro_batch_size, str):
         cfg.micro_batch_size = None
     try:
@@ -210,6 +223,8 @@ def _loss_scale(cfg: DictConfig, _: Surroundings) -> list[str]:
     return loss_scale_problems(given, cfg.precision)
 
 
+# Out of bounds, they leave nothing that the checks could say, or let them count for hours.
+_DECISIVE = {"devices", "nodes", "strategy", "accumulation", "compression"}
 _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     module_problems,
     callback_problems,

@@ -8,8 +8,9 @@ import logging
 import os
 import re
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,17 +31,22 @@ from trainwright.trainer.check_compression import compression_of
 from trainwright.trainer.check_hangs import AUTO
 from trainwright.trainer.check_missing import resolved
 from trainwright.trainer.inject_words import make_faults
+from trainwright.trainer.launch.error_text import is_refusal, is_secondary, message_of
 from trainwright.trainer.launch.failure import log_file
 from trainwright.trainer.launch.launcher import detect_launcher
 from trainwright.trainer.masking import MaskedParameters
 from trainwright.trainer.metrics_csv import MetricsCSV
 from trainwright.trainer.planning.profiles import peak_flops_of
+from trainwright.trainer.problems import ConfigError
+from trainwright.trainer.refusal import refused_as
 from trainwright.trainer.resume import look_in
+from trainwright.trainer.targets import class_of
 from trainwright.trainer.tensorboard import HyperParameters, references_of
 from trainwright.trainer.trainer import Trainer
 from trainwright.trainer.watchdog.callback import Watchdog
 
 PREDICTIONS = "predictions.pt"
+_RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
 _LIBRARIES = re.compile(r"[/\\](lightning|torch|tensorboard)[/\\]")
 
 # A run that goes on from another one's checkpoint has its own directory, and one that goes on in place finds it filled.
@@ -66,6 +72,9 @@ def run_verb(
 
     Returns:
         The metrics of the end, by name.
+
+    Raises:
+        ConfigError: if something cannot be built, or this package refuses it before training begins.
     """
     if cfg.launch.threads or "OMP_NUM_THREADS" in os.environ:
         # torch has read the variable when the fork server imported it, before it was decided for this run.
@@ -73,28 +82,67 @@ def run_verb(
     _log_to_file(Path(cfg.run_dir))
     asked, cfg = cfg, resolved(cfg)
     seed_everything(cfg.seed, workers=True, verbose=False)
-    module = instantiate(cfg.module, _convert_="all")
-    data = instantiate(cfg.data, _convert_="all") if cfg.data else None
-    trainer = build_trainer(asked, on_exception, more_callbacks)
+    hook = _ExceptionHook(on_exception, cfg.ckpt_path, has_begun=held is not None)
+    module, data, trainer = build(asked, [*more_callbacks, hook])
     if not cfg.strict:
         module.strict_loading = False
-    _VERBS[verb](trainer, module, data, _loading(trainer, cfg, held))
+    try:
+        _VERBS[verb](trainer, module, data, _loading(trainer, cfg, held))
+    except Exception as error:
+        hook.raise_refusal(error)
+        raise
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def build_trainer(
-    cfg: DictConfig,
-    on_exception: Callable[[BaseException], None] | None = None,
-    more_callbacks: Sequence[Callback] = (),
-) -> Trainer:
+def build(
+    cfg: DictConfig, more_callbacks: Sequence[Callback] = ()
+) -> tuple[LightningModule, LightningDataModule | None, Trainer]:
+    """Build the module, the data and the Trainer of a configuration.
+
+    Raises:
+        ConfigError: naming the part that cannot be built.
+    """
+    asked, cfg = cfg, resolved(cfg)
+    module = _built(cfg.module, "module", LightningModule)
+    data = _built(cfg.data, "data", LightningDataModule) if cfg.data else None
+    _try_optimizer(cfg.optimizer)
+    with refused_as("the Trainer cannot be built"):
+        return module, data, build_trainer(asked, more_callbacks)
+
+
+def _try_optimizer(optimizer: Any) -> None:
+    """Let an optimizer of torch judge its options on one weight; the module makes the real one later."""
+    if class_of(optimizer) and str(optimizer._target_).startswith("torch.optim.") and optimizer.get("_partial_"):
+        factory = instantiate(optimizer, _convert_="all")
+        with refused_as(f"optimizer: {optimizer._target_} cannot be built"):
+            factory([torch.nn.Parameter(torch.zeros(1, 1))])
+
+
+def _built(value: DictConfig, key: str, kind: type) -> Any:
+    """What one part of the configuration builds.
+
+    Raises:
+        ConfigError: if it cannot be built, or is no `kind`.
+    """
+    target = value.get("_target_")
+    with refused_as(f"{key}: {target} cannot be built"):
+        made = instantiate(value, _convert_="all")
+    if isinstance(getattr(made, "_orig_mod", made), kind):  # torch.compile wraps a module
+        return made
+    raise ConfigError(
+        [f"{key}._target_={target}: gives a {type(made).__name__}; type the path of a class of a {kind.__name__}"]
+    )
+
+
+def build_trainer(cfg: DictConfig, more_callbacks: Sequence[Callback] = ()) -> Trainer:
     """The Trainer of a configuration, with its strategy, callbacks and loggers."""
     asked, cfg = cfg, resolved(cfg)
-    callbacks = [built for group in (cfg.monitor, cfg.checkpoint, cfg.callbacks) for built in _build_all(group)]
+    callbacks = [built for group in ("monitor", "checkpoint", "callbacks") for built in _build_all(cfg, group)]
     _tell_peak(cfg, callbacks)
     callbacks.append(instantiate(cfg.preemption, _convert_="all"))
     callbacks += _watchdog(cfg, callbacks)
     # The guard looks at what the others may have changed.
-    callbacks += [*make_faults(cfg.inject), *_build_all(cfg.guard), *more_callbacks]
+    callbacks += [*make_faults(cfg.inject), *_build_all(cfg, "guard"), *more_callbacks]
     loggers = _loggers(cfg)
     for logger in loggers:
         if isinstance(logger, MaskedParameters):
@@ -114,7 +162,7 @@ def build_trainer(
         num_nodes=cfg.nodes,
         accelerator=cfg.accelerator,
         precision=cfg.precision,
-        callbacks=callbacks if on_exception is None else [*callbacks, _ExceptionHook(on_exception)],
+        callbacks=callbacks,
         logger=loggers,
         max_steps=-1 if cfg.max_steps is None else cfg.max_steps,
         # With neither limit Lightning would take 1000 epochs.
@@ -151,22 +199,58 @@ def _watchdog(cfg: DictConfig, callbacks: Sequence[Callback]) -> list[Callback]:
 
 
 class _ExceptionHook(Callback):
-    """Passes an exception on as soon as the Trainer sees it."""
+    """Passes an exception on as soon as the Trainer sees it; a refusal before the first batch as a ConfigError.
 
-    def __init__(self, on_exception: Callable[[BaseException], None]) -> None:
+    Args:
+        on_exception: called with the exception.
+        ckpt_path: checkpoint that is restored first; None: none is.
+        has_begun: whether the run has trained before.
+    """
+
+    def __init__(self, on_exception: Callable[[BaseException], None], ckpt_path: str | None, has_begun: bool) -> None:
         self._on_exception = on_exception
+        self._ckpt_path = ckpt_path
+        self._has_begun = has_begun
 
     def on_exception(self, trainer: LightningTrainer, pl_module: LightningModule, exception: BaseException) -> None:
+        try:
+            self.raise_refusal(exception)
+        except ConfigError as error:
+            exception = error
         self._on_exception(exception)
 
+    def raise_refusal(self, error: BaseException) -> None:
+        """Raise a ConfigError in the place of `error` if it says what is wrong with a run that has not begun."""
+        if self._has_begun or not isinstance(error, Exception):
+            return
+        if is_refusal(error):
+            raise ConfigError([message_of(error)]) from error
+        if self._ckpt_path is not None and _was_restoring(error) and not is_secondary(error):
+            with refused_as(f"ckpt_path={self._ckpt_path}: does not fit this run"):
+                raise error
 
-def _build_all(group: Mapping[str, Any]) -> list[Any]:
-    return [instantiate(value, _convert_="all") for value in group.values() if value is not None]
+    def _begin(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
+        self._has_begun = True
+
+    on_train_start = on_validation_start = on_test_start = on_predict_start = _begin
+
+
+def _was_restoring(error: Exception) -> bool:
+    """Whether an error comes of putting what a checkpoint holds into the module and the loops."""
+    return any(
+        frame.f_globals.get("__name__") == _RESTORING and frame.f_code.co_name.startswith("restore")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+
+
+def _build_all(cfg: DictConfig, group: str) -> list[Any]:
+    kind = Logger if group == "logger" else Callback
+    return [_built(value, f"{group}.{name}", kind) for name, value in cfg[group].items() if value is not None]
 
 
 def _loggers(cfg: DictConfig) -> list[Logger]:
     """The loggers of the configuration; metrics.csv is always among them."""
-    loggers: list[Logger] = _build_all(cfg.logger)
+    loggers: list[Logger] = _build_all(cfg, "logger")
     if not any(isinstance(logger, CSVLogger) for logger in loggers):
         loggers.append(MetricsCSV(cfg.run_dir))
     return loggers

@@ -97,6 +97,11 @@ def test_nothing_in_common_is_an_error_even_if_not_strict():
         match_names({"a.weight": (1,)}, Source({"b.bias": (1,)}), strict=False)
 
 
+def test_names_of_which_no_shape_fits_are_an_error_even_if_not_strict():
+    with pytest.raises(CheckpointError, match="No tensor fits"):
+        match_names({"a.weight": (1,)}, Source({"a.weight": (2,)}), strict=False)
+
+
 def test_two_copies_of_a_model_in_the_module_are_ambiguous():
     module = {**blocks(2, "student."), **blocks(2, "teacher.")}
     with pytest.raises(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch import seed_everything
+from safetensors.torch import save_file
 
 from tests.recipes.test_gpt import QUIET, write_text
 from trainwright import Trainer, compose
@@ -89,6 +90,14 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     torch.save(state, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(OSError, match="safetensors"):
+        HuggingFaceModule(pretrained=folder)
+
+
+def test_weights_none_of_which_fit_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved")
+    state = HuggingFaceModule(SMALL).model.state_dict()
+    save_file({f"other.{name}.part": value.clone() for name, value in state.items()}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="none of its tensors .*other"):
         HuggingFaceModule(pretrained=folder)
 
 

@@ -17,6 +17,7 @@ from trainwright.trainer.launch.records import Beginning
 from trainwright.trainer.launch.restart_log import RestartLog
 from trainwright.trainer.launch.restarts import RestartPolicy, Setback, Stop
 from trainwright.trainer.launch.sizes import resized
+from trainwright.trainer.problems import ConfigError
 
 # Seconds that the other ranks have to end when a restart follows. Those that wait for the failed one in a collective of
 # NCCL never notice; what they are saving is cleaned up by the next attempt.
@@ -119,7 +120,11 @@ class AttemptedRun:
             while True:
                 attempt = self._maker.make(cfg, self._attempts, self._policy, self._log)
                 self._attempts += 1
-                metrics = self._try(attempt)
+                try:
+                    metrics = self._try(attempt)
+                except RankError as failure:
+                    failure.is_refused = self._is_refused(attempt, failure)
+                    raise
                 if metrics is not None:
                     return metrics
                 cfg = self._next_config()
@@ -161,7 +166,7 @@ class AttemptedRun:
         Raises:
             RankError: if there is no restart.
         """
-        if self._policy.is_off:
+        if self._policy.is_off or self._is_refused(attempt, failure):
             raise failure
         setback = attempt.setback(failure)
         self._log.tell(f"{failure.summary} ({setback.when})", str(failure))
@@ -174,6 +179,10 @@ class AttemptedRun:
         wait = f" in {decision.seconds:g} s" if decision.seconds else ""
         self._log.tell(f"restart {decision.number}{wait}; {self._log.path} says more")
         time.sleep(decision.seconds)
+
+    def _is_refused(self, attempt: RunningAttempt, failure: RankError) -> bool:
+        """Whether a rank has refused the configuration before the run trained anything."""
+        return self._attempts == 1 and attempt.beginning is None and failure.kind == ConfigError.__name__
 
     def _next_config(self) -> DictConfig:
         devices = self._first.devices if self._sizes is None else self._sizes.size

@@ -15,7 +15,7 @@ from types import FrameType
 
 from trainwright.callbacks.diverged import DivergedError
 from trainwright.checkpoint.errors import CheckpointError
-from trainwright.trainer.problems import ChangedDataError
+from trainwright.trainer.problems import ChangedDataError, ConfigError
 
 # Words of an error that a rank raises because another one has gone.
 _LOST_PEER = re.compile(
@@ -23,7 +23,7 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 _LOST_PEER_KINDS = (RuntimeError, OSError, EOFError)
-_TOLD = (CheckpointError, ChangedDataError, DivergedError)
+_TOLD = (CheckpointError, ChangedDataError, ConfigError, DivergedError)
 _REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, OSError)
 _ENGINE = frozenset({"torch", "lightning", "lightning_fabric", "pytorch_lightning", "trainwright"})
 _MOST_FRAMES = 5
@@ -73,6 +73,12 @@ def place(error: BaseException) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
+def own_place(error: BaseException) -> str:
+    """Return `file:line` of the innermost frame that is of no installed library; empty where there is none."""
+    found = [_summary(frame, line) for frame, line in _walk(error) if _is_users(frame)]
+    return f"{found[-1].filename}:{found[-1].lineno}" if found else ""
+
+
 def short_traceback(error: BaseException) -> str:
     """Return the user's frames of `error` as Python prints them; where there are none, the innermost of all."""
     frames = user_frames(error) or [_summary(frame, line) for frame, line in _walk(error)][-_MOST_FRAMES:]
@@ -84,7 +90,8 @@ def message_of(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"sys.exit({error.code!r})"
     try:
-        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+        said = error.problems if isinstance(error, ConfigError) else (str(error),)
+        return "\n".join([*said, *getattr(error, "__notes__", ())])
     except Exception as second:
         return f"(its text is not known: __str__ of {type(error).__qualname__} raises {type(second).__name__})"
 

@@ -123,7 +123,12 @@ class RankError(RuntimeError):
         exit_code: of its process; negative = minus the number of the signal that ended it; None = not known.
         failure: what the rank raised; None when it ended without a word (killed, crashed, exited).
         hang: what the monitor found; None: it did not have the rank killed.
+
+    Attributes:
+        is_refused: whether the rank refused the configuration before the run trained anything.
     """
+
+    is_refused = False
 
     def __init__(
         self, text: str, rank: int, exit_code: int | None, failure: Failure | None = None, hang: Hang | None = None

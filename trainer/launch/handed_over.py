@@ -28,9 +28,9 @@ def problem_of(launcher: Launcher) -> str | None:
         return None
     here, everywhere = launcher.local_world_size, launcher.world_size
     return (
-        f"{launcher.name} has started {everywhere} ranks, {here} of them on this machine, and they share no secret: the "
-        f"configuration, which says what code runs, travels to the other machines through a store that everyone who "
-        f"reaches it can write. Give all machines the same: export {RUN_TOKEN}=<secret>, made once with "
+        f"{launcher.name} has started {everywhere} ranks, {here} of them on this machine, and they share no secret: "
+        f"the configuration, which says what code runs, travels to the other machines through a store that everyone "
+        f"who reaches it can write. Give all machines the same: export {RUN_TOKEN}=<secret>, made once with "
         f"`openssl rand -hex 32`."
     )
 
