@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 Part = tuple[tuple[int, ...], Tensor]
 
 
-@dataclass(eq=False)
+@dataclass(init=False, eq=False)
 class TensorParts:
     """What one rank holds of a tensor: boxes of the whole, each a tensor (mostly a view) of this rank's.
 
@@ -27,14 +27,15 @@ class TensorParts:
             hold the same box: then one of them writes it.
     """
 
-    shape: Sequence[int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: Sequence[Part]
+    parts: list[Part]
 
-    def __post_init__(self) -> None:
-        self.shape = tuple(self.shape)
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part]) -> None:
+        self.shape = tuple(shape)
+        self.dtype = dtype
         # A box without elements is written by nobody, unless the whole tensor has none.
-        self.parts = [(tuple(offsets), tensor) for offsets, tensor in self.parts if tensor.numel() or 0 in self.shape]
+        self.parts = [(tuple(offsets), tensor) for offsets, tensor in parts if tensor.numel() or 0 in self.shape]
 
     @classmethod
     def whole(cls, tensor: Tensor) -> TensorParts:

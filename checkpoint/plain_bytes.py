@@ -134,7 +134,7 @@ def _with_records(value: Any) -> Any:
         return {key: _with_records(item) for key, item in value.items()}
     name = value[_RECORD]
     if "fields" in value:
-        record = object.__new__(_class_named(name))
+        record: Any = object.__new__(_class_named(name))
         for field, item in value["fields"].items():
             object.__setattr__(record, field, _with_records(item))
         return record

@@ -76,7 +76,7 @@ LOOKING: dict[str, Callable[[str], Any]] = {
     "verify": verified,
     "inspect": inspect,
     "list": lambda path: table_of(listed(str(Path(path).parent), deep=True)),
-    "report": lambda path: read_checkpoints(Path(path).parent.parent),
+    "report": lambda path: read_checkpoints(Path(path).parent.parent, []),
 }
 EXPORTS = {format: exporting(format) for format in ("safetensors", "hf", "lightning", "torch")}
 IMPORTS = {"import": importing, "ordinary": load_ordinary}

@@ -165,7 +165,7 @@ def test_files_of_other_tools_end(tmp_path: Path, make: Callable[[Path], None]) 
             assert problem_of_reading(reader, str(path)) is None, name
     for folder in ("model", "deep"):
         assert problem_of_reading(importing, str(tmp_path / folder)) is None
-    assert read_checkpoints(tmp_path) == []
+    assert read_checkpoints(tmp_path, []) == []
 
 
 def test_a_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
