@@ -7,9 +7,12 @@ import os
 import socket
 from contextlib import suppress
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed import TCPStore
+
+if TYPE_CHECKING:  # takes seconds to load, and the process that launches ranks has no use for it
+    from lightning.fabric.plugins import ClusterEnvironment
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
