@@ -162,6 +162,7 @@ def test_pods_have_what_was_asked_for(conf: Path) -> None:
     assert variables["NCCL_DEBUG"] == "INFO"
     assert variables["WANDB_API_KEY"] == {"secretKeyRef": {"name": "wandb", "key": "key"}}
     assert variables["TRAINWRIGHT_ENDPOINT"] == f"{name}-node-0-0.{name}:29400"
+    assert len(variables["TRAINWRIGHT_RUN_TOKEN"]) == 32  # pods of one job share it
     assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]
     assert pod["nodeSelector"] == {"gpu": "h100"}
     assert pod["terminationGracePeriodSeconds"] == 315  # ranks may save before
@@ -310,6 +311,7 @@ def test_two_pods_train_together_and_tell_the_metrics(conf: Path, tmp_path: Path
     code = f"from trainwright.trainer.launch.kubernetes_node import main; raise SystemExit(main(['fit'], {folder!r}))"
     own = {
         "TRAINWRIGHT_JOB": "a",
+        "TRAINWRIGHT_RUN_TOKEN": "a secret",
         "TRAINWRIGHT_WORKDIR": str(volume),
         "TRAINWRIGHT_ENDPOINT": f"127.0.0.2:{port}",
         "PYTHONPATH": str(tmp_path),
