@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.distinct import from_rank
 from trainwright.strategies.gradients import local_tensor
@@ -94,7 +96,8 @@ class WholeView:
         self._where = ""
         self._is_shown = False
         self._modules = frozenset(module.modules())
-        self._end_listening: Callable[[], None] | None = None
+        self._listening: list[RemovableHandle] = []
+        weakref.finalize(self, _end_listening, self._listening)
         self._caller: nn.Module | None = None
         self._forget()
         self._meetings = 0
@@ -157,7 +160,7 @@ class WholeView:
         for target, methods in self._surroundings:
             target.__dict__.update(methods)
         # One hook for all modules: to put one on each takes most of the time of a short hook of the user's.
-        self._end_listening = register_module_forward_pre_hook(self._enter_call).remove
+        self._listening.append(register_module_forward_pre_hook(_entering(weakref.ref(self))))
         self._is_shown = True
 
     def stay(self, and_then: Callable[[], None]) -> None:
@@ -174,8 +177,7 @@ class WholeView:
         if not self._is_shown:
             return
         self._is_shown = False
-        if self._end_listening is not None:
-            self._end_listening()
+        _end_listening(self._listening)
         for target, methods in self._surroundings:
             for name in methods:
                 target.__dict__.pop(name, None)
@@ -510,6 +512,22 @@ def _whole_tables(
 
         tables.append((owner, _Table(items, refuse), ghosts))
     return tables
+
+
+def _entering(view: weakref.ref[WholeView]) -> Callable[[nn.Module, Any], None]:
+    """A hook of all modules, which must not keep a view, its module and the groups of its ranks alive."""
+
+    def enter(module: nn.Module, args: Any) -> None:
+        shown = view()
+        if shown is not None:
+            shown._enter_call(module, args)
+
+    return enter
+
+
+def _end_listening(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _copy_changed(part: Tensor, value: Tensor) -> bool:
