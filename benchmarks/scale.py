@@ -44,6 +44,7 @@ from trainwright.checkpoint.dcp import from_json, to_json
 from trainwright.checkpoint.dealing import Box, Deal, Kin, choose_writers, share_out, writers_of_common
 from trainwright.checkpoint.distinct import of_all_ranks, problems_of_ranks
 from trainwright.checkpoint.manifest import MANIFEST, read_manifest, records_of
+from trainwright.checkpoint.messages import RUN_TOKEN, seal
 from trainwright.checkpoint.records import SPLIT, TENSORS, FileRecord, Listed, Manifest, file_of, list_to_bytes
 from trainwright.checkpoint.save import Content, write
 from trainwright.checkpoint.sizes import size_text
@@ -57,7 +58,7 @@ from trainwright.strategies.groups import LayoutGroups
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.same_model import refuse_other_models
 from trainwright.trainer.compose import compose
-from trainwright.trainer.launch import external
+from trainwright.trainer.launch import external, handed_over
 from trainwright.trainer.launch.launcher import Launcher
 from trainwright.trainer.planning.search import plan
 from trainwright.trainer.report.files import MonitorFiles
@@ -68,6 +69,7 @@ _PARAMETERS, _ROWS = 48, 4096
 _RANKS_OF_A_MACHINE = 8
 # Threads that connect to each other by gloo.
 _GLOO_RANKS = (4, 8, 16)
+_SECRET = "of no run"
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,9 @@ def started(rank: int) -> Callable[[Layout], Cost]:
         for machine in range(machines):
             store.store.set(f"{external._AGENT}/{machine}", "0123456789abcdef")
         if rank != 0:
-            store.store.set(external._KEY, json.dumps({"config": OmegaConf.to_yaml(cfg, resolve=True)}))
+            store.store.set(handed_over._KEY, seal(_SECRET, OmegaConf.to_yaml(cfg, resolve=True)))
         told = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": str(machines), "LOCAL_RANK": "1"}
+        told[RUN_TOKEN] = _SECRET
         launcher = Launcher("torchrun", rank, layout.world_size, _RANKS_OF_A_MACHINE)
         with mock.patch.dict(os.environ, told), mock.patch.object(external, "_meet", return_value=store):
             begin = time.process_time()
@@ -362,7 +365,7 @@ def one_file(told: Told) -> Cost:
     text = to_json(stored)
     names = {box.file for tensor in stored.values() for box in tensor.boxes}
     manifest = Manifest({name: _record(name) for name in names}).to_bytes()
-    from_json(text, Manifest.from_bytes(manifest).files, "")
+    from_json(text, Manifest.from_bytes(manifest).files, "checkpoint")
     return Cost(time.process_time() - begin, len(text) + len(manifest), None, 2)
 
 

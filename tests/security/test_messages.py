@@ -59,7 +59,7 @@ def echo():
             server.admit(peer)
         server.send(peer, message + b"\n", last=message == b"bye")
 
-    server = MessageServer(handle, lost.append, name="echo", longest=100, seconds=0.3, strangers=8)
+    server = MessageServer(handle, lost.append, name="echo", longest=100, seconds=1.0, strangers=8)
     server.lost = lost  # type: ignore[attr-defined]
     server.start()
     yield server

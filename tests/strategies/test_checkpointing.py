@@ -129,10 +129,10 @@ def read_on_two(path: str) -> int:
     count = 0
     read = RunState._read_box
 
-    def counting(self: RunState, file: str, name: str, offsets: Any, sizes: Any) -> Tensor:
+    def counting(self: RunState, stored: Any, dtype: Any, offsets: Any, sizes: Any) -> Tensor:
         nonlocal count
-        box = read(self, file, name, offsets, sizes)
-        count += 0 if name.startswith("rank/") else box.numel() * box.element_size()
+        box = read(self, stored, dtype, offsets, sizes)
+        count += 0 if stored.name.startswith("rank/") else box.numel() * box.element_size()
         return box
 
     RunState._read_box = counting  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -211,7 +212,11 @@ def test_a_file_is_taken_as_it_is(conf: Path) -> None:
     torch.save({}, "a.ckpt")
     assert decided(conf, "ckpt_path=a.ckpt") == "a.ckpt"
     assert decided(conf, "ckpt_path=a.ckpt", "trust=true") == "a.ckpt"
-    assert planned(conf, "ckpt_path=http://x/a.ckpt")[1] == []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/a.ckpt"
+        assert planned(conf, f"ckpt_path={address}")[1] == []
+    [problem] = planned(conf, f"ckpt_path={address}")[1]
+    assert "cannot connect to 127.0.0.1" in problem
 
 
 def test_another_global_batch(conf: Path) -> None:
