@@ -1,4 +1,4 @@
-"""The configuration that ranks hear of from rank 0 is rank 0's: eighteen attempts to put another in its place."""
+"""The configuration that ranks hear of from rank 0 is rank 0's: 25 attempts to put another in its place."""
 
 from __future__ import annotations
 
