@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import random
 import shutil
-import signal
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.security.deadlines import deadline
 from tests.security.mutations import KINDS, copied
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.export import export
@@ -26,24 +25,6 @@ from trainwright.trainer.checkpoint_report import Inspection, listed, table_of, 
 from trainwright.trainer.report.records import read_checkpoints
 
 SECONDS = 10  # that one reader may take for a few kB; it takes some ms
-
-
-class LateError(BaseException):
-    """Slips through every ``except Exception``."""
-
-
-@contextmanager
-def deadline(seconds: int) -> Iterator[None]:
-    def late(*_: Any) -> None:
-        raise LateError(f"more than {seconds} s")
-
-    previous = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 def read_all(path: str) -> Any:

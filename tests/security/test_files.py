@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.security.deadlines import deadline
 from tests.security.mutations import MANIFEST, _record, _sealed, shared_pairs, write_divided, write_folder
-from tests.security.test_contents import EXPORTS, LOOKING, deadline, importing, problem_of_reading, read_all
+from tests.security.test_contents import EXPORTS, LOOKING, importing, problem_of_reading, read_all
 from trainwright.checkpoint.bounded import DEPTH, MOST_JSON, ContentError, check_nesting, parse_json, read_at_most
 from trainwright.checkpoint.boxes import tiles
 from trainwright.checkpoint.errors import CheckpointError

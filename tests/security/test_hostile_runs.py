@@ -10,13 +10,13 @@ import os
 import random
 import re
 import resource
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.security.deadlines import deadline
 from tests.security.hostile_runs import ESCAPES, FILES, hostile_run
 from tests.trainer.report.parsed import Parsed
 from tests.trainer.report.runs import BEGAN, small_run, whole_run, write_records
@@ -33,20 +33,13 @@ MEMORY = 3 * 2**29
 @contextmanager
 def bounds() -> Iterator[None]:
     """Fail what takes half a minute, or 1.5 GiB more than there is now."""
-
-    def late(*_: object) -> None:
-        raise AssertionError(f"still at work after {SECONDS} s")
-
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, limits[1]))
-    previous = signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
     try:
-        yield
+        with deadline(SECONDS):
+            yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
