@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -60,6 +60,15 @@ _PROTECTED = (
     "guard.loss.mtbf=0.04",
     "checkpoint.last.every_n_seconds=10",
 )
+# Each with what the ones before it have.
+PARTS = {
+    "none": _BARE,
+    "watching": ("launch=resilient", "checkpoint=none"),
+    "guard": ("launch=resilient", "checkpoint=none", "guard=skip"),
+    "copies": ("launch=resilient", "checkpoint=none", "guard=rollback"),
+    "checkpoints": _DEFAULTS,
+    "replicas": (*_DEFAULTS, "launch.recovery=replicas"),
+}
 REPLICAS = ("launch.recovery=replicas", "launch.spares=1")
 _END_STEPS = 100
 RESTART = ("launch.recovery=restart",)
@@ -110,16 +119,20 @@ class Timeline:
     def __init__(self, run_dir: Path) -> None:
         self.made: dict[int, float] = {}
         """Step -> when it was made first."""
+        self.cpu_seconds = 0.0
+        """That all processes took between the first and the last step of each."""
         # Step -> ranks that made it together -> data rank -> samples; and when such ranks were last heard of.
         self._read: dict[int, dict[tuple[int, ...], dict[int, list[int]]]] = defaultdict(dict)
         self._heard: dict[tuple[int, ...], float] = {}
         for path in (run_dir / "clock").glob("*.jsonl"):
             self._take([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
 
-    def _take(self, lines: list[tuple[float, list[int], int, int, list[int], bool]]) -> None:
+    def _take(self, lines: list[tuple[float, float, list[int], int, int, list[int], bool]]) -> None:
         """What one process wrote, in the order of time."""
         before = -1
-        for when, generation, step, data_rank, samples, stepped in lines:
+        if lines:
+            self.cpu_seconds += lines[-1][1] - lines[0][1]
+        for when, _, generation, step, data_rank, samples, stepped in lines:
             together = tuple(generation)
             if stepped:
                 self.made[step] = min(when, self.made.get(step, when))
@@ -269,16 +282,44 @@ def restarts(bench: Bench, per_step: float) -> dict[str, float]:
     return found
 
 
-def protection(bench: Bench, rounds: int, steps: int = 200) -> tuple[float, list[float]]:
-    """Median seconds of a run with all protection by those of one without, and each round's."""
-    ratios = []
+def protection(bench: Bench, rounds: int, steps: int = 200) -> dict[str, list[tuple[float, float]]]:
+    """Seconds on the clock and of CPU per step in each round, of a run with no protection and with one part more each.
+
+    The CPU time is that of all ranks.
+    """
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in PARTS}
     for number in range(rounds):
-        sides = {"bare": _BARE, "protected": (*_DEFAULTS, "launch.recovery=replicas")}
-        order = list(sides) if number % 2 == 0 else list(sides)[::-1]
-        taken = {name: bench.run(f"{name}_{number}", steps, *sides[name]).seconds for name in order}
-        ratios.append(taken["protected"] / taken["bare"])
-        say(f"round {number + 1}: protected {taken['protected']:.2f} s, bare {taken['bare']:.2f} s")
-    return median(ratios), ratios
+        order = list(PARTS) if number % 2 == 0 else list(PARTS)[::-1]
+        for name in order:
+            run = bench.run(f"{name}_{number}".replace(" ", "_"), steps, *PARTS[name])
+            taken[name].append((run.seconds / (steps - 1), run.cpu_seconds / (steps - 1)))
+        say(f"round {number + 1}: " + ", ".join(f"{name} {1000 * taken[name][-1][0]:.1f} ms" for name in PARTS))
+    return taken
+
+
+def rows_of_parts(taken: Mapping[str, Sequence[tuple[float, float]]]) -> list[dict[str, Any]]:
+    """What each part adds to a step, and all up to it by a step without any; medians over the rounds."""
+    rows, before = [], taken["none"]
+    for name, own in taken.items():
+        rows.append(
+            {
+                "protection": name,
+                "step, ms": round(1000 * median(wall for wall, _ in own), 2),
+                "adds, ms": round(1000 * _median_of(own, before, lambda one, other: one[0] - other[0]), 2),
+                "adds, CPU ms": round(1000 * _median_of(own, before, lambda one, other: one[1] - other[1]), 2),
+                "by none": round(_median_of(own, taken["none"], lambda one, other: one[0] / other[0]), 4),
+                "CPU by none": round(_median_of(own, taken["none"], lambda one, other: one[1] / other[1]), 4),
+            }
+        )
+        before = own
+    return rows
+
+
+_Costs = Sequence[tuple[float, float]]
+
+
+def _median_of(own: _Costs, others: _Costs, compare: Callable[[Any, Any], float]) -> float:
+    return median(compare(one, other) for one, other in zip(own, others, strict=True))
 
 
 def main() -> None:
@@ -319,9 +360,10 @@ def _measure(bench: Bench, arguments: argparse.Namespace) -> None:
         rows = [{"fault": kind, "seconds lost": round(seconds, 2)} for kind, seconds in found.items()]
         tables.append(table_of("all ranks start anew from the newest checkpoint", rows))
     if "protection" not in arguments.skip:
-        cost, ratios = protection(bench, arguments.rounds)
-        result["protection"] = {"ratio": cost, "rounds": ratios}
-        goals.append(Goal("time with all protection by time without", cost, 1.01))
+        result["protection"] = taken = protection(bench, arguments.rounds)
+        rows = rows_of_parts(taken)
+        tables.append(table_of("when nothing fails, each line with what the lines above have", rows))
+        goals.append(Goal("time with all protection by time without", rows[-1]["by none"], 1.01))
     finish("goodput", tables, goals, result)
 
 

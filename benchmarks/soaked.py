@@ -80,7 +80,10 @@ class Net(pl.LightningModule):
 
 
 class Clock(pl.Callback):
-    """One line per micro-batch of this process: when, generation, step, data rank, samples, whether it ended a step."""
+    """One line per micro-batch of this process.
+
+    When, CPU seconds so far, generation, step, data rank, samples, whether it ended a step.
+    """
 
     def __init__(self) -> None:
         self._file: Any = None
@@ -100,7 +103,8 @@ class Clock(pl.Callback):
         stepped, self._steps = trainer.global_step > self._steps, trainer.global_step
         strategy: Any = trainer.strategy
         step = trainer.global_step - stepped
-        line = [time.time(), _generation(), step, strategy.data_rank, batch["index"].tolist(), stepped]
+        samples = batch["index"].tolist()
+        line = [time.time(), time.process_time(), _generation(), step, strategy.data_rank, samples, stepped]
         self._file.write(json.dumps(line) + "\n")
 
 

@@ -37,6 +37,16 @@ _WORLDLY = (
 _DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
 
 
+def _reduced(tensor: Tensor, group: dist.ProcessGroup | None, reduce_op: Any) -> Tensor:
+    name = reduce_op.upper() if isinstance(reduce_op, str) else None
+    is_mean = name in ("MEAN", "AVG")
+    op = dist.ReduceOp.SUM if is_mean or reduce_op is None else getattr(dist.ReduceOp, name) if name else reduce_op
+    dist.all_reduce(tensor, op=op, group=group)
+    if not is_mean:
+        return tensor
+    return tensor.copy_(tensor / dist.get_world_size(group))  # not div_, which refuses integers
+
+
 def gather_stacked(tensor: Tensor, group: dist.ProcessGroup | None, sync_grads: bool, is_even: bool) -> Tensor:
     """Return the tensors of all ranks of a group, stacked. A collective.
 
@@ -288,8 +298,13 @@ class DataCollectives:
             )
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks that read different samples, unless ``group`` is another than all ranks."""
-        return super().reduce(tensor, self._of_users(group), reduce_op)  # type: ignore[misc]
+        """Reduce over the ranks that read different samples, unless ``group`` is another than all ranks.
+
+        In place, as Lightning's, but without the barrier that Lightning puts before.
+        """
+        if isinstance(tensor, Tensor) and dist.is_available() and dist.is_initialized():
+            return _reduced(tensor, self._of_users(group), reduce_op)
+        return tensor
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather from the ranks that read different samples, unless ``group`` is another than all ranks."""

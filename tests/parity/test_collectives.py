@@ -75,6 +75,7 @@ class Asks(LanguageModel):
         dist.all_reduce(total)
         dist.broadcast(total, src=0)
         assert total.item() == len(tokens) * dist.get_world_size()
+        assert self.trainer.strategy.reduce(torch.tensor(len(tokens)), reduce_op="avg").item() == len(tokens)
         self.samples.update(len(tokens))
         self.several.update(logits.flatten(0, 1), tokens[:, 1:].flatten())
         self.logged.update(tokens.float())

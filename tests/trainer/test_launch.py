@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from tests.trainer.project import command, environment, run_command, write_project
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.trainer.batch import solve_accumulation
 from trainwright.trainer.launch import external
+from trainwright.trainer.launch.error_text import stands_alone
 from trainwright.trainer.launch.failure import Failure, FailureRecorder, first_failure
 from trainwright.trainer.launch.launcher import Launcher, detect_launcher
 from trainwright.trainer.launch.scratch import remove_abandoned
@@ -84,6 +86,24 @@ def test_who_raised_an_error_decides_what_is_told_of_it() -> None:
     assert not users.is_secondary
     assert not _of(lambda: _raise(RuntimeError("the socket of my data base timed out"))).is_secondary
     assert not _of(lambda: Path("the/peer/store").read_text()).is_refusal
+
+
+def test_an_error_that_no_other_led_to_stands_alone() -> None:
+    def alone(raiser: Callable[[], Any]) -> bool:
+        with pytest.raises(Exception) as raised:  # noqa: PT011 - of any kind
+            raiser()
+        return stands_alone(raised.value)
+
+    def after_another() -> None:
+        try:
+            _raise(RuntimeError("closed"))
+        except RuntimeError:
+            raise ValueError("a gather failed") from None
+
+    assert alone(lambda: _raise(RuntimeError("boom")))
+    assert not alone(after_another)
+    assert not alone(lambda: torch.zeros(2).view(3))  # compiled code, as when a connection breaks
+    assert not alone(lambda: torch.distributed.init_process_group("no backend"))
 
 
 def test_an_error_that_says_it_all_is_shown_without_its_traceback(tmp_path: Path) -> None:

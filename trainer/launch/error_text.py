@@ -51,6 +51,16 @@ def is_secondary(error: BaseException) -> bool:
     return not is_raise or _package(frame) in _ENGINE and not _is_recipe(frame)
 
 
+def stands_alone(error: BaseException) -> bool:
+    """Return whether a `raise` outside torch raised `error` and no other error led to it, so that it follows nothing.
+
+    Where another rank is gone, compiled code or torch raises the first error.
+    """
+    frame, is_raise = _origin(error)
+    is_first = error.__cause__ is None and error.__context__ is None
+    return is_first and is_raise and frame is not None and _package(frame) != "torch"
+
+
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the frames of `error` that are the user's code, innermost last, at most five.
 

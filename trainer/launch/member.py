@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.trainer.launch.environment import of_rank
-from trainwright.trainer.launch.error_text import is_secondary
+from trainwright.trainer.launch.error_text import is_secondary, stands_alone
 from trainwright.trainer.launch.failure import FailureRecorder, log_file
 from trainwright.trainer.launch.forkserver import become_ordinary
 from trainwright.trainer.launch.mailbox import NOW, Announcement, Left, Mailbox, records_of, waited
@@ -192,6 +192,8 @@ class Member:
             return False
         if is_secondary(error):
             return True
+        if stands_alone(error):
+            return False
         # What breaks because another member is gone need not say so; the launching process calls when one is.
         called: int | None = waited(lambda: self._mailbox.board.called(generation), _DOUBT_SECONDS)
         return called == NOW
