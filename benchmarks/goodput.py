@@ -60,12 +60,14 @@ _PROTECTED = (
     "guard.loss.mtbf=0.04",
     "checkpoint.last.every_n_seconds=10",
 )
+# A run that is started again must save; this one does at its end alone.
+_WATCHED = ("launch=resilient", "checkpoint=last", "checkpoint.last.every_n_steps=1000000")
 # Each with what the ones before it have.
 PARTS = {
     "none": _BARE,
-    "watching": ("launch=resilient", "checkpoint=none"),
-    "guard": ("launch=resilient", "checkpoint=none", "guard=skip"),
-    "copies": ("launch=resilient", "checkpoint=none", "guard=rollback"),
+    "watching": _WATCHED,
+    "guard": (*_WATCHED, "guard=skip"),
+    "copies": (*_WATCHED, "guard=rollback"),
     "checkpoints": _DEFAULTS,
     "replicas": (*_DEFAULTS, "launch.recovery=replicas"),
 }

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
@@ -18,6 +17,7 @@ from trainwright.callbacks.diverged import DivergedError
 from trainwright.callbacks.guard_options import guard_problems
 from trainwright.callbacks.loss_history import LossHistory
 from trainwright.callbacks.nonfinite import Blame, any_nonfinite, find_gradient, first_bad, in_words
+from trainwright.callbacks.step_sums import EarlySum, mean_of_ranks, refuse_alone
 from trainwright.callbacks.steps import log_metrics
 from trainwright.callbacks.verdict import DropStep, GoBack
 from trainwright.checkpoint.distinct import of_all_ranks
@@ -45,8 +45,10 @@ class LossGuard(Callback):
     - ``"stop"``: the step is dropped and training ends as at its regular end, with what is saved then, and
       :class:`DivergedError` is raised on every rank.
 
-    It costs a pass over the gradients, an all-reduce of four numbers and a wait for the device at every optimizer step;
-    with ``"rollback"`` also the copies, in host memory of ``keep_snapshots`` times what the rank holds.
+    It costs a pass over the gradients, an all-reduce of four numbers and a wait for the device at every optimizer step.
+    Where all ranks have the same averaged gradients (DDP) each sees in its own what all see, and the losses are added
+    up while the last backward of the step runs, so that no rank waits for another. ``"rollback"`` costs the copies as
+    well, in host memory of ``keep_snapshots`` times what the rank holds.
 
     Args:
         policy: see above.
@@ -118,6 +120,8 @@ class LossGuard(Callback):
         self._interventions: list[int] = []  # steps done at each
         self._suspect: int | None = None  # steps done when a fault was met that may come again
         self._losses: list[Tensor] = []  # of the micro-batches of this optimizer step
+        self._early: EarlySum | None = None
+        self._faults = 0  # that were seen in gradients which all ranks have alike
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -155,7 +159,7 @@ class LossGuard(Callback):
             ValueError: if the optimizer, or with ``"rollback"`` a loader, cannot be guarded.
         """
         _refuse(_start_problem(self, trainer))
-        self._losses = []
+        self._losses, self._early = [], None
         if self.policy == "rollback":
             every = self.snapshot_every_n_steps
             _copies(trainer).want(
@@ -163,8 +167,11 @@ class LossGuard(Callback):
             )
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Keep the loss of a micro-batch."""
+        """Keep the loss of a micro-batch; begin to add up those of a step while its last backward runs."""
         self._losses.append(loss.detach())
+        ours: Any = trainer
+        if ours.strategy.gradients_agree and not ours.fit_loop._should_accumulate():
+            self._early = EarlySum(torch.stack(self._of_losses(trainer)))
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -197,25 +204,31 @@ class LossGuard(Callback):
     def _measure(self, trainer: Trainer) -> dict[str, float]:
         """What the ranks have seen of this step, the same on each. A collective."""
         strategy: Any = trainer.strategy
-        device = strategy.root_device
-        losses = self._unscaled_losses(trainer)
-        total = losses.sum() if len(losses) else torch.zeros((), device=device)
-        bad_loss = (~losses.isfinite()).any().float() if len(losses) else torch.zeros((), device=device)
+        bad_gradient = torch.zeros((), device=strategy.root_device)
         if _scaler(trainer) is None:
-            bad_gradient = any_nonfinite((gradient for _, gradient in strategy.named_gradients()), device)
-        else:
-            bad_gradient = torch.zeros((), device=device)
-        has_loss = torch.tensor(float(bool(len(losses))), device=device)
-        seen = torch.stack((total, bad_loss, bad_gradient, has_loss))
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(seen)
-            seen /= dist.get_world_size()
-        values = dict(zip(("loss", "bad_loss", "bad_gradient", "has_loss"), seen.tolist(), strict=True))
+            bad_gradient = any_nonfinite((gradient for _, gradient in strategy.named_gradients()), strategy.root_device)
+        early, self._early = self._early, None
+        seen = mean_of_ranks(torch.stack((*self._of_losses(trainer), bad_gradient))) if early is None else early.mean()
+        values = dict(zip(("loss", "bad_loss", "has_loss", "bad_gradient"), seen.tolist(), strict=False))
+        if early is not None:
+            values["bad_gradient"] = float(bad_gradient)
+            if values["bad_gradient"] and not values["bad_loss"]:
+                self._faults += 1
+                refuse_alone(self._faults, f"LossGuard: step {trainer.global_step}")
         weights = getattr(trainer, "token_weights", None)
         if weights is not None and weights.step_loss is not None and not values["bad_loss"]:
             values["loss"] = float(weights.step_loss)  # the mean over all tokens of the step, the same on every rank
             values["bad_loss"] = float(not math.isfinite(values["loss"]))
         return values
+
+    def _of_losses(self, trainer: Trainer) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum of this rank's losses, whether one is bad, and whether there is any."""
+        device = trainer.strategy.root_device
+        losses = self._unscaled_losses(trainer)
+        zero = torch.zeros((), device=device)
+        if not len(losses):
+            return zero, zero, zero
+        return losses.sum(), (~losses.isfinite()).any().float(), zero + 1
 
     def _unscaled_losses(self, trainer: Trainer) -> Tensor:
         """Losses of the micro-batches, ``(micro-batches,)``, as they add up to that of the step."""

@@ -211,6 +211,11 @@ class LayoutStrategy(RunStateStrategy):
         return True
 
     @property
+    def gradients_agree(self) -> bool:
+        """Whether all ranks have the same averaged gradients (``named_gradients``), so that each sees what all see."""
+        return False
+
+    @property
     def communication(self) -> str:
         """Whether ways to average gradients are compared in the first steps: ``"none"``, ``"advise"`` or ``"auto"``."""
         return "none"

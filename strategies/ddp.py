@@ -87,6 +87,11 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
                 "out one of them"
             )
 
+    @property
+    def gradients_agree(self) -> bool:
+        """See :attr:`~trainwright.strategies.base.LayoutStrategy.gradients_agree`."""
+        return self.world_size > 1 and self.compression is None and self._ddp_comm_hook is None
+
     def setup(self, trainer: Trainer) -> None:
         """Give the model memory, prepare its blocks, then as in Lightning."""
         self._refuse_other_models()

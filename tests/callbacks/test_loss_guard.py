@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.callbacks.modules import Written
 from tests.trainer.held import PLACES, Losses, Model, fit, make_loader
+from trainwright.callbacks import step_sums
 from trainwright.callbacks.global_loss import GlobalLoss
 from trainwright.callbacks.loss_guard import DivergedError, LossGuard
 from trainwright.callbacks.loss_history import LossHistory
@@ -79,6 +80,22 @@ class BadGradient(pl.Callback):
         if trainer.global_step + 1 == self._step and trainer.global_rank == self._rank and not self._done:
             self._done = True
             local_tensor(dict(trainer.strategy.named_gradients())[self._name]).view(-1)[0] = math.inf
+
+
+class BadBackward(BadGradient):
+    """As long as it is not averaged."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_rank == self._rank:
+            dict(pl_module.named_parameters())[self._name].register_hook(lambda each: self._spoilt(each, trainer))
+
+    def _spoilt(self, gradient: Tensor, trainer: Any) -> Tensor:
+        is_due = trainer.global_step + 1 == self._step and not self._done
+        self._done |= is_due
+        return gradient * math.inf if is_due else gradient
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Not here."""
 
 
 def guarded(
@@ -149,14 +166,32 @@ def test_a_transient_fault_leaves_nothing(ranks, place, step, factor):
             assert ("has jumped to" if factor == 1e4 else "the loss is not finite on data rank") in said
 
 
-@pytest.mark.parametrize("place", ["ddp", "pipeline x shard"])
-def test_a_gradient_is_named(ranks, place):
+@pytest.mark.parametrize(("place", "planted", "where"), [
+    ("ddp", BadBackward, "ranks 0, 1"),  # it was averaged, so all have it
+    ("pipeline x shard", BadGradient, "rank 3"),
+])  # fmt: skip
+def test_a_gradient_is_named(ranks, place, planted, where):
     name, last = "blocks.3.inner.weight", PLACES[place][2] - 1
-    planted = BadGradient(4, last, name)
-    for rank, (expected, found) in enumerate(ranks(both, last + 1, place, {}, {}, planted)):
+    for rank, (expected, found) in enumerate(ranks(both, last + 1, place, {}, {}, planted(4, last, name))):
         assert_undisturbed(expected, found)
         if rank == 0:
-            assert f"the gradient of {name} is not finite, the first in backward (rank {last})" in found["said"][0]
+            assert f"the gradient of {name} is not finite, the first in backward ({where})" in found["said"][0]
+
+
+def alone(planted: BadGradient) -> str:
+    """What a rank is told whose gradients are bad after all ranks averaged them, and others' are not."""
+    step_sums._ALONE_SECONDS = 1.0
+    try:
+        guarded("ddp", {}, {}, [planted])
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_whose_averaged_gradients_alone_are_bad_fails(ranks):
+    other, lone = ranks(alone, 2, BadGradient(4, 1, "blocks.3.inner.weight"))
+    assert "step 3: a gradient is NaN or infinite on rank 1, and is not on others" in lone
+    assert "step 3" not in other
 
 
 def test_the_rank_and_micro_batch_of_a_loss_are_named(ranks):
