@@ -63,6 +63,6 @@ def refuse_alone(number: int, what: str) -> None:
     except dist.DistStoreError:
         raise RuntimeError(
             f"{what}: a gradient is NaN or infinite on rank {dist.get_rank()}, and is not on others, which averaged "
-            "the same ones with it. Either code changes gradients after they were averaged, in a hook, on this rank alone; "
+            "the same ones with it. Either a hook changes gradients on this rank alone after they were averaged, "
             "or its memory or device is at fault: have it looked at. launch=resilient starts such a rank again"
         ) from None
