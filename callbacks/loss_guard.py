@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.nn.functional import pad
 
 from trainwright.callbacks.diverged import DivergedError
 from trainwright.callbacks.guard_options import guard_problems
@@ -45,9 +46,9 @@ class LossGuard(Callback):
     - ``"stop"``: the step is dropped and training ends as at its regular end, with what is saved then, and
       :class:`DivergedError` is raised on every rank.
 
-    It costs a pass over the gradients, an all-reduce of four numbers and a wait for the device at every optimizer step.
-    Where all ranks have the same averaged gradients (DDP) each sees in its own what all see, and the losses are added
-    up while the last backward of the step runs, so that no rank waits for another. ``"rollback"`` costs the copies as
+    It costs a pass over the gradients, an all-reduce of three numbers and a wait for the device at every step. Where
+    all ranks have the same averaged gradients (DDP) each sees in its own what all see, and the losses are added up
+    while the last backward of the step runs, so that no rank waits for another. ``"rollback"`` costs the copies as
     well, in host memory of ``keep_snapshots`` times what the rank holds.
 
     Args:
@@ -171,7 +172,7 @@ class LossGuard(Callback):
         self._losses.append(loss.detach())
         ours: Any = trainer
         if ours.strategy.gradients_agree and not ours.fit_loop._should_accumulate():
-            self._early = EarlySum(torch.stack(self._of_losses(trainer)))
+            self._early = EarlySum(self._of_losses(trainer))
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -208,35 +209,28 @@ class LossGuard(Callback):
         if _scaler(trainer) is None:
             bad_gradient = any_nonfinite((gradient for _, gradient in strategy.named_gradients()), strategy.root_device)
         early, self._early = self._early, None
-        seen = mean_of_ranks(torch.stack((*self._of_losses(trainer), bad_gradient))) if early is None else early.mean()
-        values = dict(zip(("loss", "bad_loss", "has_loss", "bad_gradient"), seen.tolist(), strict=False))
-        if early is not None:
-            values["bad_gradient"] = float(bad_gradient)
-            if values["bad_gradient"] and not values["bad_loss"]:
-                self._faults += 1
-                refuse_alone(self._faults, f"LossGuard: step {trainer.global_step}")
+        if early is None:
+            loss, has_loss, bad = mean_of_ranks(torch.cat((self._of_losses(trainer), bad_gradient.view(1)))).tolist()
+        else:
+            (loss, has_loss), bad = early.mean().tolist(), float(bad_gradient)
         weights = getattr(trainer, "token_weights", None)
-        if weights is not None and weights.step_loss is not None and not values["bad_loss"]:
-            values["loss"] = float(weights.step_loss)  # the mean over all tokens of the step, the same on every rank
-            values["bad_loss"] = float(not math.isfinite(values["loss"]))
-        return values
+        if weights is not None and weights.step_loss is not None and math.isfinite(loss):
+            loss = float(weights.step_loss)  # the mean over all tokens of the step, the same on every rank
+        # A loss of any rank that is NaN or infinite makes the mean so.
+        seen = {"loss": loss, "has_loss": has_loss, "bad_loss": not math.isfinite(loss), "bad_gradient": bad}
+        if early is not None and bad and not seen["bad_loss"]:
+            self._faults += 1
+            refuse_alone(self._faults, f"LossGuard: step {trainer.global_step}")
+        return seen
 
-    def _of_losses(self, trainer: Trainer) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum of this rank's losses, whether one is bad, and whether there is any."""
-        device = trainer.strategy.root_device
-        losses = self._unscaled_losses(trainer)
-        zero = torch.zeros((), device=device)
-        if not len(losses):
-            return zero, zero, zero
-        return losses.sum(), (~losses.isfinite()).any().float(), zero + 1
-
-    def _unscaled_losses(self, trainer: Trainer) -> Tensor:
-        """Losses of the micro-batches, ``(micro-batches,)``, as they add up to that of the step."""
+    def _of_losses(self, trainer: Trainer) -> Tensor:
+        """Sum of this rank's losses, as they add up to that of the step, and whether there are any: ``(2,)``."""
         if not self._losses:
-            return torch.zeros(0)
-        losses = torch.stack([loss.float().sum() for loss in self._losses])
+            return torch.zeros(2, device=trainer.strategy.root_device)
+        total = torch.stack([loss.float().sum() for loss in self._losses]).sum()
         scaler = _scaler(trainer)
-        return losses if scaler is None else losses / scaler._scale.to(losses.device)
+        total = total if scaler is None else total / scaler._scale.to(total.device)
+        return pad(total.view(1), (0, 1), value=1.0)
 
     def _fault(self, seen: Mapping[str, float]) -> str | None:
         """What is wrong with the step; ``None``: nothing."""

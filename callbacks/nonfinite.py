@@ -22,7 +22,7 @@ def local_part(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def any_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """1.0 if any element is NaN or infinite, else 0.0; a scalar on ``device``, for which nobody waits."""
-    parts = [local_part(tensor).detach() for tensor in tensors]
+    parts = [local_part(tensor) for tensor in tensors]
     parts = [part for part in parts if part.numel()]
     if not parts:
         return torch.zeros((), device=device)
