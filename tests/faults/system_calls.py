@@ -1,8 +1,8 @@
 """Forked processes whose system calls on files below a folder fail as those of a broken or full disk do.
 
-Linux's seccomp hands each such call to this process, which lets the kernel go on with it or answers it with an error. So
-the calls of all threads and libraries are met, native ones included, and nothing is compiled. Left out are calls that
-reach no disk (``lseek``, ``fcntl``, ``ioctl``, ``mmap``). A ``close`` that fails leaves the file open.
+Linux's seccomp hands each such call to this process, which lets the kernel go on with it or answers it with an
+error. So the calls of all threads and libraries are met, native ones included, and nothing is compiled. Left out are
+calls that reach no disk (``lseek``, ``fcntl``, ``ioctl``, ``mmap``). A ``close`` that fails leaves the file open.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import faulthandler
 import fcntl
 import os
 import platform
+import re
 import select
 import signal
 import socket
@@ -25,30 +26,25 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 # Name: number on x86_64 and on aarch64 (-1: it has none), and where its arguments name files: `f0` a descriptor, `p0` a
 # path, `d0` a path relative to the folder that the argument before it names.
 _TABLE = """
-read 0 63 f0              write 1 64 f0                 open 2 -1 p0                  close 3 57 f0
-stat 4 -1 p0              fstat 5 80 f0                 lstat 6 -1 p0                 pread64 17 67 f0
-pwrite64 18 68 f0         readv 19 65 f0                writev 20 66 f0               access 21 -1 p0
-sendfile 40 71 f0 f1      fsync 74 82 f0                fdatasync 75 83 f0            truncate 76 45 p0
-ftruncate 77 46 f0        rename 82 -1 p0 p1            mkdir 83 -1 p0                rmdir 84 -1 p0
-creat 85 -1 p0            link 86 -1 p0 p1              unlink 87 -1 p0               symlink 88 -1 p1
-readlink 89 -1 p0         chmod 90 -1 p0                fchmod 91 52 f0               statfs 137 43 p0
-fstatfs 138 44 f0         getdents64 217 61 f0          openat 257 56 d1              mkdirat 258 34 d1
-newfstatat 262 79 d1      unlinkat 263 35 d1            renameat 264 38 d1 d3         linkat 265 37 d1 d3
-symlinkat 266 36 d2       readlinkat 267 78 d1          fchmodat 268 53 d1            faccessat 269 48 d1
-utimensat 280 88 d1       sync_file_range 277 84 f0     fallocate 285 47 f0           preadv 295 69 f0
-pwritev 296 70 f0         renameat2 316 276 d1 d3       copy_file_range 326 285 f0 f2 statx 332 291 d1
-openat2 437 437 d1        faccessat2 439 439 d1
+read 0 63 f0; write 1 64 f0; open 2 -1 p0; close 3 57 f0; stat 4 -1 p0; fstat 5 80 f0; lstat 6 -1 p0;
+pread64 17 67 f0; pwrite64 18 68 f0; readv 19 65 f0; writev 20 66 f0; access 21 -1 p0; sendfile 40 71 f0 f1;
+fsync 74 82 f0; fdatasync 75 83 f0; truncate 76 45 p0; ftruncate 77 46 f0; rename 82 -1 p0 p1; mkdir 83 -1 p0;
+rmdir 84 -1 p0; creat 85 -1 p0; link 86 -1 p0 p1; unlink 87 -1 p0; symlink 88 -1 p1; readlink 89 -1 p0;
+chmod 90 -1 p0; fchmod 91 52 f0; statfs 137 43 p0; fstatfs 138 44 f0; getdents64 217 61 f0; openat 257 56 d1;
+mkdirat 258 34 d1; newfstatat 262 79 d1; unlinkat 263 35 d1; renameat 264 38 d1 d3; linkat 265 37 d1 d3;
+symlinkat 266 36 d2; readlinkat 267 78 d1; fchmodat 268 53 d1; faccessat 269 48 d1; utimensat 280 88 d1;
+sync_file_range 277 84 f0; fallocate 285 47 f0; preadv 295 69 f0; pwritev 296 70 f0; renameat2 316 276 d1 d3;
+copy_file_range 326 285 f0 f2; statx 332 291 d1; openat2 437 437 d1; faccessat2 439 439 d1
 """
-_ALLOCATING = (
-    "write pwrite64 writev pwritev sendfile copy_file_range fallocate ftruncate fsync fdatasync sync_file_range mkdir "
-    "mkdirat rename renameat renameat2 link linkat symlink symlinkat creat"
-).split()
+_ALLOCATING = re.compile(
+    "write|pwrite64|writev|pwritev|sendfile|copy_file_range|fallocate|ftruncate|fsync|fdatasync|sync_file_range|"
+    "mkdir(at)?|rename(at2?)?|link(at)?|symlink(at)?|creat"
+)
 _OPEN_FLAGS = {"open": 1, "openat": 2}
 _NOTHING = -100  # AT_FDCWD
 
@@ -204,7 +200,7 @@ class _Process:
         if not concerned:
             return 0
         creates = bool(arguments[_OPEN_FLAGS[name]] & os.O_CREAT) if name in _OPEN_FLAGS else False
-        call = SystemCall(name, tuple(concerned), creates or name in _ALLOCATING)
+        call = SystemCall(name, tuple(concerned), creates or _ALLOCATING.fullmatch(name) is not None)
         self.ended.calls.append(call)
         error = self._errors(call)
         if error:
@@ -263,14 +259,8 @@ def _of_descriptor(thread: int, descriptor: int) -> str:
 def _calls() -> dict[int, list[str]]:
     """Name and operands of the calls that are looked at, by their numbers on this machine."""
     column = 1 + list(_AUDIT).index(platform.machine())
-    found: dict[int, list[str]] = {}
-    words = _TABLE.split()
-    starts = [place for place, word in enumerate(words) if word.isidentifier() and word[0] not in "0-" and len(word) > 2]
-    for begin, end in zip(starts, [*starts[1:], len(words)], strict=True):
-        name, *numbers = words[begin : begin + 3]
-        found[int(numbers[column - 1])] = [name, *words[begin + 3 : end]]
-    found.pop(-1, None)
-    return found
+    rows = [row.split() for row in _TABLE.split(";")]
+    return {int(row[column]): [row[0], *row[3:]] for row in rows if int(row[column]) >= 0}
 
 
 def _be_child(work: Callable[[], Any], output: int, link: socket.socket, supervised: bool) -> None:

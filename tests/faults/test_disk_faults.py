@@ -1,0 +1,176 @@
+"""EIO and ENOSPC at each system call of a save: the latest good checkpoint stays good, and one paragraph says why."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint import killed
+from tests.faults import system_calls
+from tests.faults.system_calls import Ended, Errors, SystemCall
+from trainwright.checkpoint.asynchronous import save_together
+from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.find import newest_good
+from trainwright.checkpoint.manifest import Manifest
+from trainwright.checkpoint.parts import TensorParts
+from trainwright.checkpoint.retention import Retention, apply, may_delete
+from trainwright.checkpoint.run_state import RunState
+from trainwright.checkpoint.save import Content, write
+from trainwright.checkpoint.state_file import write_file
+from trainwright.checkpoint.storage import clean_up
+
+# TRAINWRIGHT_DISK_FAULTS=all fails each call with each error in each way; without it every call fails in one of them.
+ALL = os.environ.get("TRAINWRIGHT_DISK_FAULTS") == "all"
+REFUSED = 3  # exit code of an attempt that ended with a CheckpointError
+ERRORS = (errno.EIO, errno.ENOSPC)
+
+pytestmark = pytest.mark.skipif(system_calls.why_not() is not None, reason=str(system_calls.why_not()))
+
+
+# ---- which calls fail ------------------------------------------------------------------------------------------------
+
+
+def fails(first: int, number: int, lasting: bool, counts: Callable[[SystemCall], bool] = lambda call: True) -> Errors:
+    """Let a call fail, and those that follow it if the fault lasts; a disk that stays full fails what needs space."""
+    seen = 0
+
+    def error_of(call: SystemCall) -> int:
+        nonlocal seen
+        if not seen and not counts(call):
+            return 0
+        seen += 1
+        if seen <= first or (seen > first + 1 and not lasting):
+            return 0
+        return number if call.allocates or number == errno.EIO or seen == first + 1 else 0
+
+    return error_of
+
+
+def ways(call: int) -> list[tuple[int, bool]]:
+    """Error numbers for the n-th call, and whether they last."""
+    found = [(number, lasting) for number in ERRORS for lasting in (False, True)]
+    return found if ALL else [found[call % 4]]
+
+
+# ---- saves -----------------------------------------------------------------------------------------------------------
+
+
+def content(step: int) -> Content:
+    """Two tensors whose values follow from their step."""
+    tensors = {f"weights/{name}": torch.arange(400.0) + step for name in "ab"}
+    tree = {"global_step": step, "state_dict": {key[8:]: {"~": "tensor", "key": key} for key in tensors}}
+    about = {"step": step, "kind": "run state", "metrics": {}}
+    return Content(tree, {key: TensorParts.whole(value) for key, value in tensors.items()}, about)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, every value of which is what was written."""
+    state = RunState.open(str(path))
+    for key in state.keys():  # noqa: SIM118 - a source is no dict
+        assert torch.equal(state.read(key), torch.arange(400.0) + state.manifest.step)
+    return state.manifest.step
+
+
+def save_folder(folder: Path, name: str) -> None:
+    write(content(2), str(folder / name))
+
+
+def save_without_swap(folder: Path, name: str) -> None:
+    killed.without_swap()
+    save_folder(folder, name)
+
+
+def save_and_delete(folder: Path, name: str) -> None:
+    retention, path = Retention(keep_last=1), str(folder / name)
+
+    def clear(newest: Manifest) -> None:
+        apply(folder, retention, path, verified=True)
+
+    save_together(content(2), path, None, clear, read_back_if=lambda newest: bool(may_delete(folder, retention, path)))
+
+
+def save_file(folder: Path, name: str) -> None:
+    write_file(content(2), str(folder / name))
+
+
+# Who writes the checkpoint of the first step and who that of the second, and under which names.
+SAVES: dict[str, tuple[Callable[..., Any], str, Callable[[Path, str], None], str]] = {
+    "a folder": (write, "1.ckpt", save_folder, "2.ckpt"),
+    "in its place": (write, "last.ckpt", save_folder, "last.ckpt"),
+    "in its place, without swapping": (write, "last.ckpt", save_without_swap, "last.ckpt"),
+    "deleting the one before": (write, "1.ckpt", save_and_delete, "2.ckpt"),
+    "a file": (write_file, "1.ckpt", save_file, "2.ckpt"),
+    "a file in its place": (write_file, "last.ckpt", save_file, "last.ckpt"),
+    "a file in the place of a folder": (write, "last.ckpt", save_file, "last.ckpt"),
+}
+
+
+def attempt(save: Callable[[], None]) -> int:
+    try:
+        save()
+    except CheckpointError as error:
+        print(error)
+        return REFUSED
+    return 0
+
+
+def good_steps(folder: Path) -> set[int]:
+    """Steps of the checkpoints of a folder, all of which must be good."""
+    return {step_of(path) for path in folder.iterdir()}
+
+
+def check(folder: Path, ended: Ended) -> None:
+    """What holds after each attempt."""
+    where = f"{ended.failed}:\n{ended.said}"
+    assert ended.code in (0, REFUSED), where
+    assert "Traceback" not in ended.said, where
+    assert "Exception ignored" not in ended.said, where
+    if ended.code == REFUSED:
+        assert "\n\n" not in ended.said.strip(), where
+        reasons = ("Input/output error", "No space left on device", "no space left on")
+        assert any(reason in ended.said for reason in reasons), where
+    if all(path.is_dir() for path in folder.iterdir()):
+        newest = newest_good(folder)
+        assert newest is not None, where
+    clean_up(folder)
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == [], where
+    good = good_steps(folder)
+    assert good, where
+    if ended.code == 0:
+        assert 2 in good, where
+    if "untouched" in ended.said:
+        assert 1 in good, where
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_fault_at_each_call_of_a_save(tmp_path: Path, kind: str) -> None:
+    before, first, save, second = SAVES[kind]
+    call, last, problems = 0, False, []
+    met: Counter[str] = Counter()
+    while not last:
+        for number, lasting in ways(call):
+            folder = tmp_path / "checkpoints"
+            before(content(1), str(folder / first))
+            work = partial(attempt, partial(save, folder, second))
+            ended = system_calls.run(work, folder, fails(call, number, lasting))
+            last = not ended.failed
+            met[f"{'saved' if ended.code == 0 else 'refused'}"] += not last
+            met.update(each.name for each in ended.failed[:1])
+            try:
+                check(folder, ended)
+            except Exception as error:
+                problems.append(f"{number} {lasting} {type(error).__name__}: {str(error).split('assert ')[0]}"[:3000])
+            shutil.rmtree(folder)
+        call += 1
+    print(kind, dict(met))
+    assert not problems, f"{len(problems)}: " + "\n".join(problems)
+    assert met["refused"] > 20
