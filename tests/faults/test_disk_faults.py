@@ -7,12 +7,14 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.checkpoint import killed
 from tests.faults import system_calls
@@ -89,13 +91,17 @@ def save_without_swap(folder: Path, name: str) -> None:
     save_folder(folder, name)
 
 
-def save_and_delete(folder: Path, name: str) -> None:
+def save_and_delete(
+    folder: Path, name: str, saved: Content | None = None, group: dist.ProcessGroup | None = None
+) -> None:
     retention, path = Retention(keep_last=1), str(folder / name)
 
     def clear(newest: Manifest) -> None:
         apply(folder, retention, path, verified=True)
 
-    save_together(content(2), path, None, clear, read_back_if=lambda newest: bool(may_delete(folder, retention, path)))
+    save_together(
+        saved or content(2), path, group, clear, read_back_if=lambda newest: bool(may_delete(folder, retention, path))
+    )
 
 
 def save_file(folder: Path, name: str) -> None:
@@ -174,3 +180,39 @@ def test_a_fault_at_each_call_of_a_save(tmp_path: Path, kind: str) -> None:
     print(kind, dict(met))
     assert not problems, f"{len(problems)}: " + "\n".join(problems)
     assert met["refused"] > 20
+
+
+# ---- two ranks -------------------------------------------------------------------------------------------------------
+
+
+def save_on_rank(rank: int, folder: Path, meeting: Path) -> int:
+    """Rows of two ranks into one checkpoint, in the place of the one before it."""
+    timeout = timedelta(seconds=30)
+    dist.init_process_group("gloo", store=dist.FileStore(str(meeting), 2), rank=rank, world_size=2, timeout=timeout)
+    whole = content(2)
+    for key, parts in whole.tensors.items():
+        [(_, tensor)] = parts.parts
+        whole.tensors[key] = TensorParts(parts.shape, parts.dtype, [((rank * 200,), tensor[rank * 200 :][:200])])
+    code = attempt(partial(save_and_delete, folder, "2.ckpt", whole, dist.group.WORLD))
+    dist.barrier()  # whoever raises alone keeps the other waiting here
+    return code
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_fault_of_one_rank(tmp_path: Path, rank: int) -> None:
+    call, last = 0, False
+    while not last:
+        for number, lasting in ways(call):
+            folder, meeting = tmp_path / "checkpoints", tmp_path / f"{call}-{number}-{lasting}"
+            write(content(1), str(folder / "1.ckpt"))
+            works = [(partial(save_on_rank, each, folder, meeting), None) for each in range(2)]
+            works[rank] = works[rank][0], fails(call, number, lasting)
+            ended = system_calls.run_together(works, folder)
+            last = not ended[rank].failed
+            for each in ended:
+                each.failed = ended[rank].failed
+                check(folder, each)
+            assert ended[0].code == ended[1].code, ended
+            shutil.rmtree(folder)
+        call += 1 if rank or ALL else 5
+    assert call > 25
