@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -17,8 +18,11 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint import killed
+from tests.checkpoint.test_malicious import Net, loader
 from tests.faults import system_calls
 from tests.faults.system_calls import Ended, Errors, SystemCall
+from tests.parity.harness import make_trainer
+from trainwright import RunStateCheckpoint
 from trainwright.checkpoint.asynchronous import save_together
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.find import newest_good
@@ -29,11 +33,13 @@ from trainwright.checkpoint.run_state import RunState
 from trainwright.checkpoint.save import Content, write
 from trainwright.checkpoint.state_file import write_file
 from trainwright.checkpoint.storage import clean_up
+from trainwright.trainer.launch.uncaught import Uncaught
 
 # TRAINWRIGHT_DISK_FAULTS=all fails each call with each error in each way; without it every call fails in one of them.
 ALL = os.environ.get("TRAINWRIGHT_DISK_FAULTS") == "all"
 REFUSED = 3  # exit code of an attempt that ended with a CheckpointError
 ERRORS = (errno.EIO, errno.ENOSPC)
+REASONS = ("Input/output error", "No space left on device", "no space left on")
 
 pytestmark = pytest.mark.skipif(system_calls.why_not() is not None, reason=str(system_calls.why_not()))
 
@@ -142,8 +148,7 @@ def check(folder: Path, ended: Ended) -> None:
     assert "Exception ignored" not in ended.said, where
     if ended.code == REFUSED:
         assert "\n\n" not in ended.said.strip(), where
-        reasons = ("Input/output error", "No space left on device", "no space left on")
-        assert any(reason in ended.said for reason in reasons), where
+        assert any(reason in ended.said for reason in REASONS), where
     if all(path.is_dir() for path in folder.iterdir()):
         newest = newest_good(folder)
         assert newest is not None, where
@@ -216,3 +221,73 @@ def test_a_fault_of_one_rank(tmp_path: Path, rank: int) -> None:
             shutil.rmtree(folder)
         call += 1 if rank or ALL else 5
     assert call > 25
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def train(folder: Path, options: dict[str, Any]) -> int:
+    """Three steps with a checkpoint after each; whatever ends them is told as the command tells it."""
+    saver = RunStateCheckpoint(str(folder), every=None, every_n_steps=1, **options)
+    trainer = make_trainer("single", {}, max_steps=3, max_epochs=-1, callbacks=[saver], enable_checkpointing=True)
+    code = 0
+    try:
+        trainer.fit(Net(), loader())
+    except Exception as error:
+        Uncaught(folder.parent).tell(error)
+        code = REFUSED
+    assert code or trainer.global_step == 3
+    assert Path(saver.last_model_path).exists()
+    return code
+
+
+def resume(folder: Path) -> int:
+    """Resume from the newest checkpoint and make one step; return the step that it was of."""
+    newest = newest_good(folder)
+    assert newest is not None
+    saver = RunStateCheckpoint(str(folder), every=None)
+    options = {"max_steps": newest.step + 1, "max_epochs": -1, "enable_checkpointing": True}
+    trainer = make_trainer("single", {}, callbacks=[saver], **options)
+    trainer.fit(Net(), loader(), ckpt_path="last")
+    assert os.listdir(folder) == [f"step={newest.step + 1}"]
+    return newest.step
+
+
+def check_training(folder: Path, ended: Ended, *, goes_on: bool) -> None:
+    where = f"{ended.failed}:\n{ended.said}"
+    assert ended.code == 0 or (ended.code == REFUSED and not goes_on), where
+    assert "Traceback" not in ended.said, where
+    assert "Exception ignored" not in ended.said, where
+    told = re.findall("^trainwright: .*\n(?:.+\n)*", ended.said, re.MULTILINE)
+    assert len(told) == (ended.code != 0), where
+    for paragraph in told:
+        assert any(reason in paragraph for reason in REASONS), where
+    resumed = system_calls.run(partial(resume, folder), folder.parent, lambda call: 0)
+    assert resumed.code in (1, 2, 3), f"{where}\n{resumed.said}"
+    assert "Error" not in resumed.said, f"{where}\n{resumed.said}"
+
+
+def is_of_step(step: int, call: SystemCall) -> bool:
+    return any(f"step={step}" in path for path in call.paths)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"asynchronous": True}, {"on_error": "warn"}, {"asynchronous": True, "on_error": "warn"}],
+    ids=lambda options: " ".join(map(str, options)) or "default",
+)
+def test_a_fault_at_each_call_of_the_second_save_of_a_run(tmp_path: Path, options: dict[str, Any]) -> None:
+    call, last = 0, False
+    met: Counter[int] = Counter()
+    goes_on = options.get("on_error") == "warn"
+    while not last:
+        for number, lasting in ways(call):
+            folder = tmp_path / f"{call}-{number}-{lasting}" / "checkpoints"
+            errors = fails(call, number, lasting, partial(is_of_step, 2))
+            ended = system_calls.run(partial(train, folder, options), folder, errors)
+            last = is_of_step(3, ended.failed[0])
+            met[ended.code] += 1
+            check_training(folder, ended, goes_on=goes_on)
+        call += 1 if ALL or not options else 3
+    assert met[0] > 5
+    assert bool(met[REFUSED]) != goes_on
