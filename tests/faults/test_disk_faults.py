@@ -26,16 +26,18 @@ from trainwright import RunStateCheckpoint
 from trainwright.checkpoint.asynchronous import save_together
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.find import newest_good
-from trainwright.checkpoint.manifest import Manifest
+from trainwright.checkpoint.manifest import Manifest, verify
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.retention import Retention, apply, may_delete
 from trainwright.checkpoint.run_state import RunState
 from trainwright.checkpoint.save import Content, write
 from trainwright.checkpoint.state_file import write_file
 from trainwright.checkpoint.storage import clean_up
+from trainwright.trainer.cli import main
 from trainwright.trainer.launch.uncaught import Uncaught
 
-# TRAINWRIGHT_DISK_FAULTS=all fails each call with each error in each way; without it every call fails in one of them.
+# TRAINWRIGHT_DISK_FAULTS=all fails each call with each error in each way. Without it each call of a save fails in one
+# of them, and of the calls of whole runs as many as there is time for.
 ALL = os.environ.get("TRAINWRIGHT_DISK_FAULTS") == "all"
 REFUSED = 3  # exit code of an attempt that ended with a CheckpointError
 ERRORS = (errno.EIO, errno.ENOSPC)
@@ -237,7 +239,7 @@ def train(folder: Path, options: dict[str, Any]) -> int:
         Uncaught(folder.parent).tell(error)
         code = REFUSED
     assert code or trainer.global_step == 3
-    assert Path(saver.last_model_path).exists()
+    print(f"newest: {saver.last_model_path}")
     return code
 
 
@@ -262,6 +264,8 @@ def check_training(folder: Path, ended: Ended, *, goes_on: bool) -> None:
     assert len(told) == (ended.code != 0), where
     for paragraph in told:
         assert any(reason in paragraph for reason in REASONS), where
+    [newest] = re.findall("^newest: (.*)", ended.said, re.MULTILINE)
+    assert verify(newest) == [], where
     resumed = system_calls.run(partial(resume, folder), folder.parent, lambda call: 0)
     assert resumed.code in (1, 2, 3), f"{where}\n{resumed.said}"
     assert "Error" not in resumed.said, f"{where}\n{resumed.said}"
@@ -277,6 +281,7 @@ def is_of_step(step: int, call: SystemCall) -> bool:
     ids=lambda options: " ".join(map(str, options)) or "default",
 )
 def test_a_fault_at_each_call_of_the_second_save_of_a_run(tmp_path: Path, options: dict[str, Any]) -> None:
+    train(tmp_path / "imports what forked processes need", options)
     call, last = 0, False
     met: Counter[int] = Counter()
     goes_on = options.get("on_error") == "warn"
@@ -285,9 +290,60 @@ def test_a_fault_at_each_call_of_the_second_save_of_a_run(tmp_path: Path, option
             folder = tmp_path / f"{call}-{number}-{lasting}" / "checkpoints"
             errors = fails(call, number, lasting, partial(is_of_step, 2))
             ended = system_calls.run(partial(train, folder, options), folder, errors)
-            last = is_of_step(3, ended.failed[0])
+            last = not ended.failed or is_of_step(3, ended.failed[0])
             met[ended.code] += 1
             check_training(folder, ended, goes_on=goes_on)
-        call += 1 if ALL or not options else 3
+        call += 1 if ALL else 11
     assert met[0] > 5
     assert bool(met[REFUSED]) != goes_on
+
+
+# ---- the files of a run ----------------------------------------------------------------------------------------------
+
+WORDS = ("recipe=linear_regression", "devices=1", "accelerator=cpu", "checkpoint.last.every_n_steps=1")
+
+
+def command(run_dir: Path, *words: str) -> int:
+    return main(["fit", *WORDS, f"run_dir={run_dir}", *words])
+
+
+def check_command(run_dir: Path, ended: Ended) -> None:
+    where = f"{ended.failed}:\n{ended.said}"
+    assert ended.code in (0, 1, 2), where
+    assert "Traceback" not in ended.said, where
+    assert "Exception ignored" not in ended.said, where
+    told = re.findall("^trainwright: .*\n(?:.+\n)*", ended.said, re.MULTILINE)
+    assert len(told) == (ended.code != 0) or "no report was written" in told[0], where
+    if ended.code == 2:
+        assert not run_dir.exists() or not ended.failed[1:], where
+        return
+    again = system_calls.run(partial(command, run_dir, "max_steps=3", "resume=auto"), "/nothing", lambda call: 0)
+    assert again.code == 0, f"{where}\n{again.said}"
+    left = [path for path in run_dir.rglob("*") if re.search(r"\.(partial|removed|replaced)", path.name)]
+    assert left == [], where
+
+
+def is_of_run(call: SystemCall) -> bool:
+    """Checkpoints have the tests above."""
+    return any("/checkpoints" not in path for path in call.paths)
+
+
+def test_faults_at_calls_of_a_whole_run(tmp_path: Path) -> None:
+    """Of about 370 calls on other files than checkpoints, every 41st fails."""
+    command(tmp_path / "imports what forked processes need", "max_steps=1")
+    call, last = 0, False
+    met: Counter[int] = Counter()
+    while not last:
+        for number, lasting in ways(call):
+            run_dir = tmp_path / f"{call}-{number}-{lasting}"
+            seen = fails(call, number, lasting)
+            ended = system_calls.run(
+                partial(command, run_dir, "max_steps=2"),
+                run_dir,
+                lambda each, seen=seen: seen(each) if is_of_run(each) else 0,
+            )
+            last = not ended.failed
+            met[ended.code] += 1
+            check_command(run_dir, ended)
+        call += 1 if ALL else 41
+    assert met[0] > 5
