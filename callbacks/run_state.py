@@ -24,7 +24,7 @@ from trainwright.callbacks.save_records import SaveRecord, SaveRecords
 from trainwright.callbacks.save_schedule import SaveSchedule
 from trainwright.checkpoint.asynchronous import AsyncSaver, BlockingSaver, Saved
 from trainwright.checkpoint.distinct import from_rank
-from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.errors import CheckpointError, ClearingError
 from trainwright.checkpoint.find import Found, list_checkpoints
 from trainwright.checkpoint.groups import gloo_group
 from trainwright.checkpoint.held import HeldState
@@ -449,7 +449,7 @@ class RunStateCheckpoint(Checkpoint):
     def _record(self, saved: Saved) -> None:
         record, self._pending = self._pending, None
         self._schedule.learn(self._blocked, saved.written_seconds if self.asynchronous else 0.0)
-        if saved.error is None:
+        if saved.error is None or isinstance(saved.error, ClearingError):
             assert record is not None
             self._records.add(record)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from trainwright.checkpoint.dealing import Dealer
 from trainwright.checkpoint.distinct import any_of_ranks, problems_of_ranks
-from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from trainwright.checkpoint.errors import CheckpointError, ClearingError, DamagedCheckpoint
 from trainwright.checkpoint.manifest import Manifest, verify
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.retention import KEPT
@@ -66,7 +66,8 @@ def save_together(
             it is; ``None``: nothing is read.
 
     Raises:
-        CheckpointError: on every rank, if anything failed on any of them.
+        ClearingError: on every rank, if the checkpoint is saved and ``after`` has failed.
+        CheckpointError: on every rank, if anything else failed on any of them.
     """
     if staged is not None and problem is None:
         try:
@@ -81,7 +82,7 @@ def save_together(
             after(manifest)
         except Exception as error:
             problem = error
-    _agree(problem, path, group)
+    _agree(problem, path, group, is_saved=not isinstance(problem, DamagedCheckpoint))
 
 
 def _read_back(
@@ -99,7 +100,7 @@ def _read_back(
     share = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     try:
         wrong = verify(path, part=share)
-    except CheckpointError as error:
+    except Exception as error:  # whatever it is: the others wait for this rank
         wrong = [str(error)]
     found = problems_of_ranks(wrong or None, group)
     if manifest is None or not found:
@@ -107,12 +108,18 @@ def _read_back(
     return DamagedCheckpoint(path, [*(text for texts in found.values() for text in texts), KEPT])
 
 
-def _agree(problem: BaseException | None, path: str, group: dist.ProcessGroup | None) -> None:
+def _agree(
+    problem: BaseException | None, path: str, group: dist.ProcessGroup | None, *, is_saved: bool = False
+) -> None:
     """Raise on every rank if one has a problem."""
-    found = problems_of_ranks(None if problem is None else str(problem) or type(problem).__name__, group)
-    if found:
-        causes = "; ".join(f"rank {rank}: {text}" for rank, text in found.items())
-        raise CheckpointError(f"Saving {path} failed: {causes}") from problem
+    own = None if problem is None else (str(problem) or type(problem).__name__, is_saved)
+    found = problems_of_ranks(own, group)
+    if not found:
+        return
+    causes = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in found.items())
+    if all(saved for _, saved in found.values()):
+        raise ClearingError(f"{path} is saved, but older checkpoints could not be deleted: {causes}") from problem
+    raise CheckpointError(f"Saving {path} failed: {causes}") from problem
 
 
 class BlockingSaver:

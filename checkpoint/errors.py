@@ -44,6 +44,10 @@ class DamagedCheckpoint(CheckpointError):  # noqa: N818 - the name that everybod
         super().__init__(f"The checkpoint {path} is damaged, so nothing of it was used:{shown}{more}")
 
 
+class ClearingError(CheckpointError):
+    """Older checkpoints could not be deleted. The newest, which makes them needless, is saved."""
+
+
 class MissingCheckpoint(CheckpointError, FileNotFoundError):  # noqa: N818
     """There is nothing at the path that was given; what expects Lightning's error finds that."""
 

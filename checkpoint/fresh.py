@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.exchange import put_in_place, sync_folder
 from trainwright.checkpoint.owners import new_token
+from trainwright.checkpoint.presence import is_there
 from trainwright.checkpoint.sizes import size_text
 from trainwright.checkpoint.storage import clean_up
 from trainwright.checkpoint.write_errors import free_bytes
@@ -29,24 +31,26 @@ def fresh_path(target: Path, *, overwrite: bool, may_replace: Callable[[str], bo
     Raises:
         CheckpointError: if something is there that is not to be replaced, or that cannot be written.
     """
-    _refuse_taken(target, overwrite, may_replace)
     token = new_token()
     # Named like an unfinished checkpoint, so that what a killed export left is found by the same clean-up.
     hidden = target.with_name(f".{target.name}.partial-{token}")
+    aside = target.with_name(f".{target.name}.replaced-{token}")
     try:
+        _refuse_taken(target, overwrite, may_replace)
         target.parent.mkdir(parents=True, exist_ok=True)
         clean_up(str(target.parent))
         hidden.mkdir()
         yield hidden / target.name
         _flush(hidden / target.name)
-        _exchange(hidden / target.name, target, target.with_name(f".{target.name}.replaced-{token}"))
+        put_in_place(str(hidden / target.name), str(target), str(aside))
+        _remove(aside)
     except OSError as error:
         raise CheckpointError(
             f"{target} could not be written ({type(error).__name__}: {error}); what was there is untouched. Free space "
             "or change the rights, or give another path."
         ) from error
     finally:
-        shutil.rmtree(hidden, ignore_errors=True)
+        _remove(hidden)
 
 
 def refuse_full(target: Path, needed: int) -> None:
@@ -60,7 +64,7 @@ def refuse_full(target: Path, needed: int) -> None:
 
 
 def _refuse_taken(target: Path, overwrite: bool, may_replace: Callable[[str], bool]) -> None:
-    if not os.path.lexists(target):
+    if not is_there(target):
         return
     if not overwrite:
         raise CheckpointError(f"{target} exists already. Give another path, or overwrite=True (--overwrite).")
@@ -73,17 +77,12 @@ def _refuse_taken(target: Path, overwrite: bool, may_replace: Callable[[str], bo
             )
 
 
-def _exchange(pending: Path, target: Path, aside: Path) -> None:
-    if target.is_dir() and not target.is_symlink():
-        target.rename(aside)  # a folder cannot be renamed onto one that is not empty
-    try:
-        os.replace(pending, target)
-    except BaseException:
-        if aside.exists():
-            aside.rename(target)
-        raise
-    _flush_names(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+def _remove(path: Path) -> None:
+    """Delete a folder, file or link, as far as that is possible."""
+    with suppress(OSError):  # of closing a folder, which rmtree does not ignore
+        shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()
 
 
 def _flush(path: Path) -> None:
@@ -92,12 +91,4 @@ def _flush(path: Path) -> None:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
     if path.is_dir():
-        _flush_names(path)
-
-
-def _flush_names(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_folder(str(path))

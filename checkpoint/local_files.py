@@ -9,20 +9,20 @@ taken for whole. All three are in the target's folder, so no renaming crosses fi
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import io
 import os
 import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO
 
 from trainwright.checkpoint.bounded import open_regular
 from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.exchange import put_in_place, sync_folder
 from trainwright.checkpoint.owners import TOKEN, left_behind, new_token, owner_lives
+from trainwright.checkpoint.presence import is_folder, is_link, is_regular, is_there
 from trainwright.checkpoint.reading import open_named, read_error
 from trainwright.checkpoint.records import MANIFEST
 from trainwright.checkpoint.write_errors import ELSEWHERE
@@ -42,7 +42,7 @@ class LocalFiles:
 
     def exists(self) -> bool:
         """Whether there is a folder."""
-        return os.path.isdir(self.path)
+        return self._answer(is_folder)
 
     def has(self, file: str) -> bool:
         """Whether there is a file of that name in the folder."""
@@ -55,7 +55,7 @@ class LocalFiles:
 
     def is_file(self) -> bool:
         """Whether there is a file in its place."""
-        return os.path.isfile(self.path)
+        return self._answer(is_regular)
 
     def open(self, file: str) -> BinaryIO:
         """A file for reading, see :func:`~trainwright.checkpoint.reading.open_named`."""
@@ -75,6 +75,12 @@ class LocalFiles:
         try:
             with os.scandir(self.path) as entries:
                 return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        except OSError as error:
+            raise read_error(self.path, error) from error
+
+    def _answer(self, question: Callable[[str], bool]) -> bool:
+        try:
+            return question(self.path)
         except OSError as error:
             raise read_error(self.path, error) from error
 
@@ -123,7 +129,7 @@ class LocalPending:
             CheckpointError: if what stands at the target is no checkpoint, so that replacing it would lose it.
         """
         _refuse_what_is_no_checkpoint(self.target)
-        os.makedirs(os.path.dirname(self.target), exist_ok=True)
+        _make_folders(os.path.dirname(self.target))
         os.mkdir(self.path)
 
     def stored_name(self, name: str) -> str:
@@ -149,13 +155,9 @@ class LocalPending:
             output.seal()
         finally:
             output.abort()
-        _sync_folder(self.path)
+        sync_folder(self.path)
         _refuse_what_is_no_checkpoint(self.target)
-        if not os.path.lexists(self.target):
-            os.rename(self.path, self.target)
-        elif not _swap(self.path, self.target):
-            self._replace()
-        _sync_folder(os.path.dirname(self.target))
+        put_in_place(self.path, self.target, self._replaced)
 
     def clear_replaced(self) -> None:
         """Remove what the published folder replaced; may be called again when it was interrupted."""
@@ -164,30 +166,20 @@ class LocalPending:
 
     def discard(self) -> None:
         """Remove the folder. A signal may have ended :meth:`publish` anywhere, so see to what it replaced too."""
-        if os.path.lexists(self._replaced) and not os.path.lexists(self.target):
+        if is_there(self._replaced) and not is_there(self.target):
             os.rename(self._replaced, self.target)
         self.clear_replaced()
-
-    def _replace(self) -> None:
-        """Two renamings; between them the old checkpoint waits under a hidden name, from which ``clean_up`` brings it
-        back if this process ends here."""
-        os.rename(self.target, self._replaced)
-        try:
-            os.rename(self.path, self.target)
-        except OSError:
-            os.rename(self._replaced, self.target)
-            raise
 
 
 def remove_local(path: str) -> None:
     """Remove a checkpoint; a link is removed alone, not what it names."""
-    if os.path.islink(path):
+    if is_link(path):
         os.unlink(path)
-    elif not os.path.isfile(os.path.join(path, MANIFEST)):
+    elif not is_regular(os.path.join(path, MANIFEST)):
         raise CheckpointError(f"{path} is no checkpoint (it has no {MANIFEST}), so it was not removed.")
     else:
         _erase(path, _hidden(path, "removed", new_token()))
-    _sync_folder(os.path.dirname(path))
+    sync_folder(os.path.dirname(path))
 
 
 def clean_up_local(parent: str) -> list[str]:
@@ -197,14 +189,14 @@ def clean_up_local(parent: str) -> list[str]:
         what, target = found["what"], os.path.join(parent, found["name"])
         # First the writer, then the target: one that lives when it is looked at may publish before the target is.
         if what == "removed" or left_behind(found["token"], _idle_seconds(path)):
-            if what == "replaced" and not os.path.lexists(target):
+            if what == "replaced" and not is_there(target):
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(path, target)
             else:
                 _erase(path, path if what == "removed" else _hidden(target, "removed", new_token()))
             done.append(path)
     if done:
-        _sync_folder(parent)
+        sync_folder(parent)
     return done
 
 
@@ -264,7 +256,7 @@ def _erase(path: str, removed: str) -> None:
             os.rename(path, removed)
         except FileNotFoundError:
             return
-    if os.path.islink(removed):
+    if is_link(removed):
         os.unlink(removed)
     else:
         shutil.rmtree(removed, onerror=_unless_gone)
@@ -277,17 +269,25 @@ def _unless_gone(function: object, path: str, error: tuple[type[BaseException], 
 
 
 def _refuse_what_is_no_checkpoint(target: str) -> None:
-    if os.path.islink(target):
+    if is_link(target):
         return  # the link is replaced, not what it names
-    if os.path.isfile(target):
+    if is_regular(target):
         raise CheckpointError(
             f"{target} is a file; a checkpoint is a folder. Give another name, remove the file, or {ELSEWHERE}."
         )
-    if os.path.isdir(target) and os.listdir(target) and not os.path.isfile(os.path.join(target, MANIFEST)):
+    if is_folder(target) and os.listdir(target) and not is_regular(os.path.join(target, MANIFEST)):
         raise CheckpointError(
             f"{target} is a folder that is no checkpoint (it has no {MANIFEST}) and is not empty; it would be lost. "
             f"Give another name, remove it, or {ELSEWHERE}."
         )
+
+
+def _make_folders(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except FileExistsError:  # also of a folder that the disk does not show
+        if not is_folder(path):
+            raise
 
 
 def _idle_seconds(path: str) -> float:
@@ -300,22 +300,3 @@ def _idle_seconds(path: str) -> float:
     except OSError:
         return 0.0
     return time.time() - newest
-
-
-def _sync_folder(path: str) -> None:
-    """Bring the names in a folder to the disk: a renaming is lost with the power otherwise."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such thing
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _swap(one: str, other: str) -> bool:
-    """Exchange two names in one step; false where the system or the file system cannot."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return renameat2 is not None and renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import xxhash
 
@@ -236,7 +237,9 @@ def _nothing_there(folder: Folder) -> CheckpointError:
     if folder.is_file():
         return CheckpointError(f"{folder.path} is a file; a checkpoint is a folder with a {MANIFEST} in it.")
     parent, name = split_path(folder.path)
-    near = [] if is_remote(folder.path) or not os.path.isdir(parent) else sorted(os.listdir(parent))
+    near: list[str] = []
+    with suppress(OSError):
+        near = [] if is_remote(folder.path) else sorted(os.listdir(parent))
     shown = [entry for entry in near if os.path.isfile(os.path.join(parent, entry, MANIFEST)) and entry[0] != "."]
     there = f" In {parent} there are: {', '.join(shown[-8:])}." if shown else f" There is none in {parent} at all."
     return CheckpointError(f"There is no checkpoint {normal_path(folder.path)}.{there}")

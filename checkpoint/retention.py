@@ -12,6 +12,7 @@ from trainwright.checkpoint.errors import DamagedCheckpoint
 from trainwright.checkpoint.find import Found, list_checkpoints
 from trainwright.checkpoint.manifest import Manifest, read_manifest, verify
 from trainwright.checkpoint.paths import is_remote, normal_path
+from trainwright.checkpoint.presence import is_folder
 from trainwright.checkpoint.storage import remove
 
 
@@ -148,7 +149,7 @@ def _real(path: str | os.PathLike[str]) -> str:
 def _linked(folder: str | os.PathLike[str]) -> set[str]:
     """What links in a folder name."""
     path = normal_path(folder)
-    if is_remote(path) or not os.path.isdir(path):
+    if is_remote(path) or not is_folder(path):
         return set()
     with os.scandir(path) as entries:
         return {os.path.realpath(entry.path) for entry in entries if entry.is_symlink()}

@@ -21,7 +21,6 @@ from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.local_files import LocalFiles, LocalPending, clean_up_local, folders_in_local, remove_local
 from trainwright.checkpoint.owners import is_token, new_token
 from trainwright.checkpoint.paths import is_remote, join_path, normal_path
-from trainwright.checkpoint.reading import read_error
 from trainwright.checkpoint.records import MANIFEST, FileRecord, Manifest, check_file_name
 from trainwright.checkpoint.remote_files import (
     RemoteFiles,
@@ -31,7 +30,7 @@ from trainwright.checkpoint.remote_files import (
     remove_remote,
 )
 from trainwright.checkpoint.sealed import SealedFile
-from trainwright.checkpoint.write_errors import write_error
+from trainwright.checkpoint.write_errors import delete_error, write_error
 from trainwright.checkpoint.zip_files import ZipFiles
 
 # A folder that another machine's rank wrote into may be listed late by a network file system.
@@ -283,7 +282,7 @@ def remove(path: str | os.PathLike[str]) -> None:
     try:
         (remove_remote if is_remote(path) else remove_local)(path)
     except Exception as error:
-        raise write_error(error, path) from error
+        raise delete_error(error, path) from error
 
 
 def clean_up(parent: str | os.PathLike[str]) -> list[str]:
@@ -308,7 +307,5 @@ def clean_up(parent: str | os.PathLike[str]) -> list[str]:
         return (clean_up_remote if is_remote(parent) else clean_up_local)(parent)
     except CheckpointError:
         raise
-    except OSError as error:
-        raise write_error(error, parent) from error
     except Exception as error:
-        raise read_error(parent, error) from error
+        raise delete_error(error, parent) from error

@@ -43,6 +43,13 @@ def write_error(error: Exception, path: str, needed: int | None = None) -> Check
     return CheckpointError(f"{path}: could not be written ({type(error).__name__}: {error}); {ELSEWHERE} or try again.")
 
 
+def delete_error(error: Exception, path: str) -> CheckpointError:
+    """What to raise from an error met while deleting ``path``."""
+    if isinstance(error, CheckpointError):
+        return error
+    return CheckpointError(f"{path}: could not be deleted ({type(error).__name__}: {error}); delete it by hand.")
+
+
 def refuse_unwritable(folder: str) -> None:
     """Find before training that nothing can be saved, as far as the rights of a folder of this machine tell.
 

@@ -24,7 +24,7 @@ from trainwright.trainer.launch.uncaught import Uncaught
 from trainwright.trainer.masking import masked
 from trainwright.trainer.problems import ConfigError, did_you_mean
 from trainwright.trainer.run import RunResult, launch, plan, prepare
-from trainwright.trainer.run_directory import command_words, write_command
+from trainwright.trainer.run_directory import command_words
 from trainwright.trainer.world import VERBS, Surroundings, closed_layout
 
 OK, FAILED, REFUSED = 0, 1, 2
@@ -192,8 +192,7 @@ def _composed(verb: str, overrides: Sequence[str], config_dir: str | None, launc
         problems += plan(composition.cfg, verb, launcher)[1]
     if problems or composition.cfg is None:
         raise ConfigError(problems)
-    prepared = prepare(composition.cfg, verb, launcher)
-    write_command(Path(prepared.run_dir), command_words(verb, overrides, config_dir))
+    prepared = prepare(composition.cfg, verb, launcher, words=command_words(verb, overrides, config_dir))
     tell_import(composition.import_report, sys.stdout, Path(prepared.run_dir))
     return prepared
 

@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from trainwright.trainer.run_directory import (
     default_run_dir,
     make_default_run_dir,
     read_config,
+    write_command,
     write_config,
 )
 from trainwright.trainer.validate import validate
@@ -81,7 +82,13 @@ def run(cfg: DictConfig, verb: str = "fit") -> RunResult:
     return launch(prepare(cfg, verb), verb)
 
 
-def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None, choice: Choice | None = None) -> DictConfig:
+def prepare(
+    cfg: DictConfig,
+    verb: str,
+    launcher: Launcher | None = None,
+    choice: Choice | None = None,
+    words: Sequence[str] | None = None,
+) -> DictConfig:
     """Check a configuration, decide and make the run directory, write config.yaml there.
 
     Where a launcher has started the ranks again, the run that they were in goes on instead, as it was configured.
@@ -91,6 +98,7 @@ def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None, choice
         verb: fit, validate, test or predict.
         launcher: what has started this process as a rank; None when it is to start ranks itself.
         choice: that :func:`choose` has made and put into `cfg`.
+        words: of the command, to be kept in the run directory; None: there is none.
 
     Returns:
         The resolved configuration: `run_dir`, `devices` and `ckpt_path` final, and no references left but those to
@@ -109,8 +117,9 @@ def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None, choice
         raise ConfigError(problems)
     if choice is not None and choice.smaller is not None and verb == "fit":
         planned, choice = _tried(cfg, planned, choice, launcher)
-    before = Before(Path(planned.run_dir))
+    before: Before | None = None
     try:
+        before = Before(Path(planned.run_dir))
         if cfg.run_dir is None:
             planned.run_dir = str(make_default_run_dir(run_name(cfg)))
             before.run_dir = Path(planned.run_dir).absolute()
@@ -118,8 +127,11 @@ def prepare(cfg: DictConfig, verb: str, launcher: Launcher | None = None, choice
         write_config(prepared)
         if choice is not None:
             write_plan(choice, Path(prepared.run_dir))
+        if words is not None:
+            write_command(Path(prepared.run_dir), words)
     except OSError as error:
-        before.restore()
+        if before is not None:
+            before.restore()
         raise ConfigError([f"run_dir={planned.run_dir}: {error.strerror}; type another run_dir=..."]) from error
     _PREPARED[prepared.run_dir] = before
     return prepared

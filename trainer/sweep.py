@@ -27,7 +27,7 @@ from trainwright.trainer.masking import masked_words
 from trainwright.trainer.problems import ConfigError
 from trainwright.trainer.report.ending import write_report
 from trainwright.trainer.run import choose, launch, prepare
-from trainwright.trainer.run_directory import command_words, timestamp, write_command
+from trainwright.trainer.run_directory import command_words, timestamp
 
 MULTIRUN = Path("multirun")
 
@@ -203,8 +203,7 @@ def _compose_all(jobs: Sequence[Job], verb: str, config_dir: str | Path | None) 
 
 def _prepared(job: _Composed, verb: str, words: Sequence[str]) -> DictConfig:
     """Make the run directory of a job, and say what was chosen for it."""
-    prepared = prepare(job.cfg, verb, choice=job.choice)
-    write_command(Path(prepared.run_dir), words)
+    prepared = prepare(job.cfg, verb, choice=job.choice, words=words)
     tell_import(job.report, sys.stdout, Path(prepared.run_dir))
     for line in job.choice.lines if job.choice is not None else ():
         print(line, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,19 @@ class TensorBoard(MaskedParameters, TensorBoardLogger):
             self._fs.makedirs(self.root_dir, exist_ok=True)
             self._experiment = LenientSummaryWriter(log_dir=self.log_dir, **self._kwargs)
         return self._experiment
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write ``hparams.yaml``, unless it is there."""
+        try:
+            super().save()
+        except (OSError, RuntimeError) as error:  # Lightning's for a folder that the disk does not show
+            warnings.warn(
+                f"{self.log_dir}/{self.NAME_HPARAMS_FILE} cannot be written ({error}); training goes on, and "
+                "config.yaml has the same values. Free space on the disk.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

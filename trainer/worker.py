@@ -11,6 +11,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -307,7 +309,8 @@ def _log_to_file(run_dir: Path) -> None:
     """Everything that is logged goes to this rank's file; the terminal of rank 0 shows warnings and errors alone."""
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     path = log_file(run_dir, rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
     to_file = _RankLog(path)
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("lightning.pytorch", "lightning.fabric", "trainwright"):
@@ -325,6 +328,12 @@ def _log_to_file(run_dir: Path) -> None:
 
 class _RankLog(logging.FileHandler):
     """The log of a rank. On a full disk it says nothing, where logging would print a traceback for each record."""
+
+    def _open(self) -> TextIOWrapper:
+        try:
+            return super()._open()
+        except OSError:
+            return open(os.devnull, "w", encoding="utf-8")
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         """Leave a record out that cannot be written."""

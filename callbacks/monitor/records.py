@@ -8,6 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -108,7 +109,10 @@ class MonitorFile(Callback):
                 "all."
             )
         if is_sampled(trainer.global_rank, trainer.world_size, self.most_ranks):
-            self._file = _opened(records_path(self.run_dir, trainer.global_rank))
+            try:
+                self._file = _opened(records_path(self.run_dir, trainer.global_rank))
+            except OSError as error:
+                self._give_up(error)
 
     def on_record(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
         """Keep a record."""
@@ -142,18 +146,22 @@ class MonitorFile(Callback):
             while text and self._file is not None:
                 text = text[os.write(self._file, text) :]
         except OSError as error:
-            self._close()
-            warnings.warn(
-                f"records of {self.run_dir}/monitor cannot be written ({error.strerror}), so report and watch show "
-                "nothing of this rank from here on; training goes on. Free space on the disk.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._close()
+        warnings.warn(
+            f"records of {self.run_dir}/monitor cannot be written ({error.strerror}), so report and watch show "
+            "nothing of this rank from here on; training goes on. Free space on the disk.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def _close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # a disk that fails; what was written before stays
+                os.close(file)
 
 
 def _opened(path: Path) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainwright.checkpoint import local_files
+from trainwright.checkpoint import exchange
 
 STEP = struct.Struct("<q")
 BEGUN = -1
@@ -78,7 +78,7 @@ def forked(work: Callable[[Callable[[int], None]], Any]) -> Iterator[Child]:
 
 def without_swap() -> None:
     """As on a system that cannot exchange two names."""
-    local_files._swap = lambda one, other: False
+    exchange._swap = lambda one, other: False
 
 
 # Everything by which a checkpoint changes what is on the disk; each is one instant between two states of it.
@@ -103,6 +103,6 @@ def at_call(number: int, act: Callable[[], None]) -> None:
 
     for module, name in _CALLS:
         setattr(module, name, counted(getattr(module, name)))
-    local_files._swap = counted(local_files._swap)
+    exchange._swap = counted(exchange._swap)
     file = io.FileIO
     io.FileIO = lambda *args: counted(file)(*args)  # type: ignore[misc,assignment]

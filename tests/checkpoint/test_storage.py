@@ -11,7 +11,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.checkpoint import small
-from trainwright.checkpoint import local_files, owners, remote_files
+from trainwright.checkpoint import exchange, local_files, owners, remote_files
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.find import list_checkpoints
 from trainwright.checkpoint.manifest import Manifest, read_manifest
@@ -111,13 +111,13 @@ def test_everything_is_on_the_disk_before_it_is_seen(tmp_path, monkeypatch, swap
         events.append(("rename", os.path.basename(target)))
         rename(source, target)
 
-    def swapped(one, other, exchange=local_files._swap):
+    def swapped(one, other, swap_names=exchange._swap):
         events.append(("rename", os.path.basename(other)))
-        return swap and exchange(one, other)
+        return swap and swap_names(one, other)
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "rename", rename)
-    monkeypatch.setattr(local_files, "_swap", swapped)
+    monkeypatch.setattr(exchange, "_swap", swapped)
     manifest = small.write(tmp_path / "a", 2)
     named = events.index(("rename", "a"))
     assert {name for _, name in events[:4]} == set(manifest.files)
@@ -324,7 +324,7 @@ def test_an_almost_complete_replacement_is_completed(tmp_path):
 
 
 def test_a_replacement_by_two_renamings(tmp_path, monkeypatch):
-    monkeypatch.setattr(local_files, "_swap", lambda one, other: False)
+    monkeypatch.setattr(exchange, "_swap", lambda one, other: False)
     small.write(tmp_path / "a", 1)
     small.write(tmp_path / "a", 2)
     assert small.read(tmp_path / "a") == 2

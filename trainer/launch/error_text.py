@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import errno
 import linecache
 import os
 import re
@@ -27,6 +28,11 @@ _TOLD = (CheckpointError, ChangedDataError, ConfigError, DivergedError)
 _REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, OSError)
 _ENGINE = frozenset({"torch", "lightning", "lightning_fabric", "pytorch_lightning", "trainwright"})
 _MOST_FRAMES = 5
+_DISK = {
+    errno.ENOSPC: "The disk is full: free space, or choose a folder on another one (run_dir=...)",
+    errno.EDQUOT: "Your quota on the disk is used up: free space, or choose a folder on another one (run_dir=...)",
+    errno.EIO: "The disk has failed: look for its errors (dmesg), or choose a folder on another one (run_dir=...)",
+}
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -101,9 +107,14 @@ def message_of(error: BaseException) -> str:
         return f"sys.exit({error.code!r})"
     try:
         said = error.problems if isinstance(error, ConfigError) else (str(error),)
-        return "\n".join([*said, *getattr(error, "__notes__", ())])
+        return "\n".join([*said, *getattr(error, "__notes__", ()), *_about_disk(error)])
     except Exception as second:
         return f"(its text is not known: __str__ of {type(error).__qualname__} raises {type(second).__name__})"
+
+
+def _about_disk(error: BaseException) -> list[str]:
+    advice = _DISK.get(error.errno or 0) if isinstance(error, OSError) else None
+    return [] if advice is None else [f"{advice}. Type ckpt_path=last to resume from the latest checkpoint."]
 
 
 def _walk(error: BaseException) -> Iterator[tuple[FrameType, int]]:
