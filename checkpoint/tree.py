@@ -21,9 +21,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
-from trainwright.checkpoint.bounded import ContentError, shortened
+from trainwright.checkpoint.bounded import ContentError
 from trainwright.checkpoint.dtypes import dtype_named
 from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.printable import shortened
 from trainwright.checkpoint.references import literal, plain_values
 
 _MARK = "~"

@@ -102,7 +102,7 @@ def open_file(path: str) -> AbstractContextManager[BinaryIO]:
     """
     try:
         if not is_remote(path):
-            return io.BufferedReader(open_regular(local_path(path)))
+            return open_regular(local_path(path))
         system, name = file_system(path)
         if "http" in system.protocol:
             # Not every server answers for a part of a file, and each part would cost a round trip.
