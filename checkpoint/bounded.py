@@ -114,13 +114,22 @@ def read_at_most(file: BinaryIO, where: str, most: int = MOST_JSON) -> bytes:
         CheckpointError: if there are more than ``most``; none is read then.
     """
     size = file.seek(0, io.SEEK_END)
+    check_length(size, where, most)
+    file.seek(0)
+    return file.read(size)
+
+
+def check_length(size: int, where: str, most: int = MOST_JSON) -> None:
+    """Refuse a file of more than ``most`` bytes.
+
+    Raises:
+        CheckpointError: if it has more.
+    """
     if size > most:
         raise CheckpointError(
             f"{where} has {size_text(size)}, and at most {size_text(most)} of such a file are read: no writer makes it "
             "so long. Use another checkpoint."
         )
-    file.seek(0)
-    return file.read(size)
 
 
 class Limited:
