@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -249,19 +248,10 @@ class ResumeConnector(_CheckpointConnector):
         return found
 
 
-def _check_counters(loop: _Loop) -> None:
+def _check_counters(node: _Loop | _BaseProgress) -> None:
     """Lightning takes any value for a counter, and computes with it much later."""
-    for value in vars(loop).values():
-        if isinstance(value, _Loop):
+    for value in vars(node).values():
+        if isinstance(value, _Loop | _BaseProgress):
             _check_counters(value)
-        elif isinstance(value, _BaseProgress):
-            for count in _leaves(asdict(value)):
-                natural(int(count) if isinstance(count, bool) else count)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        for each in value.values():
-            yield from _leaves(each)
-    else:
-        yield value
+        elif isinstance(node, _BaseProgress):
+            natural(int(value) if isinstance(value, bool) else value)
