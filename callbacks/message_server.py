@@ -15,7 +15,8 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
-from trainwright.checkpoint.messages import LONGEST, MessageError
+from trainwright.checkpoint.bounded import ContentError
+from trainwright.checkpoint.messages import LONGEST
 
 _log = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
@@ -175,7 +176,7 @@ class MessageServer:
         """Say it once: who connects again and again must not fill the log."""
         level = logging.DEBUG if self._has_warned else logging.WARNING
         self._has_warned = True
-        text = str(error) if isinstance(error, MessageError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, ContentError) else f"{type(error).__name__}: {error}"
         _log.log(level, "%s: closed a connection (%s); further ones are closed without a word", self._name, text[:200])
 
     def _accept(self) -> None:
@@ -208,7 +209,7 @@ class MessageServer:
             raise ConnectionError
         *messages, rest = (peer.received + received).split(self._end)
         if len(max(messages, key=len, default=b"")) > self._longest or len(rest) > self._longest + len(self._end):
-            raise MessageError(f"a message has more than {self._longest} bytes")
+            raise ContentError(f"a message has more than {self._longest} bytes")
         peer.received = rest
         for message in messages:
             if not peer.is_closed:

@@ -1,5 +1,5 @@
-"""The one way by which readers open and parse files of strangers: regular files alone, bytes, nesting and numbers
-bounded.
+"""The one way by which readers open and parse files and messages of strangers: regular files alone, bytes, nesting and
+numbers bounded.
 
 A hash proves that a file is what somebody wrote, not that it makes sense. Neither torch nor Lightning is needed here.
 """
@@ -11,12 +11,14 @@ import io
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NoReturn
 
 from trainwright.checkpoint.errors import CheckpointError, NotAFile
+from trainwright.checkpoint.printable import one_line, shortened
 from trainwright.checkpoint.sizes import size_text
 
 MOST_JSON = 256 << 20
@@ -27,7 +29,10 @@ MOST_VALUES = 10_000_000
 """Values that a tree may have if each is counted as often as it is referred to."""
 _DIMENSIONS = 64  # torch's own limit
 _LARGEST = 1 << 63
-_SHOWN = 200
+# Atomic, so that matching keeps nothing for each letter.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe (FIFO)"),
@@ -49,7 +54,7 @@ _MISUNDERSTANDINGS = (
 
 
 class ContentError(ValueError):
-    """Bytes or values that no writer of such a file wrote."""
+    """Bytes or values that no writer of such a file, and no sender of such a message, made."""
 
 
 @contextmanager
@@ -69,39 +74,37 @@ def understood(
         raise
     except _MISUNDERSTANDINGS as error:
         what = str(error) if isinstance(error, ContentError) else f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{where} {problem} ({shortened(what)}). {advice}") from error
-
-
-def shortened(text: str) -> str:
-    """``text`` in one line of bounded length, for messages."""
-    line = " ".join(text.split())
-    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
+        raise CheckpointError(f"{where} {problem} ({shortened(one_line(what))}). {advice}") from error
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
-    """Open a local file for reading, without a buffer.
+def open_regular(path: str | os.PathLike[str], flags: int = 0) -> BinaryIO:
+    """Open a local file for reading.
+
+    Args:
+        path: of the file.
+        flags: of ``os.open`` beside its own; ``os.O_NOFOLLOW`` refuses a link.
 
     Raises:
         NotAFile: if it is a pipe, a device or a socket, whose reading could block or never end.
         OSError: if it cannot be opened.
     """
     # Opening a pipe waits for a writer otherwise. Looking before opening would leave time to exchange the file.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | flags)
     try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
         if not stat.S_ISREG(mode):
-            kind = next((text for is_kind, text in _KINDS if is_kind(mode)), "no regular file")
-            where = os.fspath(path)
-            raise NotAFile(f"{where} is {kind}; only regular files are read. Remove it, or give another path.")
+            raise NotAFile(
+                os.fspath(path), next((text for is_kind, text in _KINDS if is_kind(mode)), "no regular file")
+            )
     except BaseException:
         os.close(descriptor)
         raise
-    return os.fdopen(descriptor, "rb", buffering=0)
+    return os.fdopen(descriptor, "rb")
 
 
 def read_at_most(file: BinaryIO, where: str, most: int = MOST_JSON) -> bytes:
@@ -111,13 +114,22 @@ def read_at_most(file: BinaryIO, where: str, most: int = MOST_JSON) -> bytes:
         CheckpointError: if there are more than ``most``; none is read then.
     """
     size = file.seek(0, io.SEEK_END)
+    check_length(size, where, most)
+    file.seek(0)
+    return file.read(size)
+
+
+def check_length(size: int, where: str, most: int = MOST_JSON) -> None:
+    """Refuse a file of more than ``most`` bytes.
+
+    Raises:
+        CheckpointError: if it has more.
+    """
     if size > most:
         raise CheckpointError(
             f"{where} has {size_text(size)}, and at most {size_text(most)} of such a file are read: no writer makes it "
             "so long. Use another checkpoint."
         )
-    file.seek(0)
-    return file.read(size)
 
 
 class Limited:
@@ -157,22 +169,24 @@ class Limited:
 # ---- JSON -----------------------------------------------------------------------------------------------------------
 
 
-def parse_json(data: bytes) -> Any:
+def parse_json(data: bytes, most: int = MOST_JSON, deepest: int = DEPTH) -> Any:
     """The value of a JSON document.
 
+    Args:
+        data: UTF-8.
+        most: bytes that it may have.
+        deepest: containers within each other that it may have.
+
     Raises:
-        ContentError: if it is none, says something twice, or nests deeper than :data:`DEPTH`.
+        ContentError: if it is none, says something twice, or is longer or deeper.
     """
-    if len(data) > MOST_JSON:
-        raise ContentError(f"it has {size_text(len(data))}, and at most {size_text(MOST_JSON)} are read")
+    _check_bounds(data, most, deepest)
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_once)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_once)
     except ContentError:
         raise
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ContentError(f"it is no JSON ({type(error).__name__}: {error})") from None
-    _check_depth(value)
-    return value
 
 
 def json_bytes(value: Any, where: str) -> bytes:
@@ -183,13 +197,11 @@ def json_bytes(value: Any, where: str) -> bytes:
     """
     try:
         data = json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
-        _check_depth(value)
-        if len(data) > MOST_JSON:
-            raise ContentError(f"it has {size_text(len(data))}, and at most {size_text(MOST_JSON)} are read")
+        _check_bounds(data, MOST_JSON, DEPTH)
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{where} cannot be written ({shortened(f'{type(error).__name__}: {error}')}). Keep large or deeply nested "
-            "values elsewhere, or as tensors."
+            f"{where} cannot be written ({type(error).__name__}: {shortened(one_line(str(error)))}). Keep large or "
+            "deeply nested values elsewhere, or as tensors."
         ) from error
     return data
 
@@ -201,18 +213,17 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(DEPTH):
-        level = [
-            inner
-            for each in level
-            if isinstance(each, dict | list | tuple)
-            for inner in (each.values() if isinstance(each, dict) else each)
-        ]
-        if not level:
+def _check_bounds(data: bytes, most: int, deepest: int) -> None:
+    """Refuse a text that is too long or too deep before Python's parser, which recurses, sees it."""
+    if len(data) > most:
+        raise ContentError(f"it has {size_text(len(data))}, and at most {size_text(most)} are read")
+    brackets = _STRING.sub(b"", data).translate(_ONE_KIND, _NO_BRACKETS)
+    for _ in range(deepest):
+        if not brackets:
             return
-    raise ContentError(f"its values nest deeper than {DEPTH} levels")
+        brackets = brackets.replace(b"[]", b"")  # the innermost containers
+    if b"[]" in brackets or brackets.count(b"[") > deepest:
+        raise ContentError(f"it nests deeper than {deepest} levels")
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from trainwright.checkpoint.bounded import ContentError, shortened
+from trainwright.checkpoint.bounded import ContentError
+from trainwright.checkpoint.printable import shortened
 
 DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 """By torch's names without ``torch.``."""

@@ -3,17 +3,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
+from trainwright.checkpoint.printable import printable
+
 _LONGEST = 8000
-# Of what a file or a path says, a terminal must not take anything for a command.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def printable(text: str) -> str:
-    """``text`` with ``?`` for characters that control a terminal; lines stay lines."""
-    return _CONTROLS.sub("?", text)
 
 
 class CheckpointError(RuntimeError):
@@ -53,7 +47,16 @@ class MissingCheckpoint(CheckpointError, FileNotFoundError):  # noqa: N818
 
 
 class NotAFile(CheckpointError, OSError):  # noqa: N818
-    """A pipe, a device or a socket where a file is expected."""
+    """A pipe, a device or a socket where a file is expected.
+
+    Args:
+        path: of it.
+        kind: what it is, in words.
+    """
+
+    def __init__(self, path: str, kind: str) -> None:
+        super().__init__(f"{path} is {kind}; only regular files are read. Remove it, or give another path.")
+        self.strerror = kind
 
 
 class DamagedFile(DamagedCheckpoint):

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.manifest import Manifest, read_manifest, verify
+from trainwright.checkpoint.paths import is_remote
 from trainwright.checkpoint.records import MANIFEST
 from trainwright.checkpoint.storage import Folder, folders_in
 
 Say = Callable[[str], object]
 
-_TRIES = 5
-_INSTANT = 0.02
+# Each further look is at something that was replaced or deleted during the one before.
+_LOOKS = 100
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,16 @@ def list_checkpoints(folder: str | os.PathLike[str], say: Say | None = None) -> 
     Raises:
         CheckpointError: if the folder cannot be listed.
     """
-    found = []
-    for path in folders_in(folder):
+    for _ in range(_LOOKS):
+        problems: list[str] = []
         try:
-            found += _found_at(path)
-        except CheckpointError as error:
-            if say is not None:
-                say(str(error))
-    return sorted(found, key=lambda each: each.order, reverse=True)
+            found = [each for path in folders_in(folder) for each in _found_at(path, problems)]
+        except _ReplacedError:
+            continue
+        for problem in problems if say is not None else ():
+            say(problem)
+        return sorted(found, key=lambda each: each.order, reverse=True)
+    raise _never_settled(folder)
 
 
 def newest_good(folder: str | os.PathLike[str], deep: bool = True, say: Say | None = None) -> Found | None:
@@ -74,19 +76,17 @@ def newest_good(folder: str | os.PathLike[str], deep: bool = True, say: Say | No
     Raises:
         CheckpointError: if the folder cannot be listed.
     """
-    good = None
-    reasons: list[str] = []
-    for _ in range(_TRIES):
-        reasons.clear()
+    for _ in range(_LOOKS):
+        reasons: list[str] = []
         found = list_checkpoints(folder, reasons.append)
         good = _first_good(found, deep, reasons)
         # What is replaced or deleted while it is read looks damaged: then something new is there to be looked at.
-        if good is not None or list_checkpoints(folder) == found:
-            break
-    if say is not None:
-        for reason in reasons:
+        if reasons and list_checkpoints(folder) != found:
+            continue
+        for reason in reasons if say is not None else ():
             say(reason)
-    return good
+        return good
+    raise _never_settled(folder)
 
 
 def _first_good(newest_first: Sequence[Found], deep: bool, reasons: list[str]) -> Found | None:
@@ -101,17 +101,45 @@ def _first_good(newest_first: Sequence[Found], deep: bool, reasons: list[str]) -
     return None
 
 
-def _found_at(path: str) -> list[Found]:
-    """The checkpoint in a folder, or none if it was never meant to be one."""
+class _ReplacedError(Exception):
+    """A folder was replaced or deleted while it was looked at."""
+
+
+def _never_settled(folder: str | os.PathLike[str]) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoints in {folder} are replaced faster than they can be read. Try again, or stop the run that "
+        "writes them."
+    )
+
+
+def _found_at(path: str, problems: list[str]) -> list[Found]:
+    """The checkpoint in a folder, or none if it was never meant to be one, or its manifest cannot be read.
+
+    Raises:
+        _ReplacedError: if that is only because another folder has the name now, or none has.
+    """
+    before, own = _state_of(path), []
     try:
-        manifest = read_manifest(path) if _is_meant_as_checkpoint(path) else None
-    except DamagedCheckpoint:
-        raise
-    except CheckpointError:
-        # Where two names cannot be exchanged, one that is replaced has none for an instant.
-        time.sleep(_INSTANT)
-        manifest = read_manifest(path)
-    return [] if manifest is None else [Found(path, manifest.step, manifest.created, manifest)]
+        if _is_meant_as_checkpoint(path):
+            manifest = read_manifest(path)
+            return [Found(path, manifest.step, manifest.created, manifest)]
+    except CheckpointError as error:
+        own = [str(error)]
+    if before is None or _state_of(path) != before:
+        raise _ReplacedError
+    problems += own
+    return []
+
+
+def _state_of(path: str) -> tuple[int, ...] | None:
+    """What differs between folders that had a name one after the other; ``None``: no folder has it."""
+    if is_remote(path):
+        return ()  # a store replaces the manifest in one step
+    try:
+        state = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return state.st_dev, state.st_ino, state.st_ctime_ns  # a number is used again; the time changes with the name
 
 
 def _is_meant_as_checkpoint(path: str) -> bool:

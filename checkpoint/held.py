@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.bounded import understood
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.parts import Part, TensorParts
 from trainwright.checkpoint.run_state import StoredTensor
@@ -71,7 +72,8 @@ class HeldSource:
     @cached_property
     def tree(self) -> dict[str, Any]:
         """Everything that is not a tensor; a :class:`StoredTensor` stands where one is."""
-        tree: dict[str, Any] = decode(self._content.tree, lambda key: StoredTensor(self, key))
+        with understood(self.path, "Resume from the newest checkpoint on disk with ckpt_path=last."):
+            tree: dict[str, Any] = decode(self._content.tree, lambda key: StoredTensor(self, key))
         return tree
 
     def keys(self) -> Collection[str]:

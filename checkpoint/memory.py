@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.checkpoint.bounded import parse_json
 from trainwright.checkpoint.distinct import of_all_ranks, problems_of_ranks
 from trainwright.checkpoint.dtypes import dtype_named
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.held import HeldState
-from trainwright.checkpoint.messages import parse
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.checkpoint.save import Content
 from trainwright.checkpoint.staging import Arena, Slot, Staged, Staging
@@ -306,7 +306,7 @@ def unpack(header: Tensor, block: Tensor) -> HeldState:
         CheckpointError: if :func:`pack` has not made it.
     """
     try:
-        return _unpacked(parse(header.numpy().tobytes(), header.numel(), _DEEPEST), block)
+        return _unpacked(parse_json(header.numpy().tobytes(), header.numel(), _DEEPEST), block)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"The state that another rank has sent cannot be read ({error}). Resume from the newest checkpoint on disk "

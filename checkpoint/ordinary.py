@@ -18,10 +18,10 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from trainwright.checkpoint.bounded import shortened
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.manifest import MANIFEST
 from trainwright.checkpoint.paths import is_remote, local_path, normal_path
+from trainwright.checkpoint.printable import one_line, shortened
 from trainwright.checkpoint.storage import Folder
 from trainwright.checkpoint.unpickle import names_in, open_file, read_inert
 from trainwright.checkpoint.zip_files import open_zip
@@ -104,7 +104,7 @@ def _why(path: str, file: BinaryIO, error: Exception, trust: bool, unknown: Coll
     except CheckpointError as damage:
         return damage
     if trust:
-        return CheckpointError(f"{path} could not be loaded: {type(error).__name__}: {shortened(str(error))}")
+        return CheckpointError(f"{path} could not be loaded: {type(error).__name__}: {shortened(one_line(str(error)))}")
     named = _REFUSED.search(str(error))
     name = named[1] if named else ", ".join(sorted(unknown)[:5])
     if not name:

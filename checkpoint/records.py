@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from trainwright.checkpoint.bounded import ContentError, parse_json, shortened
+from trainwright.checkpoint.bounded import ContentError, parse_json
 from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.printable import shortened
 
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.json"
 """Files of every checkpoint: what it consists of, everything that is no tensor, and where the boxes of tensors are."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, BinaryIO
 
+from trainwright.checkpoint.bounded import MOST_JSON, check_length
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.owners import TOKEN, left_behind
 from trainwright.checkpoint.paths import file_system, join_path
@@ -96,14 +97,16 @@ class RemoteFiles:
         """What ``manifest.json`` holds; ``None`` if there is none.
 
         Raises:
-            CheckpointError: if the store does not answer.
+            CheckpointError: if the store does not answer, or it is longer than any.
         """
         try:
-            return bytes(self.store.cat_file(posixpath.join(self.root, MANIFEST)))
+            data = bytes(self.store.cat_file(posixpath.join(self.root, MANIFEST), start=0, end=MOST_JSON + 1))
         except FileNotFoundError:
             return None
         except Exception as error:
             raise read_error(join_path(self.path, MANIFEST), error) from error
+        check_length(len(data), join_path(self.path, MANIFEST), MOST_JSON)
+        return data
 
 
 class RemoteOutput:

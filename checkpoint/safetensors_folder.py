@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.checkpoint.bounded import parse_json, shortened
+from trainwright.checkpoint.bounded import parse_json
 from trainwright.checkpoint.errors import CheckpointError
 from trainwright.checkpoint.paths import join_path, split_path
+from trainwright.checkpoint.printable import shortened
 from trainwright.checkpoint.records import MANIFEST
 from trainwright.checkpoint.storage import Folder
 from trainwright.checkpoint.tensor_file import TensorEntry, TensorFileReader

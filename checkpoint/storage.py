@@ -7,7 +7,6 @@ promise that a reader sees a whole checkpoint or none.
 
 from __future__ import annotations
 
-import io
 import os
 import time
 import warnings
@@ -103,7 +102,7 @@ class Folder:
 def _files_at(path: str) -> LocalFiles | RemoteFiles | ZipFiles:
     if not is_remote(path):
         files: LocalFiles | RemoteFiles = LocalFiles(path)
-        return ZipFiles(path, lambda: io.BufferedReader(open_regular(path))) if files.is_file() else files
+        return ZipFiles(path, partial(open_regular, path)) if files.is_file() else files
     files = RemoteFiles(path)
     # A store is asked only where the name is one of a file. A web server gives no parts of files.
     named_as_file = bool(os.path.splitext(path)[1]) and not path.startswith(("http://", "https://"))

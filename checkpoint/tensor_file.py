@@ -18,8 +18,9 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-from trainwright.checkpoint.bounded import ContentError, naturals, parse_json, shape_of, shortened
+from trainwright.checkpoint.bounded import ContentError, naturals, parse_json, shape_of
 from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.printable import shortened
 
 DTYPES = {
     "F64": torch.float64,

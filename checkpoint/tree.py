@@ -21,9 +21,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
-from trainwright.checkpoint.bounded import ContentError, shortened
+from trainwright.checkpoint.bounded import ContentError
 from trainwright.checkpoint.dtypes import dtype_named
 from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.printable import shortened
 from trainwright.checkpoint.references import literal, plain_values
 
 _MARK = "~"
@@ -165,7 +166,7 @@ def decode(value: Any, get: Get) -> Any:
         get: what stands for the tensor with a key: the tensor, or something that reads it later.
 
     Raises:
-        CheckpointError: if a mark is unknown (written by a newer version) or malformed.
+        ContentError: if a mark is unknown (written by a newer version) or malformed.
     """
     if isinstance(value, list):
         return [decode(item, get) for item in value]
@@ -183,15 +184,14 @@ def decode(value: Any, get: Get) -> Any:
         if kind in _READERS:
             return _READERS[kind](value, decode(value["v"], get))
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, CheckpointError):
+        if isinstance(error, CheckpointError | ContentError):
             raise
-        what = shortened(repr(error))
-        raise CheckpointError(
-            f"state.json holds a value of kind {shortened(repr(kind))} that cannot be read: {what}."
+        raise ContentError(
+            f"it holds a {shortened(repr(kind))} that cannot be read: {shortened(repr(error))}"
         ) from error
-    raise CheckpointError(
-        f"state.json holds a value of unknown kind {shortened(repr(kind))}; this version knows "
-        f"{', '.join(sorted(_READERS))}. It was written by a newer version: update trainwright."
+    raise ContentError(
+        f"it holds a value of the unknown kind {shortened(repr(kind))}; this version knows "
+        f"{', '.join(sorted(_READERS))}: update trainwright if a newer version wrote it"
     )
 
 

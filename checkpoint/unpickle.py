@@ -10,10 +10,11 @@ import io
 import os
 import struct
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
 
@@ -22,12 +23,18 @@ from trainwright.checkpoint.errors import CheckpointError, DamagedFile, MissingC
 from trainwright.checkpoint.paths import file_system, is_remote, local_path, normal_path
 from trainwright.checkpoint.pickle_machine import Inert, PickleMachine, UnreadablePickleError
 from trainwright.checkpoint.pickle_values import BUILDERS, CONSTANTS, MAKERS, Storage, is_plain, storage_dtype
+from trainwright.checkpoint.sizes import size_text
+from trainwright.checkpoint.write_errors import free_bytes
 from trainwright.checkpoint.zip_files import RecordError, open_zip, place_of
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 # What torch.save wrote before it wrote zip archives begins with this number and this version, each a pickle.
 _MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_VERSION = 1001
 _ZIP = b"PK\3\4"
+_BLOCK = 1 << 20
 _MOST_UNPACKED = 1 << 30
 _BYTE_ORDER = {"little": b"little", "big": b"big"}[sys.byteorder]
 
@@ -102,11 +109,10 @@ def open_file(path: str) -> AbstractContextManager[BinaryIO]:
     """
     try:
         if not is_remote(path):
-            return io.BufferedReader(open_regular(local_path(path)))
+            return open_regular(local_path(path))
         system, name = file_system(path)
         if "http" in system.protocol:
-            # Not every server answers for a part of a file, and each part would cost a round trip.
-            return io.BytesIO(system.cat_file(name))
+            return _downloaded(path, system, name)
         return cast(AbstractContextManager[BinaryIO], system.open(name, "rb"))
     except CheckpointError:
         raise
@@ -116,6 +122,25 @@ def open_file(path: str) -> AbstractContextManager[BinaryIO]:
         raise CheckpointError(f"{path} is a folder; a file is expected here.") from error
     except Exception as error:
         raise CheckpointError(f"{path} cannot be opened: {type(error).__name__}: {error}.") from error
+
+
+def _downloaded(path: str, system: AbstractFileSystem, name: str) -> BinaryIO:
+    """A file of a web server, whole: not every one answers for a part of a file, and each would cost a round trip."""
+    most = (free_bytes(tempfile.gettempdir()) or 0) // 2
+    size = system.info(name)["size"] or 0  # None where the server does not say
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    if size <= most:
+        with system.open(name, "rb", block_size=0, size=size or None) as source:
+            while file.tell() <= most and (block := source.read(_BLOCK)):
+                file.write(block)
+    if max(size, file.tell()) <= most:
+        file.seek(0)
+        return cast(BinaryIO, file)
+    file.close()
+    raise CheckpointError(
+        f"{path} is longer than {size_text(most)}, half of what is free in {tempfile.gettempdir()}, where files of web "
+        "servers are kept while they are read. Name a larger folder (export TMPDIR=<folder>), or download the file."
+    )
 
 
 def _machine(persistent: Callable[[Any], Any] | None) -> PickleMachine:

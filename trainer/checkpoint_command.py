@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 from typing import NoReturn
 
-from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint, printable
+from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from trainwright.checkpoint.printable import printable
 from trainwright.trainer.problems import did_you_mean
 
 OK, DAMAGED, REFUSED = 0, 1, 2

@@ -649,8 +649,8 @@ class PreemptionConfig:
     signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGUSR1"])
     # A path: once it exists, the run ends; null = off.
     file: str | None = None
-    # An address to ask, such as that of a cloud's metadata: any answer but 404, FALSE, NONE and an empty one ends the
-    # run; null = off.
+    # An address to ask, such as that of a cloud's metadata: an answer of status 200 that is neither empty nor FALSE nor
+    # NONE ends the run; null = off.
     url: str | None = None
     # Headers that the address asks for, like {Metadata-Flavor: Google}; {} = none.
     url_headers: dict[str, str] = field(default_factory=dict)

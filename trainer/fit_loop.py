@@ -422,7 +422,11 @@ class ResumableFitLoop(_FitLoop):
             signals.end()
 
     def _take_up(self) -> None:
-        """Go on where the loaded cursor stands."""
+        """Resume where the loaded cursor stands."""
+        with self.trainer._checkpoint_connector.restoring():
+            self._follow_cursor()
+
+    def _follow_cursor(self) -> None:
         self._pending = False
         loaded = self._loaded
         cursor = self._cursor_of_counters() if loaded is None else loaded

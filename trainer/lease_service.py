@@ -16,7 +16,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from trainwright.callbacks.message_server import MessageServer, Peer, close_in_children, keep_alive
-from trainwright.checkpoint.messages import MessageError, seal, unseal
+from trainwright.checkpoint.bounded import ContentError
+from trainwright.checkpoint.messages import seal, unseal
 from trainwright.trainer.lease_book import Guarantee, Lease, LeaseBook
 
 _LONGEST_ANSWER = 1 << 30  # bytes; the used positions of an epoch may be many
@@ -116,7 +117,7 @@ class LeaseService:
         message: Message = unseal(self.address.token, line)
         name, worker = message["ask"], self._workers_of.get(peer)
         if name not in _REQUESTS:
-            raise MessageError(f"nobody asks for {name!r}")
+            raise ContentError(f"nobody asks for {name!r}")
         if worker is None:
             self._admit(peer, message)
         elif name == "end":
@@ -144,12 +145,12 @@ class LeaseService:
             self._waiting[peer] = name
             self._let_go_on()
         else:
-            raise MessageError(f"a worker that has said hello asks for {name!r}")
+            raise ContentError(f"a worker that has said hello asks for {name!r}")
 
     def _admit(self, peer: Peer, message: Message) -> None:
         worker = int(message["worker"])
         if message["ask"] != "hello" or not 0 <= worker < self._workers:
-            raise MessageError(f"a connection begins with the hello of a worker below {self._workers}")
+            raise ContentError(f"a connection begins with the hello of a worker below {self._workers}")
         if worker in self._living:  # it has begun anew before the loss of its old connection was seen
             self._server.close(self._living[worker])
         self._server.admit(peer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,17 +17,21 @@ import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from trainwright.callbacks.run_state import RunStateCheckpoint
 from trainwright.callbacks.verdict import keeps_its_state
+from trainwright.checkpoint.bounded import ContentError, natural, understood
 from trainwright.checkpoint.distinct import from_rank
 from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from trainwright.checkpoint.held import HeldState
 from trainwright.checkpoint.paths import join_path
 from trainwright.trainer.candidates import AUTO, LAST, Candidate, candidate_at, candidates_of, newest_first
+from trainwright.trainer.launch.error_text import is_refusal, is_secondary, own_place
 from trainwright.trainer.run_directory import CHECKPOINTS
 
 if TYPE_CHECKING:
@@ -88,14 +93,41 @@ class ResumeConnector(_CheckpointConnector):
         else:
             super().resume_start(checkpoint_path, weights_only)
 
+    def _restore_modules_and_callbacks(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        with self.restoring():
+            super()._restore_modules_and_callbacks(checkpoint_path, weights_only)
+
+    def restore_training_state(self) -> None:
+        """Restore precision, loops, optimizers and schedulers.
+
+        Raises:
+            CheckpointError: if their states in the checkpoint are none.
+        """
+        with self.restoring():
+            super().restore_training_state()
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Raise :class:`CheckpointError` for what a state of another form makes code raise that is not the user's."""
+        try:
+            yield
+        except Exception as error:
+            is_told = is_refusal(error) and not isinstance(error, ContentError)
+            if is_told or is_secondary(error) or own_place(error):
+                raise
+            with understood(str(self._ckpt_path), problem="holds a state that cannot be restored"):
+                raise
+
     def restore_loops(self) -> None:
         """Put the loops where the checkpoint left them.
 
         Raises:
             ValueError: if the checkpoint has more optimizer steps than ``max_steps``, so that nothing would be trained.
+            ContentError: if counters in it are no numbers.
         """
         super().restore_loops()
         trainer = self.trainer
+        _check_counters(trainer.fit_loop)
         if trainer.state.fn == TrainerFn.FITTING and 0 <= trainer.max_steps < trainer.global_step:
             raise ValueError(
                 f"max_steps={trainer.max_steps}, but the checkpoint {self._ckpt_path} has {trainer.global_step} "
@@ -214,3 +246,12 @@ class ResumeConnector(_CheckpointConnector):
         if problem is not None:
             raise CheckpointError(problem)
         return found
+
+
+def _check_counters(node: _Loop | _BaseProgress) -> None:
+    """Lightning takes any value for a counter, and computes with it much later."""
+    for value in vars(node).values():
+        if isinstance(value, _Loop | _BaseProgress):
+            _check_counters(value)
+        elif isinstance(node, _BaseProgress):
+            natural(int(value) if isinstance(value, bool) else value)

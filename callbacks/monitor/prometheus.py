@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from trainwright.callbacks.message_server import MessageServer, Peer
-from trainwright.checkpoint.messages import MessageError
+from trainwright.checkpoint.bounded import ContentError
 
 _OTHERS = re.compile(r"[^a-zA-Z0-9_]")
 _REQUEST = re.compile(r"(GET|HEAD|OPTIONS) ([^ ?]+)\??([^ ]*) HTTP/1\.[01]")
@@ -112,7 +112,7 @@ class Prometheus(Callback):
         first, *fields = head.decode("latin-1").split("\r\n")
         request = _REQUEST.fullmatch(first)
         if request is None or self._server is None:
-            raise MessageError("this is no request of HTTP")
+            raise ContentError("this is no request of HTTP")
         method, path, query = request.groups()
         environment = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query}
         for name, _, value in (field.partition(":") for field in fields):

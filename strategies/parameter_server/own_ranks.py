@@ -18,7 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainwright.checkpoint.messages import MessageError, run_token, seal, unseal
+from trainwright.checkpoint.bounded import ContentError
+from trainwright.checkpoint.messages import run_token, seal, unseal
 from trainwright.strategies.groups import wait_for_key
 
 _log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class ToldFit:
             try:
                 told = self._told_end(value)
                 break
-            except MessageError as error:
+            except ContentError as error:
                 _log.warning("Not the first worker has told of the end of the fit: %s", error)
                 self._store.delete_key(_END)
         if told["code"] is not None:
@@ -117,7 +118,7 @@ class ToldFit:
     def _told_end(self, value: str) -> dict[str, Any]:
         told: dict[str, Any] = unseal(run_token(), value.encode())
         if told["fit"] != self.prefix:
-            raise MessageError("it is of another fit")
+            raise ContentError("it is of another fit")
         return told
 
     def _wait(self, key: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.checkpoint.messages import MessageError, parse
+from trainwright.checkpoint.bounded import ContentError, parse_json
 from trainwright.strategies.parameter_server.wire import reading
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)}
@@ -46,7 +46,7 @@ def unpack(data: Tensor, text: int) -> list[State]:
     """What :func:`pack` was given, in memory of its own.
 
     Raises:
-        MessageError: if ``data`` is nothing that :func:`pack` has made.
+        ContentError: if ``data`` is nothing that :func:`pack` has made.
     """
     position = text
 
@@ -57,11 +57,11 @@ def unpack(data: Tensor, text: int) -> list[State]:
         dtype, shape = _DTYPES[described["dtype"]], described["shape"]
         size = math.prod(shape) * dtype.itemsize
         if not 0 <= size <= data.numel() - position or min(shape, default=0) < 0:
-            raise MessageError(f"a tensor of shape {shape} is not in a message of {data.numel()} bytes")
+            raise ContentError(f"a tensor of shape {shape} is not in a message of {data.numel()} bytes")
         piece = data[position : position + size].clone()
         position += size
         return piece.view(dtype).view(shape)
 
     with reading("a state"):
-        tree = parse(bytes(data[:text].numpy()), longest=data.numel())
+        tree = parse_json(bytes(data[:text].numpy()))
         return [{key: value(described) for key, described in state.items()} for state in tree]

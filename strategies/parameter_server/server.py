@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.checkpoint.messages import MessageError, proof_of, run_token, seal, unseal
+from trainwright.checkpoint.bounded import ContentError
+from trainwright.checkpoint.messages import proof_of, run_token, seal, unseal
 from trainwright.checkpoint.save import Content
 from trainwright.strategies.compression.codecs import Codec
 from trainwright.strategies.groups import wait_for_key
@@ -135,12 +136,12 @@ class Meeting:
         """The worker of a link that is to be, and whether it comes for the state of the run.
 
         Raises:
-            MessageError: if no worker of this run has said so.
+            ContentError: if no worker of this run has said so.
         """
         with reading("the announcement of a worker"):
             message = unseal(run_token(), told.encode())
             if message["link"] != link:
-                raise MessageError(f"it is of the link {message['link']!r}, where {link!r} is to come")
+                raise ContentError(f"it is of the link {message['link']!r}, where {link!r} is to come")
             return int(message["worker"]), bool(message["state"])
 
     @staticmethod
@@ -242,7 +243,7 @@ class Server:
                 return
             try:
                 self._greet(told, number)
-            except MessageError as error:
+            except ContentError as error:
                 _log.warning("Parameter server %d takes no worker that is not of this run: %s", self._number, error)
             number += 1
 
@@ -266,7 +267,7 @@ class Server:
                 pass
         except LinkError:
             pass  # it is gone: the others go on
-        except MessageError as error:  # a fault of this worker: the others go on
+        except ContentError as error:  # a fault of this worker: the others go on
             _log.warning("Parameter server %d hangs up on worker %d: %s", self._number, worker, error)
             self._tell_refused(link, str(error))
         finally:
@@ -285,20 +286,20 @@ class Server:
         """Hear who is at the other end before anything else of it counts.
 
         Raises:
-            MessageError: if it is no worker of this run, or has another model.
+            ContentError: if it is no worker of this run, or has another model.
         """
         request = torch.zeros(request_size(self._plan, self._number), dtype=torch.float64)
         link.receive(request, HEADER).wait(COMING)
         proof = self._meeting.proof(self._meeting.link(self._number, number))
         if whole(request, "proof") != proof or whole(request, "operation") != Operation.HELLO:
-            raise MessageError("it is not of this run")
+            raise ContentError("it is not of this run")
         self._hello(link, worker, request)
 
     def _answer(self, link: Link, worker: int, number: int) -> bool:
         """Serve one request; whether another may come.
 
         Raises:
-            MessageError: if it is malformed.
+            ContentError: if it is malformed.
         """
         request = torch.zeros(request_size(self._plan, self._number), dtype=torch.float64)
         link.receive(request, HEADER).wait()
@@ -310,7 +311,7 @@ class Server:
             return False
         try:
             self._service(operation)(self, link, worker, request)
-        except (LinkError, MessageError):
+        except (LinkError, ContentError):
             raise
         except _EndedError:
             self._refuse(link, self._ended)
@@ -325,7 +326,7 @@ class Server:
 
     def _service(self, operation: Operation) -> _Service:
         if operation not in self._SERVICES:
-            raise MessageError(f"a worker that has come asks for {operation.name}")
+            raise ContentError(f"a worker that has come asks for {operation.name}")
         return self._SERVICES[operation]
 
     def _tell_refused(self, link: Link | None, why: str) -> None:
@@ -459,7 +460,7 @@ class Server:
 
     def _hello(self, link: Link, worker: int, request: Tensor) -> None:
         if whole(request, "digest") != self._plan.digest:
-            raise MessageError(
+            raise ContentError(
                 f"worker {worker} has another model or optimizer than the server: names, shapes, types and groups of "
                 "parameters have to be the same on all ranks"
             )
@@ -642,7 +643,7 @@ class Server:
             each.wait(COMING)
         states = unpack(data, whole(request, "text"))
         if len(states) != len(self.shard.slices):
-            raise MessageError(f"{len(states)} states were sent for {len(self.shard.slices)} slices")
+            raise ContentError(f"{len(states)} states were sent for {len(self.shard.slices)} slices")
         with self._changed:
             self.shard.fill(flat)
             self.shard.load(states)

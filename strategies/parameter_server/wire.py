@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.checkpoint.messages import MessageError
+from trainwright.checkpoint.bounded import ContentError
 from trainwright.strategies.communication.meter import count_sent
 
 # What a CommunicationMeter knows these bytes under: pushed by workers, pulled from servers.
@@ -174,20 +174,20 @@ def whole(tensor: Tensor, name: str) -> int:
     """One field of a header that is a whole number, 0 or more.
 
     Raises:
-        MessageError: if it is none.
+        ContentError: if it is none.
     """
     value = field(tensor, name)
     if not (0 <= value < 2**53 and value.is_integer()):
-        raise MessageError(f"{name}={value} in a header (allowed: whole numbers from 0 on)")
+        raise ContentError(f"{name}={value} in a header (allowed: whole numbers from 0 on)")
     return int(value)
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Have whatever a malformed message makes its reader raise be a :class:`MessageError`, the fault of who sent it."""
+    """Have whatever a malformed message makes its reader raise be a :class:`ContentError`, the fault of who sent it."""
     try:
         yield
-    except MessageError:
+    except ContentError:
         raise
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
-        raise MessageError(f"{what} cannot be read: {error}") from error
+        raise ContentError(f"{what} cannot be read: {error}") from error

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import killed, small
+from trainwright.checkpoint import find, local_files
 from trainwright.checkpoint.find import newest_good
 from trainwright.checkpoint.retention import Retention, apply
 from trainwright.checkpoint.storage import clean_up
@@ -114,6 +115,63 @@ def replace_for_ever(target, swap, report):
         step += 1
         small.write(target, step, divided=step % 2 == 0)
         report(step)
+
+
+def replace_step_by_step(target, report):
+    """Stops before each renaming."""
+    killed.without_swap()
+    rename = os.rename
+
+    def rename_later(*args):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        rename(*args)
+
+    os.rename = rename_later
+    step = 0
+    while True:
+        step += 1
+        small.write(target, step)
+
+
+def go_on(child):
+    os.kill(child.pid, signal.SIGCONT)
+    os.waitpid(child.pid, os.WUNTRACED)
+
+
+def test_a_reader_finds_one_whose_writer_stands_between_two_renamings(tmp_path):
+    small.write(tmp_path / "last.ckpt", 0)
+    with killed.forked(partial(replace_step_by_step, tmp_path / "last.ckpt")) as child:
+        os.waitpid(child.pid, os.WUNTRACED)
+        go_on(child)
+        assert not (tmp_path / "last.ckpt").exists()
+        check(tmp_path, 0)
+        go_on(child)
+        check(tmp_path, 1)
+
+
+@pytest.mark.parametrize("renamings", range(1, 7))
+def test_a_reader_finds_one_though_each_look_meets_another_renaming(tmp_path, monkeypatch, renamings):
+    """6 attempts, each with 60 looks that a writer outruns."""
+    monkeypatch.setattr(local_files, "_BETWEEN_LOOKS", 0)
+    small.write(tmp_path / "last.ckpt", 0)
+    with killed.forked(partial(replace_step_by_step, tmp_path / "last.ckpt")) as child:
+        os.waitpid(child.pid, os.WUNTRACED)
+        left = [60]
+
+        def outrun(look):
+            def looking(*args, **kwargs):
+                if left[0] > 0:
+                    left[0] -= 1
+                    for _ in range(renamings):
+                        go_on(child)
+                return look(*args, **kwargs)
+
+            return looking
+
+        for name in ("folders_in", "read_manifest", "verify", "_is_meant_as_checkpoint"):
+            monkeypatch.setattr(find, name, outrun(getattr(find, name)))
+        while left[0] > 0:
+            check(tmp_path, 0)
 
 
 def save_once(folder, call, act, swap, report):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.bounded import ContentError
 from trainwright.checkpoint.tree import UnsupportedValueError, decode, encode
 
 
@@ -124,7 +124,7 @@ def test_what_is_no_plain_data_is_refused_by_its_path(value):
     ids=repr,
 )
 def test_a_file_can_name_nothing_but_plain_data(value):
-    with pytest.raises(CheckpointError):
+    with pytest.raises(ContentError):
         decode({"x": value}, lambda key: key)
 
 

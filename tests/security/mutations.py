@@ -280,7 +280,12 @@ def write_stage_2(path: Path) -> None:
 
 def forge_folder(path: Path, rng: random.Random) -> None:
     """Exchange the contents of one JSON file of a folder, and make the manifest agree."""
-    name = rng.choice([MANIFEST, *sorted(each.name for each in path.glob("*.json") if each.name != MANIFEST)])
+    names = [MANIFEST, *sorted(each.name for each in path.glob("*.json") if each.name != MANIFEST)]
+    forge_file(path, rng.choice(names), rng)
+
+
+def forge_file(path: Path, name: str, rng: random.Random) -> None:
+    """Exchange the contents of this JSON file of a folder, and make the manifest agree."""
     plain = mutated(json.loads((path / name).read_bytes()), rng, JUNK)
     if name != MANIFEST:
         (path / name).write_bytes(_dumped(plain, rng))

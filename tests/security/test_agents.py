@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.security.attacks import SECONDS, hostile
-from trainwright.checkpoint.messages import MessageError
+from trainwright.checkpoint.bounded import ContentError
 from trainwright.trainer.launch.hosts import Host
 from trainwright.trainer.launch.mailbox import Left, Mailbox
 from trainwright.trainer.launch.multinode_agent import Agent, Heard
@@ -43,7 +43,7 @@ def test_100_malformed_messages_of_members_are_refused(tmp_path: Path) -> None:
     rng, mailbox = random.Random(9), Mailbox(tmp_path, create=True)
     for _ in range(ATTEMPTS):
         (tmp_path / "left_0_1.message").write_bytes(b"[" + hostile(rng))
-        with pytest.raises(MessageError):
+        with pytest.raises(ContentError):
             mailbox.left(0, [1])
     left = Left(1, (5,), None)
     mailbox.say_left(0, left)

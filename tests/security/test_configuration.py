@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from trainwright.checkpoint.messages import RUN_TOKEN, seal
+from trainwright.checkpoint.messages import RUN_TOKEN, run_token, seal
 from trainwright.trainer.launch import external, handed_over
 from trainwright.trainer.launch.launcher import Launcher
 from trainwright.trainer.problems import ConfigError
 
 HOSTILE = "module:\n  _target_: os.system\n"
+SECRET = "0123456789abcdef" * 2
 
 
 class Store:
@@ -38,50 +40,68 @@ class Store:
 
 
 @pytest.fixture(params=["", "a secret of the run"], ids=["file", "token"])
-def token(request: Any, monkeypatch: Any, tmp_path: Path) -> str:
+def as_rank(request: Any, monkeypatch: Any, tmp_path: Path) -> Callable[[], None]:
+    """Makes this process a rank as it was started: with the secret, or without one."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv(RUN_TOKEN, request.param)
-    return str(request.param)
+    monkeypatch.setenv(RUN_TOKEN, "")
+
+    def start() -> None:
+        os.environ[RUN_TOKEN] = request.param
+
+    start()
+    return start
 
 
-def test_it_arrives_and_nothing_is_left(token: str, tmp_path: Path) -> None:
+def test_it_arrives_and_nothing_is_left(as_rank: Callable[[], None], tmp_path: Path) -> None:
     store = Store()
     handed_over.give(store, "a: 1\n")
-    assert [handed_over.take(store, 2), handed_over.take(store, 2)] == ["a: 1\n"] * 2
+    secret = run_token()
+    for _ in range(2):
+        as_rank()
+        assert handed_over.take(store, 2) == "a: 1\n"
+        assert run_token() == secret != ""
     assert list(tmp_path.iterdir()) == []
     handed_over.give(store, None)
     assert handed_over.take(store, 2) is None
 
 
-def planted(folder: Path, mode: int = 0o600, name: str = "trainwright-configuration-x") -> Path:
-    place = folder / name
-    place.mkdir()
-    (place / "config.yaml").write_text(HOSTILE)
-    (place / "config.yaml").chmod(mode)
+def planted(folder: Path, mode: int = 0o600, secret: str = SECRET) -> Path:
+    place = folder / f"trainwright-secret-{mode:o}{secret}"
+    place.write_text(secret)
+    place.chmod(mode)
     return place
 
 
-def test_no_other_takes_its_place(token: str, tmp_path: Path) -> None:
-    links = tmp_path / "trainwright-configuration-links"
-    links.mkdir()
-    (links / "config.yaml").symlink_to(planted(tmp_path) / "config.yaml")
-    opened = planted(tmp_path, name="trainwright-configuration-open")
-    opened.chmod(0o777)
+def test_no_other_takes_its_place(as_rank: Callable[[], None], tmp_path: Path) -> None:
+    sealed = seal(SECRET, HOSTILE)
+    link = tmp_path / "link"
+    link.symlink_to(planted(tmp_path))
     attempts: list[str | bytes] = [
-        HOSTILE, json.dumps({"config": HOSTILE}), seal("another", HOSTILE), b"", b"\xff" * 100, b"[" * 100_000,
-        str(planted(tmp_path, name="elsewhere")), str(planted(tmp_path, 0o666, "trainwright-configuration-y")),
-        str(links), str(opened), "/dev", "/proc/self",
+        HOSTILE, json.dumps({"config": HOSTILE}), sealed, b"", b"\xff" * 100, b"[" * 100_000, sealed + b"\xff",
+        seal("", HOSTILE) + bytes(planted(tmp_path, secret="")), seal("abc", HOSTILE) + b"/dev/null",
+        *(sealed + bytes(planted(tmp_path, mode)) for mode in (0o666, 0o620, 0o602)),
+        sealed + bytes(link), sealed + bytes(tmp_path), sealed + b"/proc/self/environ",
     ]  # fmt: skip
-    if not token and os.geteuid() == 0:
-        foreign = planted(tmp_path, name="trainwright-configuration-foreign")
-        os.chown(foreign / "config.yaml", 12345, -1)
-        attempts.append(str(foreign))
+    if os.geteuid() == 0:
+        foreign = planted(tmp_path, 0o400)
+        os.chown(foreign, 12345, -1)
+        attempts.append(sealed + bytes(foreign))
     for attempt in attempts:
         store = Store()
         handed_over.give(store, "a: 1\n")
+        as_rank()
         store.set(handed_over._KEY, attempt)
         with pytest.raises(ConfigError, match="not the one of this run's rank 0"):
             handed_over.take(store, 2)
+
+
+def test_a_file_that_others_name_is_not_removed(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setenv(RUN_TOKEN, SECRET)
+    store, kept = Store(), planted(tmp_path)
+    handed_over.give(store, "a: 1\n")
+    store.set(handed_over._KEY, store.get(handed_over._KEY) + bytes(kept))
+    assert handed_over.take(store, 1) == "a: 1\n"
+    assert kept.exists()
 
 
 def test_several_machines_need_a_secret(monkeypatch: Any) -> None:

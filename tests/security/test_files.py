@@ -7,16 +7,21 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from tests.security.deadlines import deadline
 from tests.security.mutations import MANIFEST, _record, _sealed, shared_pairs, write_divided, write_folder
 from tests.security.test_contents import EXPORTS, LOOKING, importing, problem_of_reading, read_all
+from trainwright.checkpoint import remote_files, unpickle
 from trainwright.checkpoint.bounded import DEPTH, MOST_JSON, ContentError, check_nesting, parse_json, read_at_most
 from trainwright.checkpoint.boxes import tiles
 from trainwright.checkpoint.errors import CheckpointError
@@ -191,6 +196,63 @@ def test_an_archive_whose_contents_are_said_to_be_huge(tmp_path: Path) -> None:
         assert problem_of_reading(reader, str(path)) is None
     with pytest.raises(CheckpointError, match="longer than any writer makes it"):
         load_inert(path)
+
+
+# ---- files of others ------------------------------------------------------------------------------------------------
+
+
+_SENT: list[int] = []
+
+
+class _Endless(BaseHTTPRequestHandler):
+    """Answers with zeros, which it announces at "/announced" alone."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        if self.path == "/announced":
+            self.send_header("Content-Length", str(1 << 60))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        with suppress(OSError):  # the reader has enough
+            while True:
+                self.wfile.write(bytes(1 << 16))
+                _SENT.append(1 << 16)
+
+    def log_message(self, *args: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize("name", ["announced", "endless"])
+def test_what_a_web_server_sends_is_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpickle, "free_bytes", lambda folder: 32 << 20)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Endless)
+    _SENT.clear()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        with deadline(20), pytest.raises(CheckpointError, match=r"longer than 16\.0 MiB"):
+            load_inert(f"http://127.0.0.1:{server.server_port}/{name}")
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert (not _SENT) == (name == "announced")
+
+
+def test_a_manifest_of_a_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_files, "MOST_JSON", 1000)
+    store = fsspec.filesystem("memory")
+    for size in (1000, 1001):
+        store.pipe_file("/bounded/manifest.json", bytes(size))
+        files = remote_files.RemoteFiles("memory://bounded")
+        if size == 1000:
+            assert files.manifest_bytes() == bytes(1000)
+        else:
+            with pytest.raises(CheckpointError, match="1001 B, and at most 1000 B"):
+                files.manifest_bytes()
+    store.rm("/bounded", recursive=True)
 
 
 # ---- nesting --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from tests.security.attacks import hostile
 from tests.strategies.parameter_server.core import PREFIX, Peer
-from trainwright.checkpoint.messages import RUN_TOKEN, MessageError, seal
+from trainwright.checkpoint.bounded import ContentError
+from trainwright.checkpoint.messages import RUN_TOKEN, seal
 from trainwright.strategies.parameter_server.own_ranks import ToldFit
 from trainwright.strategies.parameter_server.packing import pack, unpack
 from trainwright.strategies.parameter_server.server import (
@@ -135,7 +136,7 @@ def test_500_damaged_states_of_optimizers_are_refused() -> None:
             unpack(
                 torch.frombuffer(octets[: rng.randint(1, len(octets))], dtype=torch.uint8), rng.choice((text, 10**6))
             )
-        except MessageError:
+        except ContentError:
             refused += 1
     assert refused > 450
 

@@ -299,6 +299,7 @@ def test_rank_0_decides_for_all(refused: bool, monkeypatch: pytest.MonkeyPatch) 
 
     store = HashStore()
     monkeypatch.setattr(external, "_meet", lambda launcher: store)
+    monkeypatch.setenv("TRAINWRIGHT_RUN_TOKEN", "a secret")  # both ranks are this process
 
     def decide(launcher: Launcher) -> Any:
         if refused:

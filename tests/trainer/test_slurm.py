@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import stat
@@ -17,7 +18,9 @@ from tests.faults.commands import Command
 from tests.trainer.project import command, environment, write_project
 from trainwright import compose
 from trainwright.callbacks.requeue import requeue
+from trainwright.checkpoint.messages import RUN_TOKEN, run_token
 from trainwright.trainer.config import RunConfig
+from trainwright.trainer.launch import slurm_job
 from trainwright.trainer.launch.ending import preemption_refusals
 from trainwright.trainer.launch.ends import begins_again, empty_ends, ends_folder
 from trainwright.trainer.launch.failure import FailureRecorder, RankError, first_failure
@@ -29,7 +32,7 @@ from trainwright.trainer.launch.slurm import alike
 from trainwright.trainer.launch.slurm_job import meeting_of
 from trainwright.trainer.launch.slurm_options import sbatch_options
 from trainwright.trainer.launch.slurm_problems import problems
-from trainwright.trainer.launch.slurm_submit import SubmittedJob, cancel
+from trainwright.trainer.launch.slurm_submit import SubmittedJob, cancel, submit
 
 WORDS = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv", "launch=slurm")
 LOCAL = "launch.cluster=local"
@@ -277,6 +280,18 @@ def test_a_job_that_loses_a_rank_goes_on_and_ctrl_c_leaves_nothing(conf: Path) -
     while run.session() and time.monotonic() < end:
         time.sleep(0.2)
     assert run.session() == {}
+
+
+def test_a_job_gets_the_secret_of_the_run(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 attempts: a new secret, and the one that the user has exported."""
+    monkeypatch.setattr(slurm_job, "run_node", lambda run_dir, verb: os.environ["TRAINWRIGHT_RUN_TOKEN"])
+    cfg = configured(conf, "nodes=1", LOCAL, f"run_dir={tmp_path / 'run'}")
+    Path(cfg.run_dir).mkdir()
+    for given, expected in (("", r"[0-9a-f]{32}"), ("of the user", "of the user")):
+        monkeypatch.setenv(RUN_TOKEN, given)
+        [job] = submit([cfg], "fit", tmp_path / "jobs")
+        assert re.fullmatch(expected, job.job.result())
+        assert job.job.result() == run_token()
 
 
 def test_a_failure_comes_back_with_its_traceback(conf: Path) -> None:

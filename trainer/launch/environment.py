@@ -4,7 +4,7 @@ import os
 
 from omegaconf import DictConfig
 
-from trainwright.checkpoint.messages import RUN_TOKEN, token_of_run
+from trainwright.checkpoint.messages import token_environment
 from trainwright.strategies.rendezvous import loopback_interfaces
 from trainwright.trainer.launch.rendezvous import ADDRESS
 from trainwright.trainer.launch.threads import threads_of_rank
@@ -22,7 +22,7 @@ def rank_environment(cfg: DictConfig, rank: int, port: int, attempt: int = 0) ->
     return {
         **os.environ,
         **_shared_machine(cfg),
-        RUN_TOKEN: token_of_run(),
+        **token_environment(),
         **of_rank(rank, cfg.devices, port, attempt),
         # Lightning takes a process with this one for a rank that was started outside.
         "TORCHELASTIC_RUN_ID": f"{cfg.name}-{os.getpid()}",

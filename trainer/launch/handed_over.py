@@ -1,23 +1,25 @@
-"""The configuration on its way from rank 0 to the others: what it names is run, so nobody may put another there."""
+"""Hand the configuration from rank 0 to the others, sealed: it says what code runs, so no one else may set it.
+
+Ranks of one machine that share no secret get one from rank 0, in a file that only this user can read.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
-import stat
+import re
 import tempfile
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from trainwright.checkpoint.messages import RUN_TOKEN, MessageError, run_token, seal, unseal
+from trainwright.checkpoint.bounded import open_regular
+from trainwright.checkpoint.messages import RUN_TOKEN, run_token, seal, token_environment, unseal
 from trainwright.trainer.launch.launcher import Launcher
 from trainwright.trainer.problems import ConfigError
 
 _KEY = "trainwright/run"
 _READ = f"{_KEY}/read"
 _REFUSED = "refused"
-_PREFIX = "trainwright-configuration-"
+_SECRET = re.compile(rb"[0-9a-f]{32}")
 _LONGEST = 2**24
 """Bytes of a configuration."""
 
@@ -37,15 +39,11 @@ def problem_of(launcher: Launcher) -> str | None:
 
 def give(store: Any, text: str | None) -> None:
     """On rank 0: hand a configuration to the other ranks, or (``None``) the word that there is none."""
-    token = run_token()
     if text is None:
         store.set(_KEY, _REFUSED)
-    elif token:
-        store.set(_KEY, seal(token, text))
-    else:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        (folder / "config.yaml").write_text(text, encoding="utf-8")
-        store.set(_KEY, str(folder))
+        return
+    place = "" if run_token() else _written_secret()
+    store.set(_KEY, seal(run_token(), text) + place.encode())
 
 
 def take(store: Any, readers: int) -> str | None:
@@ -59,14 +57,14 @@ def take(store: Any, readers: int) -> str | None:
         ConfigError: if it does not come from rank 0 of this run.
     """
     said = store.get(_KEY)
-    token, last = run_token(), store.add(_READ, 1) == readers
+    shared, is_last = run_token(), store.add(_READ, 1) == readers
     if said == _REFUSED.encode():
         return None
+    sealed, _, place = said[: _LONGEST + 4096].partition(b"\n")
     try:
-        if token:
-            return str(unseal(token, said, _LONGEST))
-        return _text_in(Path(said[:4096].decode()), last)
-    except (MessageError, OSError, ValueError) as error:
+        token = shared or _secret_in(place)
+        text = str(unseal(token, sealed, _LONGEST))
+    except (OSError, ValueError) as error:
         raise ConfigError(
             [
                 f"The configuration that was found in the store of the ranks is not the one of this run's rank 0 "
@@ -74,6 +72,11 @@ def take(store: Any, readers: int) -> str | None:
                 f"several machines, export {RUN_TOKEN}=<secret> with the same value for all."
             ]
         ) from None
+    os.environ[RUN_TOKEN] = token
+    if is_last and not shared:
+        with suppress(OSError):
+            os.unlink(place)
+    return text
 
 
 def read_by(store: Any) -> int:
@@ -81,17 +84,19 @@ def read_by(store: Any) -> int:
     return int(store.add(_READ, 0))
 
 
-def _text_in(folder: Path, remove: bool) -> str:
-    """What rank 0 wrote, from a folder that belongs to this user alone."""
-    if not folder.name.startswith(_PREFIX):
-        raise OSError(f"{str(folder)[:100]!r} is no such folder")
-    file = os.open(folder / "config.yaml", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(file, "rb") as opened:
-        for state, is_kind in ((os.lstat(folder), stat.S_ISDIR), (os.fstat(opened.fileno()), stat.S_ISREG)):
-            if not is_kind(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o022:
-                raise OSError(f"{folder} is not this user's alone")
-        text = opened.read(_LONGEST).decode()
-    if remove:
-        with suppress(OSError):
-            shutil.rmtree(folder)
-    return text
+def _written_secret() -> str:
+    """Make the secret of this run, and write it to a file; return its path."""
+    os.environ.update(token_environment())
+    file, path = tempfile.mkstemp(prefix="trainwright-secret-")
+    with os.fdopen(file, "w") as opened:
+        opened.write(run_token())
+    return path
+
+
+def _secret_in(path: bytes) -> str:
+    """What rank 0 wrote; only this user can have written and read it."""
+    with open_regular(path.decode(), os.O_NOFOLLOW) as file:
+        state, secret = os.fstat(file.fileno()), file.read(64)
+    if state.st_uid != os.geteuid() or state.st_mode & 0o077 or not _SECRET.fullmatch(secret):
+        raise OSError(f"{path[:100]!r} holds no secret of this user's alone")
+    return secret.decode()

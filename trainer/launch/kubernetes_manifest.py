@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.checkpoint.messages import RUN_TOKEN, token_of_run
+from trainwright.checkpoint.messages import RUN_TOKEN, token_environment
 from trainwright.trainer.launch.ending import seconds_to_end
 
 TRAINJOB, PYTORCHJOB, JOBSET = "trainjob", "pytorchjob", "jobset"
@@ -238,7 +238,7 @@ def _environment(cfg: DictConfig, name: str) -> list[dict[str, Any]]:
     launch = cfg.launch
     own: dict[str, str] = {JOB_NAME: name, WORKDIR: launch.mount}
     if RUN_TOKEN not in {*launch.env, *launch.secret_env}:
-        own[RUN_TOKEN] = token_of_run()
+        own |= token_environment()
     if launch.job == JOBSET:
         own[ENDPOINT] = f"{name}-{_GROUP[JOBSET]}-0-0.{name}:{launch.rdzv_port}"
     found: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in own.items()]

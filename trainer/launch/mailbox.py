@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainwright.checkpoint.messages import LONGEST, parse
+from trainwright.checkpoint.bounded import parse_json
+from trainwright.checkpoint.messages import LONGEST
 from trainwright.trainer.launch.records import write_whole
 
 # Step at which members leave that are called to leave at once, wherever they are.
@@ -163,7 +164,7 @@ class Mailbox:
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
             with self._path(name).open("rb") as file:
-                plain: dict[str, Any] = parse(file.read(LONGEST + 1))
+                plain: dict[str, Any] = parse_json(file.read(LONGEST + 1), LONGEST)
         except FileNotFoundError:
             return None
         return plain

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from trainwright.checkpoint.messages import RUN_TOKEN, token_of_run
+from trainwright.checkpoint.messages import token_environment
 from trainwright.trainer.launch.follow import Follower
 from trainwright.trainer.launch.hosts import LOCAL, Host, hosts_of
 from trainwright.trainer.launch.multinode_agent import Agent, Heard, command_for, environment_of, why_not_there
@@ -139,7 +139,7 @@ class Agents:
             self._token,
             address="127.0.0.1" if own and host.name == LOCAL else None,
             interface=self._cfg.launch.interface,
-            environment={RUN_TOKEN: token_of_run(), **environment_of(self._cfg, os.environ)},
+            environment=token_environment() | environment_of(self._cfg, os.environ),
             versions=versions(),
         )
         agent.tell(to_agent(**asdict(setup)))

@@ -10,7 +10,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainwright.checkpoint.messages import MessageError, parse
+from trainwright.checkpoint.bounded import ContentError, parse_json
+from trainwright.checkpoint.messages import LONGEST
 
 MARK = "\x1e"
 """In front of a line on standard output that is for the command, and not for people."""
@@ -58,8 +59,8 @@ def from_agent(line: str) -> dict[str, Any] | None:
     if not line.startswith(MARK):
         return None
     try:
-        message = parse(line[len(MARK) :].encode())
-    except MessageError:
+        message = parse_json(line[len(MARK) :].encode(), LONGEST)
+    except ContentError:
         return None  # a rank has printed it
     return message if isinstance(message, dict) else None
 

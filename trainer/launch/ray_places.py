@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.checkpoint.messages import RUN_TOKEN, token_of_run
+from trainwright.checkpoint.messages import token_environment
 from trainwright.checkpoint.references import variables_of
 
 # Of a rank, under `launch.ranks`; any other name is a resource of the cluster.
@@ -128,7 +128,7 @@ def environment_of(
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": str(cfg.name),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        RUN_TOKEN: token_of_run(),
+        **token_environment(),
         "OMP_NUM_THREADS": str(cfg.launch.threads or threads or cores),
     }
     # What the configuration refers to; a rank may be on another machine.

@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
-from trainwright.checkpoint.messages import RUN_TOKEN, token_of_run
+from trainwright.checkpoint.messages import token_environment
 from trainwright.trainer.launch.failure import how_it_ended
 from trainwright.trainer.launch.scratch import scratch
 from trainwright.trainer.launch.uncaught import STARTED, Uncaught, tell_uncaught
@@ -44,7 +44,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             sizes = f"{self.num_processes}/{self.num_processes * self.num_nodes}"
             os.environ[STARTED] = f"{sizes}@{scratch() / 'error_told'}"
-            os.environ[RUN_TOKEN] = token_of_run()
+            os.environ.update(token_environment())
             self._call_children_scripts()
             tell_uncaught(self._run_dir, self._silent_end, self._end_others)
             threading.Thread(target=self._watch, name="trainwright-ranks", daemon=True).start()

@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from trainwright.checkpoint.messages import RUN_TOKEN, token_of_run
+from trainwright.checkpoint.messages import token_environment
 from trainwright.trainer.launch.ends import empty_ends, ends_folder
 from trainwright.trainer.launch.follow import Follower
 from trainwright.trainer.launch.interrupt import Interrupted
@@ -114,7 +114,7 @@ def submit(cfgs: Sequence[DictConfig], verb: str, folder: Path, titles: Sequence
     for cfg in cfgs:
         empty_ends(Path(cfg.run_dir))
     executor = _executor(cfgs[0], folder)
-    os.environ.setdefault(RUN_TOKEN, token_of_run())  # jobs get the environment
+    os.environ.update(token_environment())  # jobs get the environment
     with clean_env():
         if len(cfgs) == 1:
             jobs = [executor.submit(run_node, str(Path(cfgs[0].run_dir).absolute()), verb)]

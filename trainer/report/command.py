@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from trainwright.trainer.report.plain import one_line
+from trainwright.checkpoint.printable import one_line
 
 OK, REFUSED = 0, 2
 _MOST_RUNS = 8

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from trainwright.trainer.report.plain import one_line
+from trainwright.checkpoint.printable import one_line
 
 
 def write_report(run_dir: Path) -> None:

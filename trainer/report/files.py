@@ -6,14 +6,13 @@ A run directory may come from elsewhere: what is no regular file (a FIFO, a devi
 from __future__ import annotations
 
 import csv
-import json
 import os
-import stat
 from errno import EINVAL
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainwright.checkpoint.bounded import open_regular, parse_json
 from trainwright.trainer.report.plain import is_beyond, number_of, whole_of
 
 # Bytes of one file that are read, its newest; a run of a million steps writes more.
@@ -26,27 +25,13 @@ _MOST_COLUMNS = 2000
 _MOST_OF_LINE = 2**20
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file, and nothing else, for reading.
-
-    Raises:
-        OSError: if it is not there, is no regular file (a link is none), or may not be read.
-    """
-    # Without O_NONBLOCK opening a FIFO waits for who writes to it.
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(EINVAL, "no regular file", str(path))
-    return os.fdopen(file, "rb")
-
-
 def read_whole(path: Path, most_bytes: int) -> bytes:
     """What a file holds.
 
     Raises:
         OSError: as :func:`open_regular`, or if it holds more than ``most_bytes``.
     """
-    with open_regular(path) as file:
+    with open_regular(path, os.O_NOFOLLOW) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise OSError(EINVAL, f"longer than {most_bytes / 2**20:g} MiB", str(path))
@@ -59,7 +44,7 @@ def read_end(path: Path, most_bytes: int) -> tuple[bytes, int]:
     Raises:
         OSError: as :func:`open_regular`.
     """
-    with open_regular(path) as file:
+    with open_regular(path, os.O_NOFOLLOW) as file:
         before = max(os.fstat(file.fileno()).st_size - most_bytes, 0)
         file.seek(before)
         return file.read(most_bytes), before
@@ -90,7 +75,7 @@ class Tail:
         """
         self.problem = None
         try:
-            with open_regular(self.path) as file:
+            with open_regular(self.path, os.O_NOFOLLOW) as file:
                 state = os.fstat(file.fileno())
                 is_new = state.st_ino != self._inode or state.st_size < self._offset
                 if is_new:
@@ -237,24 +222,12 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
 
     Raises:
         OSError: if it is there and cannot be read.
-        ValueError: if it is no JSON.
+        ContentError: if it is no JSON, or nests too deeply.
     """
     try:
-        return parsed(read_whole(path, most_bytes))
+        return parse_json(read_whole(path, most_bytes))
     except FileNotFoundError:
         return None
-
-
-def parsed(text: str | bytes) -> Any:
-    """JSON as plain values.
-
-    Raises:
-        ValueError: if it is no JSON, is nested too deeply, or has a number of more than 4,300 digits.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
 
 
 def _put(values: list[tuple[int, float]], step: int, value: float) -> None:
@@ -272,7 +245,7 @@ def _csv_row(line: str) -> list[str]:
 
 def _record(line: str) -> dict[str, Any] | None:
     try:
-        record = parsed(line)
+        record = parse_json(line.encode())
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None

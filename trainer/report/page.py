@@ -19,13 +19,14 @@ from secrets import token_hex
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from trainwright.checkpoint.printable import printable
 from trainwright.trainer.report.charts import COLOURS, CurveChart, Points, amount, curve_chart, exact
 from trainwright.trainer.report.facts import facts, newest, rates
 from trainwright.trainer.report.grid import grid
 from trainwright.trainer.report.memory import memory_by_rank, predicted_memory
 from trainwright.trainer.report.norms import is_norm, norms
 from trainwright.trainer.report.pipeline import pipeline
-from trainwright.trainer.report.plain import printable, text_of
+from trainwright.trainer.report.plain import text_of
 from trainwright.trainer.report.records import RunRecord, read_run
 from trainwright.trainer.report.settings import command_line, settings, versions
 from trainwright.trainer.report.story import story

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
+
+from trainwright.checkpoint.printable import shortened
 
 GREATEST = 1e100
 """Of a number that is taken: sums and ratios of smaller ones stay finite."""
 _LEAST = 1e-100
 # Seconds since 1970 that every calendar can tell of.
 _LATEST = 2.0**33
-_MOST_LETTERS = 500
-# Whole sequences first, so that nothing of them is left as text; then every character that is not seen as one.
-_SEQUENCES = re.compile(
-    "(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor
-    "|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\\\|\x9c)"  # OSC, DCS, ...: titles, links
-    "|\x1b[ -/]*[0-~]"
-)
-_UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
-    "\U000e0000-\U000e007f]"
-)
-
-
-def printable(text: str) -> str:
-    """Text without what steers a terminal, hides or reorders letters; ends of lines and tabs stay."""
-    return _UNSEEN.sub("", _SEQUENCES.sub("", text))
-
-
-def one_line(text: str) -> str:
-    """The same in one line."""
-    return " ".join(printable(text).split())
 
 
 def number_of(value: object) -> float | None:
@@ -73,11 +53,6 @@ def text_of(value: object, default: str = "") -> str:
     if not isinstance(value, (str, int, float)):
         return f"({type(value).__name__})" if value else ""
     return shortened(str(value))
-
-
-def shortened(text: str) -> str:
-    """At most 500 letters of a text, and how many there were."""
-    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}... ({len(text)} characters)"
 
 
 def time_of(record: Mapping[str, Any]) -> float:

@@ -12,10 +12,11 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from trainwright.checkpoint.printable import shortened
 from trainwright.strategies.layout import Layout
 from trainwright.trainer.masking import masked, masked_words
 from trainwright.trainer.report.files import MetricsFile, MonitorFiles, read_end, read_json, read_whole
-from trainwright.trainer.report.plain import GREATEST, moment_of, number_of, shortened, steps_of, text_of, whole_of
+from trainwright.trainer.report.plain import GREATEST, moment_of, number_of, steps_of, text_of, whole_of
 
 _MOST_KEYS = 2000
 _MOST_CHECKPOINTS = 500

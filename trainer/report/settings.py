@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 
-from trainwright.trainer.report.plain import shortened, text_of
+from trainwright.checkpoint.printable import shortened
+from trainwright.trainer.report.plain import text_of
 from trainwright.trainer.report.records import RunRecord
 
 

@@ -13,10 +13,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from trainwright.checkpoint.printable import one_line, shortened
 from trainwright.trainer.report.charts import amount, duration, short
 from trainwright.trainer.report.files import MetricsFile, MonitorFiles
 from trainwright.trainer.report.memory import KINDS
-from trainwright.trainer.report.plain import number_of, one_line, shortened, steps_of
+from trainwright.trainer.report.plain import number_of, steps_of
 from trainwright.trainer.report.records import Event, read_checkpoints, read_config, read_events
 from trainwright.trainer.report.times import PARTS
 
