@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.strategies.groups import default_store
+from trainwright.checkpoint.groups import all_come
 
 # How long a rank that sees something bad in what all ranks have alike waits for the others to see it. They have the
 # same gradients at the same time.
@@ -52,17 +52,11 @@ def refuse_alone(number: int, what: str) -> None:
     Raises:
         RuntimeError: if others have not.
     """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    if world_size == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    store, key = default_store(), f"trainwright/bad_gradient/{number}"
-    if store.add(key, 1) == world_size:
-        store.set(f"{key}/all", b"1")
-    try:
-        store.wait([f"{key}/all"], timedelta(seconds=_ALONE_SECONDS))
-    except dist.DistStoreError:
+    if not all_come(f"trainwright/bad_gradient/{number}", timedelta(seconds=_ALONE_SECONDS)):
         raise RuntimeError(
             f"{what}: a gradient is NaN or infinite on rank {dist.get_rank()}, and is not on others, which averaged "
             "the same ones with it. Either a hook changes gradients on this rank alone after they were averaged, "
             "or its memory or device is at fault: have it looked at. launch=resilient starts such a rank again"
-        ) from None
+        )

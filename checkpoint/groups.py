@@ -16,6 +16,29 @@ _MOST_CONNECTIONS = 128
 _CONNECT_LATE = "TORCH_GLOO_LAZY_INIT"
 
 
+def default_store() -> dist.Store:
+    """The store of the process group of all ranks."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def all_come(key: str, patience: timedelta) -> bool:
+    """Wait in the store of all ranks until each has come; whether they did in time.
+
+    Args:
+        key: of this meeting, the same on all ranks.
+        patience: how long this rank waits.
+    """
+    store = default_store()
+    if store.add(key, 1) == dist.get_world_size():
+        store.set(f"{key}/all", "1")
+    try:
+        store.wait([f"{key}/all"], patience)
+    except dist.DistError:  # the time is over, or whoever holds the store is gone
+        return False
+    return True
+
+
 def gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """A new gloo group of all ranks; a collective.
 

@@ -123,12 +123,6 @@ def sum_over(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
     return total
 
 
-def default_store() -> dist.Store:
-    """The store of the process group of all ranks."""
-    store: dist.Store = dist.distributed_c10d._get_default_store()
-    return store
-
-
 def wait_for_key(store: dist.Store, key: str, pause: Callable[[float], object] = time.sleep) -> str | None:
     """The value of a key of a store, once it is there, however long that takes.
 

@@ -14,12 +14,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.groups import default_store
 from trainwright.checkpoint.parts import TensorParts
 from trainwright.strategies.base import HeldBytes
 from trainwright.strategies.compression.options import CompressionChoice
 from trainwright.strategies.deferred import is_deferred
 from trainwright.strategies.gradients import clip_gradient_value, gradient_norm, local_tensor, refuse_nonfinite
-from trainwright.strategies.groups import default_store
 from trainwright.strategies.parameter_server.options import rank_problems
 from trainwright.strategies.parameter_server.placement import served_names
 from trainwright.strategies.parameter_server.server import Meeting

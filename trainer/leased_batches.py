@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
+from trainwright.checkpoint.groups import default_store
 from trainwright.checkpoint.messages import run_token, seal, unseal
-from trainwright.strategies.groups import default_store
 from trainwright.strategies.word_of_end import HeardNotice
 from trainwright.trainer.data_order import Drawn, RankBatchSampler, Resumed
 from trainwright.trainer.epoch_order import EpochOrder

@@ -19,6 +19,7 @@ from trainwright.callbacks.monitor.records import FOLDER, tell
 from trainwright.callbacks.monitor.sample import is_sampled, sampled_ranks
 from trainwright.callbacks.monitor.traces import merged, read_trace, write_trace
 from trainwright.callbacks.steps import StepCounter, window_steps
+from trainwright.checkpoint.groups import default_store
 
 ASK = "profile"
 """Name of the file in the folder of records by which a running job is asked for a trace."""
@@ -233,4 +234,4 @@ def _store(trainer: Any) -> Any:
         return own
     if trainer.world_size == 1 or not dist.is_initialized():
         return None
-    return dist.distributed_c10d._get_default_store()
+    return default_store()

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.groups import default_store
 from trainwright.checkpoint.held import HeldSource, HeldState
 from trainwright.checkpoint.run_state import RunState
 from trainwright.checkpoint.save import Content
@@ -27,7 +28,7 @@ from trainwright.strategies.base import HeldBytes, LayoutStrategy
 from trainwright.strategies.checkpointing import COMPRESSION, OF_RUN, KeptBack, rank_of
 from trainwright.strategies.compression.codecs import Codec
 from trainwright.strategies.compression.names import choose_compression, codec_of
-from trainwright.strategies.groups import default_store, leave_groups
+from trainwright.strategies.groups import leave_groups
 from trainwright.strategies.layout import Layout
 from trainwright.strategies.parameter_server.averaging import average_buffers
 from trainwright.strategies.parameter_server.client import Client

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.distinct import from_rank
+from trainwright.checkpoint.groups import all_come
 from trainwright.strategies.gradients import local_tensor
 from trainwright.strategies.whole.parts import ModuleParts, Share, differ_between_ranks
 from trainwright.strategies.whole.tensors import WholeTensor
@@ -382,19 +383,13 @@ class WholeView:
         if self._met or self._prefix is None:
             return
         self._met, self._meetings = True, self._meetings + 1
-        store = dist.distributed_c10d._get_default_store()
-        key, world = f"{self._prefix}/{self._meetings}", dist.get_world_size()
-        if store.add(key, 1) == world:
-            store.set(f"{key}/all", "")
-        try:
-            store.wait([f"{key}/all"], PATIENCE)
-        except Exception as error:
+        if not all_come(f"{self._prefix}/{self._meetings}", PATIENCE):
             raise RuntimeError(
                 f"{self._where or 'Code after a run'} of rank {dist.get_rank()} uses the parameter {name!r}, of which "
                 f"ranks hold parts, and other ranks did not within {PATIENCE.seconds} s. Run it on all ranks "
                 f"(not under rank_zero_only or `if trainer.is_global_zero`) and use the result on one; "
                 f"trainer.save_checkpoint and `trainwright export` write whole weights too."
-            ) from error
+            )
 
     # ---- writing --------------------------------------------------------------------------------------------------
 
