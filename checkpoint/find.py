@@ -59,8 +59,9 @@ def list_checkpoints(folder: str | os.PathLike[str], say: Say | None = None) -> 
             found = [each for path in folders_in(folder) for each in _found_at(path, problems)]
         except _ReplacedError:
             continue
-        for problem in problems if say is not None else ():
-            say(problem)
+        if say is not None:
+            for problem in problems:
+                say(problem)
         return sorted(found, key=lambda each: each.order, reverse=True)
     raise _never_settled(folder)
 
@@ -83,8 +84,9 @@ def newest_good(folder: str | os.PathLike[str], deep: bool = True, say: Say | No
         # What is replaced or deleted while it is read looks damaged: then something new is there to be looked at.
         if reasons and list_checkpoints(folder) != found:
             continue
-        for reason in reasons if say is not None else ():
-            say(reason)
+        if say is not None:
+            for reason in reasons:
+                say(reason)
         return good
     raise _never_settled(folder)
 
@@ -118,7 +120,7 @@ def _found_at(path: str, problems: list[str]) -> list[Found]:
     Raises:
         _ReplacedError: if that is only because another folder has the name now, or none has.
     """
-    before, own = _state_of(path), []
+    before, own = _state_of(path), list[str]()
     try:
         if _is_meant_as_checkpoint(path):
             manifest = read_manifest(path)
