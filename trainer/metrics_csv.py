@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,21 +58,27 @@ class _Writer(ExperimentWriter):
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
         """Remember a row until `save`."""
         if not self._began:
-            self._begin(step)
+            with self._explained():
+                self._begin(step)
         super().log_metrics(metrics_dict, step)
 
     def save(self) -> None:
         """Write the rows that were logged since the last time."""
         if not self.metrics:
             return
-        try:
+        with self._explained():
             self._write()
+        self.metrics = []
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise OSError(
                 f"{self._path} cannot be written ({error.strerror}): free space on the disk, or type another "
                 "run_dir=...; ckpt_path=<path> goes on from a checkpoint of this run"
             ) from error
-        self.metrics = []
 
     def _write(self) -> None:
         if self._record_new_keys() or self._file is None:
