@@ -41,7 +41,7 @@ from benchmarks.soak.killer import COMMAND, DELETION, EVERY, RECOVERY, SAVE, STE
 from benchmarks.soak.left import adopt_orphans
 from benchmarks.soak.plan import MODES, STRATEGIES, draw_run
 
-_PHASES = {SAVE: "saves", DELETION: "deletions", RECOVERY: "recoveries", STEP: "steps"}
+_PHASES = (SAVE, DELETION, RECOVERY, STEP)
 _LEFT = {
     LOST: "checkpoints lost or damaged",
     PROCESSES: "processes left",
@@ -86,17 +86,17 @@ def rows_of(stories: Sequence[Story]) -> list[dict[str, Any]]:
 def _row(strategy: str, mode: str, stories: Sequence[Story]) -> dict[str, Any]:
     phases = Counter(phase for story in stories for phase, _ in story.kills)
     victims = Counter(
-        {COMMAND: "command", EVERY: "every rank"}.get(victim, "one rank")
+        {COMMAND: "command", EVERY: "all ranks"}.get(victim, "one rank")
         for story in stories
         for _, victim in story.kills
     )
     wrong = wrong_of(stories)
     return {
         "strategy": strategy,
-        "saves are": mode,
+        "mode": mode,
         "kills": sum(phases.values()),
-        **{f"in {name}": phases[phase] for phase, name in _PHASES.items()},
-        **{name: victims[name] for name in ("one rank", "every rank", "command")},
+        **{phase: phases[phase] for phase in _PHASES},
+        **{name: victims[name] for name in ("one rank", "all ranks", "command")},
         "lost": wrong[LOST],
         "left": sum(wrong[kind] for kind in (PROCESSES, FILES, SEGMENTS)),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -35,7 +34,8 @@ from trainwright.checkpoint.find import list_checkpoints
 KILLS_OF_A_RUN = 8
 # As far as an undisturbed run is known; one with so many kills comes to step 20.
 _STEPS = 40
-_RUN, _CHECKPOINTS, _PRINTED = "run", "run/checkpoints", "printed.log"
+# No other path has the first of these in it.
+_RUN, _CHECKPOINTS, _PRINTED = "killed_run", "killed_run/checkpoints", "printed.log"
 # Seconds that a command may take, and that its processes have to end when it has.
 _PATIENCE, _SECONDS_TO_END = 120.0, 10.0
 # In a run directory after failures alone.
@@ -48,7 +48,7 @@ global_batch_size: 4
 seed: 5
 module: {{_target_: benchmarks.soaked.Net, width: 32, layers: 2}}
 data: {{_target_: benchmarks.soaked.Data, batch_size: "${{micro_batch_size}}", num_workers: 1}}
-callbacks: {{killer: {{_target_: benchmarks.soak.killer.Killer, folder: {folder}, checkpoints: {checkpoints}}}}}
+callbacks: {{killer: {{_target_: benchmarks.soak.killer.Killer, folder: {folder}, run_dir: {run_dir}}}}}
 """
 
 
@@ -116,7 +116,7 @@ class Bench:
         self._segments = segments()
         recipes = folder / "conf" / "recipe"
         recipes.mkdir(parents=True)
-        recipe = _RECIPE.format(folder=folder, checkpoints=_CHECKPOINTS)
+        recipe = _RECIPE.format(folder=folder, run_dir=_RUN)
         (recipes / "soak.yaml").write_text(recipe, encoding="utf-8")
 
     def undisturbed(self, strategy: str) -> Undisturbed:
@@ -132,10 +132,10 @@ class Bench:
         self._without_kills([*words, "checkpoint.last.keep_last=2"], _STEPS + 1)
         ended = self._without_kills([*words, "checkpoint.last.keep_last=2"], _STEPS + 1 + more)
         counts = {each["rank"]: each["counts"] for each in ended.told if "counts" in each}
-        instants: dict[str, dict[int, int]] = defaultdict(dict)
-        for rank, by_phase in counts.items():
-            for phase, saves in ((SAVE, more), (DELETION, more), (RECOVERY, 1)):
-                instants[phase][rank] = by_phase.get(phase, 0) // saves
+        instants = {
+            phase: {rank: of.get(phase, 0) // times for rank, of in counts.items()}
+            for phase, times in ((SAVE, more), (DELETION, more), (RECOVERY, 1))
+        }
         files = frozenset(kinds_of_files(self.folder / _RUN))
         shutil.rmtree(self.folder / _RUN)
         return Undisturbed(hashes, files, instants)
@@ -177,7 +177,7 @@ class Bench:
         all_words = ["fit", "recipe=soak", "--config-dir", "conf", f"run_dir={_RUN}", "devices=2", "resume=auto"]
         all_words += ["checkpoint.last.every_n_steps=1", f"max_steps={steps}", *words, *several]
         process = fork_command(
-            partial(run_watched, all_words, self.folder, _CHECKPOINTS),
+            partial(run_watched, all_words, self.folder, _RUN),
             self.folder,
             {"TMPDIR": str(self._temporary)},
             self.folder / _PRINTED,

@@ -30,6 +30,8 @@ EVERY = -2
 """In the place of a rank: all of them."""
 PLAN, TOLD = "plan.json", "told.jsonl"
 _CHANGES = frozenset({"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open", "ctypes.dlsym"})
+# A command's first one is to its fork server, which it asks for the first rank.
+_CONNECTS = "socket.connect"
 
 
 @dataclass(frozen=True)
@@ -55,19 +57,19 @@ class Instants:
     """Counts the changes of the disk of each phase in this process, and acts at one of them; an audit hook.
 
     Args:
-        checkpoints: folder in which they lie, as the process writes it.
+        run_dir: as it is in all paths of its files, and in no others.
         kill: at which to act; ``None``: never.
         act: called with the phase.
     """
 
-    def __init__(self, checkpoints: str, kill: Kill | None, act: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: str, kill: Kill | None, act: Callable[[str], None]) -> None:
         self.counts: Counter[str] = Counter()
         """Changes so far, by phase."""
         self.phase = RECOVERY
         """Of the last change; steps have none."""
         self.recovers = True
         """Whether training has not begun yet."""
-        self._checkpoints = checkpoints
+        self._run_dir = run_dir
         self._kill = kill
         self._act = act
         self._process = os.getpid()
@@ -93,13 +95,18 @@ class Instants:
         else:
             self._act(phase)
 
+    def end_recovery_at_connection(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Hear of an event in the process of a command: from the start of its ranks on, training is theirs."""
+        if event == _CONNECTS and os.getpid() == self._process:
+            self.recovers = False
+
     def _act_later(self, seconds: float) -> None:
         time.sleep(seconds)
         self._act(self.phase)
 
     def _phase_of(self, event: str, texts: list[str]) -> str | None:
         if self.recovers:
-            return RECOVERY if any(self._checkpoints in text for text in texts[:2]) else None
+            return RECOVERY if any(self._run_dir in text for text in texts[:2]) else None
         if event == "os.rename" and ".removed-" in texts[1] and os.path.lexists(texts[0]):
             self._deleting.now = True
         elif not getattr(self._deleting, "now", False):
@@ -140,13 +147,13 @@ def planned(folder: Path, attempt: int, rank: int) -> Kill | None:
     return kill if kill is not None and kill.rank == rank else None
 
 
-def run_watched(words: Sequence[str], folder: Path, checkpoints: str) -> int:
+def run_watched(words: Sequence[str], folder: Path, run_dir: str) -> int:
     """Run a command in this process, and kill it where that is planned; gives its exit code.
 
     Args:
         words: behind ``trainwright``.
         folder: of the plan, and of what is told.
-        checkpoints: folder of the checkpoints, as the configuration has it.
+        run_dir: of the run, see :class:`Instants`.
     """
     teller = Teller(folder)
 
@@ -154,8 +161,9 @@ def run_watched(words: Sequence[str], folder: Path, checkpoints: str) -> int:
         teller.tell(kill=phase)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    instants = Instants(checkpoints, planned(folder, 0, COMMAND), strike)
+    instants = Instants(run_dir, planned(folder, 0, COMMAND), strike)
     sys.addaudithook(instants)
+    sys.addaudithook(instants.end_recovery_at_connection)
     code = main(words)
     teller.tell(rank=COMMAND, counts=instants.counts)
     return code
@@ -166,23 +174,23 @@ class Killer(pl.Callback):
 
     Args:
         folder: of the plan, and of what is told.
-        checkpoints: folder of the checkpoints, as the configuration has it.
+        run_dir: of the run, see :class:`Instants`.
     """
 
-    def __init__(self, folder: str, checkpoints: str) -> None:
+    def __init__(self, folder: str, run_dir: str) -> None:
         self._teller = Teller(Path(folder))
-        self._checkpoints = checkpoints
+        self._run_dir = run_dir
         self._rank = int(os.environ["RANK"])
         self._attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         self._kill = planned(Path(folder), self._attempt, self._rank)
-        self._instants = Instants(checkpoints, self._kill, self._strike)
+        self._instants = Instants(run_dir, self._kill, self._strike)
         self._saved = 0
         sys.addaudithook(self._instants)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell where training begins, and what unfinished things lie among the checkpoints now."""
         if self._rank == 0:
-            hidden = [path.name for path in Path(self._checkpoints).glob(".*")]
+            hidden = [path.name for path in Path(self._run_dir, "checkpoints").glob(".*")]
             self._teller.tell(attempt=self._attempt, begun=trainer.global_step, hidden=hidden)
 
     def on_train_batch_start(

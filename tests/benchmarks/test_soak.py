@@ -168,7 +168,7 @@ def test_a_process_that_is_left_is_found_and_ended() -> None:
 
 def test_instants_belong_to_phases() -> None:
     acted: list[str] = []
-    instants = Instants("run/checkpoints", Kill(SAVE, 0, 2, 0.0, 0), acted.append)
+    instants = Instants("/run/", Kill(SAVE, 0, 2, 0.0, 0), acted.append)
     instants("open", ("/x/run/checkpoints/step=1/manifest.json", "r", 0))
     instants("open", ("/x/elsewhere", "r", 0))
     assert instants.counts == {RECOVERY: 1}
@@ -184,7 +184,7 @@ def test_instants_belong_to_phases() -> None:
 
 
 def test_a_deletion_lasts_until_the_folder_goes(tmp_path: Path) -> None:
-    instants = Instants("run/checkpoints", None, lambda phase: None)
+    instants = Instants("/run/", None, lambda phase: None)
     instants.recovers = False
     instants("os.rename", (str(tmp_path / "gone"), str(tmp_path / ".gone.removed-1"), -1, -1))  # does nothing
     assert instants.counts == {}
@@ -231,7 +231,7 @@ class Losing(Bench):
 
     def _look(self, story, *how):
         if self.loses:
-            shutil.rmtree(newest_good(self.folder / "run/checkpoints").path)
+            shutil.rmtree(newest_good(self.folder / "killed_run/checkpoints").path)
         super()._look(story, *how)
 
 stories, bench = [], Losing(Path(sys.argv[1]))
@@ -267,7 +267,7 @@ def test_the_exit_code_says_whether_goals_hold(
     options = argparse.Namespace(kills=8, seed=1)
     assert soak._print([story], options, 10.0, tmp_path) == code
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert line["rows"][-1]["kills"] == line["rows"][-1]["in saves"] == 8
+    assert line["rows"][-1]["kills"] == line["rows"][-1][SAVE] == 8
     assert line["rows"][-1]["lost"] == len(wrong)
     options.kills = 9
     assert soak._print([story], options, 10.0, tmp_path) == 1
