@@ -30,6 +30,7 @@ from benchmarks.soak.killer import DELETION, PLAN, RECOVERY, SAVE, TOLD, Kill, r
 from benchmarks.soak.left import Family, abandoned, segments
 from benchmarks.soak.plan import STRATEGIES, Drawn, Instants, draw_kills
 from trainwright.checkpoint.find import list_checkpoints
+from trainwright.checkpoint.storage import remove
 
 KILLS_OF_A_RUN = 8
 # As far as an undisturbed run is known; one with so many kills comes to step 20.
@@ -127,10 +128,12 @@ class Bench:
         """
         words = [*STRATEGIES[strategy], "checkpoint=last"]
         self._without_kills([*words, "checkpoint.last.keep_last=1000"], _STEPS)
-        hashes = {found.step: hashes_of(found) for found in list_checkpoints(self.folder / _CHECKPOINTS)}
+        found = list_checkpoints(self.folder / _CHECKPOINTS)
+        hashes = {each.step: hashes_of(each) for each in found}
+        for each in found[2:]:
+            remove(each.path)
         more = 4
-        self._without_kills([*words, "checkpoint.last.keep_last=2"], _STEPS + 1)
-        ended = self._without_kills([*words, "checkpoint.last.keep_last=2"], _STEPS + 1 + more)
+        ended = self._without_kills([*words, "checkpoint.last.keep_last=2"], _STEPS + more)
         counts = {each["rank"]: each["counts"] for each in ended.told if "counts" in each}
         instants = {
             phase: {rank: of.get(phase, 0) // times for rank, of in counts.items()}

@@ -137,6 +137,7 @@ def check_files(run_dir: Path, known: Collection[str]) -> list[Wrong]:
 
 
 def kinds_of_files(run_dir: Path) -> Iterator[str]:
-    """Paths in a run directory, with # for numbers: there are several files of a kind after several commands."""
+    """Paths in a run directory, with # for numbers and * for names of checkpoints: of a kind there may be several."""
     for path in run_dir.rglob("*"):
-        yield re.sub(r"\d+", "#", str(path.relative_to(run_dir)))
+        name = re.sub(r"^checkpoints/[^./][^/]*", "checkpoints/*", str(path.relative_to(run_dir)))
+        yield re.sub(r"\d+", "#", name)

@@ -28,6 +28,7 @@ from benchmarks.soak.checks import (
     check_story,
     check_temporary,
     hashes_of,
+    kinds_of_files,
 )
 from benchmarks.soak.killer import COMMAND, DELETION, EVERY, RECOVERY, SAVE, Instants, Kill
 from benchmarks.soak.left import abandoned, segments
@@ -127,9 +128,16 @@ def test_files_that_are_left_are_found(tmp_path: Path) -> None:
     assert kinds(check_temporary(tmp_path, killed=None)) == kinds(check_temporary(tmp_path, killed=1)) == [FILES]
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "logs" / "rank_1.log").touch()
-    assert check_files(tmp_path / "run", {"logs", "logs/rank_#.log"}) == []
+    small.write(tmp_path / "run" / "checkpoints" / "last", 3)
+    known = {*kinds_of_files(tmp_path / "run")}
+    assert known >= {"logs/rank_#.log", "checkpoints/*/manifest.json"}
+    shutil.move(tmp_path / "run" / "checkpoints" / "last", tmp_path / "run" / "checkpoints" / "step=3")
+    assert check_files(tmp_path / "run", known) == []
+    (tmp_path / "run" / "checkpoints" / ".step=3.partial-1").mkdir()
+    assert kinds(check_files(tmp_path / "run", known)) == [FILES]
+    (tmp_path / "run" / "checkpoints" / ".step=3.partial-1").rmdir()
     (tmp_path / "run" / "logs" / ".rank_1.log.new").touch()
-    assert kinds(check_files(tmp_path / "run", {"logs", "logs/rank_#.log"})) == [FILES]
+    assert kinds(check_files(tmp_path / "run", known)) == [FILES]
 
 
 def test_a_segment_that_nobody_uses_is_found() -> None:
