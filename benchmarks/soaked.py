@@ -1,4 +1,4 @@
-"""What the soak trains: a small transformer that writes down when each step was made, and of which samples."""
+"""What is trained under faults: a small transformer; and a clock of its steps and their samples."""
 
 from __future__ import annotations
 
@@ -35,15 +35,17 @@ class Data(pl.LightningDataModule):
 
     Args:
         batch_size: samples per micro-batch.
+        num_workers: processes that read them.
     """
 
-    def __init__(self, batch_size: int = 2) -> None:
+    def __init__(self, batch_size: int = 2, num_workers: int = 0) -> None:
         super().__init__()
         self.batch_size = batch_size
+        self.num_workers = num_workers
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Over all samples."""
-        return DataLoader(Digits(), batch_size=self.batch_size, shuffle=True)
+        return DataLoader(Digits(), batch_size=self.batch_size, shuffle=True, num_workers=self.num_workers)
 
 
 class Net(pl.LightningModule):

@@ -1,7 +1,8 @@
 """No process outlives a command or an agent that was killed, stopped ones and those that hold the GIL included.
 
-Attempts: 3, one each at a command, at torchrun's agent and at a script that starts processes in a thread. Every process
-is stopped, or (rank 1) holds the GIL.
+Attempts: 4, one each at a command, at torchrun's agent, at a script that starts processes in a thread, and at a rank
+that has just begun to start a worker of its data loader. In the first three every process is stopped, or (rank 1) holds
+the GIL.
 """
 
 from __future__ import annotations
@@ -101,6 +102,31 @@ def test_nothing_outlives_the_agent_of_torchrun(conf: Path, tmp_path: Path) -> N
     run.tell(signal.SIGKILL)
     assert run.end() == -signal.SIGKILL
     assert left(started) == {}
+
+
+WORKER = """
+import multiprocessing, os, time
+from trainwright.trainer.loader_workers import HeedsItsRank
+
+def work(rank):
+    print(os.getpid(), flush=True)
+    while os.getppid() == rank:
+        time.sleep(0.01)
+    HeedsItsRank(None)(0)
+    time.sleep(1000)
+
+multiprocessing.get_context("fork").Process(target=work, args=(os.getpid(),)).start()
+"""
+
+
+def test_no_worker_of_a_loader_outlives_a_rank_that_was_killed_while_it_started_it() -> None:
+    rank = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True, env=environment())
+    assert rank.stdout is not None
+    worker = int(rank.stdout.readline())
+    assert is_alive(worker)
+    rank.kill()
+    rank.wait()
+    assert left({worker: "the worker"}) == {}
 
 
 THREADS = """

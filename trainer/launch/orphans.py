@@ -9,6 +9,7 @@ What the kernel calls the parent is the thread that has started the process: it 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -19,6 +20,8 @@ from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeAlias
+
+from trainwright.trainer.watchdog.process import is_alive
 
 AGENT = "TRAINWRIGHT_AGENT"
 """Variable by which an agent tells its ranks its process id, so that they end with it."""
@@ -57,11 +60,16 @@ def end_with_main_thread() -> None:
     """End with the main thread of the parent, if that has started this process.
 
     Another thread may end long before its process does, which still uses what it has started: then nothing happens.
+    A process of multiprocessing whose parent has ended before this call ends now: whoever has adopted it is no parent
+    to wait for.
     """
     parent = os.getppid()
     with suppress(OSError):  # not Linux, or a kernel that does not tell
         if str(os.getpid()) in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
             end_with_parent(parent)
+    starter = multiprocessing.parent_process()
+    if starter is not None and starter.pid is not None and not is_alive(starter.pid):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def in_lasting_thread(start: Callable[[], None]) -> None:
