@@ -112,7 +112,7 @@ class Command:
     def session(self) -> dict[int, str]:
         """Living processes of its session: process id -> command line."""
         found = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
+        for stat in (each / "stat" for each in Path("/proc").glob("[0-9]*")):
             try:
                 fields = stat.read_text().rpartition(")")[2].split()
                 if int(fields[3]) == self.process.pid and fields[0] != "Z":

@@ -46,7 +46,7 @@ def descendants(process: int) -> dict[int, str]:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for stat in (each / "stat" for each in Path("/proc").glob("[0-9]*")):
         try:
             yield int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
         except (OSError, IndexError):

@@ -78,7 +78,7 @@ def _listening_until_end(process: subprocess.Popen[bytes]) -> set[str]:
 
 def _family(root: int) -> set[int]:
     parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for path in (each / "stat" for each in Path("/proc").glob("[0-9]*")):
         with suppress(OSError):  # it has ended
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
     family = {root}

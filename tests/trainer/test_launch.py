@@ -388,7 +388,7 @@ def _start(conf: Path) -> subprocess.Popen[str]:
 def _session(process: subprocess.Popen[str]) -> list[str]:
     """Command lines of the living processes of its session."""
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for stat in (each / "stat" for each in Path("/proc").glob("[0-9]*")):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
             if int(fields[3]) == process.pid and fields[0] != "Z":

@@ -44,11 +44,13 @@ def name_of(process: int) -> str:
 
 
 def children_of(process: int) -> list[int]:
-    """Living processes that a process has started, in the order of their ids."""
+    """Living processes that a process has started, in the order of their ids; none of one that has ended."""
     found: set[int] = set()
-    for task in Path(f"/proc/{process}/task").glob("*/children"):
-        with suppress(OSError):  # a thread that ended meanwhile
-            found.update(int(child) for child in task.read_text().split())
+    with suppress(OSError):  # it ended meanwhile
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with suppress(OSError):  # the thread did
+                children = Path(f"/proc/{process}/task/{thread}/children").read_text()
+                found.update(int(child) for child in children.split())
     return sorted(found)
 
 
