@@ -115,7 +115,7 @@ class ResumeConnector(_CheckpointConnector):
             is_told = is_refusal(error) and not isinstance(error, ContentError)
             if is_told or is_secondary(error) or own_place(error):
                 raise
-            with understood(str(self._ckpt_path), problem="holds a state that cannot be restored"):
+            with understood(str(self._ckpt_path), problem="holds a state that does not fit this run"):
                 raise
 
     def restore_loops(self) -> None:

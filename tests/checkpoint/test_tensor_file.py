@@ -272,7 +272,7 @@ def entry(dtype="F32", shape=(1,), place=(0, 4)):
         (with_header(b"[]"), "no JSON object"),
         (with_header(b"{]"), "no JSON"),
         (with_header(b"\xff\xfe"), "no JSON"),
-        (with_header(b"[" * 50_000), "no JSON"),
+        (with_header(b"[" * 50_000), "nests deeper than 200 levels"),
         (with_header({"x": 3}), "'x' is described by 3"),
         (with_header({"x": {**entry(), "more": 1}}, b"1234"), "is described by"),
         (with_header({"x": entry(dtype="F33")}, b"1234"), "dtype 'F33'.*known are F64"),

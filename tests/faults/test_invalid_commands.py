@@ -132,7 +132,7 @@ BY_A_RANK: dict[tuple[str, ...], str] = {
     ("module._target_=os.getcwd",): "os.getcwd",
     ("module._target_=builtins.dict",): "module._target_=builtins.dict: gives a dict",
     ("module.hidden=abc",): "module: my_module.MyModule cannot be built",
-    ("ckpt_path=../other.ckpt",): "ckpt_path=../other.ckpt: does not fit this run",
+    ("ckpt_path=../other.ckpt",): "../other.ckpt holds a state that does not fit this run",
     ("ckpt_path=../other.ckpt", "strict=false"): "no tensor fits",
     ("init_from=../other.safetensors", "strict=false"): "No tensor fits",
     ("run_dir=../begun", "ckpt_path=last", "max_steps=1"): "max_steps=1, but the checkpoint",
