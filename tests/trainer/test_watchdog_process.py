@@ -16,7 +16,6 @@ _PROCESSES = 200
 
 
 def test_a_process_that_ends_while_it_is_asked_for_has_no_children() -> None:
-    assert children_of(os.getpid()) == []
     for _ in range(_PROCESSES):
         process = subprocess.Popen(["true"])
         assert process.pid in children_of(os.getpid())
