@@ -21,10 +21,9 @@ from setuptools.config.pyprojecttoml import apply_configuration
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FOLDER_OF = PROJECT["tool"]["setuptools"]["package-dir"]
-
+FACE = ROOT / "src" / "trainwright"
 # Folders that stand in the repository and are not installed.
-NOT_INSTALLED = {"tests", "benchmarks", "docs", "build"}
+NOT_INSTALLED = {"src", "tests", "benchmarks", "docs", "build"}
 # Package -> packages of this project that it may import; a sub-package belongs to its second name.
 ALLOWED = {
     "checkpoint": {"checkpoint"},
@@ -53,10 +52,14 @@ LIGHT = {
 def modules() -> dict[str, Path]:
     """Every module of the package by its import name."""
     found = {}
-    for package, folder in FOLDER_OF.items():
-        for file in sorted((ROOT / folder).glob("*.py")):
-            found[package if file.stem == "__init__" else f"{package}.{file.stem}"] = file
-    return found
+    for file in [*FACE.glob("*.py"), *(file for link in links() for file in link.resolve().rglob("*.py"))]:
+        inside = file.relative_to(FACE if file.parent == FACE else ROOT).with_suffix("")
+        found[".".join(["trainwright", *inside.parts]).removesuffix(".__init__")] = file
+    return dict(sorted(found.items()))
+
+
+def links() -> list[Path]:
+    return sorted(path for path in FACE.iterdir() if path.is_symlink())
 
 
 def layer_of(module: str) -> str:
@@ -103,34 +106,15 @@ class _Imports(ast.NodeVisitor):
 
 def test_every_folder_with_code_is_installed():
     with_code = {
-        str(file.parent.relative_to(ROOT))
+        file.relative_to(ROOT).parts[0]
         for file in ROOT.glob("*/**/*.py")
         if file.relative_to(ROOT).parts[0] not in NOT_INSTALLED and not file.relative_to(ROOT).parts[0].startswith(".")
     }
-    assert with_code == set(FOLDER_OF.values())
+    assert {link.name: link.readlink() for link in links()} == {room: Path("../..", room) for room in with_code}
 
 
-def test_packages_and_folders_agree():
-    assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == sorted(FOLDER_OF)
-    for package, folder in FOLDER_OF.items():
-        assert package.removeprefix("trainwright").replace(".", "/").strip("/") in ("", folder)
-        assert (ROOT / folder / "__init__.py").is_file()
-
-
-def test_files_that_are_no_code_are_installed_too():
-    installed = {
-        file
-        for package, patterns in PROJECT["tool"]["setuptools"]["package-data"].items()
-        for pattern in patterns
-        for file in (ROOT / FOLDER_OF[package]).glob(pattern)
-    }
-    there = {
-        file
-        for folder in FOLDER_OF.values()
-        for file in (ROOT / folder).glob("**/*")
-        if file.is_file() and file.suffix not in (".py", ".pyc")
-    }
-    assert there == installed
+def test_every_folder_with_code_is_a_package():
+    assert [str(file) for file in modules().values() if not (file.parent / "__init__.py").is_file()] == []
 
 
 def test_a_wheel_holds_the_package_and_nothing_else(tmp_path, monkeypatch):
@@ -146,8 +130,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path, monkeypatch):
     for file in files:
         assert file.parts[0] == "trainwright"
         kinds[file.suffix if file.suffix else file.name] += 1
-    inside = [file for folder in FOLDER_OF.values() for file in (ROOT / folder).glob("*.py")]
-    assert kinds[".py"] == len(inside)
+    assert kinds[".py"] == len(modules())
     assert kinds[".yaml"] == len(list((ROOT / "conf").glob("**/*.yaml")))
     templates = list((ROOT / "trainer" / "report" / "templates").iterdir())
     assert kinds[".j2"] + kinds[".css"] == len(templates) > 0
