@@ -43,8 +43,8 @@ from benchmarks.alternate import alternate
 from benchmarks.quiet import PLAIN_TRAINER, silence_lightning
 from benchmarks.ranks import run_ranks, say_from_first
 from benchmarks.report import Goal, finish, say, table_of
-from trainwright.recipes.digits import DigitsData, DigitsModule
-from trainwright.strategies.registry import make_strategy
+from trainwright.recipes.vision.digits import DigitsData, DigitsModule
+from trainwright.strategies.contract.registry import make_strategy
 from trainwright.trainer.trainer import Trainer
 
 # Throughput in units of DDP's, of workers that do not wait.

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from benchmarks.alternate import alternate
 from benchmarks.report import Goal, finish, table_of
 from benchmarks.slow_link import on_two_nodes
-from trainwright.strategies.averaging import MeansOfCopies
-from trainwright.strategies.communication.options import ALL_REDUCE, AVERAGES, HIERARCHICAL
+from trainwright.strategies.averaging.means import MeansOfCopies
+from trainwright.strategies.contract.communication.options import ALL_REDUCE, AVERAGES, HIERARCHICAL
 
 NODES = 2
 # Of what the bytes across nodes predict for two levels, that much must be seen.

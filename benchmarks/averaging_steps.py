@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.quiet import PLAIN_TRAINER, silence_lightning
-from trainwright.strategies.communication.options import HIERARCHICAL
-from trainwright.strategies.ddp import DDPStrategy
+from trainwright.strategies.contract.communication.options import HIERARCHICAL
+from trainwright.strategies.data.ddp import DDPStrategy
 from trainwright.trainer.trainer import Trainer
 
 _WIDTH = 1024

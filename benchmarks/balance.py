@@ -25,7 +25,7 @@ from benchmarks.alternate import alternate
 from benchmarks.quiet import PLAIN_TRAINER, silence_lightning
 from benchmarks.ranks import run_ranks
 from benchmarks.report import Goal, finish, table_of
-from trainwright.strategies.registry import make_strategy
+from trainwright.strategies.contract.registry import make_strategy
 from trainwright.trainer.trainer import Trainer
 
 LEAST_RATIO = 1.8

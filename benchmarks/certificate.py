@@ -22,8 +22,8 @@ from lightning.pytorch import seed_everything
 from benchmarks.ranks import run_ranks
 from benchmarks.report import Goal, finish, say, table_of
 from trainwright import compose
-from trainwright.trainer.run import prepare
-from trainwright.trainer.run_directory import read_config
+from trainwright.command.run import prepare
+from trainwright.core.run.run_directory import read_config
 
 _MIB = 2**20
 # Layouts by name: recipe, and axes of the layout.
@@ -108,7 +108,7 @@ def _ranks(axes: dict[str, int]) -> int:
 
 def measure(run_dir: str) -> dict[str, Any]:
     """Train on this rank."""
-    from trainwright.trainer.worker import build_trainer
+    from trainwright.launch.worker import build_trainer
 
     cfg = read_config(Path(run_dir))
     module = instantiate(cfg.module, _convert_="all")

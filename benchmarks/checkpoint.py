@@ -30,11 +30,11 @@ from torch.utils.data import DataLoader
 from benchmarks.quiet import PLAIN_TRAINER
 from benchmarks.ranks import run_ranks, say_from_first
 from benchmarks.report import Goal, finish, say, table_of
-from trainwright.callbacks.run_state import RunStateCheckpoint
-from trainwright.checkpoint.manifest import verify
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.run_state import RunState
-from trainwright.strategies.registry import make_strategy
+from trainwright.callbacks.save.run_state import RunStateCheckpoint
+from trainwright.checkpoint.format.manifest import verify
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.read.run_state import RunState
+from trainwright.strategies.contract.registry import make_strategy
 from trainwright.trainer.trainer import Trainer
 
 MOST_BLOCKED = 0.1

@@ -43,11 +43,11 @@ from benchmarks.memory import Ids
 from benchmarks.quiet import PLAIN_TRAINER
 from benchmarks.ranks import run_ranks, say_from_first
 from benchmarks.report import Goal, finish, say, table_of
-from trainwright.recipes.gpt import GPTModule
-from trainwright.recipes.gpt_model import GPTConfig
-from trainwright.recipes.moe import MoEModule
-from trainwright.recipes.moe_model import MoEConfig
-from trainwright.strategies.registry import make_strategy
+from trainwright.recipes.gpt.model import GPTConfig
+from trainwright.recipes.gpt.module import GPTModule
+from trainwright.recipes.moe.model import MoEConfig
+from trainwright.recipes.moe.module import MoEModule
+from trainwright.strategies.contract.registry import make_strategy
 from trainwright.trainer.trainer import Trainer
 
 MOST_ABOVE_FLOOR = 1.05

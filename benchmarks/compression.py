@@ -28,12 +28,12 @@ from benchmarks.quiet import PLAIN_TRAINER
 from benchmarks.ranks import run_ranks
 from benchmarks.report import Goal, finish, say, table_of
 from benchmarks.slow_link import on_a_slow_link
-from trainwright.recipes.gpt import GPTModule
-from trainwright.recipes.gpt_model import GPTConfig
-from trainwright.recipes.text_corpus import TextCorpus
-from trainwright.strategies.compression.compressor import ring_bytes
-from trainwright.strategies.compression.options import choose_compression
-from trainwright.strategies.registry import make_strategy
+from trainwright.recipes.data.text_corpus import TextCorpus
+from trainwright.recipes.gpt.model import GPTConfig
+from trainwright.recipes.gpt.module import GPTModule
+from trainwright.strategies.averaging.compression.compressor import ring_bytes
+from trainwright.strategies.averaging.compression.options import choose_compression
+from trainwright.strategies.contract.registry import make_strategy
 from trainwright.trainer.trainer import Trainer
 
 DENSE = "none"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.recipes.gpt_model import GPT
+from trainwright.recipes.gpt.model import GPT
 
 # Dense bfloat16 operations per second, from the makers' data sheets; the first name that a device's name contains.
 _PEAKS = {

@@ -32,12 +32,12 @@ from benchmarks.ranks import run_ranks
 from benchmarks.report import Goal, finish, say, table_of
 from benchmarks.throughput import Piece, Plan, TakeTurns
 from trainwright import compose
-from trainwright.strategies.communication.meter import CommunicationMeter, Counts
-from trainwright.trainer.doctor.profile import profile_of
-from trainwright.trainer.doctor.together import Wish, see_locally
-from trainwright.trainer.planning.choose import predicted_step
-from trainwright.trainer.run import prepare
-from trainwright.trainer.run_directory import read_config
+from trainwright.command.run import prepare
+from trainwright.core.run.run_directory import read_config
+from trainwright.planning.search.choose import predicted_step
+from trainwright.strategies.contract.communication.meter import CommunicationMeter, Counts
+from trainwright.tools.doctor.profile import profile_of
+from trainwright.tools.doctor.together import Wish, see_locally
 
 LEAST_RATIO = 0.95
 RANKS = 4
@@ -171,7 +171,7 @@ def measure(run_dir: str, name: str, plan: Plan) -> dict[str, Any]:
     Returns:
         Seconds of each piece of ``ours`` and ``by_hand`` (of the slowest rank), last losses, bytes held and sent.
     """
-    from trainwright.trainer.worker import build_trainer
+    from trainwright.launch.worker import build_trainer
 
     cfg, case = read_config(Path(run_dir)), CASES[name]
     device = torch.device("cuda", torch.cuda.current_device()) if cfg.accelerator == "gpu" else torch.device("cpu")

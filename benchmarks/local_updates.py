@@ -19,11 +19,11 @@ from benchmarks.layouts import written_bytes
 from benchmarks.quiet import PLAIN_TRAINER
 from benchmarks.ranks import run_ranks
 from benchmarks.report import Goal, finish, say, table_of
-from trainwright.recipes.gpt import GPTModule
-from trainwright.recipes.gpt_model import GPTConfig
-from trainwright.recipes.text_corpus import TextCorpus
-from trainwright.strategies.communication.meter import CommunicationMeter
-from trainwright.strategies.registry import make_strategy
+from trainwright.recipes.data.text_corpus import TextCorpus
+from trainwright.recipes.gpt.model import GPTConfig
+from trainwright.recipes.gpt.module import GPTModule
+from trainwright.strategies.contract.communication.meter import CommunicationMeter
+from trainwright.strategies.contract.registry import make_strategy
 from trainwright.trainer.trainer import Trainer
 
 DDP = "ddp"

@@ -24,8 +24,8 @@ from benchmarks.live_bytes import LiveBytes
 from benchmarks.quiet import PLAIN_TRAINER
 from benchmarks.ranks import run_ranks, say_from_first
 from benchmarks.report import Goal, finish, say, table_of
-from trainwright.recipes.gpt_model import GPT, GPTConfig
-from trainwright.strategies.registry import make_strategy
+from trainwright.recipes.gpt.model import GPT, GPTConfig
+from trainwright.strategies.contract.registry import make_strategy
 from trainwright.trainer.trainer import Trainer
 
 MOST_ABOVE_FORMULA = 1.02

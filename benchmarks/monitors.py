@@ -43,7 +43,7 @@ from benchmarks.alternate import alternate
 from benchmarks.quiet import PLAIN_TRAINER, silence_lightning
 from benchmarks.report import Goal, finish, table_of
 from trainwright import compose
-from trainwright.trainer.metrics_csv import MetricsCSV
+from trainwright.trainer.loggers.metrics_csv import MetricsCSV
 from trainwright.trainer.trainer import Trainer
 
 MOST_PART = 0.01

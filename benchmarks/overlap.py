@@ -26,7 +26,7 @@ from benchmarks.quiet import PLAIN_TRAINER, silence_lightning
 from benchmarks.ranks import run_ranks
 from benchmarks.report import Goal, finish, table_of
 from benchmarks.slow_link import on_a_slow_link
-from trainwright.strategies.registry import make_strategy
+from trainwright.strategies.contract.registry import make_strategy
 from trainwright.trainer.trainer import Trainer
 
 OVERLAPPED, AFTER = "overlap", "after"

@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.quiet import PLAIN_TRAINER
 from benchmarks.ranks import run_ranks, say_from_first
 from benchmarks.report import Goal, finish, say, table_of
+from trainwright.strategies.contract.registry import make_strategy
 from trainwright.strategies.pipeline.schedules import CHOICES
-from trainwright.strategies.registry import make_strategy
 from trainwright.trainer.trainer import Trainer
 
 MOST_ABOVE_THEORY = 1.10

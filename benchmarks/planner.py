@@ -19,10 +19,10 @@ from benchmarks.report import Goal, finish, say, table_of
 from tests.parity.layouts import LayoutCase
 from tests.parity.test_layouts import EIGHT, FOUR, TWO
 from tests.trainer.planning.bytes_of_ranks import measured, predictor
-from trainwright.trainer.compose import compose
-from trainwright.trainer.planning.experts import EVEN, Routing
-from trainwright.trainer.planning.memory import Held
-from trainwright.trainer.planning.search import plan
+from trainwright.command.schema.compose import compose
+from trainwright.planning.memory.peak import Held
+from trainwright.planning.model.experts import EVEN, Routing
+from trainwright.planning.search.search import plan
 
 _CHECKPOINTED = {"activation_checkpointing": "full"}
 WORLDS = (1, 1024, 100_000)

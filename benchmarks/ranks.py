@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.quiet import silence_lightning
 from benchmarks.report import say
 
-_PRELOAD = ["torch", "lightning.pytorch", "trainwright.trainer.worker", "trainwright.strategies.zero"]
+_PRELOAD = ["torch", "lightning.pytorch", "trainwright.launch.worker", "trainwright.strategies.data.zero"]
 # After one rank has failed, the others are ended: they would wait for it until the process group's timeout.
 _TIMEOUT = timedelta(minutes=5)
 

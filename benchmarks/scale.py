@@ -34,34 +34,34 @@ from rich.table import Table
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainwright.callbacks.monitor.clocks import clock_offset
+from trainwright.callbacks.guard.replica_check import _Holders
 from trainwright.callbacks.monitor.sample import sampled_ranks
-from trainwright.callbacks.replica_check import _Holders
-from trainwright.callbacks.stragglers import StepTimes, find_stragglers
-from trainwright.checkpoint import distinct
-from trainwright.checkpoint import groups as gloo_groups
-from trainwright.checkpoint.dcp import from_json, to_json
-from trainwright.checkpoint.dealing import Box, Deal, Kin, choose_writers, share_out, writers_of_common
-from trainwright.checkpoint.distinct import of_all_ranks, problems_of_ranks
-from trainwright.checkpoint.manifest import MANIFEST, read_manifest, records_of
-from trainwright.checkpoint.messages import RUN_TOKEN, seal
-from trainwright.checkpoint.records import SPLIT, TENSORS, FileRecord, Listed, Manifest, file_of, list_to_bytes
-from trainwright.checkpoint.save import Content, write
-from trainwright.checkpoint.sizes import size_text
-from trainwright.checkpoint.split import Split, split_of
-from trainwright.checkpoint.storage import Folder
-from trainwright.checkpoint.stored import stored_tensors
-from trainwright.checkpoint.writing import directory_of, led_boxes, stored_by
-from trainwright.strategies.communication.calls import Call, listen
-from trainwright.strategies.communication.costs import least_bytes
-from trainwright.strategies.groups import LayoutGroups
-from trainwright.strategies.layout import Layout
-from trainwright.strategies.same_model import refuse_other_models
-from trainwright.trainer.compose import compose
-from trainwright.trainer.launch import external, handed_over
-from trainwright.trainer.launch.launcher import Launcher
-from trainwright.trainer.planning.search import plan
-from trainwright.trainer.report.files import MonitorFiles
+from trainwright.callbacks.monitor.trace.clocks import clock_offset
+from trainwright.callbacks.traffic.stragglers import StepTimes, find_stragglers
+from trainwright.checkpoint.exchange.distinct import of_all_ranks, problems_of_ranks
+from trainwright.checkpoint.format.dcp import from_json, to_json
+from trainwright.checkpoint.format.manifest import MANIFEST, read_manifest, records_of
+from trainwright.checkpoint.format.records import SPLIT, TENSORS, FileRecord, Listed, Manifest, file_of, list_to_bytes
+from trainwright.checkpoint.format.stored import stored_tensors
+from trainwright.checkpoint.store.publish import distinct
+from trainwright.checkpoint.store.publish import groups as gloo_groups
+from trainwright.checkpoint.store.storage import Folder
+from trainwright.checkpoint.write.dealing import Box, Deal, Kin, choose_writers, share_out, writers_of_common
+from trainwright.checkpoint.write.save import Content, write
+from trainwright.checkpoint.write.split import Split, split_of
+from trainwright.checkpoint.write.writing import directory_of, led_boxes, stored_by
+from trainwright.command.schema.compose import compose
+from trainwright.core.layout import Layout
+from trainwright.core.run.launcher import Launcher
+from trainwright.core.text.messages import RUN_TOKEN, seal
+from trainwright.core.text.sizes import size_text
+from trainwright.launch.torchrun import external, handed_over
+from trainwright.planning.search.search import plan
+from trainwright.strategies.contract.communication.calls import Call, listen
+from trainwright.strategies.contract.communication.costs import least_bytes
+from trainwright.strategies.contract.groups import LayoutGroups
+from trainwright.strategies.contract.same_model import refuse_other_models
+from trainwright.tools.report.files import MonitorFiles
 
 RANKS = (10, 1_000, 100_000)
 # Tensors of the model whose states are saved: parameters, and two of the optimizer for each.

@@ -24,7 +24,7 @@ from benchmarks.communication import AXES, Axis, Work, module_of, train, work_of
 from benchmarks.layouts import Observe
 from benchmarks.ranks import run_ranks, say_from_first
 from benchmarks.report import finish, say, table_of
-from trainwright.recipes.gpt_model import GPTConfig
+from trainwright.recipes.gpt.model import GPTConfig
 
 # Optimizer steps between two averages of local updates.
 _EVERY = 3

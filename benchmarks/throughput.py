@@ -32,9 +32,9 @@ from benchmarks.peers.plain_gpt import Kind, PlainRun, PlainTraining
 from benchmarks.ranks import run_ranks, say_from_first
 from benchmarks.report import Goal, finish, say, table_of
 from trainwright import compose
-from trainwright.recipes.gpt_model import GPT
-from trainwright.trainer.run import prepare
-from trainwright.trainer.run_directory import read_config
+from trainwright.command.run import prepare
+from trainwright.core.run.run_directory import read_config
+from trainwright.recipes.gpt.model import GPT
 
 LEAST_RATIO = 0.98
 _BY_HAND = {"single": "bare loop", "ddp": "torch DDP by hand", "zero3": "torch FSDP2 by hand"}
@@ -154,7 +154,7 @@ def measure(run_dir: str, kind: Kind, plan: Plan) -> dict[str, Any]:
     Returns:
         Seconds of each piece of ``ours`` and ``by_hand`` (of the slowest rank), tokens of a piece, last losses.
     """
-    from trainwright.trainer.worker import build_trainer
+    from trainwright.launch.worker import build_trainer
 
     cfg = read_config(Path(run_dir))
     ranks = int(cfg.devices)

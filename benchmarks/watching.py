@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.quiet import PLAIN_TRAINER, silence_lightning
 from benchmarks.ranks import run_ranks
 from benchmarks.report import Goal, finish, table_of
-from trainwright.callbacks.replica_check import ReplicaCheck
-from trainwright.callbacks.stragglers import Stragglers
-from trainwright.recipes.gpt_model import GPT, GPTConfig
+from trainwright.callbacks.guard.replica_check import ReplicaCheck
+from trainwright.callbacks.traffic.stragglers import Stragglers
+from trainwright.recipes.gpt.model import GPT, GPTConfig
 from trainwright.trainer.trainer import Trainer
 
 MOST_RATIO = 1.01

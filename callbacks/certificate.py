@@ -19,7 +19,7 @@ class CertificateRecord(Callback):
     """Writes ``certificate.json`` into the run directory and records an event, once a certificate was made.
 
     The file holds the layout, whether the numbers agree, losses, the largest difference of a gradient and the names of
-    parameters that differ; see :class:`~trainwright.strategies.certificate.compare.Comparison`. Without a certificate
+    parameters that differ; see ``Comparison``. Without a certificate
     (one process, ``certificate="off"``, a resumed run that was certified) there is neither.
 
     Args:

@@ -15,8 +15,8 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
-from trainwright.checkpoint.bounded import ContentError
-from trainwright.checkpoint.messages import LONGEST
+from trainwright.core.text.bounded import ContentError
+from trainwright.core.text.messages import LONGEST
 
 _log = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainwright.callbacks.phases import BACKWARD, DATA, FORWARD, HOOKS, OPTIMIZER, Phases
+from trainwright.core.run.phases import BACKWARD, DATA, FORWARD, HOOKS, OPTIMIZER, Phases
 
 # What the phases that the Trainer tells of are counted as; others (validation) are no part of a step.
 _KIND_OF = {DATA: "data", FORWARD: "compute", BACKWARD: "compute", OPTIMIZER: "compute", HOOKS: "hooks"}
@@ -18,7 +18,7 @@ class PhaseClock:
     """Sums up the time by the kind of the phase it was spent in, as phases begin, until it is stopped.
 
     Args:
-        trainer: whose strategy measures how long this rank waits (:class:`~trainwright.strategies.waiting.Waits`),
+        trainer: whose strategy measures how long this rank waits (``Waits``),
             which also tells the time. A strategy of Lightning's own does not: then the clock of the host tells the
             time, and no waits are known.
         phases: of that Trainer, which it hears.
@@ -47,13 +47,13 @@ class PhaseClock:
             self._ends.append(listen(self))
 
     def stage_begins(self, what: str, micro_batch: int, stage: int) -> None:
-        """See :class:`~trainwright.strategies.pipeline.timeline.HearsStages`."""
+        """See :class:`~trainwright.strategies.contract.waits.timeline.HearsStages`."""
         if what != FORWARD:
             self._interrupted = self._kind
             self.begin(BACKWARD)
 
     def stage_ends(self, what: str, micro_batch: int, stage: int) -> None:
-        """See :class:`~trainwright.strategies.pipeline.timeline.HearsStages`."""
+        """See :class:`~trainwright.strategies.contract.waits.timeline.HearsStages`."""
         if what != FORWARD:
             self._turn(self._interrupted)
 
@@ -64,7 +64,7 @@ class PhaseClock:
         self._waits.stop()
 
     def refresh(self) -> None:
-        """See :meth:`~trainwright.strategies.waiting.Waits.refresh`."""
+        """See :meth:`~trainwright.strategies.contract.waits.waiting.Waits.refresh`."""
         self._waits.refresh()
 
     def begin(self, phase: str) -> None:

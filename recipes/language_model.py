@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainwright.recipes.prompts import Prompt, continue_greedily, decode_bytes
+from trainwright.recipes.gpt.prompts import Prompt, continue_greedily, decode_bytes
 from trainwright.recipes.schedule import learning_rate_factor
 
 OptimizerFactory = Callable[[Any], Optimizer]
@@ -102,7 +102,7 @@ class LanguageModule(LightningModule):
 
         Returns:
             For windows ``(B, T + 1)`` the bits per token of each, float32 ``(B,)``; for a
-            :class:`~trainwright.recipes.prompts.Prompt` each text with its most likely continuation; for a
+            :class:`~trainwright.recipes.gpt.prompts.Prompt` each text with its most likely continuation; for a
             :class:`Prefix` the logits, ``(B, T, V)``.
         """
         if isinstance(batch, Prompt):

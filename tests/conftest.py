@@ -80,7 +80,7 @@ ALONE = (
 FIRST = (
     "faults/test_preemption.py",
     "trainer/test_multinode.py",
-    "trainer/planning/test_search.py",
+    "planning/test_search.py",
     "trainer/test_slurm.py",
     "trainer/test_verify.py",
     "faults/test_clean_ends.py",

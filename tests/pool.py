@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from trainwright.trainer.launch.rendezvous import LocalStore
+    from trainwright.launch.ranks.rendezvous import LocalStore
 
 SEED = 1234
 # After the first rank of a case failed, the others have this long to fail or finish before they are ended (seconds).
@@ -232,7 +232,7 @@ def _clean_process(case: Case) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from trainwright.strategies.groups import forget_meshes
+    from trainwright.strategies.contract.groups import forget_meshes
 
     environment, handlers = dict(os.environ), {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR2)}
     os.environ.clear()
@@ -546,7 +546,7 @@ class RankPool:
 
     def _meet(self) -> tuple[int, str]:
         """Port of the store, and a name that no other case has there."""
-        from trainwright.trainer.launch.rendezvous import LocalStore
+        from trainwright.launch.ranks.rendezvous import LocalStore
 
         if self._store is None:
             self._store = LocalStore()

@@ -16,9 +16,9 @@ import torch.optim.swa_utils  # noqa: F401
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)  # type: ignore[assignment]
 
 LOADED = (
-    "trainwright.trainer.worker",
-    "trainwright.strategies.ddp",
-    "trainwright.strategies.one_axis",
+    "trainwright.launch.worker",
+    "trainwright.strategies.data.ddp",
+    "trainwright.strategies.compose.one_axis",
     # What cases need beside it. Each rank would import it anew, and so would each that takes a burdened one's place.
     "pytest",
     "tests.parity.layouts",

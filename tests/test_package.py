@@ -21,30 +21,55 @@ from setuptools.config.pyprojecttoml import apply_configuration
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FACE = ROOT / "src" / "trainwright"
+API = ROOT / "src" / "trainwright"
 # Folders that stand in the repository and are not installed.
 NOT_INSTALLED = {"src", "tests", "benchmarks", "docs", "build"}
-# Package -> packages of this project that it may import; a sub-package belongs to its second name.
+# Package -> packages of this project that it may import beside itself; imports for types alone count, too.
+_BELOW_TRAINER = {"core", "checkpoint", "strategies", "callbacks"}
 ALLOWED = {
-    "checkpoint": {"checkpoint"},
-    "strategies": {"strategies", "checkpoint"},
-    "callbacks": {"callbacks", "checkpoint"},
-    "trainer": {"trainer", "strategies", "callbacks", "checkpoint", "conf"},
-    "face": {"face", "trainer", "strategies", "callbacks", "checkpoint"},
-    "recipes": {"recipes", "face"},
-    "conf": {"conf"},
+    "core": set(),
+    "checkpoint": {"core"},
+    "strategies": {"core", "checkpoint"},
+    "callbacks": {"core", "checkpoint"},
+    "trainer": _BELOW_TRAINER,
+    "launch": {*_BELOW_TRAINER, "trainer"},
+    "planning": {*_BELOW_TRAINER, "trainer"},
+    "command": {*_BELOW_TRAINER, "trainer", "launch", "planning", "conf"},
+    "tools": {*_BELOW_TRAINER, "trainer", "launch", "planning", "command"},
+    "api": {*_BELOW_TRAINER, "trainer", "launch", "command"},
+    "recipes": {"api"},
+    "conf": set(),
+}
+# Folders of `strategies` that each may import beside itself.
+_AXES = {"contract", "plan"}
+_BELOW_BASE = {*_AXES, "tensor", "context", "expert", "pipeline", "state"}
+_BELOW_COMPOSE = {*_BELOW_BASE, "base", "averaging", "data", "parameter_server"}
+ALLOWED_IN_STRATEGIES = {
+    "contract": set(),
+    "plan": {"contract"},
+    "tensor": _AXES,
+    "context": _AXES,
+    "expert": _AXES,
+    "pipeline": _AXES,
+    "state": {"contract"},
+    "base": _BELOW_BASE,
+    "averaging": {"contract", "state", "base"},
+    "data": {"contract", "plan", "state", "base", "averaging"},
+    "parameter_server": {"contract", "plan", "state", "base", "averaging"},
+    "compose": _BELOW_COMPOSE,
+    "local_updates": {*_BELOW_COMPOSE, "compose"},
 }
 # Modules that the command line or a launching parent imports: torch takes 1.4 s, Lightning 3.9 s.
 LIGHT = {
     "trainwright": {"torch", "lightning"},
-    "trainwright.strategies.registry": {"torch", "lightning"},
-    "trainwright.strategies.layout": {"torch", "lightning"},
-    "trainwright.trainer.batch": {"torch", "lightning"},
-    "trainwright.trainer.config": {"torch", "lightning"},
-    "trainwright.trainer.compose": {"torch", "lightning"},
-    "trainwright.trainer.cli": {"torch", "lightning", "jinja2", "rich"},
-    "trainwright.trainer.report.page": {"torch", "lightning", "omegaconf"},
-    "trainwright.trainer.report.watch": {"torch", "lightning", "omegaconf"},
+    "trainwright.strategies.contract.registry": {"torch", "lightning"},
+    "trainwright.core.layout": {"torch", "lightning"},
+    "trainwright.core.global_batch": {"torch", "lightning"},
+    "trainwright.command.schema.config": {"torch", "lightning"},
+    "trainwright.command.schema.compose": {"torch", "lightning"},
+    "trainwright.command.cli": {"torch", "lightning", "jinja2", "rich"},
+    "trainwright.tools.report.page": {"torch", "lightning", "omegaconf"},
+    "trainwright.tools.report.watch": {"torch", "lightning", "omegaconf"},
 }
 
 
@@ -52,24 +77,28 @@ LIGHT = {
 def modules() -> dict[str, Path]:
     """Every module of the package by its import name."""
     found = {}
-    for file in [*FACE.glob("*.py"), *(file for link in links() for file in link.resolve().rglob("*.py"))]:
-        inside = file.relative_to(FACE if file.parent == FACE else ROOT).with_suffix("")
+    for file in [*API.glob("*.py"), *(file for link in links() for file in link.resolve().rglob("*.py"))]:
+        inside = file.relative_to(API if file.parent == API else ROOT).with_suffix("")
         found[".".join(["trainwright", *inside.parts]).removesuffix(".__init__")] = file
     return dict(sorted(found.items()))
 
 
 def links() -> list[Path]:
-    return sorted(path for path in FACE.iterdir() if path.is_symlink())
+    return sorted(path for path in API.iterdir() if path.is_symlink())
 
 
 def layer_of(module: str) -> str:
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in ALLOWED else "face"
+    return parts[1] if len(parts) > 1 and parts[1] in ALLOWED else "api"
 
 
 @cache
 def imports(module: str, at_load_only: bool = False) -> frozenset[str]:
-    """Modules of this project that ``module`` imports; ``at_load_only`` leaves out those inside functions."""
+    """Modules of this project that ``module`` imports.
+
+    Args:
+        at_load_only: leave out those inside functions and those for types alone.
+    """
     found: set[str] = set()
     _Imports(found, at_load_only).visit(ast.parse(modules()[module].read_text()))
     return frozenset(found)
@@ -81,7 +110,7 @@ class _Imports(ast.NodeVisitor):
         self.at_load_only = at_load_only
 
     def visit_If(self, node: ast.If) -> None:
-        if "TYPE_CHECKING" not in ast.unparse(node.test):
+        if not (self.at_load_only and "TYPE_CHECKING" in ast.unparse(node.test)):
             self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
@@ -132,7 +161,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path, monkeypatch):
         kinds[file.suffix if file.suffix else file.name] += 1
     assert kinds[".py"] == len(modules())
     assert kinds[".yaml"] == len(list((ROOT / "conf").glob("**/*.yaml")))
-    templates = list((ROOT / "trainer" / "report" / "templates").iterdir())
+    templates = list((ROOT / "tools" / "report" / "templates").iterdir())
     assert kinds[".j2"] + kinds[".css"] == len(templates) > 0
     assert Path("trainwright/py.typed") in files
     assert found.metadata.license_files == ["LICENSE"]
@@ -144,15 +173,46 @@ def test_the_changelog_tells_of_this_version():
                      (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)  # fmt: skip
 
 
-@pytest.mark.parametrize("module", sorted(modules()))
-def test_imports_go_one_way(module):
-    wrong = {name for name in imports(module) if layer_of(name) not in ALLOWED[layer_of(module)]}
-    assert not wrong, f"{module} may import {sorted(ALLOWED[layer_of(module)])}, but imports {sorted(wrong)}"
+@pytest.mark.parametrize("layer", ALLOWED)
+def test_imports_go_one_way(layer):
+    wrong = {
+        (module, name)
+        for module in modules()
+        if layer_of(module) == layer
+        for name in imports(module)
+        if layer_of(name) not in {layer, *ALLOWED[layer]}
+    }
+    assert not wrong, f"{layer} may import {sorted(ALLOWED[layer])}"
+
+
+@pytest.mark.parametrize("folder", ALLOWED_IN_STRATEGIES)
+def test_imports_within_strategies_go_one_way(folder):
+    wrong = {
+        (module, name)
+        for module in modules()
+        if module.startswith(f"trainwright.strategies.{folder}.")
+        for name in imports(module)
+        if layer_of(name) == "strategies" and name.split(".")[2] not in {folder, *ALLOWED_IN_STRATEGIES[folder]}
+    }
+    assert not wrong, f"strategies/{folder} may import {sorted(ALLOWED_IN_STRATEGIES[folder])}"
+    assert {path.name for path in (ROOT / "strategies").iterdir() if path.is_dir()} - {"__pycache__"} == (
+        ALLOWED_IN_STRATEGIES.keys()
+    )
+
+
+def test_no_folder_is_crowded():
+    folders = {file.parent for file in modules().values()}
+    entries = {
+        str(folder.relative_to(ROOT)): sum(each.name not in ("__pycache__", "__init__.py") for each in folder.iterdir())
+        for folder in folders
+        if folder.is_relative_to(ROOT) and API not in (folder, *folder.parents)
+    }
+    assert {folder: count for folder, count in entries.items() if count > 14} == {}
 
 
 @pytest.mark.parametrize("module", sorted(m for m in modules() if layer_of(m) == "recipes"))
-def test_recipes_use_the_face_alone(module):
-    wrong = {name for name in imports(module) if layer_of(name) == "face" and name != "trainwright"}
+def test_recipes_use_the_public_api_alone(module):
+    wrong = {name for name in imports(module) if layer_of(name) == "api" and name != "trainwright"}
     assert not wrong, f"{module} must import what it uses from `trainwright`, not from {sorted(wrong)}"
 
 
@@ -164,8 +224,8 @@ UNPICKLE = re.compile(
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "torch", "dist", "ForkingPickler"}
 # File -> why what it unpickles comes from nobody else.
 MAY_UNPICKLE = {
-    "checkpoint/ordinary.py": "torch.load of a file, with weights_only unless the user has said to trust it",
-    "checkpoint/torch_file.py": "torch.load(weights_only=True) of what was just written",
+    "checkpoint/foreign/ordinary.py": "torch.load of a file, with weights_only unless the user has said to trust it",
+    "checkpoint/foreign/torch_file.py": "torch.load(weights_only=True) of what was just written",
 }
 
 
@@ -215,10 +275,10 @@ def test_arrows_are_seen(tmp_path):
     """The checks above must see each form of import."""
     found: set[str] = set()
     source = (
-        "import trainwright.trainer.batch\nfrom trainwright.strategies import layout\ndef f():\n    import trainwright"
+        "import trainwright.core.global_batch\nfrom trainwright.core import layout\ndef f():\n    import trainwright"
     )
     _Imports(found, at_load_only=False).visit(ast.parse(source))
-    assert found == {"trainwright.trainer.batch", "trainwright.strategies.layout", "trainwright"}
+    assert found == {"trainwright.core.global_batch", "trainwright.core.layout", "trainwright"}
 
 
 @pytest.mark.parametrize("module", sorted(LIGHT))
@@ -228,7 +288,7 @@ def test_light_modules_stay_light(module):
     assert not LIGHT[module] & set(loaded)
 
 
-def test_the_face_gives_what_it_promises():
+def test_the_public_api_gives_what_it_promises():
     import trainwright
 
     assert {name for name in trainwright.__all__ if not hasattr(trainwright, name)} == set()

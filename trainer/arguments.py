@@ -15,9 +15,9 @@ from lightning.pytorch.utilities.argparse import _parse_env_variables
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from trainwright.strategies.precision import AutocastPrecision
-from trainwright.strategies.registry import make_strategy, strategy_names, strategy_target
-from trainwright.trainer.partition import PARTITIONS
+from trainwright.strategies.contract.precision import AutocastPrecision
+from trainwright.strategies.contract.registry import make_strategy, strategy_names, strategy_target
+from trainwright.trainer.data.partition import PARTITIONS
 
 
 def check_partition(partition: str, data_key: object, kwargs: dict[str, Any]) -> None:

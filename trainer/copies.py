@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from trainwright.callbacks.phases import DATA
-from trainwright.checkpoint.interval import AutoInterval
-from trainwright.checkpoint.snapshots import Snapshots
+from trainwright.checkpoint.memory.snapshots import Snapshots
+from trainwright.checkpoint.write.interval import AutoInterval
+from trainwright.core.run.phases import DATA
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
@@ -64,7 +64,7 @@ class StateCopies:
         Args:
             keep: how many, at least.
             mtbf: hours between two failures after which they are needed: they are made as often as loses least time, by
-                Young's and Daly's formula (:func:`~trainwright.checkpoint.interval.young_daly`) from what they cost;
+                Young's and Daly's formula (``young_daly``) from what they cost;
                 ``None``: off.
             every_n_steps: optimizer steps from one copy to the next, at most; ``None``: off.
             at_once: copy before the first step as well; ``False``: first after it, when optimizers have a state.

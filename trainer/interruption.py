@@ -6,7 +6,7 @@ import time
 
 import torch.distributed as dist
 
-from trainwright.checkpoint.groups import default_store
+from trainwright.checkpoint.exchange.groups import default_store
 
 WAITING_SECONDS = 10.0
 _PAUSE = 0.05

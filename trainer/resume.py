@@ -23,16 +23,16 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from trainwright.callbacks.run_state import RunStateCheckpoint
-from trainwright.callbacks.verdict import keeps_its_state
-from trainwright.checkpoint.bounded import ContentError, natural, understood
-from trainwright.checkpoint.distinct import from_rank
-from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from trainwright.checkpoint.held import HeldState
-from trainwright.checkpoint.paths import join_path
-from trainwright.trainer.candidates import AUTO, LAST, Candidate, candidate_at, candidates_of, newest_first
-from trainwright.trainer.launch.error_text import is_refusal, is_secondary, own_place
-from trainwright.trainer.run_directory import CHECKPOINTS
+from trainwright.callbacks.guard.verdict import keeps_its_state
+from trainwright.callbacks.save.run_state import RunStateCheckpoint
+from trainwright.checkpoint.exchange.distinct import from_rank
+from trainwright.checkpoint.memory.held import HeldState
+from trainwright.checkpoint.read.candidates import AUTO, LAST, Candidate, candidate_at, candidates_of, newest_first
+from trainwright.checkpoint.store.paths import join_path
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint
+from trainwright.core.failures.error_text import is_refusal, is_secondary, own_place
+from trainwright.core.run.run_directory import CHECKPOINTS
+from trainwright.core.text.bounded import ContentError, natural, understood
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
@@ -137,7 +137,7 @@ class ResumeConnector(_CheckpointConnector):
     def go_back(self, held: HeldState) -> None:
         """Put everything back where it was when this rank's state was taken, within a fit. A collective.
 
-        Callbacks that say so keep what they know, see :func:`~trainwright.callbacks.verdict.keeps_its_state`.
+        Callbacks that say so keep what they know, see :func:`~trainwright.callbacks.guard.verdict.keeps_its_state`.
 
         Raises:
             CheckpointError: if the state is not one of this module and layout.

@@ -17,15 +17,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.signal_connector import _HANDLER, _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 
-from trainwright.callbacks.notice import FILE, URL, Notice, NoticePoll, Told
-from trainwright.callbacks.phases import AGREEMENT
-from trainwright.callbacks.preemption import Preemption
-from trainwright.strategies.word_of_end import EndNotice, HeardNotice
-from trainwright.trainer.launch.interrupt import raise_interrupted
-from trainwright.trainer.launch.watch import Allowance, ShutdownWatch
+from trainwright.callbacks.end.notice import FILE, URL, Notice, NoticePoll, Told
+from trainwright.callbacks.end.preemption import Preemption
+from trainwright.core.processes.watch import Allowance, ShutdownWatch
+from trainwright.core.run.interrupt import raise_interrupted
+from trainwright.core.run.phases import AGREEMENT
+from trainwright.strategies.contract.word_of_end import EndNotice, HeardNotice
 
 if TYPE_CHECKING:
-    from trainwright.trainer.leased_batches import LeasedBatchSampler
+    from trainwright.trainer.leases.batches import LeasedBatchSampler
 
 # Micro-batches between two agreements at most: of very short ones, and where there is nothing to go by.
 MOST_BATCHES = 512

@@ -19,11 +19,14 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
-from trainwright.callbacks.communication_advice import CommunicationAdvice
-from trainwright.callbacks.phases import SAVING, Phases
-from trainwright.checkpoint.groups import WorldGroup
-from trainwright.strategies.precision import set_loss_scale
-from trainwright.strategies.registry import strategy_names
+from trainwright.callbacks.traffic.communication_advice import CommunicationAdvice
+from trainwright.checkpoint.exchange.groups import WorldGroup
+from trainwright.core.failures.uncaught import is_one_of_many, tell_uncaught
+from trainwright.core.global_batch import GlobalBatch, solve_accumulation
+from trainwright.core.processes.orphans import end_with_agent
+from trainwright.core.run.phases import SAVING, Phases
+from trainwright.strategies.contract.precision import set_loss_scale
+from trainwright.strategies.contract.registry import strategy_names
 from trainwright.trainer.arguments import (
     check_batch_options,
     check_partition,
@@ -31,25 +34,22 @@ from trainwright.trainer.arguments import (
     from_environment,
     resolve_strategy,
 )
-from trainwright.trainer.balance import Balance, make_balance
-from trainwright.trainer.balance_options import BalanceArgument
-from trainwright.trainer.batch import GlobalBatch, solve_accumulation
+from trainwright.trainer.balance.balance import Balance, make_balance
+from trainwright.trainer.balance.options import BalanceArgument
 from trainwright.trainer.copies import StateCopies
-from trainwright.trainer.data_connector import OrderedDataConnector
-from trainwright.trainer.epoch_order import seed_of_run
-from trainwright.trainer.evaluation import ExactEvaluationLoop, OrderedPredictionLoop
-from trainwright.trainer.fit_loop import ResumableFitLoop
+from trainwright.trainer.data.data_connector import OrderedDataConnector
+from trainwright.trainer.data.epoch_order import seed_of_run
+from trainwright.trainer.data.partition import DataKey, resolve_data_key
 from trainwright.trainer.interruption import all_are_interrupted
-from trainwright.trainer.launch.orphans import end_with_agent
-from trainwright.trainer.launch.script import ScriptLauncher
-from trainwright.trainer.launch.uncaught import is_one_of_many, tell_uncaught
-from trainwright.trainer.leased_batches import LeasedBatchSampler, SampleLeases
-from trainwright.trainer.loop import LeanEpochLoop
-from trainwright.trainer.loss_scale import PRECISION as LOSS_SCALING_PRECISION
-from trainwright.trainer.loss_scale import LossScale, loss_scale_problems
-from trainwright.trainer.loss_weighting import LossWeighting, TokenCount, make_token_weights
-from trainwright.trainer.partition import DataKey, resolve_data_key
+from trainwright.trainer.leases.batches import LeasedBatchSampler, SampleLeases
+from trainwright.trainer.loop.epoch import LeanEpochLoop
+from trainwright.trainer.loop.evaluation import ExactEvaluationLoop, OrderedPredictionLoop
+from trainwright.trainer.loop.fit_loop import ResumableFitLoop
+from trainwright.trainer.loop.loss_scale import PRECISION as LOSS_SCALING_PRECISION
+from trainwright.trainer.loop.loss_scale import LossScale, loss_scale_problems
+from trainwright.trainer.loop.loss_weighting import LossWeighting, TokenCount, make_token_weights
 from trainwright.trainer.resume import ResumeConnector
+from trainwright.trainer.script import ScriptLauncher
 from trainwright.trainer.serving import serve
 from trainwright.trainer.signals import FlagOnSignal
 
@@ -80,12 +80,12 @@ class Trainer(LightningTrainer):
             that must keep its global batch when ranks come and go. ``False`` (off) refuses such a batch.
         balance: who computes how much of the global batch, which itself stays what it is: ``"none"`` (off): all data
             ranks the same; ``"auto"``: by measured speed; a list of shares, one for each data rank: by these; or
-            options of ``"auto"`` by name, see :class:`~trainwright.trainer.balance_options.BalanceOptions`.
+            options of ``"auto"`` by name, see :class:`~trainwright.trainer.balance.options.BalanceOptions`.
         data_seed: seed of the order of samples, which depends on it and the epoch alone. ``None`` takes the seed of
             ``seed_everything``, or 0.
         loss_weighting: ``"micro_batch"`` is Lightning's mean over micro-batches (and ranks) of their losses;
             ``"tokens"`` makes gradients and the logged loss those of the mean over all valid tokens of the global
-            batch, see :mod:`trainwright.trainer.loss_weighting`.
+            batch, see :mod:`trainwright.trainer.loop.loss_weighting`.
         token_count: with ``"tokens"``, batch -> number of tokens over which ``training_step`` takes its mean, a
             function or ``"package.module:function"``; ``None`` counts the targets of the one ``cross_entropy`` or
             ``nll_loss`` in ``training_step``.
@@ -100,7 +100,7 @@ class Trainer(LightningTrainer):
         allow_changed_data: ``False`` refuses to resume with another global batch, data set, order or partition than
             the run that saved; ``True`` goes on and warns of what that means.
         loss_scale: with ``precision="16-mixed"``, how the loss is scaled: ``initial`` (65536), ``growth_interval``
-            (2000), ``least`` (0), ``fixed`` (False), see :class:`~trainwright.trainer.loss_scale.LossScale`. ``None``
+            (2000), ``least`` (0), ``fixed`` (False), see ``LossScale``. ``None``
             is torch's dynamic scaling.
         error_if_nonfinite: stop with an error when ``gradient_clip_val`` meets a norm that is NaN or infinite; off by
             default, as in Lightning.

@@ -28,7 +28,7 @@ from benchmarks.peers.task import Task
 from benchmarks.ranks import end_on_sigterm, threads_per_rank
 from benchmarks.report import finish, machine, say, table_of
 from trainwright import compose
-from trainwright.recipes.gpt_model import GPT
+from trainwright.recipes.gpt.model import GPT
 
 SIZES = ("125m", "350m", "1b", "3b")
 # Windows of a device and step: what 80 GB hold at the smaller sizes, and 141 GB at 3b.

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.peers.windows import Windows
-from trainwright.recipes.gpt_model import GPT, GPTConfig
+from trainwright.recipes.gpt.model import GPT, GPTConfig
 from trainwright.recipes.schedule import learning_rate_factor
 
 Kind = Literal["single", "ddp", "zero3"]

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.utils import get_total_norm
 
 from benchmarks.peers.plain_gpt import PlainRun, PlainTraining
-from trainwright.recipes.gpt_model import GPT, rotary_angles
+from trainwright.recipes.gpt.model import GPT, rotary_angles
 
 
 class Stage(nn.Module):

@@ -9,8 +9,8 @@ import lightning.pytorch as pl
 
 from benchmarks.peers.first_step import FirstStep
 from benchmarks.quiet import PLAIN_TRAINER, silence_lightning
-from trainwright.recipes.gpt import GPTModule
-from trainwright.recipes.text_corpus import TextCorpus
+from trainwright.recipes.data.text_corpus import TextCorpus
+from trainwright.recipes.gpt.module import GPTModule
 
 
 def main(devices: int, save: str | None, resume: str | None) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.peers.moment import write_moment
 from benchmarks.peers.plain_gpt import PlainRun, PlainTraining
-from trainwright.recipes.gpt_model import GPTConfig
+from trainwright.recipes.gpt.model import GPTConfig
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from benchmarks.peers.windows import Windows
-from trainwright.recipes.gpt_model import GPT, GPTConfig
+from trainwright.recipes.gpt.model import GPT, GPTConfig
 
 VARIABLE = "TRAINWRIGHT_BENCHMARK_PEERS_TASK"
 """Environment variable that holds a :class:`Task` as JSON."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainwright.recipes.corpus import default_cache_dir, find_corpus, join_files, num_windows, split_by_position
+from trainwright.recipes.data.corpus import default_cache_dir, find_corpus, join_files, num_windows, split_by_position
 
 
 class Windows(Dataset[Tensor]):

@@ -29,8 +29,8 @@ from benchmarks.soak.forked import fork_command
 from benchmarks.soak.killer import DELETION, PLAN, RECOVERY, SAVE, TOLD, Kill, run_watched, told
 from benchmarks.soak.left import Family, abandoned, segments
 from benchmarks.soak.plan import STRATEGIES, Drawn, Instants, draw_kills
-from trainwright.checkpoint.find import list_checkpoints
-from trainwright.checkpoint.storage import remove
+from trainwright.checkpoint.read.find import list_checkpoints
+from trainwright.checkpoint.store.storage import remove
 
 KILLS_OF_A_RUN = 8
 # As far as an undisturbed run is known; one with so many kills comes to step 20.

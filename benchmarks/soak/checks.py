@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.soak.killer import COMMAND, Kill
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.find import Found, list_checkpoints
-from trainwright.checkpoint.manifest import records_of, verify
+from trainwright.checkpoint.format.manifest import records_of, verify
+from trainwright.checkpoint.read.find import Found, list_checkpoints
+from trainwright.core.errors import CheckpointError
 
 LOST, PROCESSES, FILES, SEGMENTS, ENDS = "lost", "processes", "files", "segments", "ends"
 

@@ -2,7 +2,7 @@
 
 A command takes five seconds to start, nearly all of it imports: its own, and once more those of the fork server that it
 starts for its ranks. Here both begin as forks of this process. All else is as ever: the command runs
-``trainwright.trainer.cli.main``, and ranks are forked from its fork server.
+``trainwright.command.cli.main``, and ranks are forked from its fork server.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainwright.trainer.launch.orphans import end_with_parent
-from trainwright.trainer.launch.scratch import scratch
+from trainwright.core.processes.orphans import end_with_parent
+from trainwright.core.processes.scratch import scratch
 
-# Of `trainwright.trainer.launch.preload` all but the module itself, which makes a fork server of who imports it.
+# Of `trainwright.launch.ranks.preload` all but the module itself, which makes a fork server of who imports it.
 _LOADED = (
-    "trainwright.trainer.command",
-    "trainwright.trainer.launch.local",
-    "trainwright.trainer.launch.progress",
-    "trainwright.trainer.launch.rank",
-    "trainwright.trainer.worker",
-    "trainwright.trainer.report.page",
+    "trainwright.command.verbs",
+    "trainwright.launch.local.local",
+    "trainwright.launch.ranks.progress",
+    "trainwright.launch.rank",
+    "trainwright.launch.worker",
+    "trainwright.tools.report.page",
 )
 _spawn = multiprocessing.util.spawnv_passfds
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from trainwright.trainer.cli import main
-from trainwright.trainer.watchdog.process import children_of
+from trainwright.command.cli import main
+from trainwright.core.processes.process import children_of
 
 SAVE, DELETION, RECOVERY, STEP = "save", "deletion", "recovery", "step"
 COMMAND = -1

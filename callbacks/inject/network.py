@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from trainwright.callbacks.connections import Place, connections, cut_off
+from trainwright.callbacks.inject.connections import Place, connections, cut_off
 from trainwright.callbacks.inject.fault import Fault
-from trainwright.checkpoint.distinct import of_all_ranks
+from trainwright.checkpoint.exchange.distinct import of_all_ranks
 
 
 class Partition(Fault):

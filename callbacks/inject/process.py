@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.inject.fault import Fault, StepFault
 from trainwright.callbacks.inject.rules import STEP
-from trainwright.callbacks.phases import DATA
+from trainwright.core.run.phases import DATA
 
 # More than any platform's pthread_mutex_t takes.
 _MUTEX_BYTES = 256

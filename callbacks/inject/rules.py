@@ -7,7 +7,7 @@ import signal as signals
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainwright.callbacks.option_rules import Rule, or_none
+from trainwright.core.config.option_rules import Rule, or_none
 
 HANGS = ("sleep", "lock", "gil", "skip_collective", "data")
 """Ways to hang."""

@@ -10,13 +10,13 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.inject.fault import Fault
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.manifest import read_manifest, records_of
-from trainwright.checkpoint.paths import is_remote
-from trainwright.checkpoint.records import FileRecord
-from trainwright.checkpoint.sealed import SealedFile
-from trainwright.checkpoint.storage import PendingFolder
-from trainwright.checkpoint.write_errors import write_error
+from trainwright.checkpoint.format.manifest import read_manifest, records_of
+from trainwright.checkpoint.format.records import FileRecord
+from trainwright.checkpoint.store.paths import is_remote
+from trainwright.checkpoint.store.sealed import SealedFile
+from trainwright.checkpoint.store.storage import PendingFolder
+from trainwright.checkpoint.store.write_errors import write_error
+from trainwright.core.errors import CheckpointError
 
 
 class FullDisk(Fault):

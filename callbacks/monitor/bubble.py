@@ -18,7 +18,7 @@ class Bubble(Measuring, Windowed):
     One step of each window is looked at, its last: when each forward and backward of a micro-batch began and ended. The
     first micro-batches of that step are, where a step accumulates. Every rank tells a record ``bubble``: ``busy`` and
     ``idle`` (seconds), ``began`` (unix seconds) and ``timeline``, a list of ``[begin, end, what, micro_batch, stage]``,
-    see :class:`~trainwright.strategies.pipeline.timeline.Entry`. Nothing is communicated. Without a pipeline nothing is
+    see ``Entry``. Nothing is communicated. Without a pipeline nothing is
     told, and it costs nothing.
 
     Args:

@@ -8,12 +8,12 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from trainwright.callbacks.end.preemption import Preempted
 from trainwright.callbacks.monitor.hook_phases import phases_of
 from trainwright.callbacks.monitor.records import read_records, records_path, tell
-from trainwright.callbacks.phases import SAVING, VALIDATION
-from trainwright.callbacks.preemption import Preempted
 from trainwright.callbacks.steps import steps_done
-from trainwright.checkpoint.held import HeldState
+from trainwright.checkpoint.memory.held import HeldState
+from trainwright.core.run.phases import SAVING, VALIDATION
 
 _TIMED = {SAVING: "checkpoint", VALIDATION: "validation"}
 

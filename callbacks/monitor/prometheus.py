@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from trainwright.callbacks.message_server import MessageServer, Peer
-from trainwright.checkpoint.bounded import ContentError
+from trainwright.core.text.bounded import ContentError
 
 _OTHERS = re.compile(r"[^a-zA-Z0-9_]")
 _REQUEST = re.compile(r"(GET|HEAD|OPTIONS) ([^ ?]+)\??([^ ]*) HTTP/1\.[01]")

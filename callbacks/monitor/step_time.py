@@ -8,7 +8,10 @@ from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.monitor.hook_phases import phases_of
 from trainwright.callbacks.monitor.records import tell
-from trainwright.callbacks.phases import (
+from trainwright.callbacks.step_clock import PhaseClock
+from trainwright.callbacks.steps import log_metrics
+from trainwright.callbacks.windows import Measuring, Windowed
+from trainwright.core.run.phases import (
     AGREEMENT,
     BACKWARD,
     DATA,
@@ -19,9 +22,6 @@ from trainwright.callbacks.phases import (
     SAVING,
     Phases,
 )
-from trainwright.callbacks.step_clock import PhaseClock
-from trainwright.callbacks.steps import log_metrics
-from trainwright.callbacks.windows import Measuring, Windowed
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
 """Of a step, in the order in which they are told."""

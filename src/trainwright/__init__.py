@@ -8,59 +8,59 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainwright.callbacks.diverged import DivergedError
-    from trainwright.callbacks.loss_guard import LossGuard
-    from trainwright.callbacks.preemption import Preempted, Preemption
-    from trainwright.callbacks.run_state import RunStateCheckpoint
-    from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
-    from trainwright.strategies.ddp import DDPStrategy
-    from trainwright.strategies.hybrid import HybridStrategy
-    from trainwright.strategies.layout import Layout
-    from trainwright.strategies.local_updates.strategy import DiLoCoStrategy, LocalSGDStrategy
-    from trainwright.strategies.one_axis import (
+    from trainwright.callbacks.end.preemption import Preempted, Preemption
+    from trainwright.callbacks.guard.loss_guard import LossGuard
+    from trainwright.callbacks.save.run_state import RunStateCheckpoint
+    from trainwright.command.run import run
+    from trainwright.command.schema.compose import compose
+    from trainwright.core.errors import CheckpointError, DamagedCheckpoint
+    from trainwright.core.layout import Layout
+    from trainwright.core.run.diverged import DivergedError
+    from trainwright.launch.watchdog.callback import Watchdog
+    from trainwright.strategies.compose.hybrid import HybridStrategy
+    from trainwright.strategies.compose.one_axis import (
         ContextParallelStrategy,
         ExpertParallelStrategy,
         PipelineStrategy,
         TensorParallelStrategy,
     )
+    from trainwright.strategies.data.ddp import DDPStrategy
+    from trainwright.strategies.data.single import SingleDeviceStrategy
+    from trainwright.strategies.data.zero import ZeroStrategy
+    from trainwright.strategies.local_updates.strategy import DiLoCoStrategy, LocalSGDStrategy
     from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
-    from trainwright.strategies.plan import ModelPlan
-    from trainwright.strategies.single import SingleDeviceStrategy
-    from trainwright.strategies.zero import ZeroStrategy
-    from trainwright.trainer.compose import compose
-    from trainwright.trainer.run import run
-    from trainwright.trainer.stream import DealtStream
+    from trainwright.strategies.plan.model_plan import ModelPlan
+    from trainwright.trainer.data.stream import DealtStream
     from trainwright.trainer.trainer import Trainer
-    from trainwright.trainer.watchdog.callback import Watchdog
 
     __version__: str
 
 _LOCATIONS = {
     "Trainer": "trainwright.trainer.trainer",
-    "SingleDeviceStrategy": "trainwright.strategies.single",
-    "DDPStrategy": "trainwright.strategies.ddp",
-    "ZeroStrategy": "trainwright.strategies.zero",
-    "HybridStrategy": "trainwright.strategies.hybrid",
-    "TensorParallelStrategy": "trainwright.strategies.one_axis",
-    "PipelineStrategy": "trainwright.strategies.one_axis",
-    "ContextParallelStrategy": "trainwright.strategies.one_axis",
-    "ExpertParallelStrategy": "trainwright.strategies.one_axis",
+    "SingleDeviceStrategy": "trainwright.strategies.data.single",
+    "DDPStrategy": "trainwright.strategies.data.ddp",
+    "ZeroStrategy": "trainwright.strategies.data.zero",
+    "HybridStrategy": "trainwright.strategies.compose.hybrid",
+    "TensorParallelStrategy": "trainwright.strategies.compose.one_axis",
+    "PipelineStrategy": "trainwright.strategies.compose.one_axis",
+    "ContextParallelStrategy": "trainwright.strategies.compose.one_axis",
+    "ExpertParallelStrategy": "trainwright.strategies.compose.one_axis",
     "ParameterServerStrategy": "trainwright.strategies.parameter_server.strategy",
     "LocalSGDStrategy": "trainwright.strategies.local_updates.strategy",
     "DiLoCoStrategy": "trainwright.strategies.local_updates.strategy",
-    "Layout": "trainwright.strategies.layout",
-    "ModelPlan": "trainwright.strategies.plan",
-    "LossGuard": "trainwright.callbacks.loss_guard",
-    "DivergedError": "trainwright.callbacks.diverged",
-    "Preempted": "trainwright.callbacks.preemption",
-    "Preemption": "trainwright.callbacks.preemption",
-    "RunStateCheckpoint": "trainwright.callbacks.run_state",
-    "CheckpointError": "trainwright.checkpoint.errors",
-    "DamagedCheckpoint": "trainwright.checkpoint.errors",
-    "DealtStream": "trainwright.trainer.stream",
-    "Watchdog": "trainwright.trainer.watchdog.callback",
-    "compose": "trainwright.trainer.compose",
-    "run": "trainwright.trainer.run",
+    "Layout": "trainwright.core.layout",
+    "ModelPlan": "trainwright.strategies.plan.model_plan",
+    "LossGuard": "trainwright.callbacks.guard.loss_guard",
+    "DivergedError": "trainwright.core.run.diverged",
+    "Preempted": "trainwright.callbacks.end.preemption",
+    "Preemption": "trainwright.callbacks.end.preemption",
+    "RunStateCheckpoint": "trainwright.callbacks.save.run_state",
+    "CheckpointError": "trainwright.core.errors",
+    "DamagedCheckpoint": "trainwright.core.errors",
+    "DealtStream": "trainwright.trainer.data.stream",
+    "Watchdog": "trainwright.launch.watchdog.callback",
+    "compose": "trainwright.command.schema.compose",
+    "run": "trainwright.command.run",
 }
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 import sys
 
-from trainwright.trainer.cli import main
+from trainwright.command.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,20 +11,20 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from trainwright.checkpoint.held import HeldSource
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.run_state import RunState
-from trainwright.checkpoint.save import Content
-from trainwright.strategies.background import Background
-from trainwright.strategies.compression.names import choose_compression, make_compressor
-from trainwright.strategies.groups import new_subgroup
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.memory.held import HeldSource
+from trainwright.checkpoint.read.run_state import RunState
+from trainwright.checkpoint.write.save import Content
+from trainwright.core.config.options import refuse
+from trainwright.strategies.averaging.background import Background
+from trainwright.strategies.averaging.compression.names import choose_compression, make_compressor
+from trainwright.strategies.contract.groups import new_subgroup
 from trainwright.strategies.local_updates.fragments import fragment_of
 from trainwright.strategies.local_updates.outer import OuterOptions, OuterParameters
 from trainwright.strategies.local_updates.replicas import LocalUpdateStrategy
 from trainwright.strategies.local_updates.rules import fragment_problem, local_update_problems
 from trainwright.strategies.local_updates.schedule import Schedule
 from trainwright.strategies.local_updates.state import outer_boxes, read_outer
-from trainwright.strategies.problems import refuse
 
 _COMPRESSION = "compression/"
 
@@ -52,7 +52,7 @@ class DiLoCoStrategy(LocalUpdateStrategy):
         mixing: part of a replica's own parameters that is kept then (alpha of the paper); without overlap there is
             nothing to mix.
         compression: how outer gradients are sent: the name of a compressor (``"bf16"``) or a mapping of ``name`` and
-            options; ``None`` is off. See :func:`~trainwright.strategies.compression.names.make_compressor`.
+            options; ``None`` is off. See :func:`~trainwright.strategies.averaging.compression.names.make_compressor`.
         offload_outer: keep the common parameters and the momentum in host memory.
         **kwargs: see :class:`LocalUpdateStrategy`.
 

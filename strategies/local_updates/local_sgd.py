@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainwright.core.config.options import refuse
 from trainwright.strategies.local_updates.replicas import LocalUpdateStrategy
 from trainwright.strategies.local_updates.rules import (
     compressed_parameters_problem,
@@ -12,7 +13,6 @@ from trainwright.strategies.local_updates.state import (
     averages,
     optimizer_tensors,
 )
-from trainwright.strategies.problems import refuse
 
 
 class LocalSGDStrategy(LocalUpdateStrategy):

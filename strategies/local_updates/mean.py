@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.checkpoint.distinct import of_all_ranks
+from trainwright.checkpoint.exchange.distinct import of_all_ranks
 
 Alike = Callable[[str], str]
 """From a name to what says with which others it may share a bucket.

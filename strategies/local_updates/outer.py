@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainwright.strategies.background import Background
-from trainwright.strategies.compression.compressor import GradientCompressor, State
+from trainwright.strategies.averaging.background import Background
+from trainwright.strategies.averaging.compression.compressor import GradientCompressor, State
 from trainwright.strategies.local_updates.mean import Bucket, ReplicaMean
 
 

@@ -17,18 +17,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.handing_over import HANDED_OVER
-from trainwright.checkpoint.held import HeldSource
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.run_state import RunState
-from trainwright.checkpoint.save import Content
-from trainwright.strategies.base import HeldBytes
-from trainwright.strategies.checkpointing import OF_RUN
-from trainwright.strategies.communication.options import OFF, chosen_already, replicas_step_alone
-from trainwright.strategies.gradients import local_tensor
-from trainwright.strategies.groups import LayoutGroups
-from trainwright.strategies.hybrid import HybridStrategy
-from trainwright.strategies.layout import Layout
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.memory.handing_over import HANDED_OVER
+from trainwright.checkpoint.memory.held import HeldSource
+from trainwright.checkpoint.read.run_state import RunState
+from trainwright.checkpoint.write.save import Content
+from trainwright.core.config.options import refuse
+from trainwright.core.layout import Layout
+from trainwright.strategies.base.strategy import HeldBytes
+from trainwright.strategies.compose.hybrid import HybridStrategy
+from trainwright.strategies.contract.communication.options import OFF, chosen_already, replicas_step_alone
+from trainwright.strategies.contract.gradients import local_tensor
+from trainwright.strategies.contract.groups import LayoutGroups
+from trainwright.strategies.contract.precision import AgreedGradScaler
+from trainwright.strategies.contract.same_model import varying_buffers
 from trainwright.strategies.local_updates.mean import ReplicaMean
 from trainwright.strategies.local_updates.rules import (
     MANUAL_OPTIMIZATION,
@@ -47,10 +49,8 @@ from trainwright.strategies.local_updates.state import (
     with_mean_states,
     with_means,
 )
-from trainwright.strategies.precision import AgreedGradScaler
-from trainwright.strategies.problems import refuse
-from trainwright.strategies.run_state import OPTIMIZERS
-from trainwright.strategies.same_model import varying_buffers
+from trainwright.strategies.state.checkpointing import OF_RUN
+from trainwright.strategies.state.run_state import OPTIMIZERS
 
 # What a run state says of this module's own part of it.
 _OWN = "local_updates"
@@ -79,7 +79,7 @@ class LocalUpdateStrategy(HybridStrategy):
             (post-local SGD, arXiv:1808.07217); 0 is off.
         replicate: number of replicas; -1 takes the rest of the world.
         shard: ranks over which ZeRO splits the state of a replica; 1 is off.
-        **kwargs: see :class:`~trainwright.strategies.hybrid.HybridStrategy`.
+        **kwargs: see :class:`~trainwright.strategies.compose.hybrid.HybridStrategy`.
 
     Raises:
         ValueError: if the options contradict each other.
@@ -328,7 +328,7 @@ class LocalUpdateStrategy(HybridStrategy):
         Args:
             checkpoint: Lightning's dict of the run.
             complete: the weights are this rank's own instead; see
-                :meth:`~trainwright.strategies.checkpointing.RunStateStrategy.run_state`.
+                :meth:`~trainwright.strategies.state.checkpointing.RunStateStrategy.run_state`.
         """
         with_own = OPTIMIZERS in checkpoint
         if complete:

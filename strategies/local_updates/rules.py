@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainwright.strategies.compression.options import compression_problems
-from trainwright.strategies.problems import is_number, is_whole
+from trainwright.core.config.options import is_number, is_whole
+from trainwright.strategies.averaging.compression.options import compression_problems
 
 # Why tables cannot be on servers while replicas differ.
 PLACEMENT = (

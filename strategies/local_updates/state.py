@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.strategies.gradients import local_tensor
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.local_updates.mean import ReplicaMean
 from trainwright.strategies.local_updates.outer import OuterParameters
-from trainwright.strategies.run_state import OPTIMIZERS, WEIGHTS, Placement, spread_like
+from trainwright.strategies.state.run_state import OPTIMIZERS, WEIGHTS, Placement, spread_like
 
 # Prefixes of keys.
 INNER, OUTER = "inner/", "outer/"

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainwright.strategies.compression.options import ONLY_OF_AVERAGES, choose_compression, compression_problems
-from trainwright.strategies.problems import is_number, is_whole
+from trainwright.core.config.options import is_number, is_whole
+from trainwright.strategies.averaging.compression.options import (
+    ONLY_OF_AVERAGES,
+    choose_compression,
+    compression_problems,
+)
 
 INCARNATION = "TRAINWRIGHT_INCARNATION"
 """Variable of a rank: how often it was started before, where lost ranks are started anew while the others go on."""

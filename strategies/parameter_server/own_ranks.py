@@ -18,9 +18,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainwright.checkpoint.bounded import ContentError
-from trainwright.checkpoint.messages import run_token, seal, unseal
-from trainwright.strategies.groups import wait_for_key
+from trainwright.core.text.bounded import ContentError
+from trainwright.core.text.messages import run_token, seal, unseal
+from trainwright.strategies.contract.groups import wait_for_key
 
 _log = logging.getLogger(__name__)
 _PREPARED, _READY, _END = "prepared", "ready/{}", "end"

@@ -20,21 +20,21 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.groups import default_store
-from trainwright.checkpoint.held import HeldSource, HeldState
-from trainwright.checkpoint.run_state import RunState
-from trainwright.checkpoint.save import Content
-from trainwright.strategies.base import HeldBytes, LayoutStrategy
-from trainwright.strategies.checkpointing import COMPRESSION, OF_RUN, KeptBack, rank_of
-from trainwright.strategies.compression.codecs import Codec
-from trainwright.strategies.compression.names import choose_compression, codec_of
-from trainwright.strategies.groups import leave_groups
-from trainwright.strategies.layout import Layout
+from trainwright.checkpoint.exchange.groups import default_store
+from trainwright.checkpoint.memory.held import HeldSource, HeldState
+from trainwright.checkpoint.read.run_state import RunState
+from trainwright.checkpoint.write.save import Content
+from trainwright.core.config.options import refuse
+from trainwright.core.layout import Layout
+from trainwright.strategies.averaging.compression.codecs import Codec
+from trainwright.strategies.averaging.compression.names import choose_compression, codec_of
+from trainwright.strategies.base.strategy import HeldBytes, LayoutStrategy
+from trainwright.strategies.contract.groups import leave_groups
+from trainwright.strategies.contract.precision import AgreedGradScaler
+from trainwright.strategies.contract.same_model import take_from_first, varying_buffers
+from trainwright.strategies.contract.word_of_end import EndNotice, HeardNotice
 from trainwright.strategies.parameter_server.averaging import average_buffers
-from trainwright.strategies.parameter_server.client import Client
-from trainwright.strategies.parameter_server.clocks import Consistency
-from trainwright.strategies.parameter_server.onlookers import has_onlookers
-from trainwright.strategies.parameter_server.optimizer import ServedOptimizer
+from trainwright.strategies.parameter_server.messages.wire import LOOPBACK, Device, Link
 from trainwright.strategies.parameter_server.options import (
     OWN,
     chosen_staleness,
@@ -43,7 +43,13 @@ from trainwright.strategies.parameter_server.options import (
     server_problems,
 )
 from trainwright.strategies.parameter_server.own_ranks import ToldFit
-from trainwright.strategies.parameter_server.rejoining import (
+from trainwright.strategies.parameter_server.server.clocks import Consistency
+from trainwright.strategies.parameter_server.server.server import Meeting, Rules, Server
+from trainwright.strategies.parameter_server.server.shard import Plan, refuse_unserved
+from trainwright.strategies.parameter_server.worker.client import Client
+from trainwright.strategies.parameter_server.worker.onlookers import has_onlookers
+from trainwright.strategies.parameter_server.worker.optimizer import ServedOptimizer
+from trainwright.strategies.parameter_server.worker.rejoining import (
     Pace,
     incarnation,
     meet_alone,
@@ -53,14 +59,8 @@ from trainwright.strategies.parameter_server.rejoining import (
     tell_place,
     told_place,
 )
-from trainwright.strategies.parameter_server.residuals import PUSHES, PushResiduals
-from trainwright.strategies.parameter_server.server import Meeting, Rules, Server
-from trainwright.strategies.parameter_server.shard import Plan, refuse_unserved
-from trainwright.strategies.parameter_server.wire import LOOPBACK, Device, Link
-from trainwright.strategies.precision import AgreedGradScaler
-from trainwright.strategies.problems import refuse
-from trainwright.strategies.same_model import take_from_first, varying_buffers
-from trainwright.strategies.word_of_end import EndNotice, HeardNotice
+from trainwright.strategies.parameter_server.worker.residuals import PUSHES, PushResiduals
+from trainwright.strategies.state.checkpointing import COMPRESSION, OF_RUN, KeptBack, rank_of
 
 # The name of the phase with which a micro-batch begins.
 _STEP_BEGINS = "data"
@@ -90,16 +90,16 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         scale_by_staleness: divide learning rates by the steps that others made between pull and push
             (arXiv:1511.05950).
         compression: how gradients are written on their way to a server: a name, a mapping of name and options, or
-            ``None`` (off); see :func:`~trainwright.strategies.compression.names.codec_of`. What a message lacks goes
+            ``None`` (off); see ``codec_of``. What a message lacks goes
             with the next one; a run that is resumed with other workers or servers drops it.
         interface: network interface that servers listen at; ``None``: the loopback address alone, for one machine.
         leases: with ``"async"``, let workers lease the samples of an epoch, so that a fast one reads more:
             ``"at_least_once"`` or ``"at_most_once"`` says what becomes of those that a dead one held, see
-            :mod:`trainwright.trainer.lease_book`; ``"none"`` (off): equal shares.
+            :mod:`trainwright.trainer.leases.book`; ``"none"`` (off): equal shares.
         overlap: push gradients while backward makes others, in parts of 1 MiB at least, unless something has to be done
             with all of them first (compression, unscaling, clipping by each worker), and pull parameters while the
             first layers compute, unless somebody may look at them before; ``False``: off. Results are the same.
-        **kwargs: see :class:`~trainwright.strategies.base.LayoutStrategy`; ``process_group_backend``, ``timeout``,
+        **kwargs: see ``LayoutStrategy``; ``process_group_backend``, ``timeout``,
             ``parallel_devices``, ``cluster_environment`` as in Lightning's ``DDPStrategy``.
 
     Raises:
@@ -166,7 +166,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     @property
     def serves(self) -> bool:
-        """See :attr:`~trainwright.strategies.base.LayoutStrategy.serves`."""
+        """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.serves`."""
         return self._server_ranks > 0 and self.global_rank >= self.world_size
 
     @property
@@ -191,7 +191,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     @property
     def is_apart(self) -> bool:
-        """See :attr:`~trainwright.strategies.base.LayoutStrategy.is_apart`."""
+        """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.is_apart`."""
         return self._is_apart
 
     @property
@@ -200,12 +200,12 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     @property
     def leases_samples(self) -> str | None:
-        """See :attr:`~trainwright.strategies.base.LayoutStrategy.leases_samples`."""
+        """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.leases_samples`."""
         return None if self._leases == "none" else self._leases
 
     @property
     def fit_store(self) -> dist.Store | None:
-        """See :attr:`~trainwright.strategies.base.LayoutStrategy.fit_store`; while it trains."""
+        """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.fit_store`; while it trains."""
         if self._client is None or self._store is None:
             return None
         return dist.PrefixStore(self._client.prefix, self._store)
@@ -230,14 +230,14 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return HeldBytes(held.parameters + parameters, held.gradients, held.optimizer + optimizer)
 
     def server_bytes(self) -> dict[int, int]:
-        """See :meth:`~trainwright.strategies.base.LayoutStrategy.server_bytes`."""
+        """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.server_bytes`."""
         if self._served is None:
             return {}
         plan, first = self._plan(self._served), self.world_size if self._server_ranks else 0
         return {first + server: plan.numel(server) * plan.dtype.itemsize for server in range(self.servers)}
 
     def server_traffic(self) -> dict[int, tuple[int, int]]:
-        """See :meth:`~trainwright.strategies.base.LayoutStrategy.server_traffic`."""
+        """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.server_traffic`."""
         if not self._server_ranks or self._client is None:
             return {}
         return {self.world_size + server: sent for server, sent in enumerate(self._client.traffic())}
@@ -247,7 +247,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return super().named_gradients()
 
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`~trainwright.strategies.base.LayoutStrategy.whole_gradients`; averaged for the occasion."""
+        """See ``whole_gradients``; averaged for the occasion."""
         for name, gradient in self.named_gradients():
             mean = gradient.detach().clone()
             dist.all_reduce(mean)
@@ -452,7 +452,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._server = server
 
     def serve(self) -> None:
-        """See :meth:`~trainwright.strategies.base.LayoutStrategy.serve`; the module's memory is given up first."""
+        """See ``serve``; the module's memory is given up first."""
         served, fit, module = self._served, self._fit, self.lightning_module
         assert fit is not None
         assert module is not None
@@ -578,13 +578,13 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._client.pull()
 
     def tell_of_end(self, notice: Callable[[], EndNotice | None]) -> None:
-        """See :meth:`~trainwright.strategies.base.LayoutStrategy.tell_of_end`."""
+        """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.tell_of_end`."""
         if self._client is not None:
             self._client.notice = notice
 
     @property
     def heard_of_end(self) -> HeardNotice | None:
-        """See :attr:`~trainwright.strategies.base.LayoutStrategy.heard_of_end`."""
+        """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.heard_of_end`."""
         return None if self._client is None else self._client.heard
 
     def _make_offers(self) -> None:
@@ -698,7 +698,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self._client.settle()
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`~trainwright.strategies.base.LayoutStrategy.whole_parameters`."""
+        """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.whole_parameters`."""
         self._settle()
         yield from super().whole_parameters()
 
@@ -726,12 +726,12 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             )
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, error_if_nonfinite: bool) -> None:
-        """Clip the averaged gradient; see :class:`~trainwright.strategies.precision.GradientClipper`."""
+        """Clip the averaged gradient; see :class:`~trainwright.strategies.contract.precision.GradientClipper`."""
         if self._served is not None and not self._overflows:
             self._served.clip_norm(max_norm, error_if_nonfinite)
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> None:
-        """Clamp the averaged gradient; see :class:`~trainwright.strategies.precision.GradientClipper`."""
+        """Clamp the averaged gradient; see :class:`~trainwright.strategies.contract.precision.GradientClipper`."""
         if self._served is not None and not self._overflows:
             self._served.clip_value(limit)
 
@@ -756,7 +756,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return super().lightning_module_state_dict()
 
     def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
-        """See :class:`~trainwright.strategies.checkpointing.RunStateStrategy`; it says what others will lack."""
+        """See :class:`~trainwright.strategies.state.checkpointing.RunStateStrategy`; it says what others will lack."""
         self._settle()
         content = super().run_state(checkpoint, complete=complete)
         left_behind = self._residuals.left_behind

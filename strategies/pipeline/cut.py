@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.strategies.pipeline.block_values import HookRange, placeholder
-from trainwright.strategies.plan import ModelPlan
+from trainwright.strategies.pipeline.first_step.block_values import HookRange, placeholder
+from trainwright.strategies.plan.model_plan import ModelPlan
 
 # A place where a parameter is registered: the module and the name in it.
 Slot = tuple[nn.Module, str]

@@ -12,10 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainwright.checkpoint.distinct import from_rank, of_all_ranks
-from trainwright.strategies.communication.calls import listen
-from trainwright.strategies.pipeline.block_values import Placeholder
+from trainwright.checkpoint.exchange.distinct import from_rank, of_all_ranks
+from trainwright.strategies.contract.communication.calls import listen
+from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.strategies.pipeline.cut import PipelineCut, StageParameters, put
+from trainwright.strategies.pipeline.first_step.block_values import Placeholder
+from trainwright.strategies.pipeline.first_step.module_state import ModuleState
+from trainwright.strategies.pipeline.first_step.routes import Routes, needs_everything, plan_routes
+from trainwright.strategies.pipeline.first_step.step_randomness import StepRandomness
+from trainwright.strategies.pipeline.first_step.step_state import Place, StepState, find_places
+from trainwright.strategies.pipeline.first_step.survey import Survey
 from trainwright.strategies.pipeline.form import FormBook
 from trainwright.strategies.pipeline.gates import Gates, StagePass, order_message
 from trainwright.strategies.pipeline.micro_batches import (
@@ -27,18 +33,12 @@ from trainwright.strategies.pipeline.micro_batches import (
     signature,
     split_batch,
 )
-from trainwright.strategies.pipeline.module_state import ModuleState
 from trainwright.strategies.pipeline.relay import Carrier, RelayPass
 from trainwright.strategies.pipeline.results import Publisher, Recorder, bound_log
-from trainwright.strategies.pipeline.routes import Routes, needs_everything, plan_routes
 from trainwright.strategies.pipeline.schedules import CHOICES, make_schedule, orders_of, ranks_of_stages
 from trainwright.strategies.pipeline.sends import Place as SendPlace
 from trainwright.strategies.pipeline.sends import Sends, known_to_be_taken
 from trainwright.strategies.pipeline.stage import Around, OwnForwardStage
-from trainwright.strategies.pipeline.step_randomness import StepRandomness
-from trainwright.strategies.pipeline.step_state import Place, StepState, find_places
-from trainwright.strategies.pipeline.survey import Survey
-from trainwright.strategies.random_state import random_state, set_random_state
 
 Run = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from trainwright.checkpoint.groups import default_store
-from trainwright.checkpoint.plain_bytes import pack, unpack
+from trainwright.checkpoint.exchange.groups import default_store
+from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype)
 

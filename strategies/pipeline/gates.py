@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from trainwright.strategies.pipeline.block_values import (
+from trainwright.strategies.pipeline.cut import put
+from trainwright.strategies.pipeline.first_step.block_values import (
     BlockValue,
     Call,
     Placeholder,
@@ -19,10 +20,9 @@ from trainwright.strategies.pipeline.block_values import (
     refuse_placeholders,
     replay,
 )
-from trainwright.strategies.pipeline.cut import put
-from trainwright.strategies.pipeline.routes import Routes
-from trainwright.strategies.pipeline.step_randomness import StepRandomness
-from trainwright.strategies.pipeline.survey import Source
+from trainwright.strategies.pipeline.first_step.routes import Routes
+from trainwright.strategies.pipeline.first_step.step_randomness import StepRandomness
+from trainwright.strategies.pipeline.first_step.survey import Source
 
 
 class StageDone(Exception):  # noqa: N818 - no error: it leaves the user's step after a stage's last block

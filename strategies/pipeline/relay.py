@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.strategies.pipeline.block_values import (
+from trainwright.strategies.pipeline.cut import PipelineCut
+from trainwright.strategies.pipeline.first_step.block_values import (
     BlockValue,
     Call,
     HookRange,
@@ -20,11 +21,10 @@ from trainwright.strategies.pipeline.block_values import (
     observed_call,
     replay,
 )
-from trainwright.strategies.pipeline.cut import PipelineCut
+from trainwright.strategies.pipeline.first_step.step_randomness import StepRandomness
+from trainwright.strategies.pipeline.first_step.survey import Survey
 from trainwright.strategies.pipeline.form import Form, take_apart
 from trainwright.strategies.pipeline.gates import order_message
-from trainwright.strategies.pipeline.step_randomness import StepRandomness
-from trainwright.strategies.pipeline.survey import Survey
 
 _CACHES = ("past_key_value", "past_key_values", "layer_past")
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from trainwright.checkpoint.distinct import from_rank
-from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.exchange.distinct import from_rank
+from trainwright.core.errors import CheckpointError
 from trainwright.strategies.pipeline.micro_batches import map_tensors
 
 _REDUCTIONS: dict[Any, str] = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}

@@ -12,8 +12,8 @@ from benchmarks.memory import Ids
 from tests.parity.harness import make_trainer
 from tests.strategies.communication.kernel import written_bytes
 from trainwright import Preemption
-from trainwright.recipes.gpt_model import GPTConfig
-from trainwright.recipes.wide_deep import ClickData, WideDeep
+from trainwright.recipes.gpt.model import GPTConfig
+from trainwright.recipes.tables.wide_deep import ClickData, WideDeep
 
 # Large enough that headers of messages are less than 2 % of what the kernel sees.
 SMALL = GPTConfig(layers=2, dim=64, heads=4, seq_len=64, tied_head=False)

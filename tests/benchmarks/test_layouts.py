@@ -10,7 +10,7 @@ import torch
 from benchmarks.layouts import CASES, LEAST_AGREEMENT, Plan, compare, pairs_apart, predicted_seconds
 from benchmarks.peers.plain_gpt import PlainRun, PlainTraining
 from benchmarks.peers.plain_layouts import PipelineByHand, ShardedTensorByHand
-from trainwright.recipes.gpt_model import GPTConfig
+from trainwright.recipes.gpt.model import GPTConfig
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "layouts_cpu.json"
 TINY = GPTConfig(layers=4, dim=16, heads=2, seq_len=8)

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.memory import STAGES, formula, measure_all
-from trainwright.recipes.gpt_model import GPTConfig
+from trainwright.recipes.gpt.model import GPTConfig
 
 SMALL = GPTConfig(layers=2, dim=64, heads=8, hidden=192, seq_len=4)
 

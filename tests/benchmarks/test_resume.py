@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import resume, resume_anywhere
-from trainwright.trainer.cli import main
+from trainwright.command.cli import main
 
 
 def test_a_run_that_goes_on_is_measured(tmp_path):

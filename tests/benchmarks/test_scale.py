@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.scale import ITEMS, connections, layout_of, planned, started
-from trainwright.strategies.layout import Layout
+from trainwright.core.layout import Layout
 
 
 def test_a_layout_for_each_world() -> None:

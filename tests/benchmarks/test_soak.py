@@ -34,7 +34,7 @@ from benchmarks.soak.killer import COMMAND, DELETION, EVERY, RECOVERY, SAVE, Ins
 from benchmarks.soak.left import abandoned, segments
 from benchmarks.soak.plan import draw_kills, draw_run
 from tests.checkpoint import small
-from trainwright.checkpoint.find import list_checkpoints
+from trainwright.checkpoint.read.find import list_checkpoints
 
 ROOT = Path(__file__).parents[2]
 INSTANTS = {SAVE: {0: 7, 1: 1}, DELETION: {0: 8, 1: 0}, RECOVERY: {0: 30, 1: 7, COMMAND: 20}}
@@ -232,7 +232,7 @@ from benchmarks.soak.bench import Bench
 from benchmarks.soak.forked import load
 from benchmarks.soak.left import adopt_orphans
 from benchmarks.soak.plan import draw_run
-from trainwright.checkpoint.find import newest_good
+from trainwright.checkpoint.read.find import newest_good
 
 class Losing(Bench):
     loses = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.strategy_costs import COSTS, for_people, measure_all, possible_on
-from trainwright.recipes.gpt_model import GPTConfig
+from trainwright.recipes.gpt.model import GPTConfig
 
 SMALL = GPTConfig(layers=2, dim=64, heads=4, seq_len=32, tied_head=False)
 # What else is sent does not grow with the number of blocks; rows of an embedding that no token touched are not pushed.

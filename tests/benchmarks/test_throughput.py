@@ -15,8 +15,8 @@ from benchmarks.peers.plain_gpt import PlainRun, PlainTraining
 from benchmarks.quiet import PLAIN_TRAINER
 from benchmarks.throughput import Plan, configure, measure, rows_of
 from trainwright import Trainer, compose
-from trainwright.recipes.gpt import GPTModule
-from trainwright.recipes.gpt_model import GPT, GPTConfig
+from trainwright.recipes.gpt.model import GPT, GPTConfig
+from trainwright.recipes.gpt.module import GPTModule
 
 PLAN = Plan(rounds=2, steps=2, warm_up=1)
 

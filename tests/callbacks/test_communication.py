@@ -14,7 +14,7 @@ from tests.callbacks.faulty import fit, weights
 from tests.callbacks.modules import QUIET, Regression, Written, loader
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
-from trainwright.callbacks.communication import CommunicationReport, report_of
+from trainwright.callbacks.traffic.communication import CommunicationReport, report_of
 
 # Strategy, options, ranks, and the axes along which something is sent in a step.
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int, set[str]]] = {

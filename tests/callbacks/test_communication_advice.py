@@ -13,8 +13,8 @@ from rich.console import Console
 
 from tests.callbacks.faulty import fit, weights
 from tests.parity.layout_modules import make_module
-from trainwright.callbacks.communication_advice import FILE, CommunicationAdvice
-from trainwright.strategies.registry import make_strategy
+from trainwright.callbacks.traffic.communication_advice import FILE, CommunicationAdvice
+from trainwright.strategies.contract.registry import make_strategy
 
 
 def advised(strategy: str, options: dict[str, Any], steps: int) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.callbacks import connections
-from trainwright.callbacks.connections import Place, cut_off
+from trainwright.callbacks.inject import connections
+from trainwright.callbacks.inject.connections import Place, cut_off
 
 
 @pytest.fixture

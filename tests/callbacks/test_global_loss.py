@@ -19,10 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.callbacks.modules import QUIET, Regression, Written, loader
 from trainwright import Trainer
-from trainwright.callbacks import global_loss
-from trainwright.callbacks.divergence import Divergence
-from trainwright.callbacks.global_loss import GlobalLoss
-from trainwright.callbacks.run_summary import RunSummary
+from trainwright.callbacks.progress import global_loss
+from trainwright.callbacks.progress.divergence import Divergence
+from trainwright.callbacks.progress.global_loss import GlobalLoss
+from trainwright.callbacks.progress.run_summary import RunSummary
 
 QUIET = {name: value for name, value in QUIET.items() if name != "logger"}
 

@@ -21,14 +21,14 @@ from tests.callbacks.modules import Regression, loader
 from tests.parity.harness import make_trainer
 from tests.pool import free_port
 from trainwright.callbacks import inject
+from trainwright.callbacks.guard.loss_guard import LossGuard
 from trainwright.callbacks.inject import network, numbers, soaking
 from trainwright.callbacks.inject.fault import Firings
 from trainwright.callbacks.inject.rules import HOOKS
-from trainwright.callbacks.loss_guard import LossGuard
-from trainwright.callbacks.run_state import RunStateCheckpoint
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.find import list_checkpoints, newest_good
-from trainwright.checkpoint.storage import PendingFolder
+from trainwright.callbacks.save.run_state import RunStateCheckpoint
+from trainwright.checkpoint.read.find import list_checkpoints, newest_good
+from trainwright.checkpoint.store.storage import PendingFolder
+from trainwright.core.errors import CheckpointError
 
 PIPELINE_2 = {"pipeline": 2, "stage": 1}
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from trainwright import Trainer
-from trainwright.callbacks.learning_rate_schedule import LearningRateSchedule, ScheduledRate
-from trainwright.callbacks.schedules import OneCycle, RangeTest, Schedule, Warmup, WarmupCosine, WarmupDecay
+from trainwright.callbacks.schedule.learning_rate_schedule import LearningRateSchedule, ScheduledRate
+from trainwright.callbacks.schedule.schedules import OneCycle, RangeTest, Schedule, Warmup, WarmupCosine, WarmupDecay
 
 
 def rates(schedule: Schedule, steps: int, base: float = 0.01) -> list[float]:

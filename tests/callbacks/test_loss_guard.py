@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tests.callbacks.modules import Written
 from tests.trainer.held import PLACES, Losses, Model, fit, make_loader
-from trainwright.callbacks import step_sums
-from trainwright.callbacks.global_loss import GlobalLoss
-from trainwright.callbacks.loss_guard import DivergedError, LossGuard
-from trainwright.callbacks.loss_history import LossHistory
-from trainwright.callbacks.nonfinite import any_nonfinite
-from trainwright.callbacks.throughput import Throughput
-from trainwright.strategies.gradients import local_tensor
+from trainwright.callbacks.guard import step_sums
+from trainwright.callbacks.guard.loss_guard import DivergedError, LossGuard
+from trainwright.callbacks.guard.loss_history import LossHistory
+from trainwright.callbacks.guard.nonfinite import any_nonfinite
+from trainwright.callbacks.progress.global_loss import GlobalLoss
+from trainwright.callbacks.progress.throughput import Throughput
+from trainwright.strategies.contract.gradients import local_tensor
 
 STEPS = 9  # of which an epoch has 5
 FOUR = ["single", "ddp", "zero3", "pipeline x shard"]

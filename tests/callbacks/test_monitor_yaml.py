@@ -6,22 +6,22 @@ from lightning.pytorch import Callback
 
 from trainwright import compose
 from trainwright.callbacks.certificate import CertificateRecord
-from trainwright.callbacks.global_loss import GlobalLoss
 from trainwright.callbacks.monitor.bubble import Bubble
 from trainwright.callbacks.monitor.events import Events
 from trainwright.callbacks.monitor.goodput import Goodput
 from trainwright.callbacks.monitor.memory import Memory
 from trainwright.callbacks.monitor.norms import Norms
-from trainwright.callbacks.monitor.profile import Profile
 from trainwright.callbacks.monitor.records import MonitorFile
 from trainwright.callbacks.monitor.scale import LossScale
 from trainwright.callbacks.monitor.step_time import StepTime
-from trainwright.callbacks.plan_check import PlanCheck
-from trainwright.callbacks.progress_bar import ProgressBar
-from trainwright.callbacks.run_summary import RunSummary
-from trainwright.callbacks.start_summary import StartSummary
-from trainwright.callbacks.throughput import Throughput
-from trainwright.trainer.problems import ConfigError
+from trainwright.callbacks.monitor.trace.profile import Profile
+from trainwright.callbacks.progress.global_loss import GlobalLoss
+from trainwright.callbacks.progress.plan_check import PlanCheck
+from trainwright.callbacks.progress.progress_bar import ProgressBar
+from trainwright.callbacks.progress.run_summary import RunSummary
+from trainwright.callbacks.progress.start_summary import StartSummary
+from trainwright.callbacks.progress.throughput import Throughput
+from trainwright.core.problems import ConfigError
 
 
 @pytest.mark.parametrize("recipe", ["gpt", "digits", "linear_regression"])

@@ -22,7 +22,9 @@ from tests.callbacks.faulty import Child, fit
 from tests.callbacks.modules import QUIET, Regression, Written, loader
 from trainwright import Trainer
 from trainwright.callbacks import inject, step_clock
-from trainwright.callbacks.loss_guard import LossGuard
+from trainwright.callbacks.end.notice import Told
+from trainwright.callbacks.end.preemption import Preempted
+from trainwright.callbacks.guard.loss_guard import LossGuard
 from trainwright.callbacks.monitor.bubble import Bubble
 from trainwright.callbacks.monitor.events import Events
 from trainwright.callbacks.monitor.flops import CountedOperations, operations_of
@@ -32,14 +34,12 @@ from trainwright.callbacks.monitor.norms import Norms
 from trainwright.callbacks.monitor.records import MonitorFile, read_records, records_path
 from trainwright.callbacks.monitor.scale import LossScale
 from trainwright.callbacks.monitor.step_time import PARTS, StepTime, parts_of
-from trainwright.callbacks.notice import Told
-from trainwright.callbacks.phases import Phases
-from trainwright.callbacks.preemption import Preempted
-from trainwright.callbacks.run_state import RunStateCheckpoint
-from trainwright.callbacks.throughput import Throughput
-from trainwright.checkpoint.snapshots import Snapshots
-from trainwright.strategies import waiting
-from trainwright.strategies.pipeline.timeline import StageTimeline, listen_to_stages
+from trainwright.callbacks.progress.throughput import Throughput
+from trainwright.callbacks.save.run_state import RunStateCheckpoint
+from trainwright.checkpoint.memory.snapshots import Snapshots
+from trainwright.core.run.phases import Phases
+from trainwright.strategies.contract.waits import waiting
+from trainwright.strategies.contract.waits.timeline import StageTimeline, listen_to_stages
 
 QUIET = {name: value for name, value in QUIET.items() if name != "logger"}
 

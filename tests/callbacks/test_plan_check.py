@@ -13,8 +13,8 @@ from rich.console import Console
 
 from tests.callbacks.modules import QUIET, Regression, loader
 from trainwright import Trainer
-from trainwright.callbacks.plan_check import FILE, PlanCheck
-from trainwright.strategies.layout import Layout
+from trainwright.callbacks.progress.plan_check import FILE, PlanCheck
+from trainwright.core.layout import Layout
 
 HELD = {"parameters": 180, "gradients": 180, "optimizer": 0}
 

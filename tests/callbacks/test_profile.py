@@ -16,9 +16,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from tests.callbacks.faulty import fit
-from trainwright.callbacks.monitor.clocks import clock_offset
-from trainwright.callbacks.monitor.profile import Profile
-from trainwright.callbacks.monitor.traces import merged, read_trace
+from trainwright.callbacks.monitor.trace.clocks import clock_offset
+from trainwright.callbacks.monitor.trace.profile import Profile
+from trainwright.callbacks.monitor.trace.traces import merged, read_trace
 
 
 def test_clocks_that_are_apart_are_found_to_be() -> None:

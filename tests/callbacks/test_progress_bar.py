@@ -15,9 +15,9 @@ from rich.console import Console
 
 from tests.callbacks.modules import QUIET, Regression, loader
 from trainwright import Trainer
-from trainwright.callbacks.global_loss import GlobalLoss
-from trainwright.callbacks.progress_bar import ProgressBar, State, TrainingTimer, _clock, _short, total_steps
-from trainwright.callbacks.throughput import Throughput
+from trainwright.callbacks.progress.global_loss import GlobalLoss
+from trainwright.callbacks.progress.progress_bar import ProgressBar, State, TrainingTimer, _clock, _short, total_steps
+from trainwright.callbacks.progress.throughput import Throughput
 
 QUIET = {name: value for name, value in QUIET.items() if name != "enable_progress_bar"}
 

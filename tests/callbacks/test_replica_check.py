@@ -17,10 +17,10 @@ from tests.callbacks.modules import QUIET, Regression, loader
 from tests.parity.harness import make_trainer
 from tests.parity.layouts import Texts
 from trainwright.callbacks import inject
-from trainwright.callbacks.replica_bytes import digest_of, receive, send
-from trainwright.callbacks.replica_check import Difference, ReplicaCheck, ReplicaDifferenceError
-from trainwright.callbacks.run_state import RunStateCheckpoint
-from trainwright.checkpoint.find import list_checkpoints
+from trainwright.callbacks.guard.replica_bytes import digest_of, receive, send
+from trainwright.callbacks.guard.replica_check import Difference, ReplicaCheck, ReplicaDifferenceError
+from trainwright.callbacks.save.run_state import RunStateCheckpoint
+from trainwright.checkpoint.read.find import list_checkpoints
 
 NAME = "net.blocks.3.attention.out.weight"
 # Layouts with three or more that hold a box, and how many ranks they need.

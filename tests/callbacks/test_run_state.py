@@ -21,16 +21,16 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from tests.callbacks.modules import QUIET as _QUIET
 from tests.callbacks.modules import Regression, loader
 from trainwright import Trainer
-from trainwright.callbacks import run_state
-from trainwright.callbacks.run_state import RunStateCheckpoint
-from trainwright.checkpoint.asynchronous import AsyncSaver, BlockingSaver
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.find import list_checkpoints
-from trainwright.checkpoint.interval import young_daly
-from trainwright.checkpoint.memory import HeldState
-from trainwright.checkpoint.run_state import RunState, holds_run_state
-from trainwright.checkpoint.save import write
-from trainwright.strategies.registry import make_strategy
+from trainwright.callbacks.save import run_state
+from trainwright.callbacks.save.run_state import RunStateCheckpoint
+from trainwright.checkpoint.memory.replicas import HeldState
+from trainwright.checkpoint.read.find import list_checkpoints
+from trainwright.checkpoint.read.run_state import RunState, holds_run_state
+from trainwright.checkpoint.write.asynchronous import AsyncSaver, BlockingSaver
+from trainwright.checkpoint.write.interval import young_daly
+from trainwright.checkpoint.write.save import write
+from trainwright.core.errors import CheckpointError
+from trainwright.strategies.contract.registry import make_strategy
 
 QUIET = {name: value for name, value in _QUIET.items() if name != "enable_checkpointing"}
 
@@ -456,7 +456,7 @@ def test_a_signal_to_one_rank_waits_for_the_save_on_its_way(ranks, tmp_path: Pat
 
 
 def test_a_writer_that_hangs_does_not_keep_the_run_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.callbacks.run_state._PATIENCE", 0.1)
+    monkeypatch.setattr("trainwright.callbacks.save.run_state._PATIENCE", 0.1)
     holds = HoldsBack(monkeypatch, until=10**9)
     saver = RunStateCheckpoint(str(tmp_path), every_n_steps=2, asynchronous=True)
     with pytest.warns(UserWarning, match="was not finished within 0 s and is given up"), pytest.raises(Fails):
@@ -550,7 +550,7 @@ def test_lightning_knows_it_as_a_checkpoint(tmp_path: Path) -> None:
 
 HALF = """
 import os, sys
-from trainwright.checkpoint.storage import PendingFolder
+from trainwright.checkpoint.store.storage import PendingFolder
 pending = PendingFolder.create(sys.argv[1] + "/step=7")
 pending.write_file("state.json", b"{}", rank=0)
 os.kill(os.getpid(), 9)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from trainwright.callbacks.monitor import records
-from trainwright.callbacks.monitor.profile import Profile
 from trainwright.callbacks.monitor.records import MonitorFile
 from trainwright.callbacks.monitor.sample import is_sampled, sampled_ranks
+from trainwright.callbacks.monitor.trace.profile import Profile
 
 
 @pytest.mark.parametrize(("world_size", "most"), [(10, 3), (1000, 64), (1025, 1024), (100_000, 1024), (4096, 64)])

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tests.callbacks.modules import QUIET, Regression, loader
 from trainwright import Trainer
-from trainwright.callbacks.start_summary import StartSummary
+from trainwright.callbacks.progress.start_summary import StartSummary
 
 BYTES = 4 * sum(p.numel() for p in Regression().parameters())
 
@@ -68,7 +68,7 @@ def of_a_cut_module() -> str:
 
     from tests.parity.layout_modules import make_module
     from tests.parity.layouts import Texts
-    from trainwright.strategies.hybrid import HybridStrategy
+    from trainwright.strategies.compose.hybrid import HybridStrategy
 
     console = Console(file=io.StringIO(), width=200)
     strategy: Any = HybridStrategy(pipeline=2, shard=1)

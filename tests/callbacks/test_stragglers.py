@@ -17,11 +17,11 @@ from tests.callbacks.faulty import fit
 from tests.callbacks.modules import QUIET, Regression, Written, loader
 from tests.parity.layouts import Texts
 from trainwright.callbacks import inject
-from trainwright.callbacks.loss_guard import LossGuard
+from trainwright.callbacks.guard.loss_guard import LossGuard
 from trainwright.callbacks.step_clock import KINDS
-from trainwright.callbacks.stragglers import StepTimes, Straggler, Stragglers, find_stragglers
-from trainwright.strategies.layout import Layout
-from trainwright.strategies.waiting import Waits, _Interception
+from trainwright.callbacks.traffic.stragglers import StepTimes, Straggler, Stragglers, find_stragglers
+from trainwright.core.layout import Layout
+from trainwright.strategies.contract.waits.waiting import Waits, _Interception
 
 USUAL_WAIT = dist.Work.wait
 LATE = 0.25  # seconds, far more than the rest of a step, also on a busy machine

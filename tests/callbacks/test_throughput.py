@@ -11,8 +11,8 @@ from lightning.pytorch import Trainer as LightningTrainer
 from tests.callbacks.modules import QUIET, Regression, Written, loader
 from tests.parity.layout_modules import LENGTH, VOCABULARY, make_module
 from trainwright import Trainer
-from trainwright.callbacks import throughput
-from trainwright.callbacks.throughput import Throughput, num_samples
+from trainwright.callbacks.progress import throughput
+from trainwright.callbacks.progress.throughput import Throughput, num_samples
 
 QUIET = {name: value for name, value in QUIET.items() if name != "logger"}
 STEP = 0.5  # seconds; sums of it are exact

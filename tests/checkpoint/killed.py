@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainwright.checkpoint import exchange
+from trainwright.checkpoint.store import publish as exchange
 
 STEP = struct.Struct("<q")
 BEGUN = -1

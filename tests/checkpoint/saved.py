@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity.harness import make_trainer
-from trainwright.strategies.state import gather_tree
+from trainwright.strategies.state.wholes import gather_tree
 
 VOCABULARY, LENGTH = 40, 8
 

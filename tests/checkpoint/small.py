@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainwright.checkpoint.errors import DamagedCheckpoint
-from trainwright.checkpoint.manifest import FileRecord, Manifest, read_manifest, verify
-from trainwright.checkpoint.records import SPLIT, Listed, list_to_bytes
-from trainwright.checkpoint.storage import Folder, PendingFolder
-from trainwright.checkpoint.tensor_file import TensorEntry, TensorFileReader, TensorFileWriter
+from trainwright.checkpoint.format.manifest import FileRecord, Manifest, read_manifest, verify
+from trainwright.checkpoint.format.records import SPLIT, Listed, list_to_bytes
+from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileReader, TensorFileWriter
+from trainwright.checkpoint.store.storage import Folder, PendingFolder
+from trainwright.core.errors import DamagedCheckpoint
 
 RANKS = 2
 LIST = "files_00000.json"

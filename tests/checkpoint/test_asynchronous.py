@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from trainwright.checkpoint.asynchronous import AsyncSaver, BlockingSaver
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.run_state import RunState
-from trainwright.checkpoint.save import Content, write
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.read.run_state import RunState
+from trainwright.checkpoint.write.asynchronous import AsyncSaver, BlockingSaver
+from trainwright.checkpoint.write.save import Content, write
+from trainwright.core.errors import CheckpointError
 
 SIZE = 1000
 

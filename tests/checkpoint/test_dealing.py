@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainwright.checkpoint.dealing import (
+from trainwright.checkpoint.exchange.distinct import any_of_ranks
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.write.dealing import (
     Box,
     Deal,
     Dealer,
@@ -19,9 +21,7 @@ from trainwright.checkpoint.dealing import (
     share_out,
     writers_of_common,
 )
-from trainwright.checkpoint.distinct import any_of_ranks
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.writing import stored_by
+from trainwright.checkpoint.write.writing import stored_by
 
 
 def box(key: str, size: int, offset: int = 0, whole: int | None = None) -> Box:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.checkpoint.deepspeed_files import STEP, deepspeed_modules, make_trained, write_deepspeed, write_universal
-from trainwright.checkpoint.deepspeed import is_deepspeed, read_deepspeed
-from trainwright.checkpoint.errors import CheckpointError
+from trainwright.checkpoint.foreign.deepspeed.reading import is_deepspeed, read_deepspeed
+from trainwright.core.errors import CheckpointError
 
 SUB_GROUPS = [["emb.weight"], ["back.weight"], ["scalar", "back.bias", "norm.weight", "norm.bias"]]
 LAYOUTS = [

@@ -13,11 +13,11 @@ from functools import partial
 import pytest
 
 from tests.checkpoint import killed, small
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.find import newest_good
-from trainwright.checkpoint.manifest import Manifest
-from trainwright.checkpoint.storage import PendingFolder
-from trainwright.checkpoint.write_errors import write_error
+from trainwright.checkpoint.format.manifest import Manifest
+from trainwright.checkpoint.read.find import newest_good
+from trainwright.checkpoint.store.storage import PendingFolder
+from trainwright.checkpoint.store.write_errors import write_error
+from trainwright.core.errors import CheckpointError
 
 FILES = ["rank_00000.safetensors", "rank_00001.safetensors", "state.json", "tensors.json"]
 SIZE = 64 << 10

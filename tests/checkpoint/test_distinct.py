@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainwright.checkpoint import groups
-from trainwright.checkpoint.dealing import Deal
-from trainwright.checkpoint.distinct import any_of_ranks, kin_of, of_all_ranks, problems_of_ranks, to_first
-from trainwright.checkpoint.save import Content, write
-from trainwright.strategies.communication.calls import Call, listen
-from trainwright.strategies.same_model import refuse_other_models
+from trainwright.checkpoint.exchange.distinct import any_of_ranks, kin_of, of_all_ranks, problems_of_ranks, to_first
+from trainwright.checkpoint.store.publish import groups
+from trainwright.checkpoint.write.dealing import Deal
+from trainwright.checkpoint.write.save import Content, write
+from trainwright.strategies.contract.communication.calls import Call, listen
+from trainwright.strategies.contract.same_model import refuse_other_models
 
 
 @contextmanager

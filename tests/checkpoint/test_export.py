@@ -15,11 +15,11 @@ import torch
 
 from tests.checkpoint.saved import LanguageModule, Losses, loader, logits, model, save, save_cut
 from tests.parity.harness import QUIET
-from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from trainwright.checkpoint.export import export
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.run_state import RunState
-from trainwright.checkpoint.save import Content, write
+from trainwright.checkpoint.foreign.export import export
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.read.run_state import RunState
+from trainwright.checkpoint.write.save import Content, write
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_other_models(tmp_path, kind, tied):
 
     path = str(tmp_path / "run.ckpt")
     if kind == "t5":  # needs no training to be exported
-        from trainwright.checkpoint.hugging_face import hugging_face_facts
+        from trainwright.checkpoint.foreign.hugging_face import hugging_face_facts
 
         network = model(kind)
         weights = {f"model.{name}": value for name, value in network.state_dict().items()}
@@ -256,7 +256,7 @@ def test_plain_torch(llama, tmp_path):
 def test_values_that_need_other_classes_become_plain_ones(tmp_path):
     import numpy as np
 
-    from trainwright.checkpoint.tree import encode
+    from trainwright.checkpoint.format.tree import encode
 
     callbacks = {"Mine": {"path": Path("a/b"), "best": np.float32(0.5), "table": np.arange(3), "kept": {1, 2}}}
     tensors = {}

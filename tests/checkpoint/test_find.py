@@ -7,9 +7,9 @@ import fsspec
 import pytest
 
 from tests.checkpoint import small
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.find import list_checkpoints, newest_good
-from trainwright.checkpoint.paths import join_path
+from trainwright.checkpoint.read.find import list_checkpoints, newest_good
+from trainwright.checkpoint.store.paths import join_path
+from trainwright.core.errors import CheckpointError
 
 
 @pytest.fixture(params=["local", "memory"])

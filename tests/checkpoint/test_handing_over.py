@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainwright.checkpoint.handing_over import HANDED_OVER, receive, send
-from trainwright.checkpoint.held import HeldState
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.save import Content
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.memory.handing_over import HANDED_OVER, receive, send
+from trainwright.checkpoint.memory.held import HeldState
+from trainwright.checkpoint.write.save import Content
 
 
 def state() -> HeldState:

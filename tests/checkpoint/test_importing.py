@@ -18,11 +18,11 @@ import torch.distributed.checkpoint as dcp
 from tests.checkpoint.deepspeed_files import make_trained, write_deepspeed
 from tests.checkpoint.saved import LanguageModule, Losses, loader, logits, model, save
 from tests.parity.harness import QUIET, make_trainer
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.export import export
-from trainwright.checkpoint.importing import import_checkpoint
-from trainwright.checkpoint.run_state import RunState, materialised
-from trainwright.checkpoint.safetensors_folder import SafetensorsFolder
+from trainwright.checkpoint.foreign.export import export
+from trainwright.checkpoint.foreign.importing import import_checkpoint
+from trainwright.checkpoint.foreign.safetensors_folder import SafetensorsFolder
+from trainwright.checkpoint.read.run_state import RunState, materialised
+from trainwright.core.errors import CheckpointError
 
 
 def weights_of(path):
@@ -145,7 +145,7 @@ def test_a_run_of_lightning_goes_on(tmp_path):
 
 def resumed(path):
     """Losses of Lightning's Trainer with a strategy of ours that goes on from a run state."""
-    from trainwright.strategies.registry import make_strategy
+    from trainwright.strategies.contract.registry import make_strategy
 
     losses = Losses()
     trainer = pl.Trainer(
@@ -239,7 +239,7 @@ def make_tied():
 
 def step_from_deepspeed(path, strategy):
     """Weights before and states after one step of a run that goes on, whole and by name."""
-    from trainwright.strategies.state import gather_tree
+    from trainwright.strategies.state.wholes import gather_tree
 
     module = Trained(make_tied())
     before = {}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.checkpoint.interval import AutoInterval, TimedSteps, young_daly
+from trainwright.checkpoint.write.interval import AutoInterval, TimedSteps, young_daly
 
 
 def lost_time(interval: float, cost: float, mtbf: float) -> float:

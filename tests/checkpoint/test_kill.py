@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import killed, small
-from trainwright.checkpoint import find, local_files
-from trainwright.checkpoint.find import newest_good
-from trainwright.checkpoint.retention import Retention, apply
-from trainwright.checkpoint.storage import clean_up
+from trainwright.checkpoint.read import find
+from trainwright.checkpoint.read.find import newest_good
+from trainwright.checkpoint.store import local_files
+from trainwright.checkpoint.store.storage import clean_up
+from trainwright.checkpoint.write.retention import Retention, apply
 
 ROUNDS = 25
 SIZE = 60_000  # elements of the largest tensor: two files of 360 kB

@@ -22,13 +22,13 @@ from tests.checkpoint.deepspeed_files import deepspeed_modules, make_trained, wr
 from tests.checkpoint.payload import evil, forget_extension, old_torch_files, pickles, torch_file
 from tests.checkpoint.server import serving
 from tests.parity.harness import make_trainer
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.export import export
-from trainwright.checkpoint.importing import import_checkpoint
-from trainwright.checkpoint.manifest import read_manifest
-from trainwright.checkpoint.run_state import RunState
-from trainwright.checkpoint.storage import remove
-from trainwright.trainer.checkpoint_command import run_checkpoint_command
+from trainwright.checkpoint.foreign.export import export
+from trainwright.checkpoint.foreign.importing import import_checkpoint
+from trainwright.checkpoint.format.manifest import read_manifest
+from trainwright.checkpoint.read.run_state import RunState
+from trainwright.checkpoint.store.storage import remove
+from trainwright.core.errors import CheckpointError
+from trainwright.tools.checkpoints.command import run_checkpoint_command
 
 FORMATS = ("safetensors", "hf", "lightning", "torch")
 

@@ -10,8 +10,8 @@ import pytest
 import xxhash
 
 from tests.checkpoint import small
-from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from trainwright.checkpoint.manifest import VERSION, FileRecord, Manifest, read_manifest, verify
+from trainwright.checkpoint.format.manifest import VERSION, FileRecord, Manifest, read_manifest, verify
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 
 SHARDS = ["rank_00000.safetensors", "rank_00001.safetensors"]
 WRITERS = {**dict(zip(SHARDS, (0, 1), strict=True)), "state.json": 0, "tensors.json": 1, "manifest.json": 0}

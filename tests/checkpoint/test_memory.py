@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.held import HeldSource
-from trainwright.checkpoint.memory import NeighbourCopies
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.save import Content
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.memory.held import HeldSource
+from trainwright.checkpoint.memory.replicas import NeighbourCopies
+from trainwright.checkpoint.write.save import Content
+from trainwright.core.errors import CheckpointError
 
 
 def new_group():

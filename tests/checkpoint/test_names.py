@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.names import match_names, tied_names
+from trainwright.checkpoint.format.names import match_names, tied_names
+from trainwright.core.errors import CheckpointError
 
 
 class Source:

@@ -20,8 +20,8 @@ from torch import nn
 
 from tests.checkpoint.payload import Call, evil, forget_extension, old_torch_files, pickles, torch_file
 from tests.checkpoint.server import serving
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.ordinary import load_ordinary
+from trainwright.checkpoint.foreign.ordinary import load_ordinary
+from trainwright.core.errors import CheckpointError
 
 TYPE_THIS = r"trust=true on the command line, or weights_only=False in Python"
 PAYLOADS = ["os.system, protocol 2", "getattr, protocol 4", "partial, protocol 2", "INST", "__setstate__ as state"]

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.plain_bytes import pack, unpack
-from trainwright.checkpoint.tree import UnsupportedValueError
+from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
+from trainwright.checkpoint.format.tree import UnsupportedValueError
+from trainwright.core.errors import CheckpointError
 
 RAN: list[str] = []
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint import small
-from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from trainwright.checkpoint.find import Found, newest_good
-from trainwright.checkpoint.manifest import Manifest
-from trainwright.checkpoint.retention import Retention, apply
+from trainwright.checkpoint.format.manifest import Manifest
+from trainwright.checkpoint.read.find import Found, newest_good
+from trainwright.checkpoint.write.retention import Retention, apply
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 
 
 def found(step, **metrics):

@@ -9,8 +9,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.safetensors_folder import SafetensorsFolder
+from trainwright.checkpoint.foreign.safetensors_folder import SafetensorsFolder
+from trainwright.core.errors import CheckpointError
 
 FIRST = {"a.weight": torch.randn(4, 3), "a.bias": torch.randn(4).bfloat16()}
 SECOND = {"b.weight": torch.arange(10), "empty": torch.zeros(0, 2)}

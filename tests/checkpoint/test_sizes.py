@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.checkpoint.sizes import size_text
+from trainwright.core.text.sizes import size_text
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.held import HeldSource, HeldState
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.save import Content
-from trainwright.checkpoint.snapshots import Snapshots
-from trainwright.checkpoint.tree import encode, reference
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.format.tree import encode, reference
+from trainwright.checkpoint.memory.held import HeldSource, HeldState
+from trainwright.checkpoint.memory.snapshots import Snapshots
+from trainwright.checkpoint.write.save import Content
+from trainwright.core.errors import CheckpointError
 
 
 def content(step: int) -> Content:
@@ -59,7 +59,7 @@ def test_going_back():
 def test_a_copy_that_failed_is_none(monkeypatch):
     snapshots = Snapshots(keep=1)
     snapshots.take(content(1), 1)
-    monkeypatch.setattr("trainwright.checkpoint.staging._copy", fail)
+    monkeypatch.setattr("trainwright.checkpoint.write.staging._copy", fail)
     with pytest.raises(MemoryError):
         snapshots.take(content(2), 2)
     assert snapshots.steps() == []

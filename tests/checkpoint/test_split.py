@@ -20,20 +20,21 @@ from fsspec.implementations.local import LocalFileSystem
 from tests.checkpoint import small
 from tests.checkpoint.test_save import COLUMNS, ROWS, content_of, group, matrix
 from tests.strategies.test_checkpointing import TENSOR, Net, data, fit_and_go_on, trainer_of
-from trainwright.callbacks.run_state import RunStateCheckpoint
-from trainwright.checkpoint import manifest as manifests
-from trainwright.checkpoint import records, split
-from trainwright.checkpoint.dealing import Dealer
-from trainwright.checkpoint.directory import Directory, Entry, Place
-from trainwright.checkpoint.distinct import Kin
-from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from trainwright.checkpoint.find import newest_good
-from trainwright.checkpoint.manifest import read_manifest, records_of, verify
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.run_state import RunState
-from trainwright.checkpoint.save import Content, dealt_out, write
-from trainwright.checkpoint.storage import Folder, PendingFolder, clean_up, remove
-from trainwright.trainer.cli import main
+from trainwright.callbacks.save.run_state import RunStateCheckpoint
+from trainwright.checkpoint.exchange.distinct import Kin
+from trainwright.checkpoint.format import manifest as manifests
+from trainwright.checkpoint.format import records
+from trainwright.checkpoint.format.directory import Directory, Entry, Place
+from trainwright.checkpoint.format.manifest import read_manifest, records_of, verify
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.read.find import newest_good
+from trainwright.checkpoint.read.run_state import RunState
+from trainwright.checkpoint.store.storage import Folder, PendingFolder, clean_up, remove
+from trainwright.checkpoint.write import split
+from trainwright.checkpoint.write.dealing import Dealer
+from trainwright.checkpoint.write.save import Content, dealt_out, write
+from trainwright.command.cli import main
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 
 RANKS = 5
 META = ["boxes_00000.json", "boxes_00001.json", "boxes_00002.json", "boxes_00003.json", "boxes_00004.json"]
@@ -339,7 +340,7 @@ def hide(path: str, bad: int) -> str:
 
     with (
         many(),
-        mock.patch("trainwright.checkpoint.storage._PATIENCE_SECONDS", 0.2),
+        mock.patch("trainwright.checkpoint.store.storage._PATIENCE_SECONDS", 0.2),
         mock.patch.object(PendingFolder, "create_file", elsewhere),
         pytest.raises(CheckpointError) as error,
     ):

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.staging import Staging, lay_out
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.write.staging import Staging, lay_out
 
 
 def mixed():

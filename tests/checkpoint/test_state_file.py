@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.payload import evil
-from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from trainwright.checkpoint.importing import import_checkpoint
-from trainwright.checkpoint.ordinary import load_ordinary
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.run_state import RunState, StoredTensor, holds_run_state
-from trainwright.checkpoint.save import Content
-from trainwright.checkpoint.state_file import write_file
-from trainwright.checkpoint.torch_file import LazyTensor
-from trainwright.checkpoint.tree import encode
+from trainwright.checkpoint.foreign.importing import import_checkpoint
+from trainwright.checkpoint.foreign.ordinary import load_ordinary
+from trainwright.checkpoint.foreign.state_file import write_file
+from trainwright.checkpoint.foreign.torch_file import LazyTensor
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.format.tree import encode
+from trainwright.checkpoint.read.run_state import RunState, StoredTensor, holds_run_state
+from trainwright.checkpoint.write.save import Content
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 
 W, MOMENT, OWN = torch.arange(12.0).reshape(3, 4), torch.full((3, 4), 0.5), torch.arange(5, dtype=torch.uint8)
 

@@ -11,13 +11,14 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.checkpoint import small
-from trainwright.checkpoint import exchange, local_files, owners, remote_files
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.find import list_checkpoints
-from trainwright.checkpoint.manifest import Manifest, read_manifest
-from trainwright.checkpoint.paths import join_path, split_path
-from trainwright.checkpoint.storage import Folder, PendingFolder, clean_up, folders_in, remove
-from trainwright.checkpoint.write_errors import free_bytes
+from trainwright.checkpoint.format.manifest import Manifest, read_manifest
+from trainwright.checkpoint.read.find import list_checkpoints
+from trainwright.checkpoint.store import local_files, owners, remote_files
+from trainwright.checkpoint.store import publish as exchange
+from trainwright.checkpoint.store.paths import join_path, split_path
+from trainwright.checkpoint.store.storage import Folder, PendingFolder, clean_up, folders_in, remove
+from trainwright.checkpoint.store.write_errors import free_bytes
+from trainwright.core.errors import CheckpointError
 
 DEAD = "00000000-3fffff-1-{place}"  # a process id above what Linux gives
 
@@ -129,7 +130,7 @@ def test_everything_is_on_the_disk_before_it_is_seen(tmp_path, monkeypatch, swap
 
 
 def test_a_file_that_a_manifest_names_must_be_there(parent, monkeypatch):
-    monkeypatch.setattr("trainwright.checkpoint.storage._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("trainwright.checkpoint.store.storage._PATIENCE_SECONDS", 0.0)
     target = join_path(parent, "a.ckpt")
     pending = PendingFolder.create(target)
     record = pending.write_file("rank_00000.safetensors", b"x", 0)

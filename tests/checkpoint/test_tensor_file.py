@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.checkpoint import tensor_file
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.tensor_file import DTYPES, TensorEntry, TensorFileReader, TensorFileWriter
+from trainwright.checkpoint.format import tensor_file
+from trainwright.checkpoint.format.tensor_file import DTYPES, TensorEntry, TensorFileReader, TensorFileWriter
+from trainwright.core.errors import CheckpointError
 
 
 def write(tensors, metadata=None):
@@ -302,7 +302,7 @@ def test_files_that_are_not_of_the_format(data, message):
 
 
 def test_the_file_is_named(tmp_path):
-    from trainwright.checkpoint.storage import Folder
+    from trainwright.checkpoint.store.storage import Folder
 
     (tmp_path / "x.safetensors").write_bytes(b"garbage of some length")
     with pytest.raises(CheckpointError, match=str(tmp_path / "x.safetensors")):

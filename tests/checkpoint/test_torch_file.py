@@ -10,8 +10,8 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from trainwright.checkpoint.tensor_file import bytes_of
-from trainwright.checkpoint.torch_file import LazyTensor, write_torch_file
+from trainwright.checkpoint.foreign.torch_file import LazyTensor, write_torch_file
+from trainwright.checkpoint.format.tensor_file import bytes_of
 
 DTYPES = [
     torch.float32,

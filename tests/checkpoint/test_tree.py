@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from trainwright.checkpoint.bounded import ContentError
-from trainwright.checkpoint.tree import UnsupportedValueError, decode, encode
+from trainwright.checkpoint.format.tree import UnsupportedValueError, decode, encode
+from trainwright.core.text.bounded import ContentError
 
 
 def round_trip(tree: Any) -> Any:

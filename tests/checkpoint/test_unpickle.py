@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.checkpoint.payload import forget_extension, old_torch_files, pickles, torch_file
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.pickle_machine import Inert
-from trainwright.checkpoint.unpickle import load_inert
+from trainwright.checkpoint.foreign.pickle_machine import Inert
+from trainwright.checkpoint.foreign.unpickle import load_inert
+from trainwright.core.errors import CheckpointError
 
 NAMES = sorted(pickles(Path("x")))
 

@@ -19,23 +19,25 @@ from unittest.mock import patch
 from torch.distributed.run import get_args_parser
 
 from tests.docs.blocks import ROOT
-from trainwright.trainer import checkpoint_command, command, machine
-from trainwright.trainer.auto import is_auto
-from trainwright.trainer.check_resume import decide_resume
-from trainwright.trainer.compose import compose_checked
-from trainwright.trainer.deepspeed_config import command as import_command
-from trainwright.trainer.doctor.command import VERBS as OF_THE_MACHINE
-from trainwright.trainer.doctor.options import parse as parse_doctor
-from trainwright.trainer.launch.launcher import Launcher
-from trainwright.trainer.planning.profiles import profile_problems
-from trainwright.trainer.problems import ConfigError
-from trainwright.trainer.report.command import parse as parse_report
-from trainwright.trainer.run import plan
-from trainwright.trainer.sweep import expand
-from trainwright.trainer.validate import problems_before_layout
-from trainwright.trainer.verify import problems_of as problems_of_verify
-from trainwright.trainer.verify_options import take_options
-from trainwright.trainer.world import Surroundings
+from trainwright.command import verbs as command
+from trainwright.command.auto import is_auto
+from trainwright.command.checks.validate import problems_before_layout
+from trainwright.command.run import plan
+from trainwright.command.schema.compose import compose_checked
+from trainwright.command.sweep import expand
+from trainwright.command.verify_options import take_options
+from trainwright.core.device_profiles import profile_problems
+from trainwright.core.problems import ConfigError
+from trainwright.core.processes import machine
+from trainwright.core.run.launcher import Launcher
+from trainwright.launch.recovery.check_resume import decide_resume
+from trainwright.strategies.compose.world import Surroundings
+from trainwright.tools.checkpoints import command as checkpoint_command
+from trainwright.tools.deepspeed import command as import_command
+from trainwright.tools.doctor.command import VERBS as OF_THE_MACHINE
+from trainwright.tools.doctor.options import parse as parse_doctor
+from trainwright.tools.report.command import parse as parse_report
+from trainwright.tools.verify.verify import problems_of as problems_of_verify
 
 # Programs of others that the documentation calls; nothing is said of their options.
 OTHERS = frozenset(

@@ -24,9 +24,9 @@ from tests.docs.commands import configured, problems_of
 from tests.docs.executed import run_blocks, run_script
 from tests.docs.project import MODEL, leave_behind, write_language_model, write_project, write_runs
 from tests.docs.shell import commands_of, sbatch_options
-from trainwright.trainer import machine
-from trainwright.trainer.compose import compose_checked
-from trainwright.trainer.launch import engines
+from trainwright.command.schema.compose import compose_checked
+from trainwright.core.processes import machine
+from trainwright.launch import engines
 
 MOST_RANKS = 4
 NOT_HERE = ("not run", "in snippets")

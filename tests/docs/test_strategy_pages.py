@@ -17,20 +17,20 @@ from hydra.core.config_store import ConfigStore
 
 from tests.parity.layout_modules import LENGTH, make_module
 from tests.trainer.planning.bytes_of_ranks import Predictor, predictor
-from trainwright.strategies.engines import EngineOptions, plan_for
-from trainwright.strategies.layout import Layout
-from trainwright.strategies.plan import ModelPlan
-from trainwright.strategies.registry import strategy_names
-from trainwright.strategies.tensor_rules import plan_splits
-from trainwright.trainer.config import register_schema
-from trainwright.trainer.layout_report import StateRules, bytes_of_ranks
-from trainwright.trainer.planning.cost import Cut
-from trainwright.trainer.planning.experts import part_that_travels
-from trainwright.trainer.planning.profiles import profile_named
-from trainwright.trainer.planning.share import share_of
-from trainwright.trainer.planning.state import StateTable
-from trainwright.trainer.planning.time import bubble_of, step_time
-from trainwright.trainer.planning.work import Work
+from trainwright.command.schema.config import register_schema
+from trainwright.core.device_profiles import profile_named
+from trainwright.core.layout import Layout
+from trainwright.planning.layout_report import StateRules, bytes_of_ranks
+from trainwright.planning.memory.share import share_of
+from trainwright.planning.memory.state import StateTable
+from trainwright.planning.model.experts import part_that_travels
+from trainwright.planning.search.work import Work
+from trainwright.planning.time.cost import Cut
+from trainwright.planning.time.step import bubble_of, step_time
+from trainwright.strategies.compose.engines import EngineOptions, plan_for
+from trainwright.strategies.contract.registry import strategy_names
+from trainwright.strategies.plan.model_plan import ModelPlan
+from trainwright.strategies.plan.tensor_rules import plan_splits
 
 ROOT = Path(__file__).parents[2]
 DOCS, YAMLS = ROOT / "docs", ROOT / "conf" / "strategy"

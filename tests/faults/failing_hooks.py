@@ -15,7 +15,7 @@ from tests.parity.harness import make_trainer, world_size
 from tests.parity.modules import Tokens, make_module
 from tests.parity.test_resume_watched import Points
 from trainwright import RunStateCheckpoint
-from trainwright.callbacks.preemption import Preemption
+from trainwright.callbacks.end.preemption import Preemption
 
 # What a fit calls of a module. (`configure_callbacks` and the loaders are asked before ranks meet, as hooks are.)
 OF_MODULE = (

@@ -24,12 +24,12 @@ from tests.parity.harness import QUIET
 from tests.parity.layouts import Texts
 from tests.parity.modules import Tokens, make_module
 from tests.pool import RankPool, free_port
-from trainwright.strategies.registry import make_strategy
+from trainwright.core.processes.process import kill_with_workers
+from trainwright.launch.watchdog.callback import Watchdog
+from trainwright.launch.watchdog.limits import HangLimits
+from trainwright.launch.watchdog.monitor import FoundHang, HangMonitor
+from trainwright.strategies.contract.registry import make_strategy
 from trainwright.trainer.trainer import Trainer
-from trainwright.trainer.watchdog.callback import Watchdog
-from trainwright.trainer.watchdog.limits import HangLimits
-from trainwright.trainer.watchdog.monitor import FoundHang, HangMonitor
-from trainwright.trainer.watchdog.process import kill_with_workers
 
 # Limits so small that a test ends soon, and large enough for a machine that has other things to do.
 LIMITS = HangLimits(floor_seconds=1.5, first_timeout=120.0)

@@ -13,9 +13,9 @@ from unittest import mock
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainwright.trainer.compose import compose_checked
-from trainwright.trainer.problems import ConfigError
-from trainwright.trainer.run import plan
+from trainwright.command.run import plan
+from trainwright.command.schema.compose import compose_checked
+from trainwright.core.problems import ConfigError
 
 # Choices of groups, so that every part of the schema is in one of the bases.
 BASES: tuple[tuple[str, ...], ...] = (
@@ -115,7 +115,7 @@ _ACCEPTED: list[DictConfig] = []
 
 def build_accepted(drawn: dict[str, Any]) -> list[str]:
     """Build what was accepted last, where that takes one process and no memory to speak of."""
-    from trainwright.trainer.worker import build
+    from trainwright.launch.worker import build
 
     if not _ACCEPTED or _ACCEPTED[0].devices != 1 or any(key.startswith(_NOT_BUILT) for key in drawn):
         return []

@@ -16,7 +16,7 @@ from tests.parity.harness import make_trainer, world_size
 from tests.parity.modules import Tokens, make_module
 from tests.parity.test_resume_watched import BATCH, SAMPLES, Net, Points
 from trainwright import RunStateCheckpoint
-from trainwright.callbacks.preemption import Preempted, Preemption
+from trainwright.callbacks.end.preemption import Preempted, Preemption
 
 MODULE = "decoder-adamw"
 

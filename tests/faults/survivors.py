@@ -8,8 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from trainwright.trainer.compose import compose
-from trainwright.trainer.run import run
+from trainwright.command.run import run
+from trainwright.command.schema.compose import compose
 
 RECIPE = """# @package _global_
 name: survivor

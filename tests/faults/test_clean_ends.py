@@ -77,8 +77,8 @@ ENDS: dict[str, tuple[str, int, str]] = {
 SCRIPT = """
 import os, re, sys
 from pathlib import Path
-from trainwright.trainer.command import run_command
-from trainwright.trainer.launch.forkserver import stop_forkserver
+from trainwright.command.verbs import run_command
+from trainwright.launch.ranks.forkserver import stop_forkserver
 
 def listening():
     inodes = {line.split()[9] for line in open("/proc/net/tcp").readlines()[1:] if line.split()[3] == "0A"}

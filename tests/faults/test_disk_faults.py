@@ -24,18 +24,18 @@ from tests.faults import system_calls
 from tests.faults.system_calls import Ended, Errors, SystemCall
 from tests.parity.harness import make_trainer
 from trainwright import RunStateCheckpoint
-from trainwright.checkpoint.asynchronous import save_together
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.find import newest_good
-from trainwright.checkpoint.manifest import Manifest, verify
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.retention import Retention, apply, may_delete
-from trainwright.checkpoint.run_state import RunState
-from trainwright.checkpoint.save import Content, write
-from trainwright.checkpoint.state_file import write_file
-from trainwright.checkpoint.storage import clean_up
-from trainwright.trainer.cli import main
-from trainwright.trainer.launch.uncaught import Uncaught
+from trainwright.checkpoint.foreign.state_file import write_file
+from trainwright.checkpoint.format.manifest import Manifest, verify
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.read.find import newest_good
+from trainwright.checkpoint.read.run_state import RunState
+from trainwright.checkpoint.store.storage import clean_up
+from trainwright.checkpoint.write.asynchronous import save_together
+from trainwright.checkpoint.write.retention import Retention, apply, may_delete
+from trainwright.checkpoint.write.save import Content, write
+from trainwright.command.cli import main
+from trainwright.core.errors import CheckpointError
+from trainwright.core.failures.uncaught import Uncaught
 
 # TRAINWRIGHT_DISK_FAULTS=all fails each call with each error in each way. Without it each call of a save fails in one
 # of them, and of the calls of whole runs as many as there is time for.
@@ -360,8 +360,8 @@ def is_of_run(call: SystemCall) -> bool:
 
 def test_faults_at_calls_of_a_whole_run(tmp_path: Path, met: Met) -> None:
     """Of about 370 calls on other files than checkpoints, every 61st fails."""
-    for name in ("command", "trainer", "worker", "report.page"):  # else each forked process would
-        import_module(f"trainwright.trainer.{name}")
+    for name in ("command.verbs", "trainer.trainer", "launch.worker", "tools.report.page"):  # else each fork would
+        import_module(f"trainwright.{name}")
     call, last = 0, False
     while not last:
         for number, lasting in ways(call):

@@ -21,12 +21,12 @@ from tests.checkpoint.test_malicious import Net, loader
 from tests.parity.harness import make_trainer
 from trainwright.callbacks.monitor.records import MonitorFile, records_path
 from trainwright.callbacks.monitor.step_time import StepTime
-from trainwright.trainer.compose import compose
-from trainwright.trainer.launch.failure import Failure, write_traceback
-from trainwright.trainer.metrics_csv import MetricsCSV
-from trainwright.trainer.run import plan
-from trainwright.trainer.tensorboard import TensorBoard
-from trainwright.trainer.worker import _RankLog
+from trainwright.command.run import plan
+from trainwright.command.schema.compose import compose
+from trainwright.core.failures.failure import Failure, write_traceback
+from trainwright.launch.worker import _RankLog
+from trainwright.trainer.loggers.metrics_csv import MetricsCSV
+from trainwright.trainer.loggers.tensorboard import TensorBoard
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 

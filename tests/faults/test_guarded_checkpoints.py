@@ -12,7 +12,7 @@ import torch
 from tests.callbacks.test_loss_guard import Count, Faulty, assert_undisturbed
 from tests.trainer.held import PLACES, Losses, fit
 from trainwright import DivergedError, LossGuard, RunStateCheckpoint
-from trainwright.checkpoint.run_state import RunState
+from trainwright.checkpoint.read.run_state import RunState
 
 STEPS = 9
 SAMPLE = 25  # read in the third step of each of the first two epochs

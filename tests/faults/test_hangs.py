@@ -12,7 +12,7 @@ import pytest
 from tests.faults import hanging
 from tests.faults.hanging import NO_LIMITS, watched_ranks
 from tests.trainer.project import run_command, write_project
-from trainwright.trainer.watchdog.monitor import FoundHang
+from trainwright.launch.watchdog.monitor import FoundHang
 
 # Their server, from which the ranks of these tests fork too.
 pytestmark = pytest.mark.usefixtures("ranks")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.faults.junk import BASES, VALUES, build_accepted, keys_of, override, problems_of
 from tests.trainer.project import environment, write_project
-from trainwright.trainer import machine
-from trainwright.trainer.cli import main
+from trainwright.command.cli import main
+from trainwright.core.processes import machine
 
 # TRAINWRIGHT_JUNK_DRAWS=20000 draws so many by hand, other ones each time.
 DRAWS = int(os.environ.get("TRAINWRIGHT_JUNK_DRAWS", "500"))
@@ -143,7 +143,7 @@ import json, sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from trainwright.trainer.cli import main
+from trainwright.command.cli import main
 
 def held(folder):
     return sorted((str(path), path.stat().st_size) for path in folder.rglob("*"))

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults.recipes import write_recipe
-from trainwright.checkpoint.run_state import RunState
-from trainwright.trainer.compose import compose
-from trainwright.trainer.run import run
+from trainwright.checkpoint.read.run_state import RunState
+from trainwright.command.run import run
+from trainwright.command.schema.compose import compose
 
 RECIPE = """# @package _global_
 name: tiny

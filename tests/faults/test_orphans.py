@@ -19,7 +19,7 @@ import pytest
 
 from tests.faults.commands import LIMIT, Command, training, write_faulty_project
 from tests.trainer.project import environment
-from trainwright.trainer.watchdog.process import is_alive
+from trainwright.core.processes.process import is_alive
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems tell no process of the end of its parent"
@@ -106,7 +106,7 @@ def test_nothing_outlives_the_agent_of_torchrun(conf: Path, tmp_path: Path) -> N
 
 WORKER = """
 import multiprocessing, os, time
-from trainwright.trainer.loader_workers import HeedsItsRank
+from trainwright.trainer.data.loader_workers import HeedsItsRank
 
 def work(rank):
     print(os.getpid(), flush=True)
@@ -132,7 +132,7 @@ def test_no_worker_of_a_loader_outlives_a_rank_that_was_killed_while_it_started_
 THREADS = """
 import os, sys, threading, time
 from multiprocessing import forkserver
-from trainwright.trainer.launch.apart import call_apart
+from trainwright.launch.ranks.apart import call_apart
 
 parents = []
 for _ in range(2):

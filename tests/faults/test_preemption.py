@@ -25,11 +25,11 @@ from tests.parity.test_resume_watched import Net
 from tests.pool import free_port
 from tests.trainer.project import environment
 from trainwright import RunStateCheckpoint
-from trainwright.callbacks.notice import FILE, URL, NoticePoll
-from trainwright.callbacks.preemption import Preempted, Preemption
-from trainwright.checkpoint.asynchronous import Saved
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.find import list_checkpoints
+from trainwright.callbacks.end.notice import FILE, URL, NoticePoll
+from trainwright.callbacks.end.preemption import Preempted, Preemption
+from trainwright.checkpoint.read.find import list_checkpoints
+from trainwright.checkpoint.write.asynchronous import Saved
+from trainwright.core.errors import CheckpointError
 
 # ---- exactly the state of that step ----------------------------------------------------------------------------------
 
@@ -327,7 +327,7 @@ def test_without_saving_it_ends_after_the_step(tmp_path: Path, capfd: pytest.Cap
 def test_a_save_that_fails_names_the_last_good_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainwright.callbacks import run_state
+    from trainwright.callbacks.save import run_state
 
     class Full(run_state.BlockingSaver):
         def save(self, content: Any, path: str, *more: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.recipes import write_recipe
 from tests.faults.survivors import RECIPE, Survived
-from trainwright.trainer.launch.failure import RankError
+from trainwright.core.failures.failure import RankError
 
 LAYOUTS = {
     "ddp": ("strategy=ddp", "devices=3", "module.full=3"),

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from tests.faults.recipes import write_recipe
-from trainwright.trainer.compose import compose
-from trainwright.trainer.launch.failure import RankError
-from trainwright.trainer.launch.records import read_steps
-from trainwright.trainer.launch.scratch import scratch
-from trainwright.trainer.problems import ConfigError
-from trainwright.trainer.run import run
+from trainwright.command.run import run
+from trainwright.command.schema.compose import compose
+from trainwright.core.failures.failure import RankError
+from trainwright.core.failures.records import read_steps
+from trainwright.core.problems import ConfigError
+from trainwright.core.processes.scratch import scratch
 
 RECIPE = """# @package _global_
 name: tiny
@@ -37,7 +37,7 @@ module:
   broken: ""
 callbacks:
   loss:
-    _target_: trainwright.callbacks.global_loss.GlobalLoss
+    _target_: trainwright.callbacks.progress.global_loss.GlobalLoss
     every_n_steps: 1
 data:
   _target_: tests.faults.tiny.TinyData

@@ -61,7 +61,7 @@ class Record:
 def whole(tensor: Tensor) -> Tensor:
     """A copy of the whole tensor on the CPU; a collective for a DTensor."""
     if isinstance(tensor, DTensor):
-        from trainwright.strategies.state import whole_tensor
+        from trainwright.strategies.state.wholes import whole_tensor
 
         return whole_tensor(tensor)
     return tensor.detach().cpu().clone()
@@ -167,7 +167,7 @@ QUIET: dict[str, Any] = {
 
 def data_parallel_names() -> tuple[str, ...]:
     """Names of the strategies that need nothing of a module and compute what one process computes."""
-    from trainwright.strategies.registry import strategy_names
+    from trainwright.strategies.contract.registry import strategy_names
 
     return tuple(name for name in strategy_names() if name not in (*CUTTING, *AVERAGED_ELSEWHERE, *DIFFERING))
 
@@ -187,7 +187,7 @@ def make_trainer(strategy: str, options: dict[str, Any] | None = None, **trainer
 
     Without a certificate, unless ``options`` ask for one: tests compare by themselves, and it takes as long as they do.
     """
-    from trainwright.strategies.registry import make_strategy
+    from trainwright.strategies.contract.registry import make_strategy
     from trainwright.trainer.trainer import Trainer
 
     built = make_strategy(strategy, **{"certificate": "off", **(options or {})})
@@ -214,7 +214,7 @@ def train(case: Case, strategy: str, options: dict[str, Any], **trainer_options:
 
 def train_with_lightning(case: Case, strategy: str, options: dict[str, Any]) -> Record:
     """As :func:`train`, by Lightning's own Trainer, which knows nothing of global batches: the loader deals samples."""
-    from trainwright.strategies.registry import make_strategy
+    from trainwright.strategies.contract.registry import make_strategy
 
     recorder = Recorder()
     trainer = pl.Trainer(

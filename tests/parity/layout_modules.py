@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.parity.optimizers import OPTIMIZERS
-from trainwright.recipes.gpt_model import GPT, GPTConfig
+from trainwright.recipes.gpt.model import GPT, GPTConfig
 
 VOCABULARY = 24
 LENGTH = 8

@@ -95,8 +95,8 @@ def run(case: LayoutCase) -> Record:
 
 
 def _data_ranks(case: LayoutCase) -> int:
-    from trainwright.strategies.layout import Layout
-    from trainwright.strategies.registry import make_strategy
+    from trainwright.core.layout import Layout
+    from trainwright.strategies.contract.registry import make_strategy
 
     if case.strategy == "single":
         return 1

@@ -22,8 +22,8 @@ from tests.trainer.held import Hold, Model, make_loader
 from tests.trainer.held import fit as fit_held
 from tests.trainer.test_going_back import Judge
 from trainwright import DealtStream
-from trainwright.callbacks.throughput import num_samples
-from trainwright.callbacks.verdict import GoBack
+from trainwright.callbacks.guard.verdict import GoBack
+from trainwright.callbacks.progress.throughput import num_samples
 
 TOLERANCE = 1e-6
 AUTO = {"every_steps": 1, "smoothing": 0.0}

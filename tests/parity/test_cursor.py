@@ -22,7 +22,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.parity.harness import make_trainer, world_size
 from trainwright import DealtStream
-from trainwright.trainer.reading import dealer_of
+from trainwright.trainer.data.reading import dealer_of
 
 GLOBAL_BATCH = 12
 SAMPLES = 43  # three steps of twelve samples and one of seven

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity.harness import QUIET, whole, world_size
-from trainwright.strategies.registry import make_strategy
+from trainwright.strategies.contract.registry import make_strategy
 
 STEPS = {
     "training_step",

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.trainer.project import command, environment
 from trainwright import Trainer
-from trainwright.checkpoint.run_state import RunState
-from trainwright.strategies.hybrid import HybridStrategy
+from trainwright.checkpoint.read.run_state import RunState
+from trainwright.strategies.compose.hybrid import HybridStrategy
 
 PROJECT = Path(__file__).parent / "plain_project"
 LOGGED = {"train_loss", "lr", "val_loss", "val_accuracy", "epochs_done"}

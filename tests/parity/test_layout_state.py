@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from tests.parity.harness import Record, make_trainer, world_size
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import LayoutCase, Texts, WholeRecorder
-from trainwright.checkpoint.run_state import RunState, materialised
-from trainwright.strategies.layout import Layout
+from trainwright.checkpoint.read.run_state import RunState, materialised
+from trainwright.core.layout import Layout
 
 SAVED_AT, STEPS = 2, 4
 

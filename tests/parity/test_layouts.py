@@ -219,7 +219,7 @@ def test_samples_that_ranks_share_are_predicted_once(ranks, options):
 
 
 def train_with_lightning(case: LayoutCase) -> Any:
-    from trainwright.strategies.hybrid import HybridStrategy
+    from trainwright.strategies.compose.hybrid import HybridStrategy
 
     recorder = WholeRecorder()
     trainer = pl.Trainer(

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from trainwright import Trainer
-from trainwright.strategies.ddp import DDPStrategy
+from trainwright.strategies.data.ddp import DDPStrategy
 from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
-from trainwright.trainer.reading import dealer_of
+from trainwright.trainer.data.reading import dealer_of
 
 SAMPLES = 107
 

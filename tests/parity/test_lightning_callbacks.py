@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader
 from tests.parity.harness import make_trainer
 from tests.parity.layout_modules import LanguageModel
 from tests.parity.layouts import Texts
-from trainwright.checkpoint.groups import default_store
-from trainwright.strategies.groups import wait_for_key
+from trainwright.checkpoint.exchange.groups import default_store
+from trainwright.strategies.contract.groups import wait_for_key
 from trainwright.trainer import trainer as trainer_module
 from trainwright.trainer.interruption import all_are_interrupted
 

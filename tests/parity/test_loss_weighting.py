@@ -17,8 +17,8 @@ from tests.callbacks.modules import Written
 from tests.parity.harness import QUIET, TOLERANCE, Record, Recorder, differences, make_trainer, whole, world_size
 from tests.parity.modules import LENGTH, VOCABULARY, Decoder
 from trainwright import Trainer
-from trainwright.callbacks.global_loss import GlobalLoss
-from trainwright.strategies.single import SingleDeviceStrategy
+from trainwright.callbacks.progress.global_loss import GlobalLoss
+from trainwright.strategies.data.single import SingleDeviceStrategy
 
 GLOBAL_BATCH = 12
 STEPS = 5  # the fourth has only 5 samples, so the fifth is of the second epoch

@@ -22,7 +22,7 @@ from tests.parity.harness import (
     world_size,
 )
 from tests.parity.modules import LanguageModel, make_module
-from trainwright.strategies.gradients import local_tensor
+from trainwright.strategies.contract.gradients import local_tensor
 
 PRECISIONS = ("32", "bf16-mixed", "bf16-true", "16-mixed")
 GLOBAL_BATCH = 16

@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from tests.parity.harness import make_trainer, world_size
-from trainwright.trainer import fit_loop
-from trainwright.trainer.remembered_logs import shared_out
+from trainwright.trainer.loop.epoch import fit_loop
+from trainwright.trainer.loop.remembered_logs import shared_out
 
 SAMPLES, BATCH = 24, 4  # six steps an epoch
 

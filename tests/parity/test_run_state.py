@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from tests.parity.harness import Record, make_trainer
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts, WholeRecorder
-from trainwright.strategies.layout import Layout
+from trainwright.core.layout import Layout
 
 SAVED_AT, STEPS = 3, 6
 GLOBAL_BATCH = 8

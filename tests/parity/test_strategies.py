@@ -1,6 +1,6 @@
 """Every registered strategy computes what one process computes.
 
-A new strategy joins by being registered in :mod:`trainwright.strategies.registry`.
+A new strategy joins by being registered in :mod:`trainwright.strategies.contract.registry`.
 """
 
 from __future__ import annotations

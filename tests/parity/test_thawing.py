@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainwright import Trainer
-from trainwright.strategies.registry import make_strategy
+from trainwright.strategies.contract.registry import make_strategy
 
 
 class Block(nn.Module):

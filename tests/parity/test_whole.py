@@ -87,7 +87,7 @@ def _reset(module: nn.Module) -> None:
 
 
 def strategy_of(layout: str) -> Any:
-    from trainwright.strategies.registry import make_strategy
+    from trainwright.strategies.contract.registry import make_strategy
 
     return make_strategy("single") if layout == "single" else make_strategy("hybrid", **LAYOUTS[layout][1])
 

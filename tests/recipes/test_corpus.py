@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.recipes.corpus import (
+from trainwright.recipes.data.corpus import (
     STALE_SECONDS,
     CorpusError,
     check,
@@ -25,7 +25,7 @@ from trainwright.recipes.corpus import (
 
 
 def test_imports_neither_torch_nor_lightning() -> None:
-    code = "import sys, trainwright.recipes.corpus, trainwright.recipes.extras; print('torch' in sys.modules)"
+    code = "import sys, trainwright.recipes.data.corpus, trainwright.recipes.extras; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

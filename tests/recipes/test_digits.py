@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import seed_everything
 
 from trainwright import Trainer, compose
-from trainwright.recipes.digits import DigitsData, DigitsModule
 from trainwright.recipes.extras import check_scikit_learn
+from trainwright.recipes.vision.digits import DigitsData, DigitsModule
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

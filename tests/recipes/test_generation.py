@@ -17,13 +17,13 @@ from torch.utils.data import default_collate
 
 from tests.recipes.test_gpt import QUIET, write_text
 from trainwright import Trainer
-from trainwright.recipes.gpt import GPTModule
-from trainwright.recipes.gpt_model import GPTConfig
-from trainwright.recipes.hf_causal_lm import HuggingFaceModule
+from trainwright.recipes.data.text_corpus import TextCorpus
+from trainwright.recipes.gpt.model import GPTConfig
+from trainwright.recipes.gpt.module import GPTModule
+from trainwright.recipes.gpt.prompts import PromptSet, continue_greedily, decode_bytes
+from trainwright.recipes.hugging_face.causal_lm import HuggingFaceModule
 from trainwright.recipes.language_model import LanguageModule
-from trainwright.recipes.prompts import PromptSet, continue_greedily, decode_bytes
-from trainwright.recipes.text_corpus import TextCorpus
-from trainwright.strategies.registry import make_strategy
+from trainwright.strategies.contract.registry import make_strategy
 
 WINDOW, NEW = 16, 12
 # Shorter than the window, of its length once it has grown, and longer than it; an odd number of them.

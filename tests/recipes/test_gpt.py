@@ -17,10 +17,10 @@ from torch.optim import SGD
 
 from tests.callbacks.modules import Regression, loader
 from trainwright import Trainer
-from trainwright.recipes.gpt import GPTModule, Prefix
-from trainwright.recipes.gpt_model import GPTConfig
-from trainwright.recipes.sample_text import SampleText, generate
-from trainwright.recipes.text_corpus import TextCorpus
+from trainwright.recipes.data.text_corpus import TextCorpus
+from trainwright.recipes.gpt.model import GPTConfig
+from trainwright.recipes.gpt.module import GPTModule, Prefix
+from trainwright.recipes.gpt.sample_text import SampleText, generate
 
 SMALL = GPTConfig(layers=2, dim=32, heads=2, seq_len=16)
 QUIET: dict[str, Any] = {

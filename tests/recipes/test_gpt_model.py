@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from trainwright.recipes.gpt_model import GPT, GPTConfig, rotary_angles, rotate
+from trainwright.recipes.gpt.model import GPT, GPTConfig, rotary_angles, rotate
 
 SIZES = Path(__file__).parents[2] / "conf" / "size"
 SMALL = GPTConfig(layers=2, dim=32, heads=4, seq_len=16)

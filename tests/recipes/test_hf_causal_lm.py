@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from tests.recipes.test_gpt import QUIET, write_text
 from trainwright import Trainer, compose
-from trainwright.recipes import hf_checks
-from trainwright.recipes.hf_causal_lm import HuggingFaceModule
-from trainwright.recipes.token_corpus import TokenCorpus
+from trainwright.recipes.data.token_corpus import TokenCorpus
+from trainwright.recipes.hugging_face import checks as hf_checks
+from trainwright.recipes.hugging_face.causal_lm import HuggingFaceModule
 
 SMALL: dict[str, Any] = {
     "model_type": "llama",
@@ -224,8 +224,9 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_checks_import_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; from trainwright.trainer.compose import compose; from trainwright.recipes import hf_checks\n"
-        "assert not hf_checks.check(compose('hf_causal_lm'), 1)\n"
+        "import sys; from trainwright.command.schema.compose import compose\n"
+        "from trainwright.recipes.hugging_face import checks\n"
+        "assert not checks.check(compose('hf_causal_lm'), 1)\n"
         "assert not {'torch', 'transformers', 'lightning', 'tokenizers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

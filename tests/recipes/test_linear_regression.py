@@ -13,9 +13,9 @@ from lightning.pytorch import Callback, seed_everything
 from torch.optim import SGD
 
 from trainwright import Trainer, compose
-from trainwright.recipes.bundled_data import diabetes
-from trainwright.recipes.linear_regression import DiabetesData, LinearRegression
-from trainwright.strategies.registry import make_strategy
+from trainwright.recipes.tables.linear_regression import DiabetesData, LinearRegression
+from trainwright.recipes.vision.bundled_data import diabetes
+from trainwright.strategies.contract.registry import make_strategy
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

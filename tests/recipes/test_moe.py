@@ -17,10 +17,10 @@ from torch.optim import SGD
 
 from tests.recipes.test_gpt import QUIET, write_text
 from trainwright import Trainer
-from trainwright.recipes.gpt_model import GPT, GPTConfig
-from trainwright.recipes.moe import MoEModule
-from trainwright.recipes.moe_model import Experts, MixtureOfExperts, MoEConfig, MoEGPT, Routes, tally
-from trainwright.recipes.text_corpus import TextCorpus
+from trainwright.recipes.data.text_corpus import TextCorpus
+from trainwright.recipes.gpt.model import GPT, GPTConfig
+from trainwright.recipes.moe.model import Experts, MixtureOfExperts, MoEConfig, MoEGPT, Routes, tally
+from trainwright.recipes.moe.module import MoEModule
 
 SMALL = MoEConfig(layers=2, dim=32, heads=2, seq_len=16, hidden=32, experts=4)
 

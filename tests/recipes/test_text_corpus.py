@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainwright.recipes.text_corpus import TextCorpus, TextWindows
+from trainwright.recipes.data.text_corpus import TextCorpus, TextWindows
 
 
 @pytest.fixture

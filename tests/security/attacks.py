@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from trainwright.checkpoint.messages import seal
+from trainwright.core.text.messages import seal
 
 SECONDS = 20.0
 """Within which a server must have closed a connection."""

@@ -15,15 +15,15 @@ import torch
 import xxhash
 
 from tests.checkpoint.deepspeed_files import deepspeed_modules, make_trained, write_deepspeed
-from trainwright.checkpoint import records
-from trainwright.checkpoint.directory import Directory, Entry, Place
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.records import FileRecord, Listed, Manifest, file_of, list_to_bytes
-from trainwright.checkpoint.save import Content, write
-from trainwright.checkpoint.state_file import write_file
-from trainwright.checkpoint.tensor_file import TensorEntry, TensorFileWriter
-from trainwright.checkpoint.tree import encode
-from trainwright.checkpoint.writing import name_of
+from trainwright.checkpoint.foreign.state_file import write_file
+from trainwright.checkpoint.format import records
+from trainwright.checkpoint.format.directory import Directory, Entry, Place
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.format.records import FileRecord, Listed, Manifest, file_of, list_to_bytes
+from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileWriter
+from trainwright.checkpoint.format.tree import encode
+from trainwright.checkpoint.write.save import Content, write
+from trainwright.checkpoint.write.writing import name_of
 
 MANIFEST = "manifest.json"
 

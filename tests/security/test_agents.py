@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.security.attacks import SECONDS, hostile
-from trainwright.checkpoint.bounded import ContentError
-from trainwright.trainer.launch.hosts import Host
-from trainwright.trainer.launch.mailbox import Left, Mailbox
-from trainwright.trainer.launch.multinode_agent import Agent, Heard
-from trainwright.trainer.launch.multinode_words import MARK, to_command
+from trainwright.core.text.bounded import ContentError
+from trainwright.launch.members.mailbox import Left, Mailbox
+from trainwright.launch.torchrun.hosts import Host
+from trainwright.launch.torchrun.multinode_agent import Agent, Heard
+from trainwright.launch.torchrun.words import MARK, to_command
 
 ATTEMPTS = 100
 

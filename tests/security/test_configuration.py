@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from trainwright.checkpoint.messages import RUN_TOKEN, run_token, seal
-from trainwright.trainer.launch import external, handed_over
-from trainwright.trainer.launch.launcher import Launcher
-from trainwright.trainer.problems import ConfigError
+from trainwright.core.problems import ConfigError
+from trainwright.core.run.launcher import Launcher
+from trainwright.core.text.messages import RUN_TOKEN, run_token, seal
+from trainwright.launch.torchrun import external, handed_over
 
 HOSTILE = "module:\n  _target_: os.system\n"
 SECRET = "0123456789abcdef" * 2

@@ -14,15 +14,15 @@ import pytest
 
 from tests.security.deadlines import deadline
 from tests.security.mutations import KINDS, copied
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.export import export
-from trainwright.checkpoint.importing import import_checkpoint
-from trainwright.checkpoint.ordinary import load_ordinary
-from trainwright.checkpoint.run_state import RunState, materialised
-from trainwright.checkpoint.safetensors_folder import SafetensorsFolder
-from trainwright.strategies.loading import load_whole
-from trainwright.trainer.checkpoint_report import Inspection, listed, table_of, verified
-from trainwright.trainer.report.records import read_checkpoints
+from trainwright.checkpoint.foreign.export import export
+from trainwright.checkpoint.foreign.importing import import_checkpoint
+from trainwright.checkpoint.foreign.ordinary import load_ordinary
+from trainwright.checkpoint.foreign.safetensors_folder import SafetensorsFolder
+from trainwright.checkpoint.read.run_state import RunState, materialised
+from trainwright.core.errors import CheckpointError
+from trainwright.strategies.state.loading import load_whole
+from trainwright.tools.checkpoints.report import Inspection, listed, table_of, verified
+from trainwright.tools.report.records import read_checkpoints
 
 SECONDS = 10  # that one reader may take for a few kB; it takes some ms
 

@@ -21,14 +21,15 @@ import pytest
 from tests.security.deadlines import deadline
 from tests.security.mutations import MANIFEST, _record, _sealed, shared_pairs, write_divided, write_folder
 from tests.security.test_contents import EXPORTS, LOOKING, importing, problem_of_reading, read_all
-from trainwright.checkpoint import remote_files, unpickle
-from trainwright.checkpoint.bounded import DEPTH, MOST_JSON, ContentError, check_nesting, parse_json, read_at_most
-from trainwright.checkpoint.boxes import tiles
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.ordinary import load_ordinary
-from trainwright.checkpoint.unpickle import load_inert
-from trainwright.trainer.checkpoint_report import listed, verified
-from trainwright.trainer.report.records import read_checkpoints
+from trainwright.checkpoint.foreign import unpickle
+from trainwright.checkpoint.foreign.ordinary import load_ordinary
+from trainwright.checkpoint.foreign.unpickle import load_inert
+from trainwright.checkpoint.format.boxes import tiles
+from trainwright.checkpoint.store import remote_files
+from trainwright.core.errors import CheckpointError
+from trainwright.core.text.bounded import DEPTH, MOST_JSON, ContentError, check_nesting, parse_json, read_at_most
+from trainwright.tools.checkpoints.report import listed, verified
+from trainwright.tools.report.records import read_checkpoints
 
 
 @pytest.fixture
@@ -291,10 +292,10 @@ PICKLES = {
 }
 READ_ALL = """
 import sys
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.importing import import_checkpoint
-from trainwright.checkpoint.ordinary import load_ordinary
-from trainwright.checkpoint.unpickle import load_inert
+from trainwright.core.errors import CheckpointError
+from trainwright.checkpoint.foreign.importing import import_checkpoint
+from trainwright.checkpoint.foreign.ordinary import load_ordinary
+from trainwright.checkpoint.foreign.unpickle import load_inert
 for path in sys.argv[1:]:
     for read in (load_ordinary, load_inert, lambda path: import_checkpoint(path, path + ".to")):
         try:

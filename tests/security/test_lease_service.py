@@ -8,8 +8,8 @@ import socket
 import pytest
 
 from tests.security.attacks import hostile, idle, is_closed_after
-from trainwright.checkpoint.messages import seal
-from trainwright.trainer.lease_service import LeaseDesk, LeaseError, LeaseService
+from trainwright.core.text.messages import seal
+from trainwright.trainer.leases.service import LeaseDesk, LeaseError, LeaseService
 
 
 def test_300_attacks_end_neither_the_service_nor_the_worker_that_it_has() -> None:

@@ -12,13 +12,13 @@ import torch
 
 from tests.security.attacks import hostile, idle, is_closed_after, received
 from trainwright.callbacks.message_server import MessageServer, Peer
-from trainwright.checkpoint.bounded import DEPTH, ContentError, parse_json
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.memory import pack, unpack
-from trainwright.checkpoint.messages import LONGEST, seal, unseal
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.save import Content
-from trainwright.checkpoint.staging import Slot
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.memory.replicas import pack, unpack
+from trainwright.checkpoint.write.save import Content
+from trainwright.checkpoint.write.staging import Slot
+from trainwright.core.errors import CheckpointError
+from trainwright.core.text.bounded import DEPTH, ContentError, parse_json
+from trainwright.core.text.messages import LONGEST, seal, unseal
 
 
 def test_a_sealed_message_is_read_with_its_token_alone() -> None:

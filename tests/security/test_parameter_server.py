@@ -14,11 +14,22 @@ import torch.distributed as dist
 
 from tests.security.attacks import hostile
 from tests.strategies.parameter_server.core import PREFIX, Peer
-from trainwright.checkpoint.bounded import ContentError
-from trainwright.checkpoint.messages import RUN_TOKEN, seal
+from trainwright.core.text.bounded import ContentError
+from trainwright.core.text.messages import RUN_TOKEN, seal
+from trainwright.launch.ranks.rendezvous import LocalStore
+from trainwright.strategies.parameter_server.messages.packing import pack, unpack
+from trainwright.strategies.parameter_server.messages.wire import (
+    FIXED,
+    HEADER,
+    PAYLOAD,
+    Device,
+    Link,
+    LinkError,
+    field,
+    header,
+)
 from trainwright.strategies.parameter_server.own_ranks import ToldFit
-from trainwright.strategies.parameter_server.packing import pack, unpack
-from trainwright.strategies.parameter_server.server import (
+from trainwright.strategies.parameter_server.server.server import (
     BYTES,
     Meeting,
     Operation,
@@ -27,8 +38,6 @@ from trainwright.strategies.parameter_server.server import (
     Status,
     request_size,
 )
-from trainwright.strategies.parameter_server.wire import FIXED, HEADER, PAYLOAD, Device, Link, LinkError, field, header
-from trainwright.trainer.launch.rendezvous import LocalStore
 
 Payload = tuple[torch.Tensor, int]
 

@@ -16,9 +16,9 @@ from tests.security.deadlines import deadline
 from tests.security.mutations import forge_file
 from tests.trainer.test_resume import Small, loader, trainer_of
 from trainwright import RunStateCheckpoint
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.records import STATE
-from trainwright.trainer.launch.error_text import is_refusal
+from trainwright.checkpoint.format.records import STATE
+from trainwright.core.errors import CheckpointError
+from trainwright.core.failures.error_text import is_refusal
 
 ATTEMPTS = 100
 

@@ -14,14 +14,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from tests.checkpoint.test_malicious import Net, changed, forge, good_files, loader, trainer
 from tests.trainer.project import run_command, write_project
-from trainwright.checkpoint.export import export
-from trainwright.checkpoint.references import literal, plain_values, settled, variables_of
-from trainwright.checkpoint.run_state import RunState
-from trainwright.trainer.check_missing import resolved
-from trainwright.trainer.launch.engines import variable_problems
-from trainwright.trainer.launch.multinode_agent import environment_of
-from trainwright.trainer.masking import masked, masked_word
-from trainwright.trainer.run_directory import read_config, write_config_file
+from trainwright.checkpoint.foreign.export import export
+from trainwright.checkpoint.read.run_state import RunState
+from trainwright.core.config.masking import masked, masked_word
+from trainwright.core.config.missing import resolved
+from trainwright.core.config.references import literal, plain_values, settled, variables_of
+from trainwright.core.run.run_directory import read_config, write_config_file
+from trainwright.launch.engines import variable_problems
+from trainwright.launch.torchrun.multinode_agent import environment_of
 
 SECRET = "hf_Zq7secret0815"
 NAME = "TRAINWRIGHT_TEST_SECRET"

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.engine import PipelineEngine
 from trainwright.strategies.pipeline.schedules import split_blocks, stages_of_rank, stages_per_rank_of
-from trainwright.strategies.plan import ModelPlan
+from trainwright.strategies.plan.model_plan import ModelPlan
 
 WIDTH, WORDS = 8, 11
 

@@ -15,10 +15,10 @@ from tests.imported import forget_modules_of
 from tests.parity.harness import QUIET, Case, Record, Recorder, bare_loop, differences, make_loader, world_size
 from tests.parity.modules import make_module
 from tests.parity.test_strategies import bit_differences
-from trainwright.strategies.layout import Layout
-from trainwright.trainer import run
-from trainwright.trainer.compose import compose, compose_checked
-from trainwright.trainer.world import Surroundings, closed_layout
+from trainwright.command import run
+from trainwright.command.schema.compose import compose, compose_checked
+from trainwright.core.layout import Layout
+from trainwright.strategies.compose.world import Surroundings, closed_layout
 
 PAGE = Path(__file__).parents[2] / "docs" / "add_a_strategy.md"
 CASE = Case("decoder-adamw", accumulation=3)

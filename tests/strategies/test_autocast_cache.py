@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainwright.strategies.precision import AutocastPrecision
+from trainwright.strategies.contract.precision import AutocastPrecision
 
 
 class Casts(TorchDispatchMode):

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parity.harness import Case, bare_loop, differences, train
-from trainwright.strategies.averaging import MeansOfCopies
-from trainwright.strategies.communication.calls import listen
-from trainwright.strategies.communication.meter import CommunicationMeter
-from trainwright.strategies.communication.options import (
+from trainwright.core.layout import Layout
+from trainwright.strategies.averaging.means import MeansOfCopies
+from trainwright.strategies.contract.communication.calls import listen
+from trainwright.strategies.contract.communication.meter import CommunicationMeter
+from trainwright.strategies.contract.communication.options import (
     ALL_REDUCE,
     AVERAGES,
     HIERARCHICAL,
@@ -24,10 +25,9 @@ from trainwright.strategies.communication.options import (
     average_problems,
     copies_of_a_node,
 )
-from trainwright.strategies.ddp import DDPStrategy
-from trainwright.strategies.layout import Layout
-from trainwright.strategies.reducer import GradientReducer
-from trainwright.strategies.shards import ParameterShard, ShardBucket
+from trainwright.strategies.data.ddp import DDPStrategy
+from trainwright.strategies.data.reducer import GradientReducer
+from trainwright.strategies.state.shards import ParameterShard, ShardBucket
 
 BUCKETS = 4
 NUMEL = 1002  # no multiple of four

@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.strategies.blocks import checkpoint_activations, compile_blocks, find_blocks, validate_checkpointing
+from trainwright.strategies.plan.blocks import (
+    checkpoint_activations,
+    compile_blocks,
+    find_blocks,
+    validate_checkpointing,
+)
 
 
 class Block(nn.Module):

@@ -21,12 +21,16 @@ from tests.parity.harness import make_trainer
 from tests.parity.layouts import LayoutCase, Texts, run
 from tests.pool import RankError
 from trainwright.callbacks.certificate import CertificateRecord
-from trainwright.strategies import context_attention, cuts, expert_engine, reducer, tensor_engine
-from trainwright.strategies.certificate.written import AsWritten
+from trainwright.strategies.base.certificate.written import AsWritten
+from trainwright.strategies.context import attention as context_attention
+from trainwright.strategies.contract import cuts
+from trainwright.strategies.data import reducer
+from trainwright.strategies.data.zero import ZeroStrategy
+from trainwright.strategies.expert import engine as expert_engine
 from trainwright.strategies.pipeline import stage
 from trainwright.strategies.pipeline.engine import PipelineEngine
-from trainwright.strategies.proof.proof import Proof, Verdict
-from trainwright.strategies.zero import ZeroStrategy
+from trainwright.strategies.plan.proof.proof import Proof, Verdict
+from trainwright.strategies.tensor import engine as tensor_engine
 
 ON = {"certificate": "refuse"}
 

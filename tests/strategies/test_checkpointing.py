@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.parity.harness import make_trainer
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.run_state import RunState, StoredTensor
-from trainwright.checkpoint.storage import Folder
+from trainwright.checkpoint.read.run_state import RunState, StoredTensor
+from trainwright.checkpoint.store.storage import Folder
+from trainwright.core.errors import CheckpointError
 
 WIDTH = 8
 TENSOR = {"tensor": 2, "shard": 1, "plan": {"tensor": {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}}}
@@ -365,7 +365,7 @@ def test_a_callback_that_holds_no_plain_data_is_named(tmp_path):
 
 
 def test_in_a_plain_trainer(tmp_path):
-    from trainwright.strategies.single import SingleDeviceStrategy
+    from trainwright.strategies.data.single import SingleDeviceStrategy
 
     def trainer(**kwargs: Any) -> pl.Trainer:
         return pl.Trainer(

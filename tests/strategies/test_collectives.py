@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.strategies import collectives
+from trainwright.strategies.contract.collectives import differentiable as collectives
 
 WORLD = 4
 SHAPE = (4, 8, 3)

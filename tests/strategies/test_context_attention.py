@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.strategies.traffic import Collective, recorded
-from trainwright.strategies.context_attention import METHODS, DistributedAttention, heads_problem
-from trainwright.strategies.context_order import SequenceOrder
+from trainwright.strategies.context.attention import METHODS, DistributedAttention, heads_problem
+from trainwright.strategies.context.order import SequenceOrder
 
 LENGTH = 24
 ATTENTION = F.scaled_dot_product_attention

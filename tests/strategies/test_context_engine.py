@@ -11,11 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright.recipes.gpt_model import GPT, GPTConfig
-from trainwright.strategies.blocks import checkpoint_activations, find_blocks
-from trainwright.strategies.context_engine import METHODS, ContextParallel, sequence_dim, validate_context
-from trainwright.strategies.plan import ModelPlan
-from trainwright.strategies.plan_sources import make_plan
+from trainwright.recipes.gpt.model import GPT, GPTConfig
+from trainwright.strategies.compose.model_plan import make_plan
+from trainwright.strategies.context.engine import METHODS, ContextParallel, sequence_dim, validate_context
+from trainwright.strategies.plan.blocks import checkpoint_activations, find_blocks
+from trainwright.strategies.plan.model_plan import ModelPlan
 
 LENGTH = 24
 VOCABULARY = 40

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.strategies.test_context_engine import LENGTH as TRAINED_LENGTH
 from tests.strategies.test_context_engine import VOCABULARY, assert_as_one_process, built, split, tokens_of
-from trainwright.strategies.blocks import find_blocks
-from trainwright.strategies.context_order import SequenceOrder
-from trainwright.strategies.context_slices import Rows, SequenceSlice
+from trainwright.strategies.context.order import SequenceOrder
+from trainwright.strategies.context.slices import Rows, SequenceSlice
+from trainwright.strategies.plan.blocks import find_blocks
 
 BATCH, LENGTH, WIDTH = 2, 8, 6
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.strategies.cuts import Cut
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.strategies.contract.cuts import Cut
 
 
 def group_of(rank: int, size: int) -> Any:

@@ -10,8 +10,8 @@ from torch import nn
 from tests.parity.harness import whole
 from tests.parity.modules import Tokens
 from trainwright import Trainer
-from trainwright.strategies.deferred import deferred_pieces, is_deferred
-from trainwright.strategies.registry import make_strategy
+from trainwright.strategies.contract.registry import make_strategy
+from trainwright.strategies.plan.deferred import deferred_pieces, is_deferred
 
 transformers = pytest.importorskip("transformers")
 

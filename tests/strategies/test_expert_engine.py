@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.strategies.traffic import recorded
-from trainwright.recipes.moe_model import Experts, MoEConfig, MoEGPT
-from trainwright.strategies.expert_engine import ExpertParallel, validate_experts
-from trainwright.strategies.plan import ModelPlan
+from trainwright.recipes.moe.model import Experts, MoEConfig, MoEGPT
+from trainwright.strategies.expert.engine import ExpertParallel, validate_experts
+from trainwright.strategies.plan.model_plan import ModelPlan
 
 E, D, K = 4, 8, 2
 

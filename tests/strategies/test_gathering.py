@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from tests.parity.harness import Case, bare_loop, differences, make_trainer, train
 from tests.parity.layouts import LayoutCase, reference, run
-from trainwright.strategies.communication.calls import listen
-from trainwright.strategies.communication.options import prefetch_of_nothing, prefetch_problems
-from trainwright.strategies.hybrid import HybridStrategy
-from trainwright.strategies.layout import Layout
-from trainwright.strategies.zero import ZeroStrategy
+from trainwright.core.layout import Layout
+from trainwright.strategies.compose.hybrid import HybridStrategy
+from trainwright.strategies.contract.communication.calls import listen
+from trainwright.strategies.contract.communication.options import prefetch_of_nothing, prefetch_problems
+from trainwright.strategies.data.zero import ZeroStrategy
 
 BLOCKS = 4
 CASE = Case(accumulation=2, clipping="norm", steps=2)

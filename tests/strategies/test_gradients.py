@@ -9,8 +9,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from trainwright.strategies import groups
-from trainwright.strategies.gradients import GradientScope, clip_gradient_norm, clip_gradient_value, gradient_norm
+from trainwright.strategies.contract import groups
+from trainwright.strategies.contract.gradients import (
+    GradientScope,
+    clip_gradient_norm,
+    clip_gradient_value,
+    gradient_norm,
+)
 
 
 def parameters_with_gradients() -> list[nn.Parameter]:

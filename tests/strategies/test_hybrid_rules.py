@@ -17,9 +17,11 @@ from torch.utils.data import DataLoader
 from tests.parity.harness import make_trainer
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
-from trainwright.strategies.context_attention import METHODS
-from trainwright.strategies.hybrid import HybridStrategy
-from trainwright.strategies.hybrid_rules import (
+from trainwright.command.schema.config import HybridConfig
+from trainwright.core.layout import Layout
+from trainwright.strategies.compose.hybrid import HybridStrategy
+from trainwright.strategies.compose.one_axis import PipelineStrategy
+from trainwright.strategies.compose.rules import (
     _AXIS_OPTIONS,
     ATTENTION,
     PLAN_PARTS,
@@ -27,10 +29,8 @@ from trainwright.strategies.hybrid_rules import (
     sync_batchnorm_problem,
     validate_hybrid,
 )
-from trainwright.strategies.layout import Layout
-from trainwright.strategies.one_axis import PipelineStrategy
-from trainwright.strategies.plan import PlanConfig
-from trainwright.trainer.config import HybridConfig
+from trainwright.strategies.context.attention import METHODS
+from trainwright.strategies.plan.model_plan import PlanConfig
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"pipeline": 2}, {"schedule": "zbw"}, ["schedule=zbw", "did you mean zbv?", "gpipe"]),
@@ -113,7 +113,7 @@ def test_defaults_of_the_configuration_are_not_given():
 
 
 def test_nothing_heavy_is_imported():
-    code = "import sys, trainwright.strategies.hybrid_rules; assert 'torch' not in sys.modules"
+    code = "import sys, trainwright.strategies.compose.rules; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainwright.strategies.ddp import DDPStrategy
-from trainwright.strategies.groups import new_subgroup
-from trainwright.strategies.layout import Layout
-from trainwright.strategies.registry import make_strategy, strategy_names
-from trainwright.strategies.single import SingleDeviceStrategy
-from trainwright.strategies.zero import ZeroStrategy
+from trainwright.core.layout import Layout
+from trainwright.strategies.contract.groups import new_subgroup
+from trainwright.strategies.contract.registry import make_strategy, strategy_names
+from trainwright.strategies.data.ddp import DDPStrategy
+from trainwright.strategies.data.single import SingleDeviceStrategy
+from trainwright.strategies.data.zero import ZeroStrategy
 
 
 def test_the_rest_is_found():

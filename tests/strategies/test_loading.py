@@ -17,10 +17,10 @@ from lightning.fabric.plugins.io import torch_io
 from lightning.pytorch.core import saving
 
 from tests.checkpoint.saved import LanguageModule, save
-from trainwright.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from trainwright.checkpoint.run_state import StoredTensor
-from trainwright.strategies.base import LayoutStrategy  # noqa: F401 - importing it is what teaches Lightning
-from trainwright.strategies.loading import load_whole, teach_lightning
+from trainwright.checkpoint.read.run_state import StoredTensor
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint
+from trainwright.strategies.base.strategy import LayoutStrategy  # noqa: F401 - importing it is what teaches Lightning
+from trainwright.strategies.state.loading import load_whole, teach_lightning
 
 
 @pytest.fixture(scope="module")

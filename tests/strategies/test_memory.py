@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.parity.harness import make_trainer, world_size
-from trainwright.strategies.gradients import local_tensor
-from trainwright.strategies.whole.tensors import WholeTensor
+from trainwright.strategies.base.whole.tensors import WholeTensor
+from trainwright.strategies.contract.gradients import local_tensor
 
 BYTES = 4  # of a number in fp32
 # Bytes per parameter as (on every rank, split over the ranks): parameters, gradients, optimizer state.

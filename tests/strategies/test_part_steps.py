@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from trainwright.strategies.part_steps import PartSteps
+from trainwright.strategies.data.optimizers.part_steps import PartSteps
 
 STEPS = 4
 # The second is not divisible: on two ranks the last has one row less.

@@ -327,7 +327,7 @@ def hugging_face(name: str, schedule: str) -> Any:
             return self.net(**batch, labels=batch["input_ids"]).loss
 
     model: Any = Wrapped()
-    from trainwright.strategies.plan import ModelPlan
+    from trainwright.strategies.plan.model_plan import ModelPlan
 
     ids = torch.randint(0, 32, (4, 8))
     batch = transformers.BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright.recipes.gpt_model import GPT, GPTConfig
-from trainwright.strategies.blocks import find_blocks
-from trainwright.strategies.plan_sources import describe_plan, make_plan
-from trainwright.strategies.tensor_rules import validate_tensor
+from trainwright.recipes.gpt.model import GPT, GPTConfig
+from trainwright.strategies.compose.model_plan import describe_plan, make_plan
+from trainwright.strategies.plan.blocks import find_blocks
+from trainwright.strategies.plan.tensor_rules import validate_tensor
 
 SMALL = {
     "vocab_size": 96,

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from tests.parity.harness import make_trainer
 from tests.parity.layouts import Texts
 from tests.strategies.plan_models import BETWEEN, MIXES, Adapted, Mixing, Model
-from trainwright.strategies.context_proof import sequence_problems
-from trainwright.strategies.plan_sources import make_plan
+from trainwright.strategies.compose.model_plan import make_plan
+from trainwright.strategies.context.proof import sequence_problems
 
 # What of a block is split: both of its parts, or one.
 BOTH, ONLY_MLP, ONLY_ATTENTION = {"attn", "mlp"}, {"mlp"}, {"attn"}

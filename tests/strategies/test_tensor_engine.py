@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainwright.recipes.gpt_model import GPT, GPTConfig
-from trainwright.strategies import flat_collectives
-from trainwright.strategies.plan import ModelPlan
-from trainwright.strategies.plan_sources import make_plan
-from trainwright.strategies.split_randomness import SplitRandomness, draws_randomly
-from trainwright.strategies.tensor_engine import TensorParallel, validate_tensor
+from trainwright.recipes.gpt.model import GPT, GPTConfig
+from trainwright.strategies.compose.model_plan import make_plan
+from trainwright.strategies.contract.collectives import flat as flat_collectives
+from trainwright.strategies.contract.randomness.split import SplitRandomness, draws_randomly
+from trainwright.strategies.plan.model_plan import ModelPlan
+from trainwright.strategies.tensor.engine import TensorParallel, validate_tensor
 
 TOLERANCE = 1e-5  # of the norm
 

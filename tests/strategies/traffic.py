@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from trainwright.strategies.communication.calls import listen
+from trainwright.strategies.contract.communication.calls import listen
 
 
 @dataclass(frozen=True)

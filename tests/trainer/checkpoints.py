@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from trainwright.checkpoint.parts import TensorParts
-from trainwright.checkpoint.save import Content, write
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.write.save import Content, write
 
 RANK_FILE = "rank_00000.safetensors"
 

@@ -9,9 +9,9 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from trainwright.strategies.ddp import DDPStrategy
-from trainwright.strategies.gradients import local_tensor
-from trainwright.strategies.zero import ZeroStrategy
+from trainwright.strategies.contract.gradients import local_tensor
+from trainwright.strategies.data.ddp import DDPStrategy
+from trainwright.strategies.data.zero import ZeroStrategy
 
 
 class UnsyncedDDPStrategy(DDPStrategy):

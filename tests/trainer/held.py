@@ -14,9 +14,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from tests.parity.harness import QUIET, world_size
 from trainwright import DealtStream, Trainer
-from trainwright.checkpoint.held import HeldState
-from trainwright.checkpoint.snapshots import Snapshots
-from trainwright.strategies.registry import make_strategy
+from trainwright.checkpoint.memory.held import HeldState
+from trainwright.checkpoint.memory.snapshots import Snapshots
+from trainwright.strategies.contract.registry import make_strategy
 
 WIDTH = 8
 # Strategy, its options, number of ranks.

@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from trainwright import Trainer
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.strategies.ddp import DDPStrategy
+from trainwright.core.errors import CheckpointError
+from trainwright.strategies.data.ddp import DDPStrategy
 
 
 def trainer_of(**kwargs: Any) -> Trainer:

@@ -16,13 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 
 from trainwright import compose, run
-from trainwright.checkpoint.export import export
-from trainwright.trainer import auto
-from trainwright.trainer.launch.apart import call_apart
-from trainwright.trainer.launch.launcher import Launcher
-from trainwright.trainer.launch.sizes import feasible
-from trainwright.trainer.problems import ConfigError
-from trainwright.trainer.run import choose, plan, prepare
+from trainwright.checkpoint.foreign.export import export
+from trainwright.command import auto
+from trainwright.command.run import choose, plan, prepare
+from trainwright.core.problems import ConfigError
+from trainwright.core.run.launcher import Launcher
+from trainwright.launch.ranks.apart import call_apart
+from trainwright.launch.recovery.sizes import feasible
 
 TINY = [
     "module.config.layers=4", "module.config.dim=16", "module.config.heads=2", "module.config.seq_len=16",

@@ -11,12 +11,12 @@ import pytest
 from omegaconf import OmegaConf
 from torch.utils.data import RandomSampler
 
-from trainwright.strategies.layout import Layout
-from trainwright.trainer.balance_options import BalanceOptions, balance_option_problems, balance_options
-from trainwright.trainer.check_balance import balance_problems
-from trainwright.trainer.data_order import RankBatchSampler, Resumed
-from trainwright.trainer.epoch_order import EpochOrder
-from trainwright.trainer.shares import Bounds, ShareSchedule, deal_out, is_worth_it, seconds_of_wave
+from trainwright.core.layout import Layout
+from trainwright.trainer.balance.check import balance_problems
+from trainwright.trainer.balance.options import BalanceOptions, balance_option_problems, balance_options
+from trainwright.trainer.balance.shares import Bounds, ShareSchedule, deal_out, is_worth_it, seconds_of_wave
+from trainwright.trainer.data.data_order import RankBatchSampler, Resumed
+from trainwright.trainer.data.epoch_order import EpochOrder
 
 ANY = Bounds()
 

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from trainwright.trainer.batch import GlobalBatch, Waves, solve_accumulation
-from trainwright.trainer.data_order import RankBatchSampler
-from trainwright.trainer.epoch_order import EpochOrder
+from trainwright.core.global_batch import GlobalBatch, Waves, solve_accumulation
+from trainwright.trainer.data.data_order import RankBatchSampler
+from trainwright.trainer.data.epoch_order import EpochOrder
 
 
 def test_accumulation_follows():

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from trainwright.strategies.layout import Layout
-from trainwright.trainer.auto import ways_to_send
-from trainwright.trainer.check_communication import communication_refusals
+from trainwright.command.auto import ways_to_send
+from trainwright.command.checks.check_communication import communication_refusals
+from trainwright.core.layout import Layout
 
 
 def refusals(layout: Layout | None, compression: str = "none", launch: dict[str, Any] | None = None, **strategy: Any):

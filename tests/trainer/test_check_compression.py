@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from trainwright.strategies.compression.options import compressor_names, option_defaults
-from trainwright.strategies.layout import Layout
+from trainwright.command.checks.check_compression import compression_of, compression_refusals
+from trainwright.command.schema.compose import compose
+from trainwright.core.layout import Layout
+from trainwright.strategies.averaging.compression.options import compressor_names, option_defaults
 from trainwright.strategies.parameter_server.options import server_problems
-from trainwright.trainer.check_compression import compression_of, compression_refusals
-from trainwright.trainer.compose import compose
 
-DDP = "trainwright.strategies.ddp.DDPStrategy"
-ZERO = "trainwright.strategies.zero.ZeroStrategy"
+DDP = "trainwright.strategies.data.ddp.DDPStrategy"
+ZERO = "trainwright.strategies.data.zero.ZeroStrategy"
 
 
 def refusals(

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from trainwright.trainer.check_guard import guard_refusals
+from trainwright.callbacks.guard.check import guard_refusals
 
-GUARD = {"_target_": "trainwright.callbacks.loss_guard.LossGuard", "policy": "rollback"}
+GUARD = {"_target_": "trainwright.callbacks.guard.loss_guard.LossGuard", "policy": "rollback"}
 
 
 def refusals(guard: dict[str, Any], callbacks: dict[str, Any] | None = None, optimizer: str = "AdamW") -> list[str]:

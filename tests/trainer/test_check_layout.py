@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.trainer.project import environment, write_project
-from trainwright.trainer import machine
-from trainwright.trainer.check_layout import engine_options, meta_module
-from trainwright.trainer.cli import main
-from trainwright.trainer.compose import compose
+from trainwright.command.cli import main
+from trainwright.command.schema.compose import compose
+from trainwright.core.processes import machine
+from trainwright.planning.check_layout import engine_options, meta_module
 
 HYBRID = ("strategy=hybrid", "devices=4", "strategy.shard=-1")
 EMA = "+callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging"
@@ -87,7 +87,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(machine, "num_gpus", lambda: 0)
-    monkeypatch.setattr("trainwright.trainer.cli.start_forkserver", lambda: None)  # nothing is to be started
+    monkeypatch.setattr("trainwright.command.cli.start_forkserver", lambda: None)  # nothing is to be started
     return write_project(tmp_path)
 
 
@@ -164,8 +164,8 @@ def test_building_on_meta_leaves_no_trace() -> None:
 def test_startup_without_a_cut_imports_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys\n"
-        "from trainwright.trainer.compose import compose\n"
-        "from trainwright.trainer.run import plan\n"
+        "from trainwright.command.schema.compose import compose\n"
+        "from trainwright.command.run import plan\n"
         "for strategy in ('zero3', 'ddp', 'hybrid'):\n"
         "    assert plan(compose('gpt', ['strategy=' + strategy, 'devices=2', 'accelerator=cpu']), 'fit')[1] == []\n"
         "    assert 'torch' not in sys.modules, strategy\n"

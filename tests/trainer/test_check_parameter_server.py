@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.strategies.compression.codecs import Int8
-from trainwright.trainer import run
-from trainwright.trainer.compose import compose, compose_checked
-from trainwright.trainer.worker import build_trainer
+from trainwright.command import run
+from trainwright.command.schema.compose import compose, compose_checked
+from trainwright.launch.worker import build_trainer
+from trainwright.strategies.averaging.compression.codecs import Int8
 
 WORDS = ("recipe=digits", "strategy=parameter_server", "devices=2", "accelerator=cpu", "logger=csv")
 

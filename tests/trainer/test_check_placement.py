@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.trainer import run
-from trainwright.trainer.compose import compose_checked
+from trainwright.command import run
+from trainwright.command.schema.compose import compose_checked
 
 TABLES = "strategy.placement={embedding.*:parameter_server,*:shard}"
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from trainwright.strategies.layout import Layout
-from trainwright.trainer.check_recovery import recovery_problems, replaceable_ranks
+from trainwright.core.layout import Layout
+from trainwright.launch.recovery.check_recovery import recovery_problems, replaceable_ranks
 
 POSSIBLE: dict[str, Any] = {
     "recovery": "replicas",

@@ -16,10 +16,14 @@ from omegaconf import DictConfig
 
 from tests.trainer.checkpoints import RANK_FILE, cut_short, flip_bit, write_checkpoint
 from tests.trainer.project import environment, run_command, write_project
-from trainwright.checkpoint import write_errors
-from trainwright.trainer import check_resume, config, machine, partition, run
-from trainwright.trainer.command import run_command as main
-from trainwright.trainer.compose import compose
+from trainwright.checkpoint.store import write_errors
+from trainwright.command import run
+from trainwright.command.schema import config
+from trainwright.command.schema.compose import compose
+from trainwright.command.verbs import run_command as main
+from trainwright.core.processes import machine
+from trainwright.launch.recovery import check_resume
+from trainwright.trainer.data import partition
 
 RUN = "runs/mine/2026-01-01/checkpoints"
 
@@ -248,7 +252,7 @@ def test_the_launching_process_needs_no_torch(conf: Path) -> None:
     script = (
         "import sys\n"
         "from trainwright.trainer import machine, run\n"
-        "from trainwright.trainer.compose import compose\n"
+        "from trainwright.command.schema.compose import compose\n"
         "machine.num_gpus = lambda: 0\n"
         f"cfg, problems = run.plan(compose('mine', ['resume=auto'], config_dir={str(conf)!r}), 'fit')\n"
         "assert cfg.ckpt_path.endswith('step=1'), problems\n"
@@ -276,7 +280,7 @@ def test_a_job_that_is_started_again_and_again(conf: Path) -> None:
 
 def test_what_is_said(conf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr("trainwright.trainer.command.launch", lambda cfg, *_: started.append(cfg.ckpt_path))
+    monkeypatch.setattr("trainwright.command.verbs.launch", lambda cfg, *_: started.append(cfg.ckpt_path))
     words = ["fit", "--config-dir", str(conf), "recipe=mine", "resume=auto"]
     assert main(words) == 0
     assert "resume=auto: there is no checkpoint yet; starting afresh" in capsys.readouterr().out

@@ -13,9 +13,9 @@ import torch
 
 from tests.trainer.checkpoints import RANK_FILE, cut_short, flip_bit, write_checkpoint
 from tests.trainer.project import environment
-from trainwright.trainer import cli
-from trainwright.trainer.checkpoint_command import size_in_bytes
-from trainwright.trainer.cli import main
+from trainwright.command import cli
+from trainwright.command.cli import main
+from trainwright.tools.checkpoints.command import size_in_bytes
 
 ABOUT = {
     "strategy": "hybrid",
@@ -90,7 +90,7 @@ def test_no_process_is_started(checkpoint: str, monkeypatch: pytest.MonkeyPatch)
 def test_looking_needs_no_torch(checkpoint: str) -> None:
     script = (
         "import sys\n"
-        "from trainwright.trainer.cli import main\n"
+        "from trainwright.command.cli import main\n"
         f"codes = [main(['checkpoint', *words, {checkpoint!r}]) for words in (['verify'], ['inspect', '--json'])]\n"
         f"codes += [main(['checkpoint', 'list', {str(Path(checkpoint).parent)!r}])]\n"
         "assert codes == [0, 0, 0], codes\n"

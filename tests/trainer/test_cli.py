@@ -12,8 +12,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.trainer.project import environment, run_command, write_project
-from trainwright.trainer import machine
-from trainwright.trainer.cli import main
+from trainwright.command.cli import main
+from trainwright.core.processes import machine
 
 QUIET = ("monitor=none", "logger=csv", "trainer.log_every_n_steps=1")
 
@@ -74,7 +74,7 @@ def test_every_verb_with_one_process(conf: Path) -> None:
     script = Path("verbs.py")
     script.write_text(
         "import json\n"
-        "from trainwright.trainer.cli import main\n"
+        "from trainwright.command.cli import main\n"
         f"words = ['--config-dir', {str(conf)!r}, 'recipe=mine', *{QUIET!r}]\n"
         "codes = [main(['fit', *words, 'run_dir=first'])]\n"
         "codes += [main([verb, *words, 'run_dir=' + verb, 'ckpt_path=first/checkpoints/step=4'])\n"

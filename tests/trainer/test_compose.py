@@ -15,20 +15,23 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from tests.trainer.project import RECIPE, write_project
-from trainwright.strategies.layout import Layout
-from trainwright.trainer import config as schema
-from trainwright.trainer import machine, run, run_directory, world
-from trainwright.trainer.compose import choices_of, compose, compose_checked, config_loader, group_names
-from trainwright.trainer.help import description_of, field_comments, help_of_verb, overview
-from trainwright.trainer.launch.launcher import Launcher
-from trainwright.trainer.problems import ConfigError
-from trainwright.trainer.run_directory import (
+from trainwright.command import run
+from trainwright.command.help import description_of, field_comments, help_of_verb, overview
+from trainwright.command.schema import config as schema
+from trainwright.command.schema.compose import choices_of, compose, compose_checked, config_loader, group_names
+from trainwright.command.sweep import expand
+from trainwright.core.config.targets import lineage, problem_of_target
+from trainwright.core.layout import Layout
+from trainwright.core.problems import ConfigError
+from trainwright.core.processes import machine
+from trainwright.core.run import run_directory
+from trainwright.core.run.launcher import Launcher
+from trainwright.core.run.run_directory import (
     default_run_dir,
     read_config,
     write_config,
 )
-from trainwright.trainer.sweep import expand
-from trainwright.trainer.targets import lineage, problem_of_target
+from trainwright.strategies.compose import world
 
 SCHEMAS = [
     schema.RunConfig,
@@ -125,7 +128,7 @@ def test_composing_leaves_hydra_of_the_caller_alone(conf: Path) -> None:
 
 def test_a_recipe_outside_the_package(conf: Path) -> None:
     cfg = mine(conf, "strategy=zero3", "strategy.shard=2", "devices=2", "module.hidden=16", "+module.extra=1")
-    assert cfg.strategy._target_ == "trainwright.strategies.zero.ZeroStrategy"
+    assert cfg.strategy._target_ == "trainwright.strategies.data.zero.ZeroStrategy"
     assert (cfg.strategy.stage, cfg.strategy.shard, cfg.devices) == (3, 2, 2)
     assert (cfg.module.hidden, cfg.module.extra) == (16, 1)
     assert cfg.data.batch_size == cfg.micro_batch_size == 4
@@ -381,7 +384,7 @@ def test_own_strategy_that_builds_on_ours(conf: Path, tmp_path: Path) -> None:
         "from .base import Base as Near\nclass Own(Near): ...\nclass Other: ...\n"
     )
     importlib.invalidate_caches()  # folders that change within a tick of the clock look unchanged
-    assert "trainwright.strategies.ddp.DDPStrategy" in lineage("my_strategies.own.Own")
+    assert "trainwright.strategies.data.ddp.DDPStrategy" in lineage("my_strategies.own.Own")
     assert list(lineage("my_strategies.own.Other")) == ["my_strategies.own.Other"]
     assert list(lineage("nowhere.Class")) == ["nowhere.Class"]
     replicas = ("launch=resilient", "launch.recovery=replicas", "devices=2")
@@ -400,7 +403,7 @@ def test_functions_of_an_own_strategy_look_at_the_configuration(conf: Path, tmp_
         "def ranks(cfg, num_data_ranks):\n    return [f'{num_data_ranks} ranks'] if num_data_ranks % 2 else []\n"
     )
     (conf / "strategy").mkdir()
-    typed = "defaults: [_ddp, _self_]\n_target_: trainwright.strategies.ddp.DDPStrategy\nchecks: [even:ranks]\n"
+    typed = "defaults: [_ddp, _self_]\n_target_: trainwright.strategies.data.ddp.DDPStrategy\nchecks: [even:ranks]\n"
     (conf / "strategy/typed.yaml").write_text(typed)
     (conf / "strategy/plain.yaml").write_text(typed.replace("defaults: [_ddp, _self_]\n", ""))
     for name in ("typed", "plain"):

@@ -11,8 +11,8 @@ from lightning.pytorch import Callback
 
 from tests.callbacks.modules import QUIET, Regression, loader
 from trainwright import Trainer
-from trainwright.checkpoint.interval import young_daly
-from trainwright.checkpoint.snapshots import Snapshots
+from trainwright.checkpoint.memory.snapshots import Snapshots
+from trainwright.checkpoint.write.interval import young_daly
 from trainwright.trainer.copies import CopySchedule
 
 

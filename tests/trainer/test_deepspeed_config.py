@@ -17,21 +17,23 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from tests.trainer.project import environment
-from trainwright.trainer import machine, validate
-from trainwright.trainer.cli import main
-from trainwright.trainer.compose import Composition, compose_checked
-from trainwright.trainer.deepspeed_config.document import BEGIN, END, markdown_table, with_table
-from trainwright.trainer.deepspeed_config.expand import not_expanded
-from trainwright.trainer.deepspeed_config.key import KINDS, STATUSES
-from trainwright.trainer.deepspeed_config.optimizers import OWN, TORCH
-from trainwright.trainer.deepspeed_config.reading import read
-from trainwright.trainer.deepspeed_config.recipe import Recipe, recipe_of
-from trainwright.trainer.deepspeed_config.report import Line, Report
-from trainwright.trainer.deepspeed_config.table import TABLE, key_of, names_within
-from trainwright.trainer.deepspeed_config.translate import translate
-from trainwright.trainer.deepspeed_config.typed import hydra_value
-from trainwright.trainer.world import Surroundings
+from trainwright.command.checks import validate
+from trainwright.command.cli import main
+from trainwright.command.schema.compose import Composition, compose_checked
+from trainwright.core.processes import machine
+from trainwright.strategies.compose.world import Surroundings
+from trainwright.tools.deepspeed.document import BEGIN, END, markdown_table, with_table
+from trainwright.tools.deepspeed.expand import not_expanded
+from trainwright.tools.deepspeed.key import KINDS, STATUSES
+from trainwright.tools.deepspeed.optimizers import OWN, TORCH
+from trainwright.tools.deepspeed.reading import read
+from trainwright.tools.deepspeed.recipe import Recipe, recipe_of
+from trainwright.tools.deepspeed.report import Line, Report
+from trainwright.tools.deepspeed.table import TABLE, key_of, names_within
+from trainwright.tools.deepspeed.translate import translate
+from trainwright.tools.deepspeed.typed import hydra_value
 
+SCHEDULES = "trainwright.callbacks.schedule.schedules"
 ROOT = Path(__file__).parents[2]
 FILES = sorted((Path(__file__).parent / "deepspeed_configs").glob("*.json"))
 DOCUMENTED = (Path(__file__).parent / "deepspeed_configs" / "documented_keys.txt").read_text().split()
@@ -117,7 +119,7 @@ def test_every_key_says_what_becomes_of_it() -> None:
 
 def test_the_documentation_has_the_table() -> None:
     text = (ROOT / "docs" / "deepspeed.md").read_text()
-    how = "python -m trainwright.trainer.deepspeed_config.document docs/deepspeed.md"
+    how = "python -m trainwright.tools.deepspeed.document docs/deepspeed.md"
     assert text == with_table(text), f"type {how}"
     between = text.split(BEGIN)[1].split(END)[0]
     assert between.strip() == markdown_table()
@@ -201,8 +203,8 @@ def test_equals_the_explicit_configuration() -> None:
             "trainer.gradient_clip_algorithm=norm",
             "trainer.log_every_n_steps=2000",
             "+callbacks.learning_rate_schedule="
-            "{_target_:trainwright.callbacks.learning_rate_schedule.LearningRateSchedule,"
-            "schedule:{_target_:trainwright.callbacks.schedules.Warmup,warmup_steps:500,lowest:0,highest:3e-5}}",
+            "{_target_:trainwright.callbacks.schedule.learning_rate_schedule.LearningRateSchedule,"
+            "schedule:{_target_:trainwright.callbacks.schedule.schedules.Warmup,warmup_steps:500,lowest:0,highest:3e-5}}",
         ]
     )
     assert explicit.problems == []
@@ -298,7 +300,7 @@ def test_equals_the_explicit_configuration() -> None:
         (
             {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": [1, 2]}}},
             {
-                "callbacks.learning_rate_schedule.schedule._target_": "trainwright.callbacks.schedules.OneCycle",
+                "callbacks.learning_rate_schedule.schedule._target_": f"{SCHEDULES}.OneCycle",
                 "callbacks.learning_rate_schedule.schedule.lowest": 0.1,
                 "callbacks.learning_rate_schedule.schedule.highest": [1, 2],
             },
@@ -597,7 +599,7 @@ def test_trains_as_the_explicit_configuration_does() -> None:
     file = FILES[0].with_name("fp16_warmup.json")
     script = Path("both.py")
     script.write_text(
-        "from trainwright.trainer.cli import main\n"
+        "from trainwright.command.cli import main\n"
         "words = ['fit', 'recipe=digits', 'accelerator=cpu', 'max_steps=2', 'logger=csv', 'checkpoint=none',\n"
         "         'trainer.log_every_n_steps=1', 'trainer.limit_val_batches=0', 'module.channels=4']\n"
         f"json = ['strategy=deepspeed_json', 'strategy.path={file}', 'run_dir=json']\n"
@@ -606,8 +608,9 @@ def test_trains_as_the_explicit_configuration_does() -> None:
         "            'micro_batch_size=8', 'optimizer.lr=0.001', 'optimizer.betas=[0.8,0.999]',\n"
         "            '+optimizer.eps=1e-8', 'optimizer.weight_decay=3e-7', 'trainer.gradient_clip_val=1.0',\n"
         "            'run_dir=explicit',\n"
-        "            '+callbacks.r={_target_:trainwright.callbacks.learning_rate_schedule.LearningRateSchedule,'\n"
-        "            'schedule:{_target_:trainwright.callbacks.schedules.Warmup,highest:0.001}}']\n"
+        "            '+callbacks.r={_target_:trainwright.callbacks.schedule.learning_rate_schedule.'\n"
+        "            'LearningRateSchedule,'\n"
+        "            'schedule:{_target_:trainwright.callbacks.schedule.schedules.Warmup,highest:0.001}}']\n"
         "raise SystemExit(main(words + json) or main(words + explicit))\n"
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment(), timeout=200)
@@ -621,7 +624,7 @@ def test_trains_as_the_explicit_configuration_does() -> None:
     assert len(losses[0]) == 2
     cfg = OmegaConf.load("json/config.yaml")
     assert (cfg.strategy._target_, cfg.trainer.loss_scale.initial) == (
-        "trainwright.strategies.ddp.DDPStrategy",
+        "trainwright.strategies.data.ddp.DDPStrategy",
         32768.0,
     )
     assert json.loads(Path("json/deepspeed_import.json").read_text())["counts"]["mapped"] > 10

@@ -8,10 +8,10 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from tests.trainer.project import write_project
-from trainwright.trainer.compose import compose
-from trainwright.trainer.launch.devices import Devices, Probe, probe_environment, speaks_of_device
-from trainwright.trainer.launch.restarts import Setback
-from trainwright.trainer.launch.sizes import feasible, global_batch, resized
+from trainwright.command.schema.compose import compose
+from trainwright.launch.local.devices import Devices, Probe, probe_environment, speaks_of_device
+from trainwright.launch.recovery.restarts import Setback
+from trainwright.launch.recovery.sizes import feasible, global_batch, resized
 
 
 class Clock:

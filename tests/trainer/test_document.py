@@ -6,15 +6,15 @@ import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from trainwright.trainer import document as keys
-from trainwright.trainer.compose import choices_of, config_loader, group_names
-from trainwright.trainer.config import RunConfig
+from trainwright.command import document as keys
+from trainwright.command.schema.compose import choices_of, config_loader, group_names
+from trainwright.command.schema.config import RunConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_page_of_keys_is_up_to_date() -> None:
-    how = "python -m trainwright.trainer.document docs/keys.md"
+    how = "python -m trainwright.command.document docs/keys.md"
     assert (DOCS / "keys.md").read_text(encoding="utf-8") == keys.document(), f"type {how}"
 
 

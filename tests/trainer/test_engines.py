@@ -15,9 +15,9 @@ from omegaconf import DictConfig
 
 from tests.trainer.project import write_project
 from trainwright import compose, run
-from trainwright.trainer.launch import engines
-from trainwright.trainer.launch.ends import empty_ends, ends_folder, forget_end
-from trainwright.trainer.problems import ConfigError
+from trainwright.core.problems import ConfigError
+from trainwright.launch import engines
+from trainwright.launch.outcome.ends import empty_ends, ends_folder, forget_end
 
 MODULE = "engine_of_a_test"
 
@@ -112,7 +112,7 @@ def test_a_rank_makes_room_for_its_end_and_rank_0_for_those_that_are_gone(tmp_pa
 
 ORPHAN = """
 import os, subprocess, sys, time
-from trainwright.trainer.launch.orphans import end_with_agent
+from trainwright.core.processes.orphans import end_with_agent
 if len(sys.argv) == 1:
     os.environ["TRAINWRIGHT_AGENT"] = str(os.getpid())
     child = subprocess.Popen([sys.executable, __file__, "rank"])

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.trainer.held import PLACES, Hold, Model, fit, make_loader
-from trainwright.callbacks.verdict import DropStep, GoBack
-from trainwright.checkpoint.snapshots import Snapshots
-from trainwright.strategies.gradients import local_tensor
+from trainwright.callbacks.guard.verdict import DropStep, GoBack
+from trainwright.checkpoint.memory.snapshots import Snapshots
+from trainwright.strategies.contract.gradients import local_tensor
 
 STEPS = 8  # of which an epoch has 5
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests.trainer.held import PLACES, Hold, Model, fit, meet_anew
-from trainwright.callbacks.run_state import RunStateCheckpoint
-from trainwright.checkpoint.errors import CheckpointError
+from trainwright.callbacks.save.run_state import RunStateCheckpoint
+from trainwright.core.errors import CheckpointError
 
 HELD_AT, STEPS = 3, 7
 

@@ -8,11 +8,12 @@ import pytest
 
 from tests.trainer.project import run_command, write_project
 from trainwright.callbacks import inject
-from trainwright.trainer import machine, run
-from trainwright.trainer.compose import compose, compose_checked
-from trainwright.trainer.inject_words import SentenceError, make_faults, read, take_inject
-from trainwright.trainer.problems import ConfigError
-from trainwright.trainer.sweep import expand
+from trainwright.callbacks.inject.words import SentenceError, make_faults, read, take_inject
+from trainwright.command import run
+from trainwright.command.schema.compose import compose, compose_checked
+from trainwright.command.sweep import expand
+from trainwright.core.problems import ConfigError
+from trainwright.core.processes import machine
 
 
 @pytest.fixture

@@ -19,14 +19,14 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.trainer.project import command, environment, run_command, write_project
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.trainer.batch import solve_accumulation
-from trainwright.trainer.launch import external
-from trainwright.trainer.launch.error_text import stands_alone
-from trainwright.trainer.launch.failure import Failure, FailureRecorder, first_failure
-from trainwright.trainer.launch.launcher import Launcher, detect_launcher
-from trainwright.trainer.launch.scratch import remove_abandoned
-from trainwright.trainer.problems import ConfigError
+from trainwright.core.errors import CheckpointError
+from trainwright.core.failures.error_text import stands_alone
+from trainwright.core.failures.failure import Failure, FailureRecorder, first_failure
+from trainwright.core.global_batch import solve_accumulation
+from trainwright.core.problems import ConfigError
+from trainwright.core.processes.scratch import remove_abandoned
+from trainwright.core.run.launcher import Launcher, detect_launcher
+from trainwright.launch.torchrun import external
 
 WORDS = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv")
 
@@ -206,7 +206,7 @@ def test_a_script_tells_one_error_of_its_ranks(how: str, told: str, tmp_path: Pa
 def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
     code = (
         "import os, sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
-        "from trainwright.trainer.launch.scratch import scratch\n"
+        "from trainwright.core.processes.scratch import scratch\n"
         "print(scratch(), flush=True); os.kill(os.getpid(), 9) if sys.argv[2] == 'kill' else input()\n"
     )
     killed = subprocess.run([sys.executable, "-c", code, tmp_path, "kill"], stdout=subprocess.PIPE, text=True)
@@ -228,7 +228,7 @@ def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
 
 STUBBORN = """
 import os, signal, sys, threading, time
-from trainwright.trainer.launch.watch import ShutdownWatch
+from trainwright.core.processes.watch import ShutdownWatch
 read, write = os.pipe()
 signal.signal(signal.SIGTERM, lambda *_: None)
 ShutdownWatch(0.3, read).start()
@@ -254,7 +254,7 @@ def test_a_process_that_does_not_listen_is_ended(how: str, code: int) -> None:
 
 
 def test_the_store_listens_on_the_loopback_interface_alone() -> None:
-    from trainwright.trainer.launch.rendezvous import LocalStore
+    from trainwright.launch.ranks.rendezvous import LocalStore
 
     with LocalStore() as store:
         assert _listening(store.port) == [f"0100007F:{store.port:04X}"]
@@ -454,7 +454,7 @@ def test_torchrun_starts_the_ranks_and_starts_them_again(conf: Path, tmp_path: P
 
 def test_the_fork_server_has_one_thread_when_it_forks_and_collects_garbage() -> None:
     code = (
-        "import trainwright.trainer.launch.preload, gc, os\n"
+        "import trainwright.launch.ranks.preload, gc, os\n"
         "assert gc.isenabled() and gc.get_freeze_count() > 100_000\n"
         "print(len(os.listdir('/proc/self/task')))"
     )
@@ -469,9 +469,9 @@ def test_the_launching_process_imports_no_lightning(conf: Path) -> None:
     assert done.returncode == 0
     code = (
         "import sys\n"
-        "import trainwright.trainer.command, trainwright.trainer.launch.local, trainwright.trainer.sweep\n"
+        "import trainwright.command.verbs, trainwright.launch.local.local, trainwright.command.sweep\n"
         "assert not {name for name in sys.modules if re.match('lightning|torchmetrics', name)}\n"
     )
     subprocess.run([sys.executable, "-c", "import re\n" + code], check=True)
-    light = "import sys, trainwright.trainer.cli; assert not {'torch', 'hydra', 'numpy'} & sys.modules.keys()"
+    light = "import sys, trainwright.command.cli; assert not {'torch', 'hydra', 'numpy'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", light], check=True)

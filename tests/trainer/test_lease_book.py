@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from trainwright.trainer.lease_book import Guarantee, Lease, LeaseBook
-from trainwright.trainer.partition import Read, what_is_left
+from trainwright.trainer.data.partition import Read, what_is_left
+from trainwright.trainer.leases.book import Guarantee, Lease, LeaseBook
 
 
 def play(book: LeaseBook, workers: int, seed: int, deaths: int = 0) -> tuple[Counter[int], set[int]]:

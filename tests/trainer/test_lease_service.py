@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.trainer.lease_service import Address, LeaseDesk, LeaseError, LeaseService, listening_host
+from trainwright.trainer.leases.service import Address, LeaseDesk, LeaseError, LeaseService, listening_host
 
 
 @contextmanager

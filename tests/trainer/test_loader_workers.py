@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from trainwright.trainer.loader_workers import HeedsItsRank, spare_workers
-from trainwright.trainer.wrapped_loader import WrappedLoader
+from trainwright.trainer.data.loader_workers import HeedsItsRank, spare_workers
+from trainwright.trainer.data.wrapped_loader import WrappedLoader
 
 
 class Told(Dataset[int]):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from trainwright import Trainer
-from trainwright.trainer.loss_scale import loss_scale_problems
+from trainwright.trainer.loop.loss_scale import loss_scale_problems
 
 INFINITE = 1e30
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from trainwright.trainer.launch import meeting
-from trainwright.trainer.launch.begun import agent_id, begun_run, remember
-from trainwright.trainer.launch.launcher import Launcher
-from trainwright.trainer.launch.meeting import meet
-from trainwright.trainer.launch.rendezvous import LocalStore
+from trainwright.core.run.launcher import Launcher
+from trainwright.launch.ranks import meeting
+from trainwright.launch.ranks.meeting import meet
+from trainwright.launch.ranks.rendezvous import LocalStore
+from trainwright.launch.torchrun.begun import agent_id, begun_run, remember
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.strategies.layout import Layout
-from trainwright.trainer.launch.generations import Parted
-from trainwright.trainer.launch.mailbox import Left
-from trainwright.trainer.launch.membership import Membership
+from trainwright.core.layout import Layout
+from trainwright.launch.members.generations import Parted
+from trainwright.launch.members.mailbox import Left
+from trainwright.launch.members.membership import Membership
 
 
 def test_a_lost_rank_of_ddp_is_a_lost_replica():

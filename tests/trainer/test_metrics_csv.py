@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from trainwright.trainer.metrics_csv import MetricsCSV
+from trainwright.trainer.loggers.metrics_csv import MetricsCSV
 
 
 def _log(folder: Path, *rows: tuple[int, dict[str, float]], end: bool = False) -> None:

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from trainwright.trainer.data_order import RankBatchSampler, Resumed
-from trainwright.trainer.dealt_batches import DealtBatchSampler
-from trainwright.trainer.epoch_order import EpochOrder
-from trainwright.trainer.partition import (
+from trainwright.trainer.data.data_order import RankBatchSampler, Resumed
+from trainwright.trainer.data.dealt_batches import DealtBatchSampler
+from trainwright.trainer.data.epoch_order import EpochOrder
+from trainwright.trainer.data.partition import (
     PARTITIONS,
     HashPartition,
     InQueues,

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright import Trainer
-from trainwright.callbacks.phases import Phases
+from trainwright.core.run.phases import Phases
 
 
 class Small(LightningModule):

@@ -12,13 +12,13 @@ from omegaconf import DictConfig
 
 from tests.trainer.test_auto import losses
 from trainwright import compose, run
-from trainwright.recipes.gpt import GPTModule
-from trainwright.trainer import auto, probe
-from trainwright.trainer.launch.failure import Failure, RankError
-from trainwright.trainer.launch.launcher import Launcher
-from trainwright.trainer.planning.peak import host_peak
-from trainwright.trainer.problems import ConfigError
-from trainwright.trainer.run import plan, prepare
+from trainwright.command import auto, probe
+from trainwright.command.run import plan, prepare
+from trainwright.core.failures.failure import Failure, RankError
+from trainwright.core.problems import ConfigError
+from trainwright.core.run.launcher import Launcher
+from trainwright.planning.memory.measured import host_peak
+from trainwright.recipes.gpt.module import GPTModule
 
 MIB = 2**20
 TINY = [

@@ -19,16 +19,16 @@ from omegaconf import DictConfig
 from tests.faults.commands import Command
 from tests.trainer.project import command, write_project
 from trainwright import compose
-from trainwright.trainer.launch import ray_room
-from trainwright.trainer.launch.failure import RankError
-from trainwright.trainer.launch.held_signals import HeldSignals
-from trainwright.trainer.launch.interrupt import Interrupted
-from trainwright.trainer.launch.ray import problems
-from trainwright.trainer.launch.ray_actors import RankActors
-from trainwright.trainer.launch.ray_places import Place, actor_options, bundles, environment_of, resources_of, total
-from trainwright.trainer.launch.ray_room import Room
-from trainwright.trainer.launch.restart_log import RestartLog
-from trainwright.trainer.problems import ConfigError
+from trainwright.core.failures.failure import RankError
+from trainwright.core.problems import ConfigError
+from trainwright.core.processes.held_signals import HeldSignals
+from trainwright.core.run.interrupt import Interrupted
+from trainwright.launch.ray import room as ray_room
+from trainwright.launch.ray.actors import RankActors
+from trainwright.launch.ray.places import Place, actor_options, bundles, environment_of, resources_of, total
+from trainwright.launch.ray.ray import problems
+from trainwright.launch.ray.room import Room
+from trainwright.launch.recovery.restart_log import RestartLog
 
 WITHOUT_RAY = importlib.util.find_spec("ray") is None
 

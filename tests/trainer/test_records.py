@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainwright.trainer.launch.records import StepRecord, read_steps
+from trainwright.core.failures.records import StepRecord, read_steps
 
 
 def test_steps_of_ranks_that_train(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.trainer.launch.failure import FailureRecorder, RankError
-from trainwright.trainer.launch.records import StepRecord
-from trainwright.trainer.launch.replacing import INCARNATION, Replacements
-from trainwright.trainer.launch.restart_log import RestartLog
-from trainwright.trainer.launch.restarts import RestartPolicy
-from trainwright.trainer.launch.supervisor import Ended
+from trainwright.core.failures.failure import FailureRecorder, RankError
+from trainwright.core.failures.records import StepRecord
+from trainwright.launch.ranks.supervisor import Ended
+from trainwright.launch.recovery.replacing import INCARNATION, Replacements
+from trainwright.launch.recovery.restart_log import RestartLog
+from trainwright.launch.recovery.restarts import RestartPolicy
 
 KILLED = -int(signal.SIGKILL)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.trainer.launch.restart_log import RestartLog
+from trainwright.launch.recovery.restart_log import RestartLog
 
 
 def test_details_are_in_the_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

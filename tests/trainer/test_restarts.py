@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.trainer.launch.restarts import Restart, RestartPolicy, Setback, Stop
+from trainwright.launch.recovery.restarts import Restart, RestartPolicy, Setback, Stop
 
 
 def _killed(step: int | None, begun: int | None = 0, rank: int = 1) -> Setback:

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.trainer.checkpoints import RANK_FILE, cut_short, flip_bit, write_checkpoint
 from trainwright import RunStateCheckpoint, Trainer
-from trainwright.checkpoint.errors import CheckpointError
-from trainwright.checkpoint.tensor_file import bytes_of
+from trainwright.checkpoint.format.tensor_file import bytes_of
+from trainwright.core.errors import CheckpointError
 from trainwright.trainer.resume import look_in
 
 STRATEGIES = [("single", 1), ("ddp", 2), ("zero3", 2)]

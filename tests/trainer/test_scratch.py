@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.trainer.launch import scratch
+from trainwright.core.processes import scratch
 
 
 def test_a_folder_that_is_just_being_made_is_not_taken_for_abandoned(

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from tests.parity.harness import make_trainer
 from tests.parity.modules import Tokens, make_module
 from tests.trainer.project import environment
-from trainwright.callbacks.preemption import Preemption
+from trainwright.callbacks.end.preemption import Preemption
 from trainwright.trainer.signals import Pace
 
 
@@ -154,7 +154,7 @@ import os, signal, sys, time
 import torch
 from tests.faults.preempted import points, trainer_of
 from trainwright import RunStateCheckpoint
-from trainwright.callbacks.preemption import Preemption
+from trainwright.callbacks.end.preemption import Preemption
 import lightning.pytorch as pl
 
 class Hangs(pl.Callback):
@@ -189,7 +189,7 @@ WATCHED = """
 import os, signal, sys, time
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
-from trainwright.trainer.launch.watch import Allowance, ShutdownWatch
+from trainwright.core.processes.watch import Allowance, ShutdownWatch
 
 watch = ShutdownWatch(0.2)
 watch.start()

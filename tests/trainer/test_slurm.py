@@ -17,22 +17,22 @@ from omegaconf import DictConfig, OmegaConf
 from tests.faults.commands import Command
 from tests.trainer.project import command, environment, write_project
 from trainwright import compose
-from trainwright.callbacks.requeue import requeue
-from trainwright.checkpoint.messages import RUN_TOKEN, run_token
-from trainwright.trainer.config import RunConfig
-from trainwright.trainer.launch import slurm_job
-from trainwright.trainer.launch.ending import preemption_refusals
-from trainwright.trainer.launch.ends import begins_again, empty_ends, ends_folder
-from trainwright.trainer.launch.failure import FailureRecorder, RankError, first_failure
-from trainwright.trainer.launch.follow import Follower
-from trainwright.trainer.launch.interrupt import Interrupted
-from trainwright.trainer.launch.job_end import NodeEnd, metrics_of, read_node, write_node
-from trainwright.trainer.launch.records import write_result
-from trainwright.trainer.launch.slurm import alike
-from trainwright.trainer.launch.slurm_job import meeting_of
-from trainwright.trainer.launch.slurm_options import sbatch_options
-from trainwright.trainer.launch.slurm_problems import problems
-from trainwright.trainer.launch.slurm_submit import SubmittedJob, cancel, submit
+from trainwright.callbacks.end.requeue import requeue
+from trainwright.command.schema.config import RunConfig
+from trainwright.core.failures.failure import FailureRecorder, RankError, first_failure
+from trainwright.core.failures.records import write_result
+from trainwright.core.run.interrupt import Interrupted
+from trainwright.core.text.messages import RUN_TOKEN, run_token
+from trainwright.launch.outcome.ending import preemption_refusals
+from trainwright.launch.outcome.ends import begins_again, empty_ends, ends_folder
+from trainwright.launch.outcome.job_end import NodeEnd, metrics_of, read_node, write_node
+from trainwright.launch.ranks.follow import Follower
+from trainwright.launch.slurm import job as slurm_job
+from trainwright.launch.slurm.job import meeting_of
+from trainwright.launch.slurm.options import sbatch_options
+from trainwright.launch.slurm.problems import problems
+from trainwright.launch.slurm.slurm import alike
+from trainwright.launch.slurm.submit import SubmittedJob, cancel, submit
 
 WORDS = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv", "launch=slurm")
 LOCAL = "launch.cluster=local"

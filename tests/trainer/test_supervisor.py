@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.pool import RankPool
-from trainwright.trainer.launch.supervisor import Ended, Supervisor
+from trainwright.launch.ranks.supervisor import Ended, Supervisor
 
 # Longest time that anything here may take, in seconds; nothing does unless it hangs.
 LIMIT = 60.0

@@ -11,9 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from trainwright.trainer.compose import compose
-from trainwright.trainer.tensorboard import TensorBoard, grouped, hyper_parameters
-from trainwright.trainer.worker import build_trainer
+from trainwright.command.schema.compose import compose
+from trainwright.launch.worker import build_trainer
+from trainwright.trainer.loggers.tensorboard import TensorBoard, grouped, hyper_parameters
 
 WORDS = [
     "strategy=single",

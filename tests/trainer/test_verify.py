@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from tests.trainer.project import command, environment, write_project
-from trainwright.trainer import machine
-from trainwright.trainer.cli import main
-from trainwright.trainer.verify_compare import (
+from trainwright.command.cli import main
+from trainwright.command.verify_options import VerifyOptions, take_options
+from trainwright.core.processes import machine
+from trainwright.tools.verify.compare import (
     FLOOR,
     ROUNDING,
     Record,
@@ -28,8 +29,7 @@ from trainwright.trainer.verify_compare import (
     compare_tensors,
     find_start,
 )
-from trainwright.trainer.verify_options import VerifyOptions, take_options
-from trainwright.trainer.verify_report import VerifyReport, groups_of
+from trainwright.tools.verify.report import VerifyReport, groups_of
 
 TOLERANCE = 1e-5
 
@@ -186,7 +186,7 @@ def test_samples(tmp_path: Path) -> None:
 def test_tensors_come_back_from_disk(tmp_path: Path) -> None:
     import torch
 
-    from trainwright.trainer.verify_record import write_tensors
+    from trainwright.tools.verify.record import write_tensors
 
     record = _record(tmp_path / "record", [[["a"]]])
     tensors = {
@@ -209,7 +209,7 @@ def test_tensors_come_back_from_disk(tmp_path: Path) -> None:
 def test_hashes_are_those_of_samples_whatever_the_batch_is_made_of() -> None:
     import torch
 
-    from trainwright.trainer.verify_record import hash_samples
+    from trainwright.tools.verify.record import hash_samples
 
     x, y = torch.randn(4, 3), torch.tensor([True, False, True, True])
     whole = hash_samples({"x": x, "more": (y, "text", 3, torch.tensor(1.0))})
@@ -223,7 +223,7 @@ def test_hashes_are_those_of_samples_whatever_the_batch_is_made_of() -> None:
 def test_dropout_is_switched_off() -> None:
     from torch import nn
 
-    from trainwright.trainer.verify_record import switch_dropout_off
+    from trainwright.tools.verify.record import switch_dropout_off
 
     module = nn.Sequential(
         nn.Linear(2, 2),
@@ -352,7 +352,7 @@ FAULTS = """
 import json, sys
 sys.path.insert(0, "")
 import trainwright
-from trainwright.trainer.verify import verify
+from trainwright.tools.verify.verify import verify
 
 found = {}
 for strategy, target in json.loads(sys.argv[1]):

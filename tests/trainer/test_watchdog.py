@@ -21,18 +21,19 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright import Trainer, Watchdog
-from trainwright.callbacks import phases
-from trainwright.trainer.check_hangs import hang_problems
-from trainwright.trainer.config import LaunchConfig
-from trainwright.trainer.watchdog import answers, monitor, waits
-from trainwright.trainer.watchdog.answers import Answer, Answerer, ask, own_answer, read_answer
-from trainwright.trainer.watchdog.boxes import OTHER, Box, Boxes, Progress
-from trainwright.trainer.watchdog.calls import Call, own_calls, own_groups
-from trainwright.trainer.watchdog.crashes import crash_in, place_of
-from trainwright.trainer.watchdog.limits import HangLimits
-from trainwright.trainer.watchdog.monitor import VARIABLE, HangMonitor
-from trainwright.trainer.watchdog.process import catches, state_of
-from trainwright.trainer.watchdog.stacks import Frame, Thread, own_threads
+from trainwright.command.schema.config import LaunchConfig
+from trainwright.core.processes.process import catches, state_of
+from trainwright.core.run import phases
+from trainwright.launch.watchdog import answers, monitor
+from trainwright.launch.watchdog.answers import Answer, Answerer, ask, own_answer, read_answer
+from trainwright.launch.watchdog.boxes import OTHER, Box, Boxes, Progress
+from trainwright.launch.watchdog.calls import Call, own_calls, own_groups
+from trainwright.launch.watchdog.check_hangs import hang_problems
+from trainwright.launch.watchdog.crashes import crash_in, place_of
+from trainwright.launch.watchdog.limits import HangLimits
+from trainwright.launch.watchdog.monitor import VARIABLE, HangMonitor
+from trainwright.launch.watchdog.report import waits
+from trainwright.launch.watchdog.report.stacks import Frame, Thread, own_threads
 
 # ---- boxes -----------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from trainwright.trainer.watchdog.process import children_of
+from trainwright.core.processes.process import children_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems tell nothing")
 # Of a hundred processes that are asked for all the time, seven are asked for at an instant at which they are half gone.

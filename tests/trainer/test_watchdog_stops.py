@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from trainwright.trainer.watchdog import monitor
-from trainwright.trainer.watchdog.inquiry import Inquiry
-from trainwright.trainer.watchdog.limits import HangLimits
-from trainwright.trainer.watchdog.monitor import VARIABLE, FoundHang, HangMonitor
-from trainwright.trainer.watchdog.process import STOPPED, TRACED, state_of, stop_of
+from trainwright.core.processes.process import STOPPED, TRACED, state_of, stop_of
+from trainwright.launch.watchdog import monitor
+from trainwright.launch.watchdog.inquiry import Inquiry
+from trainwright.launch.watchdog.limits import HangLimits
+from trainwright.launch.watchdog.monitor import VARIABLE, FoundHang, HangMonitor
 
 LONG = HangLimits(floor_seconds=600.0, first_timeout=1800.0)
 # Half a second, as those who watch ask.
@@ -27,7 +27,7 @@ LOOK = 0.5
 
 RANK = """
 import ctypes, os, signal, sys
-from trainwright.trainer.watchdog.boxes import Box
+from trainwright.launch.watchdog.boxes import Box
 
 box = Box(sys.argv[1], int(sys.argv[2]), rank=int(sys.argv[2]))
 box.begin("forward")

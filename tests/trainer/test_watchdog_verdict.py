@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainwright.callbacks import phases
-from trainwright.trainer.watchdog import verdict, waits
-from trainwright.trainer.watchdog.answers import Answer
-from trainwright.trainer.watchdog.boxes import Progress
-from trainwright.trainer.watchdog.calls import Call, Group
-from trainwright.trainer.watchdog.evidence import HALTED, KERNEL, Child, Evidence
-from trainwright.trainer.watchdog.report import first_lines, report_of
-from trainwright.trainer.watchdog.stacks import Frame, Thread
-from trainwright.trainer.watchdog.verdict import differing_calls, judge
+from trainwright.core.run import phases
+from trainwright.launch.watchdog.answers import Answer
+from trainwright.launch.watchdog.boxes import Progress
+from trainwright.launch.watchdog.calls import Call, Group
+from trainwright.launch.watchdog.evidence import HALTED, KERNEL, Child, Evidence
+from trainwright.launch.watchdog.report import verdict, waits
+from trainwright.launch.watchdog.report.report import first_lines, report_of
+from trainwright.launch.watchdog.report.stacks import Frame, Thread
+from trainwright.launch.watchdog.report.verdict import differing_calls, judge
 
 LIMIT, SLOW = 10.0, 100.0
 IN_TORCH = Frame("/x/torch/distributed/distributed_c10d.py", 1, "all_reduce", "work.wait()", False)

@@ -228,7 +228,7 @@ def _prepared(row: Row, layout: str | None, watch: _Watch) -> tuple[Any, Any]:
     micro = row.batch // options.get("accumulate_grad_batches", 1)
     if layout is None:
         return pl.Trainer(devices=1, **options), row.make_data(micro)
-    from trainwright.strategies.registry import make_strategy
+    from trainwright.strategies.contract.registry import make_strategy
     from trainwright.trainer.trainer import Trainer
 
     name, chosen, ranks = LAYOUTS[layout]

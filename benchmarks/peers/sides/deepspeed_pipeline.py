@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.peers.task import BETAS, CLIP, LR, TASK, WEIGHT_DECAY, build_model, compiled, device, loss_of, windows
 from benchmarks.peers.turns import Turns  # bench
-from trainwright.recipes.gpt_model import rotary_angles
+from trainwright.recipes.gpt.model import rotary_angles
 
 
 class BlockLayer(nn.Module):

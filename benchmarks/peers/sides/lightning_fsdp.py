@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.peers.sides.lightning_turns import TurnsCallback  # bench
 from benchmarks.peers.task import BETAS, CLIP, LR, TASK, WEIGHT_DECAY, build_model, compiled, loss_on, windows
-from trainwright.recipes.gpt_model import Block
+from trainwright.recipes.gpt.model import Block
 
 
 class Module(pl.LightningModule):

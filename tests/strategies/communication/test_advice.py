@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainwright.strategies.communication.advice import (
+from trainwright.strategies.contract.communication.advice import (
     ENOUGH,
     Link,
     MeasuredStep,
@@ -167,5 +167,5 @@ def test_waits_that_no_link_explains_are_told_apart():
 
 
 def test_it_needs_no_torch():
-    code = "import sys, trainwright.strategies.communication.advice as a; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainwright.strategies.contract.communication.advice as a; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from trainwright.strategies.communication.advice import Way, fastest_way, fit_way
-from trainwright.strategies.communication.ahead import BlockTimes, best_depth
+from trainwright.strategies.contract.communication.advice import Way, fastest_way, fit_way
+from trainwright.strategies.contract.communication.ahead import BlockTimes, best_depth
 
 TIMES = BlockTimes(blocks=8, forward=1.0, backward=2.0, gather=0.5, reduce=0.5)
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.strategies.communication.axes import name_of
-from trainwright.strategies.communication.costs import KINDS, children, least_bytes, sent_bytes
-from trainwright.strategies.layout import Layout
+from trainwright.core.layout import Layout
+from trainwright.strategies.contract.communication.axes import name_of
+from trainwright.strategies.contract.communication.costs import KINDS, children, least_bytes, sent_bytes
 
 CASES = [
     (Layout(replicate=2), [0, 1], "all_reduce", "replicate"),

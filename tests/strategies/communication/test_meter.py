@@ -17,10 +17,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.strategies.communication.kernel import written_bytes
-from trainwright.strategies.communication.calls import listen, unknown_operators
-from trainwright.strategies.communication.meter import CommunicationMeter, Sent, count_sent
-from trainwright.strategies.layout import Layout
-from trainwright.strategies.parameter_server.wire import PAYLOAD, Device, Link
+from trainwright.core.layout import Layout
+from trainwright.strategies.contract.communication.calls import listen, unknown_operators
+from trainwright.strategies.contract.communication.meter import CommunicationMeter, Sent, count_sent
+from trainwright.strategies.parameter_server.messages.wire import PAYLOAD, Device, Link
 
 ELEMENTS = 60_000  # large, so that headers are not seen; divides by every number of ranks here
 

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, default_collate
 
 from tests.parity.harness import QUIET, Recorder
 from tests.parity.modules import LanguageModel, Tokens
-from trainwright.strategies.compression.adam import FARTHEST, adam_problems
-from trainwright.strategies.ddp import DDPStrategy
+from trainwright.strategies.averaging.compression.adam import FARTHEST, adam_problems
+from trainwright.strategies.data.ddp import DDPStrategy
 
 RANKS, MICRO, STEPS, WARMUP, BLOCK = 2, 4, 6, 2, 64
 RATIO = 0.1

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainwright.strategies.compression.buckets import CHUNK_RESIDUAL, RESIDUAL, ReplicaPart, make_buckets
-from trainwright.strategies.compression.names import compressor_names, make_compressor
-from trainwright.strategies.compression.options import choose_compression
-from trainwright.strategies.compression.replicas import ReplicaAverage
+from trainwright.strategies.averaging.compression.buckets import CHUNK_RESIDUAL, RESIDUAL, ReplicaPart, make_buckets
+from trainwright.strategies.averaging.compression.names import compressor_names, make_compressor
+from trainwright.strategies.averaging.compression.options import choose_compression
+from trainwright.strategies.averaging.compression.replicas import ReplicaAverage
 
 SHAPES = {"a": (12, 8), "b": (8,), "c": (), "d": (5, 7), "e": (3, 0), "f": (40,)}
 

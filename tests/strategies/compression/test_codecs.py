@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainwright.strategies.compression.codecs import Cast, Codec, Int8, Sign, TopK
-from trainwright.strategies.compression.compressor import encode_with_feedback
+from trainwright.strategies.averaging.compression.codecs import Cast, Codec, Int8, Sign, TopK
+from trainwright.strategies.averaging.compression.compressor import encode_with_feedback
 
 CODECS = {
     "fp32": Cast(torch.float32),

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.strategies.compression.codecs import Cast, Int8, Sign, TopK
-from trainwright.strategies.compression.compressor import Gathered, GradientCompressor, TwoPhase, num_elements
-from trainwright.strategies.compression.power import PowerSGD
-from trainwright.strategies.compression.random import RandomK
+from trainwright.strategies.averaging.compression.codecs import Cast, Int8, Sign, TopK
+from trainwright.strategies.averaging.compression.compressor import Gathered, GradientCompressor, TwoPhase, num_elements
+from trainwright.strategies.averaging.compression.power import PowerSGD
+from trainwright.strategies.averaging.compression.random import RandomK
 
 COMPRESSORS: dict[str, GradientCompressor] = {
     "fp32": TwoPhase(Cast(torch.float32)),

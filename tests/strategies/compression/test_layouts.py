@@ -16,10 +16,10 @@ from tests.parity.harness import differences, make_loader, make_trainer
 from tests.parity.layouts import LayoutCase, run
 from tests.parity.modules import LanguageModel
 from tests.strategies.compression.test_strategies import ALL, Replicas, trained
-from trainwright.strategies.compression.buckets import ReplicaPart
-from trainwright.strategies.compression.names import compressor_names
-from trainwright.strategies.compression.options import choose_compression
-from trainwright.strategies.compression.replicas import ReplicaAverage
+from trainwright.strategies.averaging.compression.buckets import ReplicaPart
+from trainwright.strategies.averaging.compression.names import compressor_names
+from trainwright.strategies.averaging.compression.options import choose_compression
+from trainwright.strategies.averaging.compression.replicas import ReplicaAverage
 
 # Of networks that are cut: (network, options of hybrid).
 CUT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -122,8 +122,8 @@ def test_what_is_refused(ranks: Any) -> None:
 
 
 def test_what_the_constructors_refuse() -> None:
-    from trainwright.strategies.ddp import DDPStrategy
-    from trainwright.strategies.zero import ZeroStrategy
+    from trainwright.strategies.data.ddp import DDPStrategy
+    from trainwright.strategies.data.zero import ZeroStrategy
 
     with pytest.raises(ValueError, match="Did you mean 'topk'"):
         DDPStrategy(compression="topp")

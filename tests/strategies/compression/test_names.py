@@ -8,8 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainwright.strategies.compression.names import choose_compression, codec_of, compressor_names, make_compressor
-from trainwright.strategies.compression.options import compression_problems, option_defaults
+from trainwright.strategies.averaging.compression.names import (
+    choose_compression,
+    codec_of,
+    compressor_names,
+    make_compressor,
+)
+from trainwright.strategies.averaging.compression.options import compression_problems, option_defaults
 
 SHAPES = [(40, 50), (7,)]
 

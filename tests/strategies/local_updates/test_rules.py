@@ -12,14 +12,14 @@ from omegaconf import OmegaConf
 
 from tests.strategies.local_updates.cases import fit
 from trainwright import DiLoCoStrategy, LocalSGDStrategy, compose
+from trainwright.command.checks.check_local_updates import local_update_refusals_of_module
+from trainwright.command.checks.validate import validate
+from trainwright.command.verify_options import VerifyOptions
+from trainwright.launch.worker import build_trainer
+from trainwright.strategies.compose.world import Surroundings
 from trainwright.strategies.local_updates.fragments import fragment_of
 from trainwright.strategies.local_updates.schedule import Schedule
-from trainwright.trainer.check_local_updates import local_update_refusals_of_module
-from trainwright.trainer.validate import validate
-from trainwright.trainer.verify import problems_of
-from trainwright.trainer.verify_options import VerifyOptions
-from trainwright.trainer.worker import build_trainer
-from trainwright.trainer.world import Surroundings
+from trainwright.tools.verify.verify import problems_of
 
 REFUSED: list[tuple[list[str], tuple[str, ...]]] = [
     (["strategy=local_sgd", "strategy.sync_every=0"], ("strategy.sync_every=0", "at least 1")),

@@ -17,7 +17,7 @@ from tests.parity.layouts import Texts
 from tests.strategies.local_updates.cases import Outer, by_hand, difference, fit
 from tests.strategies.traffic import recorded
 from trainwright import LossGuard, Preemption
-from trainwright.callbacks.replica_check import ReplicaCheck
+from trainwright.callbacks.guard.replica_check import ReplicaCheck
 
 STEPS, EVERY = 6, 3
 

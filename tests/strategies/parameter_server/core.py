@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainwright.strategies.parameter_server import parts
-from trainwright.strategies.parameter_server.client import Client
-from trainwright.strategies.parameter_server.server import Meeting, Rules, Server
-from trainwright.strategies.parameter_server.shard import Plan
-from trainwright.strategies.parameter_server.wire import Device
+from trainwright.strategies.parameter_server.messages import parts
+from trainwright.strategies.parameter_server.messages.wire import Device
+from trainwright.strategies.parameter_server.server.server import Meeting, Rules, Server
+from trainwright.strategies.parameter_server.server.shard import Plan
+from trainwright.strategies.parameter_server.worker.client import Client
 
 PREFIX = "parameter_server"
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from trainwright.strategies.parameter_server.clocks import Clocks, bound_of
+from trainwright.strategies.parameter_server.server.clocks import Clocks, bound_of
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])

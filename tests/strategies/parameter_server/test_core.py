@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.strategies.parameter_server.core import Peer, flat, reference
-from trainwright.strategies.word_of_end import EndNotice
+from trainwright.strategies.contract.word_of_end import EndNotice
 
 
 def train(servers: int, kind: str, clip_norm: float | None, steps: int, rules: dict[str, Any]) -> Any:
@@ -136,7 +136,7 @@ def test_no_worker_is_ever_further_ahead_than_the_bound(ranks):
 def push_coded(name: str, options: dict[str, Any]) -> Any:
     import torch.distributed as dist
 
-    from trainwright.strategies.compression.names import codec_of
+    from trainwright.strategies.averaging.compression.names import codec_of
 
     peer = Peer(dist.get_rank(), 2, servers=2, codec=codec_of(name, **options), consistency="sync")
     peer.begin()
@@ -186,9 +186,9 @@ def test_a_server_that_ends_is_told_of_in_one_message(ranks):
 def count() -> Any:
     import torch.distributed as dist
 
-    from trainwright.strategies.communication.meter import CommunicationMeter
-    from trainwright.strategies.parameter_server.server import request_size
-    from trainwright.strategies.parameter_server.wire import FIXED
+    from trainwright.strategies.contract.communication.meter import CommunicationMeter
+    from trainwright.strategies.parameter_server.messages.wire import FIXED
+    from trainwright.strategies.parameter_server.server.server import request_size
 
     peer = Peer(dist.get_rank(), 2, consistency="sync")
     peer.begin()

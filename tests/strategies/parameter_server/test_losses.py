@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.strategies.parameter_server.core import Peer, flat
-from trainwright.strategies.parameter_server import parts
+from trainwright.strategies.parameter_server.messages import parts
 
 WORKERS, STEPS, DIES_AT = 3, 12, 3
 
@@ -56,8 +56,8 @@ def fork(worker: int, rules: dict[str, Any], replaces: bool = False) -> int:
 
 def serve(rules: dict[str, Any]) -> Any:
     """The server's process, which starts the workers before it has any thread."""
-    from trainwright.strategies.parameter_server.server import Meeting, Rules, Server
-    from trainwright.strategies.parameter_server.wire import Device
+    from trainwright.strategies.parameter_server.messages.wire import Device
+    from trainwright.strategies.parameter_server.server.server import Meeting, Rules, Server
 
     pids = [fork(worker, rules) for worker in range(WORKERS)] + [fork(1, rules, replaces=True)]
     store = dist.FileStore("store", -1)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.parity.harness import make_trainer
-from trainwright.recipes.wide_deep import ClickData, WideDeep
-from trainwright.strategies.communication.meter import Sent
-from trainwright.strategies.hybrid import HybridStrategy
-from trainwright.strategies.parameter_server.tables import find_tables
-from trainwright.strategies.parameter_server.wire import FIXED
+from trainwright.recipes.tables.wide_deep import ClickData, WideDeep
+from trainwright.strategies.compose.hybrid import HybridStrategy
+from trainwright.strategies.contract.communication.meter import Sent
+from trainwright.strategies.parameter_server.messages.wire import FIXED
+from trainwright.strategies.parameter_server.tables.tables import find_tables
 
 PLACEMENT = {"embedding.*": "parameter_server", "*": "shard"}
 SMALL: dict[str, Any] = {"rows": 64, "wide_rows": 96, "dim": 4, "hidden": (8,)}
@@ -142,7 +142,7 @@ def across() -> Any:
         trainer.save_checkpoint(path)
         module, trainer = fit(after, mixed if after == "hybrid" else {}, "adamw", 6, ckpt=path)
         results[path] = outcome(module, trainer)[0]
-    from trainwright.callbacks.run_state import RunStateCheckpoint
+    from trainwright.callbacks.save.run_state import RunStateCheckpoint
 
     saver = RunStateCheckpoint("within", every_n_steps=3, save_at_end=False)
     fit("hybrid", mixed, "adamw", 4, callbacks=[saver], enable_checkpointing=True)

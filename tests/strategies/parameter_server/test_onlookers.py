@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, RichProgressBar, WeightAveraging
 from torch import nn
 
-from trainwright.callbacks.throughput import Throughput
-from trainwright.strategies.parameter_server.onlookers import has_onlookers
+from trainwright.callbacks.progress.throughput import Throughput
+from trainwright.strategies.parameter_server.worker.onlookers import has_onlookers
 
 
 class Looks(pl.Callback):

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.parity.harness import QUIET, Case
 from tests.parity.harness import differences as all_differences
 from tests.strategies.parameter_server.test_strategy import fit, train
-from trainwright.strategies.engines import EngineOptions
-from trainwright.strategies.layout import Layout
+from trainwright.core.layout import Layout
+from trainwright.planning.layout_report import StateRules, bytes_of_ranks
+from trainwright.strategies.compose.engines import EngineOptions
 from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
-from trainwright.trainer.layout_report import StateRules, bytes_of_ranks
 
 OWN = {"server_ranks": "own"}
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from trainwright.strategies.parameter_server.sharder import share_out
+from trainwright.strategies.parameter_server.server.sharder import share_out
 
 SHAPES = [(1000, 8), (30, 10), (10,), (), (200, 3), (7, 0)]
 

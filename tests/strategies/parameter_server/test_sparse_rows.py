@@ -10,10 +10,10 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, seed_everything
 
 from trainwright import Trainer
-from trainwright.recipes.wide_deep import ClickData, WideDeep
-from trainwright.strategies.parameter_server import parts
-from trainwright.strategies.parameter_server.sharder import share_out
-from trainwright.strategies.parameter_server.sparse_rows import pack_rows, touched_rows, unpack_rows
+from trainwright.recipes.tables.wide_deep import ClickData, WideDeep
+from trainwright.strategies.parameter_server.messages import parts
+from trainwright.strategies.parameter_server.messages.sparse_rows import pack_rows, touched_rows, unpack_rows
+from trainwright.strategies.parameter_server.server.sharder import share_out
 
 SHAPES = [(40, 3), (7,), (30, 2, 2), (), (5, 2)]
 
@@ -122,7 +122,7 @@ def test_tables_push_the_rows_of_a_batch_and_step_as_under_ddp(ranks: Callable[.
 
 
 def test_an_optimizer_that_takes_sparse_gradients_alone_is_refused():
-    from trainwright.strategies.parameter_server.shard import refuse_unserved
+    from trainwright.strategies.parameter_server.server.shard import refuse_unserved
 
     table = torch.nn.Embedding(3, 2, sparse=True)
     with pytest.raises(ValueError, match="SparseAdam takes sparse gradients alone.*Use Adagrad"):

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.parity.harness import Case, make_trainer
 from tests.strategies.local_updates.test_together import Spoil
 from trainwright import LossGuard
-from trainwright.callbacks.global_loss import GlobalLoss
-from trainwright.strategies.parameter_server import parts
+from trainwright.callbacks.progress.global_loss import GlobalLoss
+from trainwright.strategies.parameter_server.messages import parts
 
 
 def train(case: Case, strategy: str, options: dict[str, Any], **trainer_options: Any) -> Any:
@@ -155,7 +155,7 @@ def test_run_states_go_from_strategy_to_strategy(ranks):
 def pushed() -> Any:
     """A run whose pushes leave something out: whole, resumed with the same servers, gone back for a fault; and what is
     said when it is resumed with others."""
-    from trainwright.callbacks.run_state import RunStateCheckpoint
+    from trainwright.callbacks.save.run_state import RunStateCheckpoint
 
     options: dict[str, Any] = {"servers": 2, "compression": {"name": "topk", "ratio": 0.1}}
     saver = RunStateCheckpoint("pushed", every_n_steps=3, save_at_end=False)
@@ -184,7 +184,7 @@ def test_what_pushes_left_out_goes_with_the_same_servers(ranks):
 
 def alone(options: dict[str, Any]) -> Any:
     """Epochs with each rank at its own steps; a save by number of steps in the midst of one."""
-    from trainwright.callbacks.run_state import RunStateCheckpoint
+    from trainwright.callbacks.save.run_state import RunStateCheckpoint
 
     saver = RunStateCheckpoint("saved", every_n_steps=5, save_at_end=False)
     more = {"callbacks": [saver], "enable_checkpointing": True}
@@ -248,7 +248,7 @@ def refusals() -> Any:
     """What is refused when a fit begins, on every rank."""
     import torch.distributed as dist
 
-    from trainwright.callbacks.stragglers import Stragglers
+    from trainwright.callbacks.traffic.stragglers import Stragglers
 
     first = dist.get_rank() == 0
     cases: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [

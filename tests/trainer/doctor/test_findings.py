@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.strategies.communication.advice import Link
-from trainwright.trainer.doctor.clocks import Offset, judge_clocks, offset_of
-from trainwright.trainer.doctor.collect import HostFacts, within
-from trainwright.trainer.doctor.devices import (
+from trainwright.strategies.contract.communication.advice import Link
+from trainwright.tools.doctor.clocks import Offset, judge_clocks, offset_of
+from trainwright.tools.doctor.collect import HostFacts, within
+from trainwright.tools.doctor.devices import (
     DeviceFacts,
     Gpu,
     judge_devices,
@@ -21,9 +21,9 @@ from trainwright.trainer.doctor.devices import (
     runs_on,
     xids_of,
 )
-from trainwright.trainer.doctor.finding import ERROR, OK, WARNING, Finding
-from trainwright.trainer.doctor.libraries import LibraryFacts, judge_libraries, judge_same, library_facts
-from trainwright.trainer.doctor.limits import (
+from trainwright.tools.doctor.finding import ERROR, OK, WARNING, Finding
+from trainwright.tools.doctor.libraries import LibraryFacts, judge_libraries, judge_same, library_facts
+from trainwright.tools.doctor.limits import (
     Demand,
     FolderFacts,
     LimitFacts,
@@ -36,8 +36,8 @@ from trainwright.trainer.doctor.limits import (
     judge_tmp,
     limit_facts,
 )
-from trainwright.trainer.doctor.machine import MachineFacts, cpu_quota, judge_import, judge_machine
-from trainwright.trainer.doctor.network import (
+from trainwright.tools.doctor.machine import MachineFacts, cpu_quota, judge_import, judge_machine
+from trainwright.tools.doctor.network import (
     Interface,
     NetworkFacts,
     Pair,
@@ -46,9 +46,9 @@ from trainwright.trainer.doctor.network import (
     judge_pairs,
     network_facts,
 )
-from trainwright.trainer.doctor.ranks import RankResult, rounds_of_pairs
-from trainwright.trainer.doctor.report import judge, to_json, to_text
-from trainwright.trainer.doctor.together import Seen
+from trainwright.tools.doctor.ranks import RankResult, rounds_of_pairs
+from trainwright.tools.doctor.report import judge, to_json, to_text
+from trainwright.tools.doctor.together import Seen
 
 GIB = 2**30
 

@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from trainwright.strategies.communication.advice import Link
-from trainwright.trainer.cli import main
-from trainwright.trainer.doctor import measure
-from trainwright.trainer.doctor import ranks as of_ranks
-from trainwright.trainer.doctor.finding import OK
-from trainwright.trainer.doctor.options import parse
-from trainwright.trainer.doctor.profile import _with_calls as with_calls
-from trainwright.trainer.doctor.profile import profile_of, to_yaml
-from trainwright.trainer.doctor.ranks import Board, RankResult, examine
-from trainwright.trainer.doctor.report import judge
-from trainwright.trainer.doctor.together import Seen
-from trainwright.trainer.launch.launcher import Launcher
-from trainwright.trainer.problems import ConfigError
+from trainwright.command.cli import main
+from trainwright.core.problems import ConfigError
+from trainwright.core.run.launcher import Launcher
+from trainwright.strategies.contract.communication.advice import Link
+from trainwright.tools.doctor import measure
+from trainwright.tools.doctor import ranks as of_ranks
+from trainwright.tools.doctor.finding import OK
+from trainwright.tools.doctor.options import parse
+from trainwright.tools.doctor.profile import _with_calls as with_calls
+from trainwright.tools.doctor.profile import profile_of, to_yaml
+from trainwright.tools.doctor.ranks import Board, RankResult, examine
+from trainwright.tools.doctor.report import judge
+from trainwright.tools.doctor.together import Seen
 
 
 def look(local_size: int, figures: bool = False) -> list[str]:

@@ -15,19 +15,19 @@ from benchmarks.live_bytes import LiveBytes
 from tests.parity.harness import make_trainer
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import LayoutCase, Texts
-from trainwright.strategies.engines import EngineOptions, plan_for, stage_spans
-from trainwright.strategies.expert_engine import Dispatcher
-from trainwright.strategies.hybrid_rules import micro_batches_for
-from trainwright.strategies.layout import Layout
+from trainwright.core.layout import Layout
+from trainwright.planning.memory.peak import Held, moments
+from trainwright.planning.memory.share import share_of
+from trainwright.planning.memory.state import StateTable
+from trainwright.planning.model.experts import EVEN, Routing, part_that_travels
+from trainwright.planning.model.facts import ModelFacts
+from trainwright.planning.search.work import Work
+from trainwright.planning.time.cost import Cut
+from trainwright.strategies.compose.engines import EngineOptions, plan_for, stage_spans
+from trainwright.strategies.compose.rules import micro_batches_for
+from trainwright.strategies.expert.engine import Dispatcher
 from trainwright.strategies.pipeline.schedules import stages_per_rank_of
-from trainwright.strategies.plan import ModelPlan
-from trainwright.trainer.planning.cost import Cut
-from trainwright.trainer.planning.experts import EVEN, Routing, part_that_travels
-from trainwright.trainer.planning.facts import ModelFacts
-from trainwright.trainer.planning.memory import Held, moments
-from trainwright.trainer.planning.share import share_of
-from trainwright.trainer.planning.state import StateTable
-from trainwright.trainer.planning.work import Work
+from trainwright.strategies.plan.model_plan import ModelPlan
 
 
 @dataclass

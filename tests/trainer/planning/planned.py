@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from trainwright.trainer.compose import compose
-from trainwright.trainer.planning.plan import Plan
-from trainwright.trainer.planning.search import plan
+from trainwright.command.schema.compose import compose
+from trainwright.planning.search.plan import Plan
+from trainwright.planning.search.search import plan
 
 SMALL = ("recipe=llama_3d", "devices=8", "device=cpu", "accelerator=cpu", "global_batch_size=16")
 

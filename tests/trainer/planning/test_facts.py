@@ -6,9 +6,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from trainwright.trainer.planning.cost import Cut
-from trainwright.trainer.planning.facts import ModelFacts
-from trainwright.trainer.planning.without_memory import FactsError
+from trainwright.planning.model.facts import ModelFacts
+from trainwright.planning.model.without_memory import FactsError
+from trainwright.planning.time.cost import Cut
 
 
 class NeedsTrainer(pl.LightningModule):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainwright.trainer.planning.live import LiveCounter
+from trainwright.planning.model.live import LiveCounter
 
 
 def test_storages_count_while_they_are_there_as_large_as_they_are() -> None:

@@ -11,9 +11,9 @@ import pytest
 from tests.parity.layouts import LayoutCase
 from tests.parity.test_layouts import FOUR, TWO
 from tests.trainer.planning.bytes_of_ranks import measured, predictor
-from trainwright.strategies.engines import EngineOptions
-from trainwright.trainer.layout_report import StateRules, bytes_of_ranks
-from trainwright.trainer.planning.experts import EVEN, Routing, part_that_travels
+from trainwright.planning.layout_report import StateRules, bytes_of_ranks
+from trainwright.planning.model.experts import EVEN, Routing, part_that_travels
+from trainwright.strategies.compose.engines import EngineOptions
 
 WITHIN = 0.05
 

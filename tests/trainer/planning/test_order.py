@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.trainer.planning.in_flight import in_flight, passes_of
-from trainwright.trainer.planning.order import BACKWARD, FORWARD, actions_of, until_fullest
+from trainwright.planning.memory.in_flight import in_flight, passes_of
+from trainwright.planning.time.order import BACKWARD, FORWARD, actions_of, until_fullest
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"])

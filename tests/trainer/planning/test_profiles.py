@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainwright.callbacks.throughput import Throughput
-from trainwright.trainer import machine
-from trainwright.trainer.compose import compose
-from trainwright.trainer.doctor.profile import to_yaml
-from trainwright.trainer.planning.profiles import MEASURED, profile_from, profile_named, profile_of, profile_of_gpu
-from trainwright.trainer.run import plan as checked
-from trainwright.trainer.worker import build_trainer
+from trainwright.callbacks.progress.throughput import Throughput
+from trainwright.command.run import plan as checked
+from trainwright.command.schema.compose import compose
+from trainwright.core.device_profiles import MEASURED, profile_from, profile_named, profile_of, profile_of_gpu
+from trainwright.core.processes import machine
+from trainwright.launch.worker import build_trainer
+from trainwright.tools.doctor.profile import to_yaml
 
 
 def test_profiles() -> None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from trainwright.trainer.cli import main
-from trainwright.trainer.compose import compose
-from trainwright.trainer.planning import prove as proving
-from trainwright.trainer.planning.plan import Candidate
-from trainwright.trainer.planning.prove import Proof, prove
-from trainwright.trainer.planning.search import plan
+from trainwright.command.cli import main
+from trainwright.command.schema.compose import compose
+from trainwright.planning.proof import prove as proving
+from trainwright.planning.proof.prove import Proof, prove
+from trainwright.planning.search.plan import Candidate
+from trainwright.planning.search.search import plan
 
 DENSE = ("recipe=llama_3d", "devices=4", "device=cpu", "accelerator=cpu", "global_batch_size=16")
 EXPERTS = ("recipe=moe", "devices=4", "device=cpu", "accelerator=cpu", "precision=bf16-mixed", "module.meta=true")

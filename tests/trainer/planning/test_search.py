@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from tests.trainer.planning.planned import SMALL, planned
-from trainwright.trainer.compose import compose
-from trainwright.trainer.planning.profiles import profile_named
-from trainwright.trainer.run import plan as checked
+from trainwright.command.run import plan as checked
+from trainwright.command.schema.compose import compose
+from trainwright.core.device_profiles import profile_named
 
 # Size, devices, profile, precision, global batch, axes; who trained so.
 PUBLISHED: dict[str, tuple[str, int, str, str, int, dict[str, int]]] = {

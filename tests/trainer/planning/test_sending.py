@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from trainwright.strategies.layout import Layout
-from trainwright.trainer.planning.memory import Held
-from trainwright.trainer.planning.plan import Candidate, Plan
-from trainwright.trainer.planning.profiles import DeviceProfile, LinkProfile
-from trainwright.trainer.planning.sending import average_by, one_level, prefetch, two_levels
-from trainwright.trainer.planning.state import UnitState
-from trainwright.trainer.planning.time import StepTime, collective, link_of
-from trainwright.trainer.planning.work import Work
+from trainwright.core.device_profiles import DeviceProfile, LinkProfile
+from trainwright.core.layout import Layout
+from trainwright.planning.memory.peak import Held
+from trainwright.planning.memory.state import UnitState
+from trainwright.planning.search.plan import Candidate, Plan
+from trainwright.planning.search.work import Work
+from trainwright.planning.time.sending import average_by, one_level, prefetch, two_levels
+from trainwright.planning.time.step import StepTime, collective, link_of
 
 PROFILE = DeviceProfile(
     "made up", 80 * 2**30, {"float32": 1e14}, 3e12, 0.5, 8,

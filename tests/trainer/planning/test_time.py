@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.trainer.planning.planned import planned
-from trainwright.strategies.layout import Layout
-from trainwright.trainer.planning.profiles import profile_named
-from trainwright.trainer.planning.time import bubble_of, collective, link_of
+from trainwright.core.device_profiles import profile_named
+from trainwright.core.layout import Layout
+from trainwright.planning.time.step import bubble_of, collective, link_of
 
 
 def test_seconds_of_collectives_and_bubbles() -> None:

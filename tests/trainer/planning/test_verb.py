@@ -13,9 +13,9 @@ from rich.console import Console
 
 from tests.trainer.planning.planned import SMALL, planned
 from tests.trainer.project import write_project
-from trainwright.trainer import machine
-from trainwright.trainer.cli import main
-from trainwright.trainer.planning.table import print_plan
+from trainwright.command.cli import main
+from trainwright.core.processes import machine
+from trainwright.planning.report.table import print_plan
 
 
 def test_no_column_is_cut_where_there_is_no_terminal() -> None:

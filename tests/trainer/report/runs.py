@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainwright.trainer.run_directory import command_words, write_command
+from trainwright.core.run.run_directory import command_words, write_command
 
 BEGAN = 1_800_000_000.0
 CONFIG = """\
@@ -16,7 +16,7 @@ nodes: 1
 max_steps: 20
 seed: 7
 strategy:
-  _target_: trainwright.strategies.hybrid.HybridStrategy
+  _target_: trainwright.strategies.compose.hybrid.HybridStrategy
   pipeline: 2
   replicate: 1
   shard: -1

@@ -14,11 +14,11 @@ import pytest
 from tests.trainer.report.browser import browser, why_not
 from tests.trainer.report.parsed import Parsed
 from tests.trainer.report.runs import small_run, whole_run, write_records
-from trainwright.trainer.report.charts import amount, curve_chart, downsampled, ticks
-from trainwright.trainer.report.command import run_report_command
-from trainwright.trainer.report.ending import write_report
-from trainwright.trainer.report.page import build_page, labels_of
-from trainwright.trainer.report.records import lasting
+from trainwright.tools.report.charts import amount, curve_chart, downsampled, ticks
+from trainwright.tools.report.command import run_report_command
+from trainwright.tools.report.ending import write_report
+from trainwright.tools.report.page import build_page, labels_of
+from trainwright.tools.report.records import lasting
 
 
 def test_curves_hold_the_numbers_of_the_file(tmp_path):
@@ -301,8 +301,8 @@ def test_a_page_that_cannot_be_written_fails_no_run(tmp_path, capsys):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_every_fit_ends_with_a_page(tmp_path, monkeypatch, capsys, fails):
-    from trainwright.trainer import run
-    from trainwright.trainer.compose import compose
+    from trainwright.command import run
+    from trainwright.command.schema.compose import compose
 
     def here(cfg, verb):
         small_run(tmp_path / "run")

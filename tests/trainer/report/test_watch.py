@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from tests.trainer.report.runs import BEGAN, CONFIG, records_of, small_run, whole_run, write_records
-from trainwright.trainer.report.command import run_report_command
-from trainwright.trainer.report.files import MetricsFile, Tail
-from trainwright.trainer.report.watch import Watched, behind_others, sparkline
+from trainwright.tools.report.command import run_report_command
+from trainwright.tools.report.files import MetricsFile, Tail
+from trainwright.tools.report.watch import Watched, behind_others, sparkline
 
 
 def picture(watched, now=BEGAN + 10):

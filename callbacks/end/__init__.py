@@ -1,0 +1,1 @@
+"""End a run that is told to end, with its state saved."""

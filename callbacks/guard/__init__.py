@@ -1,0 +1,1 @@
+"""Keep NaN, spikes and silent corruption out of the weights."""

@@ -1,0 +1,253 @@
+"""`+inject='kill(rank=1, at_step=7)'`: sentences that inject faults, read without running anything that is typed.
+
+A sentence is a call of a function of :mod:`trainwright.callbacks.inject` in Python's grammar, with literals as its
+arguments; several stand in a list. Hydra's grammar has no such calls, so these words are taken out before it composes.
+"""
+
+import ast
+import builtins
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from trainwright.callbacks import inject
+from trainwright.callbacks.inject.rules import problems_of, ranks_named, step_named
+from trainwright.core.problems import did_you_mean
+
+if TYPE_CHECKING:
+    from trainwright.callbacks.inject.fault import Fault
+
+KEY = "inject"
+EXAMPLE = "+inject='kill(rank=1, at_step=7)'"
+_WORD = re.compile(rf"(?P<plus>\+{{0,2}}){KEY}=(?P<text>.*)", re.DOTALL)
+_PART = re.compile(rf"[+~]*{KEY}[.\[]")
+_OFF = ("", "null", "[]")
+
+
+class SentenceError(ValueError):
+    """A sentence that cannot be meant; the message says what can."""
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One fault as it was typed.
+
+    Attributes:
+        kind: name of the function.
+        arguments: all of its arguments, by name.
+    """
+
+    kind: str
+    arguments: dict[str, Any]
+
+    def __str__(self) -> str:
+        return inject.sentence_of(self.kind, self.arguments)
+
+    def make(self) -> "Fault":
+        """The callback."""
+        made: Fault = getattr(inject, self.kind)(**self.arguments)
+        return made
+
+
+@dataclass
+class Taken:
+    """What `take_inject` took out of the overrides.
+
+    Attributes:
+        rest: the overrides for Hydra.
+        sentences: to be injected.
+        replaces: whether they stand in the place of those of the recipe (`inject=`), or beside them (`+inject=`).
+        problems: what is wrong with them.
+    """
+
+    rest: list[str]
+    sentences: list[str] = field(default_factory=list)
+    replaces: bool = False
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, override: str, match: re.Match[str]) -> None:
+        """Read one of the overrides that inject."""
+        self.replaces = self.replaces or not match["plus"]
+        try:
+            self.sentences += [str(each) for each in read(match["text"])]
+        except SentenceError as error:
+            self.problems.append(f"{override}: {error}")
+
+    def put_into(self, cfg: DictConfig) -> None:
+        """Write the sentences into a composed configuration."""
+        kept = [] if self.replaces else list(cfg[KEY])
+        cfg[KEY] = [*kept, *self.sentences]
+
+
+def is_inject(override: str) -> bool:
+    """Whether an override injects faults."""
+    return _WORD.fullmatch(override) is not None
+
+
+def take_inject(overrides: Sequence[str]) -> Taken:
+    """Split off the overrides that inject faults; what is wrong with a recipe's own is found by `inject_problems`."""
+    taken = Taken([])
+    for text in overrides:
+        match = _WORD.fullmatch(text)
+        if _PART.match(text):
+            taken.problems.append(f"{text}: inject takes whole sentences; type for example {EXAMPLE}")
+        elif match is None:
+            taken.rest.append(text)
+        else:
+            taken.add(text, match)
+    return taken
+
+
+def read(text: str) -> list[Sentence]:
+    """The sentences of a text: one, a list of them, or none.
+
+    Raises:
+        SentenceError: if the text is no sentence, or says something impossible.
+    """
+    if text.strip() in _OFF:
+        return []
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise SentenceError(f"this is no sentence ({error}); type for example {EXAMPLE}") from None
+    return _sentences(tree.body)
+
+
+def make_faults(sentences: Sequence[str]) -> "list[Fault]":
+    """The callbacks of a configuration's sentences."""
+    return [sentence.make() for text in sentences for sentence in read(text)]
+
+
+def inject_problems(cfg: DictConfig, verb: str, world_size: int | None, server_ranks: int) -> list[str]:
+    """What stands against injecting the faults of a configuration into its run.
+
+    Args:
+        cfg: the configuration; its sentences are under `inject`.
+        verb: fit, validate, test or predict.
+        world_size: ranks of the run; None when that is not known.
+        server_ranks: how many of them, the last ones, only serve.
+    """
+    problems: list[str] = []
+    found: list[Sentence] = []
+    for text in cfg[KEY]:
+        try:
+            found += read(str(text))
+        except SentenceError as error:
+            problems.append(f"inject: {text}: {error}")
+    if found and verb != "fit":
+        problems.append(f"inject with {verb}: faults strike at training steps only; leave inject out")
+    for sentence in found:
+        problems += _does_not_fit(sentence, cfg, world_size)
+        problems += _only_serve(sentence, world_size, server_ranks)
+    return problems
+
+
+def _only_serve(sentence: Sentence, world_size: int | None, server_ranks: int) -> list[str]:
+    if world_size is None or not server_ranks:
+        return []
+    ranks = range(world_size - server_ranks, world_size)
+    struck = [rank for rank in ranks_named(sentence.kind, sentence.arguments) if rank in ranks]
+    return [
+        f"inject: {sentence}: rank {rank} only serves (strategy.server_ranks=own), and faults strike at steps of ranks "
+        f"that train; type one below {ranks[0]}"
+        for rank in struck
+    ]
+
+
+def _does_not_fit(sentence: Sentence, cfg: DictConfig, world_size: int | None) -> list[str]:
+    problems = []
+    beyond = [rank for rank in ranks_named(sentence.kind, sentence.arguments) if world_size and rank >= world_size]
+    if beyond:
+        problems.append(
+            f"inject: {sentence}: this run has {world_size} rank(s), so there is no rank "
+            f"{', '.join(map(str, beyond))}; type one below {world_size}, or devices={max(beyond) + 1}"
+        )
+    if world_size == 1 and "partition" in (sentence.kind, *sentence.arguments.get("kinds", ())):
+        problems.append(f"inject: {sentence}: one rank has no connections to others; type devices=2")
+    step = step_named(sentence.arguments)
+    is_last_save = sentence.kind == "corrupt_checkpoint" and step == cfg.max_steps
+    if step is not None and cfg.max_steps is not None and step >= cfg.max_steps and not is_last_save:
+        problems.append(
+            f"inject: {sentence}: the run ends after max_steps={cfg.max_steps}, so its last step is number "
+            f"{cfg.max_steps - 1}; type an earlier step"
+        )
+    if sentence.kind in ("full_disk", "corrupt_checkpoint") and not cfg.checkpoint:
+        problems.append(f"inject: {sentence}: this run writes no checkpoint; type checkpoint=last")
+    return problems
+
+
+def _sentences(node: ast.expr) -> list[Sentence]:
+    match node:
+        case ast.List(elts=several) | ast.Tuple(elts=several):
+            return [sentence for each in several for sentence in _sentences(each)]
+        case ast.Constant(value=str(text)):  # quoted once more, as Hydra's own values are
+            return read(text)
+        case ast.Call():
+            return [_sentence(node)]
+    raise SentenceError(f"{ast.unparse(node)} is no sentence; type for example {EXAMPLE}")
+
+
+def _sentence(call: ast.Call) -> Sentence:
+    name = ast.unparse(call.func).removeprefix(f"{KEY}.")
+    if name not in inject.KINDS:
+        raise SentenceError(f"there is no fault {name!r}; {did_you_mean(name, inject.KINDS, 'faults')}")
+    signature = inspect.signature(getattr(inject, name))
+    names = [keyword.arg for keyword in call.keywords]
+    for given in names:
+        if given not in signature.parameters:
+            allowed = list(signature.parameters)
+            raise SentenceError(f"{name} takes no {given or '**'}; {did_you_mean(given or '', allowed, 'it takes')}")
+    positional = [_value(each) for each in call.args]
+    try:
+        bound = signature.bind(*positional, **{str(each.arg): _value(each.value) for each in call.keywords})
+    except TypeError as error:
+        raise SentenceError(f"{name}: {error}; it is typed as {name}{_shape(signature)}") from None
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
+    problems = problems_of(name, arguments)
+    if problems:
+        raise SentenceError("; ".join(problems))
+    return Sentence(name, arguments)
+
+
+def _shape(signature: inspect.Signature) -> str:
+    """`(rank, at_step, how='sleep')`."""
+    shown = []
+    for name, parameter in signature.parameters.items():
+        has_default = parameter.default is not parameter.empty
+        shown.append(f"{name}={parameter.default!r}" if has_default else name)
+    return f"({', '.join(shown)})"
+
+
+def _value(node: ast.expr) -> Any:
+    """A literal, in Python's words or in YAML's; or an exception with literals, like `ValueError('why')`."""
+    if isinstance(node, ast.Name) and node.id in _YAML:
+        return _YAML[node.id]
+    if isinstance(node, ast.Call):
+        return _exception(node)
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        raise SentenceError(
+            f"{ast.unparse(node)} is no value; allowed are numbers, 'text', None, True, False, lists of them, and "
+            "built-in exceptions like ValueError('why')"
+        ) from None
+
+
+def _exception(call: ast.Call) -> Exception:
+    name = ast.unparse(call.func)
+    kind = getattr(builtins, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)) or call.keywords:
+        raise SentenceError(f"{ast.unparse(call)} is no built-in exception; type for example ValueError('why')")
+    try:
+        made: Exception = kind(*map(_value, call.args))
+    except (TypeError, ValueError) as error:
+        raise SentenceError(f"{ast.unparse(call)}: {error}") from None
+    return made
+
+
+_YAML = {"null": None, "true": True, "false": False}

@@ -1,0 +1,1 @@
+"""Show how a run progresses: loss, speed, progress bar, summaries."""

@@ -1,0 +1,156 @@
+"""The exact loss of every optimizer step, over the whole global batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from trainwright.callbacks.monitor.records import tell
+from trainwright.callbacks.progress.divergence import ADVICE, ADVICE_ALONE, Divergence, first_nonfinite, ranks_where
+from trainwright.callbacks.steps import is_dropped, log_metrics
+from trainwright.callbacks.windows import Windowed
+
+
+class GlobalLoss(Windowed):
+    """Log ``loss``, the mean over the global batch of each optimizer step, to every logger, each at its own step.
+
+    A value logged in ``training_step`` is that of one micro-batch on one rank. This one sums the losses of a step's
+    micro-batches (which the Trainer has divided by the accumulation) and averages over the data ranks. Steps are
+    collected and averaged together, one all-reduce of a small vector per ``every_n_steps``; on one process the value
+    is the plain loss, bit for bit. What is collected is also written when validation begins and when training ends; a
+    run that fails loses the values since then.
+
+    Where the Trainer weighs losses by tokens (``loss_weighting="tokens"``), it is the mean over all valid tokens of the
+    step, which the Trainer has added up already. Where ranks step by themselves (``strategy.steps_are_collective`` is
+    false) a step is one of this rank alone, and so is its loss.
+
+    The first loss that is NaN or infinite is reported when its window is written, once, with a warning and a record
+    ``event``: no step is looked at by itself.
+
+    With manual optimization the loss is what ``training_step`` returns (or returns under ``"loss"``), added up over
+    the batches of a step. A step for which no rank has a loss is left out.
+
+    Args:
+        every_n_steps: optimizer steps per all-reduce and write; ``None``: the Trainer's ``log_every_n_steps`` (there,
+            0 is off).
+
+    Raises:
+        ValueError: if ``every_n_steps`` is less than 1.
+    """
+
+    # A strategy may have the weights of a step on their way while this one is called.
+    looks_at_parameters = False
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        super().__init__(every_n_steps)
+        self.latest: float | None = None
+        """The last loss written; ``None`` before the first."""
+        self.diverged: Divergence | None = None
+        """The first loss of this fit that was not finite; ``None``: all were."""
+        self._micro_losses: list[Tensor] = []
+        self._pending: list[tuple[int, list[Tensor]]] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count."""
+        super().on_train_start(trainer, pl_module)
+        self._micro_losses, self._pending, self.diverged = [], [], None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the loss; at the end of a window, average and write."""
+        if not self._window:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):
+            self._micro_losses.append(loss.detach())
+        if is_dropped(trainer):
+            self._micro_losses = []
+        step = self._steps.ended(trainer)
+        if step is None:
+            return
+        weights = getattr(trainer, "token_weights", None)
+        if weights is not None and weights.step_loss is not None:
+            self._micro_losses = [weights.step_loss]
+        self._pending.append((step, self._micro_losses))
+        self._micro_losses = []
+        if self._ends_window(step):
+            self._write(trainer)
+
+    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget what was not written of steps that are made again."""
+        super().on_gone_back(trainer, pl_module)
+        self._micro_losses = []
+        next_step = self._steps.next_number(trainer)
+        self._pending = [each for each in self._pending if each[0] < next_step]
+        if self.diverged is not None and self.diverged.step >= next_step:
+            self.diverged = None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write what was collected, so that logs are complete up to a validation."""
+        self._write(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Write what was collected, to the disk: a run that goes on from this state does not make these steps again."""
+        self._write(trainer)
+        for logger in trainer.loggers:
+            logger.save()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the rest."""
+        self._write(trainer)
+
+    def _write(self, trainer: Trainer) -> None:
+        if not self._pending:
+            return
+        steps = [step for step, _ in self._pending]
+        own, losses, exists = self._averaged(trainer)
+        for step, value, exist in zip(steps, losses, exists, strict=True):
+            if exist:
+                log_metrics(trainer, {"loss": value}, step)
+                self.latest = value
+        self._pending = []
+        first = first_nonfinite(losses) if self.diverged is None else None
+        if first is not None:
+            self._report(trainer, steps[first], losses[first], own[first])
+
+    def _averaged(self, trainer: Trainer) -> tuple[Tensor, list[float], list[float]]:
+        """Loss of each pending step on this rank and over all data ranks, and the part of the ranks that have one."""
+        device = trainer.strategy.root_device
+        exists = torch.tensor([float(bool(micro)) for _, micro in self._pending], device=device)
+        own = _sums([micro for _, micro in self._pending], device)
+        both = torch.cat((own, exists))
+        if _together(trainer):
+            both = trainer.strategy.reduce(both, reduce_op="mean")
+        values, existing = both.chunk(2)
+        return own, values.tolist(), existing.tolist()
+
+    def _report(self, trainer: Trainer, step: int, loss: float, own: Tensor) -> None:
+        """Say that a loss is not finite; a collective where the ranks step together, which then have all seen it."""
+        together = _together(trainer)
+        self.diverged = Divergence(step, loss, ranks_where(not bool(own.isfinite()), trainer, together=together))
+        advice = ADVICE if together else ADVICE_ALONE
+        rank_zero_warn(f"GlobalLoss: {self.diverged}, the first that is not finite. Training goes on. {advice}")
+        # Without ranks where each has found out by itself, so that the report shows one event.
+        text = str(self.diverged if together else replace(self.diverged, ranks=()))
+        tell(trainer, "event", {"what": "diverged", "text": text, "seconds": 0}, step)
+
+
+def _together(trainer: Trainer) -> bool:
+    return bool(getattr(trainer.strategy, "steps_are_collective", True))
+
+
+def _sums(parts: list[list[Tensor]], device: torch.device) -> Tensor:
+    """Sum of each part, float32 ``(len(parts),)``; 0 for an empty one."""
+    sizes = [len(part) for part in parts]
+    if not any(sizes):
+        return torch.zeros(len(parts), device=device)
+    values = torch.stack([value for part in parts for value in part]).float()
+    if len(set(sizes)) == 1:  # the common case, in one operation
+        return values.view(len(parts), -1).sum(dim=1)
+    return torch.stack([piece.sum() for piece in values.split(sizes)])

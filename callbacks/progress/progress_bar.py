@@ -1,0 +1,394 @@
+"""One progress bar for the run, from rank 0; lines of text where there is no terminal."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from torch import Tensor
+
+from trainwright.callbacks.progress.global_loss import GlobalLoss
+from trainwright.callbacks.progress.throughput import Throughput
+
+
+@dataclass(frozen=True)
+class State:
+    """What a display shows: a count of steps or batches, and what is known beside it."""
+
+    title: str
+    done: int
+    total: float
+    """``math.inf`` when nobody knows."""
+    unit: str = "batch"
+    notes: dict[str, str] = field(default_factory=dict)
+    """Name to formatted value, in the order shown."""
+
+
+class Display(Protocol):
+    """Where a :class:`State` becomes visible."""
+
+    def show(self, state: State) -> None:
+        """Show ``state``; one with another title begins another bar or line."""
+
+    def finish(self, state: State) -> None:
+        """Show ``state`` for the last time and take its bar away, leaving one line of text."""
+
+    def print(self, text: str) -> None:
+        """Print without breaking the display."""
+
+    def close(self) -> None:
+        """Give the terminal back."""
+
+
+class ProgressBar(LightningProgressBar):
+    """Loss, samples or units per second, time left; one line more while validation, test or prediction runs.
+
+    The loss is :class:`GlobalLoss`'s and the speed :class:`Throughput`'s where the Trainer has those callbacks; before
+    their first values and without them, rank 0's own last loss and optimizer steps per second. Time left is for
+    training, without validations to come. Values logged with ``prog_bar=True`` stand behind. Between two refreshes a
+    step costs one look at the clock.
+
+    Args:
+        refresh_seconds: time between two refreshes in a terminal.
+        line_seconds: time between two lines where there is none (a file, a pipe).
+        console: where to draw; ``None``: standard output.
+
+    Raises:
+        ValueError: if a time is not positive.
+    """
+
+    # A strategy may have the weights of a step on their way while this one is called.
+    looks_at_parameters = False
+
+    def __init__(
+        self, refresh_seconds: float = 0.25, line_seconds: float = 10.0, console: Console | None = None
+    ) -> None:
+        super().__init__()
+        for name, value in (("refresh_seconds", refresh_seconds), ("line_seconds", line_seconds)):
+            if value <= 0:
+                raise ValueError(f"ProgressBar({name}={value}) (allowed: more than 0 seconds)")
+        self.console = console or Console()
+        self._period = refresh_seconds if self.console.is_terminal else line_seconds
+        self._enabled = True
+        self._display: Display | None = None
+        self._next = 0.0  # monotonic() before which nothing is shown
+        self._timer = TrainingTimer()
+        self._evaluation: State | None = None
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether anything is shown; Lightning asks before it prints through the bar."""
+        return self._enabled
+
+    def disable(self) -> None:
+        """Show nothing."""
+        self._enabled = False
+        self._close()
+
+    def enable(self) -> None:
+        """Show again."""
+        self._enabled = True
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print without breaking the bar; rank 0 prints."""
+        text = kwargs.get("sep", " ").join(map(str, args))
+        if self._display is not None:
+            self._display.print(text)
+        elif self._enabled:
+            self.console.print(text, markup=False, highlight=False)
+
+    # ---- training
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Open the bar."""
+        self._timer.start(trainer.global_step)
+        if self._open():
+            self._show(self._train_state(trainer, None))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Refresh if it is time."""
+        if self._display is None or time.monotonic() < self._next:
+            return
+        self._show(self._train_state(trainer, outputs))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave a last line and give the terminal back."""
+        if self._display is not None:
+            self._display.finish(self._train_state(trainer, None))
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the terminal back."""
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the terminal back."""
+        self._close()
+
+    # ---- validation, test, prediction
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Open the display before training does."""
+        self._open()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin a line for validation; the training clock stands still."""
+        self._timer.pause()
+        self._begin("sanity check" if trainer.sanity_checking else "validation", self._validation_batches(trainer))
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Count."""
+        self._advance()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the line away."""
+        self._end(trainer)
+        self._timer.resume()
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin a line for test."""
+        self._begin("test", _sum(trainer.num_test_batches))
+
+    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Count."""
+        self._advance()
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the line away."""
+        self._end(trainer)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin a line for prediction."""
+        self._begin("prediction", _sum(trainer.num_predict_batches))
+
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Count."""
+        self._advance()
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the line away."""
+        self._end(trainer)
+
+    # ---- inside
+
+    def _open(self) -> bool:
+        if self._display is None and self._enabled:
+            self._display = Bars(self.console) if self.console.is_terminal else Lines(self.console)
+        return self._display is not None
+
+    def _close(self) -> None:
+        if self._display is not None:
+            self._display.close()
+        self._display = None
+        self._evaluation = None
+
+    def _show(self, state: State) -> None:
+        assert self._display is not None
+        self._display.show(state)
+        self._next = time.monotonic() + self._period
+
+    def _begin(self, title: str, total: float) -> None:
+        if self._open():
+            self._evaluation = State(title, 0, total)
+            self._show(self._evaluation)
+
+    def _advance(self) -> None:
+        if self._evaluation is None:
+            return
+        self._evaluation = State(self._evaluation.title, self._evaluation.done + 1, self._evaluation.total)
+        if time.monotonic() >= self._next:
+            self._show(self._evaluation)
+
+    def _end(self, trainer: Trainer) -> None:
+        if self._evaluation is None or self._display is None:
+            return
+        last = self._evaluation
+        notes = {} if trainer.sanity_checking else _logged(trainer)
+        self._display.finish(State(last.title, last.done, last.total, notes=notes))
+        self._evaluation = None
+
+    def _validation_batches(self, trainer: Trainer) -> float:
+        return _sum(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
+
+    def _train_state(self, trainer: Trainer, outputs: Any) -> State:
+        total = total_steps(trainer)
+        notes = {}
+        loss = _loss(trainer, outputs)
+        if loss is not None:
+            notes["loss"] = f"{loss:.4f}"
+        rate = self._timer.steps_per_second(trainer.global_step)
+        measured = next((c.rate for c in _callbacks(trainer) if isinstance(c, Throughput)), None)
+        if measured is not None:
+            notes["speed"] = f"{_short(measured[0])} {measured[1]}/s"
+        elif rate:
+            notes["speed"] = f"{_short(rate)} steps/s"
+        if rate and math.isfinite(total):
+            notes["left"] = _clock((total - trainer.global_step) / rate)
+        return State("training", trainer.global_step, total, "step", {**notes, **_logged(trainer)})
+
+
+class TrainingTimer:
+    """Optimizer steps per second, without the first step and without validation."""
+
+    def __init__(self) -> None:
+        self._first_step = 0
+        self._begin: float | None = None
+        self._paused_at: float | None = None
+
+    def start(self, step: int) -> None:
+        """Training begins at ``step``; the clock when the next step is seen to be done."""
+        self._first_step, self._begin, self._paused_at = step, None, None
+
+    def pause(self) -> None:
+        """Stop the clock."""
+        self._paused_at = time.monotonic()
+
+    def resume(self) -> None:
+        """Go on."""
+        if self._begin is not None and self._paused_at is not None:
+            self._begin += time.monotonic() - self._paused_at
+        self._paused_at = None
+
+    def steps_per_second(self, step: int) -> float | None:
+        """Mean rate so far; ``None`` until two looks lie at different steps."""
+        now = time.monotonic() if self._paused_at is None else self._paused_at
+        if self._begin is None:
+            if step > self._first_step:
+                self._first_step, self._begin = step, now
+            return None
+        return (
+            (step - self._first_step) / (now - self._begin) if step > self._first_step and now > self._begin else None
+        )
+
+
+class Bars:
+    """Rich bars in a terminal, drawn when asked and never by a thread of their own."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[count]}"),
+            TextColumn("{task.fields[notes]}"),
+            console=console,
+            auto_refresh=False,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._progress.start()
+
+    def show(self, state: State) -> None:
+        """Draw the bar of ``state``, a new one for a new title."""
+        total = state.total if math.isfinite(state.total) else None
+        shown: dict[str, Any] = {"completed": state.done, "count": _count(state), "notes": _notes(state)}
+        if state.title in self._tasks:
+            self._progress.update(self._tasks[state.title], total=total, **shown)
+        else:
+            self._tasks[state.title] = self._progress.add_task(state.title, total=total, **shown)
+        self._progress.refresh()
+
+    def finish(self, state: State) -> None:
+        """Take the bar away and leave its line."""
+        task = self._tasks.pop(state.title, None)
+        if task is not None:
+            self._progress.remove_task(task)
+        self.print(_line(state))
+
+    def print(self, text: str) -> None:
+        """Print above the bars."""
+        self._progress.console.print(text, markup=False, highlight=False)
+        self._progress.refresh()
+
+    def close(self) -> None:
+        """Stop drawing."""
+        self._progress.stop()
+
+
+class Lines:
+    """One line of text per refresh."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def show(self, state: State) -> None:
+        """Print the line of ``state``; nothing before anything is done."""
+        if state.done:
+            self.print(_line(state))
+
+    def finish(self, state: State) -> None:
+        """Print the last line."""
+        self.print(_line(state))
+
+    def print(self, text: str) -> None:
+        """Print a line as it is, however long, and at once: someone may be following a file."""
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+        self._console.file.flush()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def total_steps(trainer: Trainer) -> float:
+    """Optimizer steps at which training ends, by ``max_steps`` or ``max_epochs``, whichever comes first.
+
+    Infinite where nobody knows how many batches an epoch has on this rank.
+    """
+    by_steps = trainer.max_steps if trainer.max_steps != -1 else math.inf
+    if trainer.max_epochs is None or trainer.max_epochs == -1 or math.isinf(trainer.num_training_batches):
+        return by_steps
+    per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+    # Several optimizers each count their own step.
+    return min(by_steps, trainer.max_epochs * per_epoch * max(1, len(trainer.optimizers)))
+
+
+def _callbacks(trainer: Trainer) -> list[Any]:
+    return list(getattr(trainer, "callbacks", []))
+
+
+def _loss(trainer: Trainer, outputs: Any) -> float | None:
+    collected = next((callback for callback in _callbacks(trainer) if isinstance(callback, GlobalLoss)), None)
+    if collected is not None and collected.latest is not None:
+        return collected.latest
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    return loss.item() * trainer.accumulate_grad_batches if isinstance(loss, Tensor) else None
+
+
+def _logged(trainer: Trainer) -> dict[str, str]:
+    return {name: f"{value:.4g}" for name, value in trainer.progress_bar_metrics.items()}
+
+
+def _sum(batches: float | list[int | float]) -> float:
+    return sum(batches) if isinstance(batches, list) else batches
+
+
+def _count(state: State) -> str:
+    return f"{state.done}/{state.total:.0f}" if math.isfinite(state.total) else f"{state.done}"
+
+
+def _notes(state: State) -> str:
+    return "  ".join(f"{name} {value}" for name, value in state.notes.items())
+
+
+def _line(state: State) -> str:
+    return f"{state.title} {state.unit} {_count(state)}  {_notes(state)}".rstrip()
+
+
+def _short(value: float) -> str:
+    """Three digits and a power of 1000: 1234567 is '1.23M'."""
+    for power, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= power:
+            return f"{value / power:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, secs = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"

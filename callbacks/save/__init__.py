@@ -1,0 +1,1 @@
+"""Save the run state while training."""

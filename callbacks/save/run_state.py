@@ -1,0 +1,567 @@
+"""Saves the run state while training: when it costs least, beside training if asked, and never less than before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from trainwright.callbacks.save.best import SaveRecord, SaveRecords
+from trainwright.callbacks.save.name import SaveName
+from trainwright.callbacks.save.options import save_problems
+from trainwright.callbacks.save.schedule import SaveSchedule
+from trainwright.checkpoint.exchange.distinct import from_rank
+from trainwright.checkpoint.exchange.groups import gloo_group
+from trainwright.checkpoint.format.manifest import Manifest
+from trainwright.checkpoint.memory.held import HeldState
+from trainwright.checkpoint.memory.replicas import NeighbourCopies
+from trainwright.checkpoint.read.find import Found, list_checkpoints
+from trainwright.checkpoint.store.paths import join_path
+from trainwright.checkpoint.store.storage import clean_up
+from trainwright.checkpoint.store.write_errors import refuse_unwritable
+from trainwright.checkpoint.write.asynchronous import AsyncSaver, BlockingSaver, Saved
+from trainwright.checkpoint.write.retention import Retention, may_delete
+from trainwright.checkpoint.write.retention import apply as apply_retention
+from trainwright.checkpoint.write.save import Content
+from trainwright.core.errors import CheckpointError, ClearingError
+from trainwright.core.run.phases import SAVING, Phases
+
+# Seconds that a run which ends by an error waits for the checkpoint that is being written.
+_PATIENCE = 120.0
+# In the manifest: what a user saved by other means into the same folder is nobody's to delete.
+_MARK = "RunStateCheckpoint"
+# A rank that has ended is noticed at once; this is for those that hang. Writing to a slow store may take long.
+_TIMEOUT = timedelta(hours=2)
+
+
+class RunStateCheckpoint(Checkpoint):
+    """Saves the whole run state into folders that any layout can read.
+
+    Saves are made after an optimizer step, after validation where a value is monitored, and at the end of training.
+    Every rank decides alike: by steps, or by the clock of the first rank at steps that the ranks have agreed on. Where
+    ranks step by themselves (``strategy.steps_are_collective`` is false) they meet for a save by steps, and what is due
+    by the clock is saved at the end of the epoch.
+
+    ``trainwright.Trainer`` finds the newest by ``ckpt_path="last"``. Lightning's own Trainer looks for files of its
+    ``ModelCheckpoint`` alone: give it :attr:`last_model_path`. ``"best"`` works with both.
+
+    Args:
+        dirpath: folder for the checkpoints, local or any fsspec path; ``None``: ``checkpoints`` in the Trainer's
+            ``default_root_dir``. One callback per folder.
+        filename: name of a checkpoint's folder, a template for ``str.format`` with ``step``, ``epoch`` and logged
+            metrics, such as ``"{epoch}-{step:06d}-{val_loss:.3f}"``. An existing one of that name is replaced.
+        every: ``"auto"``: unless one of the three intervals below is given, as often as costs least, by Young's and
+            Daly's formula from the measured cost of a save and ``mtbf``; the first save after a minute, later ones
+            between 10 seconds and an hour apart. ``None``: off.
+        every_n_steps: optimizer steps between saves; ``None``: off.
+        every_n_seconds: seconds between saves; ``None``: off.
+        every_n_epochs: save after every n-th epoch; ``None``: off.
+        save_at_end: save when training ends, unless nothing was trained since the last save.
+        save_weights_only: leave out optimizers, schedulers and callbacks; such a checkpoint cannot be resumed from.
+        asynchronous: training goes on while the checkpoint is written from a copy, which takes host memory of the size
+            of what this rank writes. An error of writing is raised at one of the next steps.
+        keep_last: how many of the newest checkpoints are kept.
+        keep_every: keep those of every so many steps for good; ``None``: off.
+        keep_best: how many of the best are kept by ``monitor``; 0: off.
+        monitor: name of a logged value; after each validation (or epoch) a state that is among the best is saved.
+        mode: ``"min"`` or ``"max"``, what is best.
+        mtbf: hours between two failures of the whole job, for ``every="auto"``.
+        in_memory_every_n_steps: optimizer steps between copies in the memory of this rank and of a rank on the next
+            node, see :class:`~trainwright.checkpoint.memory.replicas.NeighbourCopies`; ``None``: off.
+        on_error: ``"raise"``, or ``"warn"`` and go on training, when a save fails.
+
+    Raises:
+        ValueError: naming everything that is impossible about the arguments.
+    """
+
+    # A strategy may have the weights of a step on their way while this one is called.
+    looks_at_parameters = False
+
+    def __init__(
+        self,
+        dirpath: str | None = None,
+        filename: str = "step={step}",
+        *,
+        every: Literal["auto"] | None = "auto",
+        every_n_steps: int | None = None,
+        every_n_seconds: float | None = None,
+        every_n_epochs: int | None = None,
+        save_at_end: bool = True,
+        save_weights_only: bool = False,
+        asynchronous: bool = False,
+        keep_last: int = 1,
+        keep_every: int | None = None,
+        keep_best: int = 0,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        mtbf: float = 24.0,
+        in_memory_every_n_steps: int | None = None,
+        on_error: Literal["raise", "warn"] = "raise",
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        problems = save_problems(given)
+        if problems:
+            raise ValueError("RunStateCheckpoint: " + "; ".join(problems))
+        self.dirpath = dirpath
+        self.save_at_end = save_at_end
+        self.save_weights_only = save_weights_only
+        self.asynchronous = asynchronous
+        self.monitor = monitor
+        self.mode = mode
+        self.in_memory_every_n_steps = in_memory_every_n_steps
+        self.on_error = on_error
+        self.copies: NeighbourCopies | None = None
+        """Copies in memory, if they are asked for; made when training begins."""
+        self.retention = Retention(keep_last, keep_every, keep_best, monitor, mode)
+        self._name = SaveName(filename)
+        self.every_n_steps = every_n_steps
+        self._schedule = SaveSchedule(every, every_n_steps, every_n_seconds, every_n_epochs, mtbf)
+        self._records = SaveRecords(keep_best, mode)
+        self._pending: SaveRecord | None = None  # decided on, not yet published
+        self._saver: AsyncSaver | BlockingSaver | None = None
+        self._folder = ""
+        self._step = 0  # the last one seen
+        self._saved_step = -1  # the last one that a save was begun at
+        self._settle_at = 0  # the step at which the ranks ask each other whether the save on its way has ended
+        self._measured: tuple[int, float] | None = None  # the monitored value, and the step it belongs to
+        self._validated = False  # in this fit
+        self._fits = False
+        self._prepared = False
+        self._blocked = 0.0  # seconds that training stood still for the last save
+
+    # ---- what others may read ---------------------------------------------------------------------------------------
+
+    @property
+    def best_model_path(self) -> str:
+        """The checkpoint with the best monitored value (the newest if none is monitored); ``""`` if there is none."""
+        best = self._records.best
+        return "" if best is None else best.path
+
+    @property
+    def best_model_score(self) -> Tensor | None:
+        """The best monitored value."""
+        best = self._records.best
+        return None if best is None or best.score is None else torch.tensor(best.score)
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest checkpoint; ``""`` if there is none."""
+        last = self._records.last
+        return "" if last is None else last.path
+
+    @property
+    def interval_seconds(self) -> float | None:
+        """Seconds between two saves now; ``None`` where the clock decides nothing."""
+        return self._schedule.interval_seconds
+
+    @property
+    def state_key(self) -> str:
+        """Under which this callback's state is kept in a checkpoint."""
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode, filename=self._name.template)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Newest and best checkpoints, the one that is being made counted in."""
+        return {"folder": self._folder, "records": self._records.with_one_more(self._pending).state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up the best ones so far, if this run saves into the same folder."""
+        if not self._fits:
+            return  # a checkpoint is tested: what this run has saved since is not forgotten
+        if state_dict["folder"] == self._folder:
+            self._records.load_state_dict(state_dict["records"])
+        elif self.monitor is not None:
+            rank_zero_warn(
+                f"This run saves into {self._folder}, the one it goes on from saved into {state_dict['folder']}: the "
+                "best checkpoints there are not compared with those of this run."
+            )
+
+    # ---- hooks ------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Settle the folder, and remove what killed writers left in it."""
+        self._fits = stage == TrainerFn.FITTING
+        if not self._fits:
+            return
+        if not hasattr(trainer.strategy, "run_state"):
+            raise ValueError(
+                f"RunStateCheckpoint needs one of Trainwright's strategies, but the Trainer has "
+                f"{type(trainer.strategy).__name__}. Use strategy='ddp' of trainwright.Trainer, for example, or save "
+                "with lightning.pytorch.callbacks.ModelCheckpoint."
+            )
+        if not trainer.strategy.writes_run_states:  # type: ignore[attr-defined]
+            raise ValueError(
+                "RunStateCheckpoint writes folders of its own and would pass over the CheckpointIO plugin given to the "
+                "Trainer. Leave the plugin out, or save with lightning.pytorch.callbacks.ModelCheckpoint."
+            )
+        if getattr(trainer.strategy, "leases_samples", None) is not None and self.every_n_steps is not None:
+            raise ValueError(
+                f"RunStateCheckpoint(every_n_steps={self.every_n_steps}) with workers that lease their samples: none "
+                "knows how many steps it will make, so they could not meet for it. Save by epochs (every_n_epochs=1) "
+                "or seconds (at the end of an epoch), or turn leases off (strategy.leases=none)."
+            )
+        folder = self.dirpath or join_path(str(trainer.default_root_dir), "checkpoints")
+        self._folder = trainer.strategy.broadcast(folder)
+        self._refuse_shared_folder(trainer)
+        problem = _try(_ready, self._folder) if trainer.is_global_zero else None
+        problem = trainer.strategy.broadcast(problem)
+        if problem is not None:
+            raise CheckpointError(problem)
+
+    def _refuse_shared_folder(self, trainer: Trainer) -> None:
+        others = [c for c in trainer.callbacks if isinstance(c, RunStateCheckpoint) and c is not self]  # type: ignore[attr-defined]
+        if any(other._folder == self._folder for other in others):
+            raise ValueError(
+                f"Two RunStateCheckpoint callbacks save into {self._folder}, and each would delete what the other "
+                "keeps. Give each a dirpath of its own, or ask one of them for everything."
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count steps and seconds."""
+        self._step = trainer.global_step
+        self._saved_step = -1
+        self._pending = self._measured = None
+        self._validated = False
+        self._prepared = not self.asynchronous
+        self._saver = self._make_saver(trainer)
+        # A run that goes on from memory makes the very states of the later ones again.
+        if trainer.is_global_zero and not isinstance(trainer.ckpt_path, HeldState):
+            self._warn_of_later_ones()
+        self._schedule.start(self._step, partial(self._first_says, trainer))
+        if self.in_memory_every_n_steps is not None and self.copies is None:
+            self.copies = NeighbourCopies(partial(_new_group, trainer))
+
+    def _warn_of_later_ones(self) -> None:
+        try:
+            later = [found for found in list_checkpoints(self._folder) if found.step > self._step]
+        except CheckpointError:
+            return  # saving will say more
+        if later:
+            rank_zero_warn(
+                f"{self._folder} holds checkpoints of later steps than {self._step}, with which this run begins: "
+                f"{later[0].path} is the latest, and ckpt_path=last goes on from the latest good one. Delete them, or "
+                "save into another folder (dirpath)."
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After an optimizer step: save if it is time, and hear how the last save has ended."""
+        step = trainer.global_step
+        if step == self._step or _is_trial(trainer):
+            return
+        before, self._step = self._step, step
+        if not _steps_are_collective(trainer):
+            # Ranks come to a step at different times: they meet for a save that is due by its number alone.
+            if self._schedule.is_due_by_number(step):
+                self._save(trainer)
+            return
+        if not self._prepared:
+            self._prepare(trainer)
+        self._settle_if_done(trainer)
+        if self._schedule.is_due_after_step(step):
+            self._save(trainer)
+        if self.copies is not None and self.in_memory_every_n_steps is not None:
+            every = self.in_memory_every_n_steps
+            if step // every > before // every:
+                self._copy(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save a state that is among the best."""
+        if not trainer.sanity_checking and trainer.state.fn == TrainerFn.FITTING:
+            self._validated = True
+            self._save_if_best(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save after every n-th epoch, and a state that is among the best by a value logged in training."""
+        self._refuse_unknown_monitor(trainer)
+        self._save_if_best(trainer)
+        # Ranks that step by themselves may have made unequal numbers of steps, and have begun to count at other times.
+        late = not _steps_are_collective(trainer) and self._first_says(
+            trainer, self._schedule.is_overdue(trainer.global_step)
+        )
+        if late or self._schedule.is_due_after_epoch(trainer.current_epoch):
+            self._save_once(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save a last time, and wait until everything is written."""
+        if self.save_at_end:
+            self._save_once(trainer)
+        self._settle(trainer)
+        if self.copies is not None:
+            self._heed(self._wait_for_copy)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let the checkpoint that is being written be finished, within bounds."""
+        if self._saver is None:
+            return
+        path = self._saver.in_flight
+        if path is not None:
+            rank_zero_info(f"Waiting up to {_PATIENCE:.0f} s for the checkpoint {path} that is being written.")
+        if not self._saver.wait(_PATIENCE):
+            rank_zero_warn(
+                f"The checkpoint {path} was not finished within {_PATIENCE:.0f} s and is given up; its unfinished "
+                "folder is removed when the next run saves into the same place."
+            )
+            return
+        saved = self._saver.take()
+        if saved is not None:
+            self._record(saved)
+            if saved.error is not None:
+                rank_zero_warn(f"Beside the error that ends this run, a checkpoint could not be written: {saved.error}")
+        self._saver.release()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give memory and the process group back."""
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+
+    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What was saved since is there and good, but the steps after it are made again, maybe with other samples."""
+        self._step = trainer.global_step
+        self._settle_at = min(self._settle_at, self._step + 1)
+        if self._saved_step > self._step:
+            self._saved_step = -1
+            self._schedule.restart(self._step)
+        if self._measured is not None and self._measured[0] > self._step:
+            self._measured = None
+
+    # ---- saving -----------------------------------------------------------------------------------------------------
+
+    def save_now(self, trainer: Trainer) -> str:
+        """Save the present step, unless it is saved already, and wait until that is written. A collective.
+
+        To be called between two optimizer steps of a fit.
+
+        Returns:
+            Path of the checkpoint.
+
+        Raises:
+            CheckpointError: on every rank, if it could not be saved.
+        """
+        try:
+            self._settle(trainer)
+        except CheckpointError as error:  # of a save before; this one is as good a chance as any
+            rank_zero_warn(str(error))
+        last = self._records.last
+        if last is None or last.step != trainer.global_step:
+            self._save(trainer)
+            self._settle(trainer)
+            last = self._records.last
+        if last is None or last.step != trainer.global_step:
+            raise CheckpointError(f"Step {trainer.global_step} was not saved into {self._folder}.")
+        return last.path
+
+    def _save_once(self, trainer: Trainer) -> None:
+        if self._saved_step != trainer.global_step and not _is_trial(trainer):
+            self._save(trainer)
+
+    def _save_if_best(self, trainer: Trainer) -> None:
+        if self.monitor is None or _is_trial(trainer):
+            return
+        value = _fresh_metrics(trainer).get(self.monitor)
+        if value is None:
+            return
+        score = float(self._first_says(trainer, float(value)))
+        self._measured = trainer.global_step, score
+        if self._records.with_one_more(self._pending).is_among_best(score):
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        phases: Phases | None = getattr(trainer, "phases", None)  # Lightning's own Trainer has none
+        with nullcontext() if phases is None else phases.within(SAVING):
+            self._save_step(trainer)
+
+    def _save_step(self, trainer: Trainer) -> None:
+        begin = time.perf_counter()
+        self._settle(trainer)
+        assert self._saver is not None
+        step = trainer.global_step
+        metrics = self._metrics(trainer)
+        name = self._name.make(step, trainer.current_epoch, metrics)
+        path, score = self._first_says(trainer, (join_path(self._folder, name), metrics.get(self.monitor or "")))
+        self._pending = SaveRecord(path, step, score)
+        self._saved_step = step
+        content = self._collect(trainer)
+        content.about |= {"metrics": metrics, "saved_by": _MARK}
+        self._saver.save(content, path, self._clear_older, self._takes_a_place)
+        self._blocked = time.perf_counter() - begin
+        self._settle_at = step + 1
+        if not self.asynchronous:
+            self._settle(trainer)
+        self._schedule.restart(step)
+
+    def _collect(self, trainer: Trainer) -> Content:
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
+        content: Content = trainer.strategy.run_state(checkpoint)  # type: ignore[attr-defined]
+        return content
+
+    def _prepare(self, trainer: Trainer) -> None:
+        """After the first step, when optimizers have a state: let memory for the copy be got ready."""
+        self._prepared = True
+        strategy: Any = trainer.strategy
+        # Not the whole dict of a checkpoint: making that calls hooks of the user's, which belong to real saves.
+        checkpoint = {"state_dict": strategy.lightning_module_state_dict()}
+        if not self.save_weights_only:
+            checkpoint["optimizer_states"] = [strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers]
+        assert self._saver is not None
+        self._saver.prepare(strategy.run_state(checkpoint).tensors)
+
+    def _takes_a_place(self, newest: Manifest) -> bool:
+        """On the first rank: whether the newest makes others needless, so that it must be whole."""
+        assert self._pending is not None
+        return bool(may_delete(self._folder, self.retention, self._pending.path, among=_is_by_callback))
+
+    def _clear_older(self, newest: Manifest) -> None:
+        """On the first rank, once all have read the newest back: delete those that need not be kept."""
+        assert self._pending is not None
+        apply_retention(self._folder, self.retention, self._pending.path, verified=True, among=_is_by_callback)
+
+    def _settle_if_done(self, trainer: Trainer) -> None:
+        if self._pending is None or self._step < self._settle_at:
+            return
+        assert self._saver is not None
+        if self._saver.all_done(self._agreement(trainer)):
+            self._settle(trainer)
+        elif trainer.world_size > 1:  # so that asking costs a collective after 1, 2, 4, 8, ... steps only
+            self._settle_at = self._step + max(1, self._step - self._saved_step)
+
+    def _settle(self, trainer: Trainer) -> None:
+        """Take the outcome of the save before; waits for one that is on its way."""
+        saved = None if self._saver is None else self._saver.take()
+        if saved is None:
+            return
+        self._record(saved)
+        if saved.error is not None:
+            self._heed(partial(_raise, saved.error))
+
+    def _record(self, saved: Saved) -> None:
+        record, self._pending = self._pending, None
+        self._schedule.learn(self._blocked, saved.written_seconds if self.asynchronous else 0.0)
+        if saved.error is None or isinstance(saved.error, ClearingError):
+            assert record is not None
+            self._records.add(record)
+
+    def _heed(self, action: Callable[[], object]) -> None:
+        """Do something whose failure is raised or only told, as the user wants it."""
+        try:
+            action()
+        except CheckpointError as error:
+            if self.on_error == "raise":
+                raise
+            rank_zero_warn(f"{error} (Training goes on without it: on_error='warn'.)")
+
+    # ---- copies in memory -------------------------------------------------------------------------------------------
+
+    def _copy(self, trainer: Trainer) -> None:
+        assert self.copies is not None
+        strategy: Any = trainer.strategy
+        content = strategy.run_state(trainer._checkpoint_connector.dump_checkpoint(False), complete=True)
+        self._heed(partial(self.copies.save, content, self._step))
+
+    def _wait_for_copy(self) -> None:
+        assert self.copies is not None
+        self.copies.wait()
+
+    # ---- values -----------------------------------------------------------------------------------------------------
+
+    def _metrics(self, trainer: Trainer) -> dict[str, float]:
+        """Everything logged so far; the monitored value only if it is one of this very step."""
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if _is_number(value)}
+        if self.monitor is None:
+            return metrics
+        metrics.pop(self.monitor, None)
+        fresh = _fresh_metrics(trainer).get(self.monitor)
+        if self._measured is not None and self._measured[0] == trainer.global_step:
+            metrics[self.monitor] = self._measured[1]
+        elif fresh is not None:
+            metrics[self.monitor] = float(fresh)
+        return metrics
+
+    def _refuse_unknown_monitor(self, trainer: Trainer) -> None:
+        if self.monitor is None or self.monitor in trainer.callback_metrics or _is_trial(trainer):
+            return
+        if trainer.enable_validation and not self._validated:
+            return
+        raise ValueError(
+            f"RunStateCheckpoint(monitor={self.monitor!r}): no such value was logged. Logged were: "
+            f"{', '.join(sorted(trainer.callback_metrics)) or 'none'}. Monitor one of these, or self.log() it."
+        )
+
+    # ---- agreement --------------------------------------------------------------------------------------------------
+
+    def _make_saver(self, trainer: Trainer) -> AsyncSaver | BlockingSaver:
+        if self.asynchronous:
+            return AsyncSaver(partial(_new_group, trainer))
+        self._agreement(trainer)  # made before anything can go wrong
+        return BlockingSaver(partial(self._agreement, trainer))
+
+    def _agreement(self, trainer: Trainer) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup | None = trainer.strategy.checkpoint_group()  # type: ignore[attr-defined]
+        return group
+
+    def _first_says(self, trainer: Trainer, value: Any) -> Any:
+        """The first rank's value, on every rank."""
+        group = self._agreement(trainer)
+        if group is None:
+            return value
+        return from_rank(value, 0, group)
+
+
+def _steps_are_collective(trainer: Trainer) -> bool:
+    return bool(getattr(trainer.strategy, "steps_are_collective", True))
+
+
+def _is_by_callback(found: Found) -> bool:
+    return found.manifest.about.get("saved_by") == _MARK
+
+
+def _new_group(trainer: Trainer) -> dist.ProcessGroup | None:
+    """A gloo group of all ranks, for one thread alone; ``None`` for a single process."""
+    return gloo_group(_TIMEOUT) if trainer.world_size > 1 else None
+
+
+def _fresh_metrics(trainer: Trainer) -> dict[str, Any]:
+    """What was logged by the loop that runs now; ``callback_metrics`` also remembers what was logged long ago."""
+    if trainer._results is None:
+        return {}
+    return trainer._logger_connector.metrics["callback"]
+
+
+def _is_trial(trainer: Trainer) -> bool:
+    """Whether a run is made to see whether the code runs; it leaves nothing behind."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.numel() == 1
+
+
+def _ready(folder: str) -> None:
+    """See that checkpoints can be saved there, and remove what killed writers left."""
+    refuse_unwritable(folder)
+    clean_up(folder)
+
+
+def _try(action: Callable[..., object], *args: Any) -> str | None:
+    """Why ``action`` failed, ``None`` if it did not: for the other ranks, which would wait for this one."""
+    try:
+        action(*args)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _raise(error: CheckpointError) -> None:
+    raise error

@@ -1,0 +1,82 @@
+"""A learning rate schedule by configuration, in place of the module's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainwright.callbacks.schedule.schedules import Schedule
+
+
+class ScheduledRate(LRScheduler):
+    """Sets learning rates, and betas where the schedule has some, after each optimizer step.
+
+    Args:
+        optimizer: whose rates are set.
+        schedule: from :mod:`trainwright.callbacks.schedule.schedules`.
+
+    Raises:
+        ValueError: if a list of rates has another length than there are parameter groups.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
+        groups = len(optimizer.param_groups)
+        wrong = [length for length in schedule.lengths() if length != groups]
+        if wrong:
+            raise ValueError(
+                f"{type(schedule).__name__}: a list of {wrong[0]} values for {groups} parameter group(s). Give as many "
+                "values as there are groups, or one number for all."
+            )
+        self.schedule = schedule
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Any]:
+        """Rate of each parameter group for the next step."""
+        return [self.schedule.rate(self.last_epoch, float(base), i) for i, base in enumerate(self.base_lrs)]
+
+    def step(self, epoch: int | None = None) -> None:
+        """Go on by a step."""
+        super().step(epoch)
+        for index, group in enumerate(self.optimizer.param_groups):
+            betas = self.schedule.betas(self.last_epoch, index)
+            if betas is not None and "betas" in group:
+                group["betas"] = betas
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the schedule is; plain values. The schedule itself is configuration."""
+        names = ("base_lrs", "last_epoch", "_step_count", "_last_lr")
+        return {name: getattr(self, name) for name in names}
+
+
+class LearningRateSchedule(Callback):
+    """Has the learning rate follow a schedule that counts optimizer steps, whatever the module itself configures.
+
+    The module needs one optimizer and automatic optimization. What `configure_optimizers` returns as scheduler is not
+    used. The schedule is part of a checkpoint, as the module's would be.
+
+    Args:
+        schedule: from :mod:`trainwright.callbacks.schedule.schedules`.
+
+    Raises:
+        ValueError: (when training starts) if the module has several optimizers or optimizes manually.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the schedule in place of the module's, before a checkpoint is read."""
+        optimizers = trainer.strategy.optimizers
+        if len(optimizers) != 1 or not pl_module.automatic_optimization:
+            how = f"{len(optimizers)} optimizers" if len(optimizers) != 1 else "manual optimization"
+            raise ValueError(
+                f"The callback LearningRateSchedule serves modules with one optimizer and automatic optimization, but "
+                f"{type(pl_module).__name__} has {how}. Schedule learning rates in the module, and leave the callback "
+                "out (callbacks.learning_rate_schedule=null)."
+            )
+        scheduler = ScheduledRate(optimizers[0], self.schedule)
+        trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval="step")]

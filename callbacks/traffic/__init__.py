@@ -1,0 +1,1 @@
+"""Measure what ranks send and how long they wait."""

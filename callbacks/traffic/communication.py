@@ -1,0 +1,203 @@
+"""What the ranks send: logged while training goes on, and a table at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from rich.console import Console
+from rich.table import Table
+
+from trainwright.callbacks.monitor.records import tell
+from trainwright.callbacks.steps import log_metrics
+from trainwright.callbacks.windows import Measuring, Windowed
+from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.core.text.sizes import size_text
+
+
+class _Sums:
+    """Calls, bytes and least bytes, by axis and kind of collective."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, str], list[float]] = {}
+
+    def add(self, counts: Mapping[tuple[str, str], Any]) -> None:
+        """Add what a meter has taken."""
+        for key, sent in counts.items():
+            row = self.rows.setdefault(key, [0.0, 0.0, 0.0])
+            for index, value in enumerate((sent.calls, sent.bytes, sent.least)):
+                row[index] += value
+
+
+class CommunicationReport(Measuring, Windowed):
+    """Log how many bytes a rank sends in a step, by mesh axis and kind of collective, and print a table at the end.
+
+    Logged every few steps are ``communication/<axis>/<kind>_bytes`` and their sum ``communication/bytes``: bytes that
+    rank 0 has sent for an optimizer step, averaged over the window. No rank is asked for them. The table is of all
+    ranks, which exchange their counts once, at the end (those of a strategy whose ranks step by themselves do not, and
+    the table is of rank 0). What is sent besides steps (validation, checkpoints, logging) is summed up apart.
+
+    Counting costs some microseconds a collective, see :mod:`trainwright.strategies.contract.communication.calls`.
+
+    Args:
+        every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (there, 0 logs
+            nothing, and only the table is made).
+        console: where to print; ``None``: standard output.
+
+    Raises:
+        ValueError: if ``every_n_steps`` is less than 1.
+    """
+
+    # A strategy may have the weights of a step on their way while this one is called.
+    looks_at_parameters = False
+
+    def __init__(self, every_n_steps: int | None = None, console: Console | None = None) -> None:
+        super().__init__(every_n_steps)
+        self.console = console or Console()
+        self.latest: dict[str, float] = {}
+        """What was logged last; empty before the first window has ended."""
+        self.of_ranks: list[dict[str, Any]] = []
+        """Of every rank at the end: ``steps`` (optimizer steps), ``within`` and ``besides`` (sums over the run: rows of
+        axis, kind, calls, bytes, least bytes)."""
+        self.of_servers: dict[int, tuple[int, int]] = {}
+        """Messages and bytes of each rank that only serves, at the end; on rank 0."""
+        self._meter: Any = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what cannot be measured.
+
+        Raises:
+            ValueError: if the strategy is not of this project.
+        """
+        if stage == "fit" and not hasattr(trainer.strategy, "measure_communication"):
+            raise ValueError(
+                "CommunicationReport needs one of the strategies of trainwright, which know what their groups of ranks "
+                f"are for; this is {type(trainer.strategy).__name__}. Type strategy='ddp', 'zero2', 'hybrid', ..."
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count."""
+        super().on_train_start(trainer, pl_module)
+        self._done = self._total = 0  # optimizer steps of this window, and of this fit
+        self._recent, self._within, self._besides = _Sums(), _Sums(), _Sums()
+        self.latest, self.of_ranks, self.of_servers = {}, [], {}
+        self._meter = trainer.strategy.measure_communication()  # type: ignore[attr-defined]
+        if self._meter.unknown:
+            rank_zero_warn(f"Calls of {', '.join(self._meter.unknown)} are not counted: torch has them only recently.")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """What was sent since the last micro-batch is no part of a step."""
+        self._besides.add(self._meter.take())
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Add the micro-batch; at the end of a window, log."""
+        counts = self._meter.take()
+        self._recent.add(counts)
+        self._within.add(counts)
+        step = self._steps.ended(trainer)
+        if step is None:
+            return
+        self._done += 1
+        self._total += 1
+        if self._ends_window(step):
+            self._log(trainer, step)
+
+    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin a window anew; what was sent for steps that are left out was sent."""
+        super().on_gone_back(trainer, pl_module)
+        self._done, self._recent = 0, _Sums()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Exchange the sums. A collective, unless ranks step by themselves."""
+        if self._meter is None:
+            return
+        self._besides.add(self._meter.take())
+        self._stop()
+        if trainer.is_global_zero:
+            self.of_servers = trainer.strategy.server_traffic()  # type: ignore[attr-defined]
+        own = {"steps": self._total, "within": _listed(self._within), "besides": _listed(self._besides)}
+        together = bool(trainer.strategy.steps_are_collective)  # type: ignore[attr-defined]
+        several = together and dist.is_available() and dist.is_initialized()
+        self.of_ranks = of_all_ranks(own, device=trainer.strategy.root_device) if several else [own]
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the table on rank 0; nothing if nothing was sent."""
+        if not trainer.is_global_zero or not any(rank["within"] or rank["besides"] for rank in self.of_ranks):
+            return
+        for part in report_of(self.of_ranks, self.of_servers):
+            self.console.print(part, soft_wrap=isinstance(part, str), highlight=False)
+
+    def _stop(self) -> None:
+        if self._meter is not None:
+            self._meter.stop()
+            self._meter = None
+
+    def _log(self, trainer: Trainer, step: int) -> None:
+        rows = self._recent.rows
+        self.latest = {
+            f"communication/{axis}/{kind}_bytes": row[1] / self._done for (axis, kind), row in sorted(rows.items())
+        }
+        self.latest["communication/bytes"] = sum(row[1] for row in rows.values()) / self._done
+        log_metrics(trainer, self.latest, step)
+        sent: dict[str, dict[str, float]] = {}
+        for (axis, kind), row in sorted(rows.items()):
+            sent.setdefault(axis, {})[kind] = row[1] / self._done
+        tell(trainer, "bytes", {"bytes": sent}, step + 1)
+        self._done, self._recent = 0, _Sums()
+
+
+def report_of(
+    ranks: Sequence[Mapping[str, Any]], servers: Mapping[int, tuple[int, int]] | None = None
+) -> list[Table | str]:
+    """What is printed at the end: a table, a line about what was sent besides steps, and one for each server's rank.
+
+    Args:
+        ranks: see :attr:`CommunicationReport.of_ranks`.
+        servers: see :attr:`CommunicationReport.of_servers`.
+    """
+    whom = "rank 0" if len(ranks) == 1 else f"each of {len(ranks)} ranks"
+    table = Table(title=f"Sent by {whom} in a step", title_justify="left", box=None, pad_edge=False)
+    table.add_column("axis")
+    table.add_column("collective")
+    for name in ("calls", "bytes", "at most", "least needed"):
+        table.add_column(name, justify="right")
+    keys = {(row[0], row[1]) for rank in ranks for row in rank["within"]}
+    shares = {key: [_share(rank, key) for rank in ranks] for key in keys}
+    for key, rows in sorted(shares.items(), key=lambda item: (-sum(row[1] for row in item[1]), item[0])):
+        table.add_row(*key, *_cells(rows))
+    if len(keys) > 1:
+        of_each = zip(*shares.values(), strict=True)
+        table.add_row("all", "", *_cells([[sum(values) for values in zip(*rows, strict=True)] for rows in of_each]))
+    besides = sum(row[3] for rank in ranks for row in rank["besides"]) / len(ranks)
+    parts: list[Table | str] = [table] if keys else []
+    if besides:
+        parts.append(f"Besides steps (validation, checkpoints, logging): {size_text(besides, digits=2)} a rank in all.")
+    for rank, (messages, sent) in (servers or {}).items():
+        parts.append(f"Rank {rank}, which only serves: {size_text(sent, digits=2)} in all, in {messages:,} messages.")
+    return parts
+
+
+def _share(rank: Mapping[str, Any], key: tuple[str, str]) -> list[float]:
+    """Calls, bytes and least bytes of a rank in one of its steps."""
+    steps = max(rank["steps"], 1)
+    return next(([value / steps for value in row[2:]] for row in rank["within"] if tuple(row[:2]) == key), [0.0] * 3)
+
+
+def _cells(rows: Sequence[Sequence[float]]) -> list[str]:
+    """Means of calls and bytes over the ranks, the bytes of the rank that sends most, and the mean of the least."""
+    calls, sent, least = (sum(row[index] for row in rows) / len(rows) for index in range(3))
+    return [
+        f"{calls:.4g}",
+        size_text(sent, digits=2),
+        size_text(max(row[1] for row in rows), digits=2),
+        size_text(least, digits=2),
+    ]
+
+
+def _listed(sums: _Sums) -> list[list[Any]]:
+    return [[*key, *row] for key, row in sorted(sums.rows.items())]

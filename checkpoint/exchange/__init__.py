@@ -1,0 +1,1 @@
+"""Exchange plain values between ranks."""

@@ -1,0 +1,259 @@
+"""The flat partitions of DeepSpeed's ZeRO, put together by name: weights, and state and groups of the optimizer.
+
+Under the stages 1 and 2 each group of parameters is one flat tensor, padded and cut evenly among the ranks. Under stage
+3 each parameter is, and what a rank holds of all of them lies in one or more flat tensors, its sub-groups. The
+optimizer saw nothing but these flat tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from trainwright.checkpoint.foreign.deepspeed.flat_tensor import FlatTensor, cut
+from trainwright.checkpoint.foreign.pickle_machine import Inert
+
+T = TypeVar("T")
+Shapes = Mapping[str, tuple[int, ...]]
+State = Mapping[str, FlatTensor]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was trained.
+
+    Args:
+        stage: of ZeRO.
+        ranks: among which it was cut.
+        weights: by name.
+        optimizer: state by name of the parameter and key.
+        param_groups: options of each group, ``params`` by name.
+    """
+
+    stage: int
+    ranks: int
+    weights: Mapping[str, FlatTensor]
+    optimizer: Mapping[str, State]
+    param_groups: Sequence[Mapping[str, Any]]
+
+
+def expect(value: Any, *kinds: type[T]) -> T:
+    """``value``, which must be of one of these kinds.
+
+    Raises:
+        TypeError: if it is not.
+    """
+    if not isinstance(value, kinds):
+        raise TypeError(f"a {type(value).__name__} where a {kinds[0].__name__} is expected")
+    return value
+
+
+def number(value: Any) -> int:
+    """A whole number, also where a member of an enumeration stands for it.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    if isinstance(value, Inert) and value.args:
+        value = value.args[0]
+    return expect(value, int)
+
+
+def shapes_of(groups: Any) -> list[Shapes]:
+    """Shapes by name, group by group. Versions before 0.3.16 knew one group only."""
+    groups = groups if isinstance(groups, list) else [groups]
+    return [{expect(name, str): tuple(map(number, shape)) for name, shape in group.items()} for group in groups]
+
+
+# ---- stages 1 and 2 --------------------------------------------------------------------------------------------------
+
+
+def merge_groups(
+    stage: int, ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Shapes], *, check_slices: bool = True
+) -> Merged:
+    """Merge what the ranks hold of each group.
+
+    Args:
+        stage: 1 or 2.
+        check_slices: hold the places of the parameters against what newer versions write down of them.
+        ranks: state of the optimizer, by rank.
+        shapes: of the parameters, group by group, in the order in which they lie in the flat tensors.
+
+    Raises:
+        Exception: some kind of :class:`ValueError`, :class:`TypeError` or :class:`LookupError`, if they are not in the
+            form in which DeepSpeed writes.
+    """
+    weights: dict[str, FlatTensor] = {}
+    optimizer: dict[str, State] = {}
+    flats = [[expect(flat, Tensor) for flat in state["single_partition_of_fp32_groups"]] for state in ranks]
+    held = [_states(state, state["base_optimizer_state"]) for state in ranks]
+    paddings = ranks[0].get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
+    for index, group in enumerate(shapes):
+        own = [flat[index] for flat in flats]
+        places, end = _places(group, paddings[index])
+        _check_padding(index, end, sum(flat.numel() for flat in own), len(ranks))
+        if check_slices:
+            _check_slices(index, ranks, places, group, [flat.numel() for flat in own])
+        states = [state[index] for state in held]
+        _check_lengths(own, states)
+        for name, start in places.items():
+            shape = group[name]
+            weights[name] = _piece(own, shape, start)
+            optimizer[name] = {key: _piece([state[key] for state in states], shape, start) for key in states[0]}
+    return Merged(
+        stage, len(ranks), weights, optimizer, named_groups(_options(ranks[0]["base_optimizer_state"]), shapes)
+    )
+
+
+def _places(group: Shapes, paddings: Sequence[Any]) -> tuple[dict[str, int], int]:
+    """Where each parameter begins in its flat group, and where the last one ends."""
+    places: dict[str, int] = {}
+    end = 0
+    for (name, shape), padding in zip(group.items(), paddings, strict=True):
+        places[name] = end
+        end += math.prod(shape) + number(padding)
+    return places, end
+
+
+def _piece(flats: Sequence[Tensor], shape: tuple[int, ...], start: int) -> FlatTensor:
+    """A parameter's share of a flat group; a number is one for all of the group."""
+    if flats[0].dim() == 0:
+        return FlatTensor.whole(flats[0])
+    return FlatTensor(shape, cut(flats, start, math.prod(shape)), flats[0].dtype)
+
+
+def _check_padding(index: int, end: int, held: int, ranks: int) -> None:
+    # Padded to a multiple of twice the ranks, of which some versions strip a part before they save.
+    step = 2 * ranks
+    if held < end or -(-end // step) != -(-held // step):
+        raise ValueError(f"group {index} has {held} values where its parameters have {end}")
+
+
+def _check_slices(
+    index: int, ranks: Sequence[Mapping[str, Any]], places: Mapping[str, int], group: Shapes, lengths: Sequence[int]
+) -> None:
+    """Notice a layout that this code does not know."""
+    whole = max(lengths)
+    for rank, state in enumerate(ranks):
+        slices = state.get("param_slice_mappings")
+        for name, place in (slices[index] if slices else {}).items():
+            told = expect(place, Inert).state
+            begin = max(places[name] - rank * whole, 0)
+            length = min(places[name] + math.prod(group[name]), (rank + 1) * whole) - rank * whole - begin
+            if (told["start"], told["numel"]) != (begin, length):
+                raise ValueError(f"{name} lies elsewhere on rank {rank} than its place in group {index} says")
+
+
+def _check_lengths(flats: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> None:
+    """Only what lies behind the last value may be stripped, or the ranks' parts would not fit together."""
+    last = max((rank for rank, flat in enumerate(flats) if flat.numel()), default=0)
+    whole = flats[0].numel()
+    if any(flat.numel() != whole for flat in flats[:last]):
+        raise ValueError("the ranks hold parts of different lengths")
+    for state in states[:last]:
+        if any(value.dim() and value.numel() != whole for value in state.values()):
+            raise ValueError("the state of the optimizer has another length than the weights")
+
+
+# ---- stage 3 ---------------------------------------------------------------------------------------------------------
+
+
+def merge_parameters(ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Shapes]) -> Merged:
+    """Merge what the ranks hold of each parameter.
+
+    Args:
+        ranks: state of the optimizer, by rank.
+        shapes: of the parameters, by sub-group, in the order in which they lie in the flat tensors.
+
+    Raises:
+        Exception: as :func:`merge_groups`.
+    """
+    flats = [[expect(flat, Tensor) for flat in state["fp32_flat_groups"]] for state in ranks]
+    held = [_states(state, state["optimizer_state_dict"]) for state in ranks]
+    lengths = [flat.numel() for flat in flats[0]]
+    if any([flat.numel() for flat in own] != lengths for own in flats):
+        raise ValueError("the ranks hold parts of different lengths")
+    weights: dict[str, FlatTensor] = {}
+    optimizer: dict[str, State] = {}
+    start = 0
+    for name, shape in [item for group in shapes for item in group.items()]:
+        length = -(-math.prod(shape) // len(ranks))
+        keys = held[0][_group_at(lengths, start)]
+        weights[name] = _gathered(flats, shape, start, length)
+        optimizer[name] = {
+            key: FlatTensor.whole(value)
+            if value.dim() == 0
+            else _gathered([[state[key] for state in own] for own in held], shape, start, length)
+            for key, value in keys.items()
+        }
+        start += length
+    if start != sum(lengths):
+        raise ValueError(f"a rank holds {sum(lengths)} values where its parts of the parameters have {start}")
+    return Merged(3, len(ranks), weights, optimizer, named_groups(_options(ranks[0]["optimizer_state_dict"]), shapes))
+
+
+def _gathered(ranks: Sequence[Sequence[Tensor]], shape: tuple[int, ...], start: int, length: int) -> FlatTensor:
+    return FlatTensor(shape, [piece for flats in ranks for piece in cut(flats, start, length)], ranks[0][0].dtype)
+
+
+def _group_at(lengths: Sequence[int], start: int) -> int:
+    """The sub-group in which a value lies."""
+    end = 0
+    for index, length in enumerate(lengths):
+        end += length
+        if start < end:
+            return index
+    return len(lengths) - 1
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def _options(base: Any) -> list[Mapping[str, Any]]:
+    """Options of each group; none where only the state was saved (an elastic checkpoint)."""
+    return [expect(group, dict) for group in base["param_groups"]] if isinstance(base, dict) else []
+
+
+def _states(state: Mapping[str, Any], base: Any) -> list[dict[str, Tensor]]:
+    """State of each flat tensor that the optimizer saw, in their order."""
+    if not isinstance(base, dict):
+        step = state.get("base_optimizer_state_step")
+        return [_tensors(own, step) for own in base]
+    # Some optimizers count their steps in the group.
+    steps = {index: group.get("step") for group in _options(base) for index in group["params"]}
+    return [_tensors(base["state"].get(index, {}), step) for index, step in sorted(steps.items())]
+
+
+def _tensors(state: Mapping[str, Any], step: Any) -> dict[str, Tensor]:
+    counted = {} if step is None or not state else {"step": step}
+    return {key: as_tensor(value) for key, value in {**counted, **state}.items()}
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A value of the state of an optimizer; some count their steps in Python.
+
+    Raises:
+        TypeError: if it is neither a tensor nor a number.
+    """
+    return value if isinstance(value, Tensor) else torch.tensor(float(expect(value, float, int)))
+
+
+def named_groups(options: Sequence[Mapping[str, Any]], shapes: Sequence[Shapes]) -> list[dict[str, Any]]:
+    """The groups of an optimizer, ``params`` by name.
+
+    Args:
+        options: as they were saved, ``params`` by the position of the flat tensor.
+        shapes: of the parameters in each flat tensor.
+
+    Raises:
+        ValueError: if the two do not fit.
+    """
+    groups = [{**group, "params": [name for index in group["params"] for name in shapes[index]]} for group in options]
+    if groups and sum(len(group["params"]) for group in groups) != sum(map(len, shapes)):
+        raise ValueError("the groups of the optimizer do not hold all parameters")
+    return groups

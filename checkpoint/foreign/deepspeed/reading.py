@@ -1,0 +1,279 @@
+"""Checkpoints of DeepSpeed's ZeRO, stages 1 to 3, and its universal ones: weights and optimizer state by name.
+
+Nothing is put together before it is read, and DeepSpeed is not needed. The form of the files was taken from DeepSpeed
+0.19 (``deepspeed/utils/zero_to_fp32.py``) and held against files that it wrote.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.checkpoint.foreign.deepspeed.files import Files, find_files, is_deepspeed
+from trainwright.checkpoint.foreign.deepspeed.flat_tensor import FlatTensor
+from trainwright.checkpoint.foreign.deepspeed.merge import (
+    Merged,
+    Shapes,
+    State,
+    as_tensor,
+    expect,
+    merge_groups,
+    merge_parameters,
+    named_groups,
+    number,
+    shapes_of,
+)
+from trainwright.checkpoint.foreign.pickle_machine import Inert
+from trainwright.core.errors import CheckpointError
+from trainwright.core.text.bounded import understood
+
+__all__ = ["DeepSpeedCheckpoint", "is_deepspeed", "read_deepspeed"]
+
+# What DeepSpeed itself writes into a file of the module; everything else came from whoever saved.
+_OWN_KEYS = frozenset(
+    {
+        "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+        "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+        "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+        "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info", "epoch",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DeepSpeedCheckpoint:
+    """What a DeepSpeed checkpoint holds. It is a ``TensorSource`` of the weights.
+
+    Args:
+        path: folder of the step that was read.
+        version: of the DeepSpeed that wrote it.
+        stage: of ZeRO; 0 without it.
+        ranks: data-parallel ranks that wrote it.
+        weights: parameters and buffers by name. What was trained has the precision of the optimizer's master weights
+            (float32); frozen parameters and buffers have that in which the module held them. A shared parameter is one
+            object under several names.
+        optimizer: ``exp_avg``, ``exp_avg_sq``, ``step`` and the like, by name of the parameter.
+        param_groups: options of the groups of the optimizer, ``params`` by name.
+        lr_scheduler: state of the scheduler that DeepSpeed kept, ``None`` if there was none.
+        global_step: optimizer steps done.
+        epoch: as whoever saved told it, 0 if not at all.
+        client: what else whoever saved gave to DeepSpeed, such as Lightning's loops and callbacks.
+        left_out: what is in the files and not here, each with the reason.
+    """
+
+    path: str
+    version: str
+    stage: int
+    ranks: int
+    weights: Mapping[str, FlatTensor]
+    optimizer: Mapping[str, State]
+    param_groups: Sequence[Mapping[str, Any]]
+    lr_scheduler: Mapping[str, Any] | None
+    global_step: int
+    epoch: int
+    client: Mapping[str, Any]
+    left_out: Sequence[str]
+
+    def keys(self) -> Collection[str]:
+        """Names of all weights."""
+        return self.weights.keys()
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of a weight; :class:`KeyError` if there is none of that name."""
+        return self.weights[key].shape
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Its dtype; :class:`KeyError` if there is none of that name."""
+        return self.weights[key].dtype
+
+    def read(self, key: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        """A box of a weight, see :meth:`~trainwright.checkpoint.format.source.TensorSource.read`."""
+        return self.weights[key].read(offsets, sizes)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What is known about it, as JSON."""
+        return {
+            "step": self.global_step,
+            "epoch": self.epoch,
+            "world_size": self.ranks,
+            "strategy": f"deepspeed_stage_{self.stage}",
+            "versions": {"deepspeed": self.version},
+        }
+
+
+def read_deepspeed(path: str | os.PathLike[str]) -> DeepSpeedCheckpoint:
+    """Open a checkpoint of DeepSpeed.
+
+    Nothing in its files is run, so none of them has to be trusted: objects of DeepSpeed's classes are read as data.
+
+    Args:
+        path: the folder that DeepSpeed was given, in which ``latest`` names the step to read, or the folder of one
+            step, or of a universal checkpoint; local or any fsspec path. Local files are mapped from disk, so that
+            values are read when they are used; others are in memory whole.
+
+    Raises:
+        CheckpointError: if it is none, is damaged or incomplete, or was written under tensor, pipeline or expert
+            parallelism.
+    """
+    files = find_files(path)
+    advice = "Use another checkpoint, or convert it with the zero_to_fp32.py beside it and import what that writes."
+    with understood(files.folder, advice, "is damaged, or not in DeepSpeed's form"):
+        return _read(files)
+
+
+def _read(files: Files) -> DeepSpeedCheckpoint:
+    model = [files.load(name) for name in files.model]
+    first = model[0]
+    if number(first.get("mp_world_size") or 1) > 1:
+        raise CheckpointError(
+            f"{files.folder} was written under tensor parallelism of {first['mp_world_size']}, and does not say along "
+            "which dim a weight was cut. Save the whole module with DeepSpeed, e.g. save_16bit_model, and import that."
+        )
+    merged = _merge(files, model)
+    client, left_out = _plain({key: value for key, value in first.items() if key not in _OWN_KEYS})
+    scheduler, unknown = _plain(first.get("lr_scheduler") or {}, "lr_scheduler/")
+    groups = [_plain(group, f"param_groups/{index}/") for index, group in enumerate(merged.param_groups)]
+    for _, more in groups:
+        unknown += more
+    if not files.optimizer and not files.universal and first.get("optimizer"):
+        unknown.append("optimizer: without ZeRO it is saved by position, not by name")
+    return DeepSpeedCheckpoint(
+        path=files.folder,
+        version=str(first.get("ds_version") or ""),
+        stage=merged.stage,
+        ranks=merged.ranks,
+        weights=_weights(model, merged),
+        optimizer=merged.optimizer,
+        param_groups=[group for group, _ in groups],
+        lr_scheduler=scheduler or None,
+        global_step=number(first.get("global_steps") or 0),
+        epoch=number(first.get("epoch") or 0),
+        client=client,
+        left_out=left_out + unknown,
+    )
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def _merge(files: Files, model: Sequence[Mapping[str, Any]]) -> Merged:
+    """What was trained, from whichever files hold it."""
+    zero = (model[0].get("ds_config") or {}).get("zero_optimization") or {}
+    round_robin = bool(zero.get("round_robin_gradients"))
+    if files.universal and round_robin:
+        # Seen with 0.19: its converter takes the places of the parameters for those without this option.
+        raise CheckpointError(
+            f"{files.folder} was converted under round_robin_gradients, with which DeepSpeed's converter "
+            "mixes up the weights. Import the checkpoint that it was converted from."
+        )
+    if files.universal:
+        return _universal(files, shapes_of(model[0]["param_shapes"]))
+    if not files.optimizer:
+        return Merged(0, number(model[0].get("dp_world_size") or 1), {}, {}, [])
+    ranks = [expect(files.load(name)["optimizer_state_dict"], dict) for name in files.optimizer]
+    counts = ranks[0]["partition_count"]
+    told = {number(count) for count in (counts if isinstance(counts, list) else [counts])}
+    if len(told) > 1:
+        raise CheckpointError(f"{files.folder} was written by experts of DeepSpeed, whose weights lie apart.")
+    if told != {len(ranks)}:
+        raise CheckpointError(
+            f"{files.folder} was written by {told.pop()} ranks, but has files of {len(ranks)}. Fetch the others."
+        )
+    # DeepSpeed's optimizer for bfloat16 does not write the stage; it is always the first.
+    stage = number(ranks[0].get("zero_stage", 1))
+    shapes = shapes_of(model[0]["param_shapes"])
+    if stage < 3:
+        # With round_robin_gradients DeepSpeed (0.19) writes down the places as they would be without it.
+        return merge_groups(stage, ranks, shapes, check_slices=not round_robin)
+    if len(model) != len(ranks):
+        raise CheckpointError(f"{files.folder} has files of the module of {len(model)} ranks, {len(ranks)} wrote it.")
+    return merge_parameters(ranks, shapes)
+
+
+def _weights(model: Sequence[Mapping[str, Any]], merged: Merged) -> dict[str, FlatTensor]:
+    """Everything under a name of the module, in the module's order."""
+    first = model[0]
+    module = expect(first["module"], dict)
+    found = {**_frozen(model), **merged.weights}
+    shared = expect(first.get("shared_params") or {}, dict)
+    for name, tensor in module.items():
+        # Under stage 3 the module holds empty stand-ins for parameters; what stands for a buffer is the buffer.
+        stands_in = merged.stage == 3 and name not in first["buffer_names"]
+        if name not in found and name not in shared and not stands_in:
+            found[name] = FlatTensor.whole(expect(tensor, Tensor))
+    found.update({name: found[origin] for name, origin in shared.items() if origin in found})
+    order = dict.fromkeys([name for name in module if name in found])
+    return {name: found[name] for name in [*order, *(name for name in found if name not in order)]}
+
+
+def _frozen(model: Sequence[Mapping[str, Any]]) -> dict[str, FlatTensor]:
+    """Parameters that were not trained: whole, or under stage 3 cut among the ranks."""
+    weights = {}
+    shapes = expect(model[0].get("frozen_param_shapes") or {}, dict)
+    for name, shape in shapes_of(shapes)[0].items():
+        parts = [expect(own["frozen_param_fragments"][name], Tensor) for own in model]
+        weights[name] = FlatTensor(shape, [part.reshape(-1) for part in parts], parts[0].dtype)
+    return weights
+
+
+# ---- universal checkpoints: a folder per parameter -------------------------------------------------------------------
+
+
+def _universal(files: Files, shapes: Sequence[Shapes]) -> Merged:
+    common = expect(files.load("zero/optimizer_state.pt"), dict)
+    steps = common.get("optimizer_state_dict", {}).get("state", {})
+    weights: dict[str, FlatTensor] = {}
+    optimizer: dict[str, State] = {}
+    for index, group in enumerate(shapes):
+        # Under stage 3 the steps are not with the parameters but by sub-group.
+        step = steps.get(index, {}).get("step")
+        counted = {} if step is None else {"step": FlatTensor.whole(as_tensor(step))}
+        for name, shape in group.items():
+            present = files.states_of(name)
+            weights[name] = _of_parameter(files, name, "fp32", shape)
+            optimizer[name] = {**counted, **{key: _of_parameter(files, name, key, shape) for key in present}}
+    counts = common.get("partition_count", 1)
+    ranks = max(number(count) for count in (counts if isinstance(counts, list) else [counts]))
+    groups = named_groups(common["param_groups"], shapes)
+    return Merged(number(common.get("zero_stage", 1)), ranks, weights, optimizer, groups)
+
+
+def _of_parameter(files: Files, name: str, key: str, shape: tuple[int, ...]) -> FlatTensor:
+    """The weight or one state of a parameter; under the stages 1 and 2 it lies in a dict."""
+    value = files.load_value(f"zero/{name}/{key}.pt")
+    tensor = expect(value["param"] if isinstance(value, dict) else value, Tensor)
+    if tensor.numel() != math.prod(shape) and tensor.dim():
+        raise ValueError(f"{name} has {tensor.numel()} values in {key}.pt, {math.prod(shape)} by its shape")
+    return FlatTensor(shape if tensor.dim() else (), [tensor.reshape(-1)], tensor.dtype)
+
+
+# ---- what is no tensor -----------------------------------------------------------------------------------------------
+
+
+def _plain(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any], list[str]]:
+    """What can be kept of ``values``, and what cannot since only code of a class could rebuild it."""
+    kept = {key: value for key, value in values.items() if _named_class(value) is None}
+    left_out = [f"{where}{key}: {_named_class(value)}" for key, value in values.items() if key not in kept]
+    return kept, left_out
+
+
+def _named_class(value: Any) -> str | None:
+    """A class whose object stands somewhere in ``value``."""
+    open_values = [value]
+    seen: set[int] = set()
+    while open_values:
+        value = open_values.pop()
+        if isinstance(value, Inert):
+            return value.name
+        if id(value) in seen or not isinstance(value, dict | list | tuple | set | frozenset):
+            continue
+        seen.add(id(value))
+        open_values.extend([*value.keys(), *value.values()] if isinstance(value, dict) else value)
+    return None

@@ -1,0 +1,347 @@
+"""A checkpoint of any layout as a file of another tool: safetensors, Hugging Face, Lightning, torch.
+
+One tensor at a time is read and written, so a model larger than this machine's memory is exported too.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trainwright.checkpoint.foreign.lightning_file import as_lightning
+from trainwright.checkpoint.foreign.torch_file import LazyTensor, check_torch_file, write_torch_file
+from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileWriter
+from trainwright.checkpoint.read.run_state import RunState, StoredTensor
+from trainwright.checkpoint.store.fresh import fresh_path, refuse_full
+from trainwright.checkpoint.store.paths import is_remote, local_path
+from trainwright.core.errors import CheckpointError
+from trainwright.core.text.bounded import understood
+from trainwright.core.text.sizes import size_text
+
+Format = Literal["safetensors", "hf", "lightning", "torch"]
+FORMATS: tuple[str, ...] = ("safetensors", "hf", "lightning", "torch")
+
+DEFAULT_SHARD_BYTES = 5 * 10**9
+"""Bytes of tensors in one file of a folder, unless said otherwise."""
+
+_DTYPES = {
+    name: dtype
+    for dtype, names in {
+        torch.float32: ("float32", "fp32", "32"),
+        torch.bfloat16: ("bfloat16", "bf16"),
+        torch.float16: ("float16", "fp16", "16"),
+        torch.float64: ("float64", "fp64", "64"),
+    }.items()
+    for name in names
+}
+# What an adapter adds to the names of the model that it was put into.
+_ADAPTERS = (".lora_", ".base_layer.", ".modules_to_save.", ".ia3_")
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What was asked for."""
+
+    target: Path
+    max_shard_bytes: int | None
+    dtype: torch.dtype | None
+    overwrite: bool
+    model: str | None
+
+
+def export(
+    path: str,
+    to: str | Path,
+    format: Format | str,
+    *,
+    max_shard_bytes: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    overwrite: bool = False,
+    model: str | None = None,
+) -> Path:
+    """Write the checkpoint at ``path`` in another format. It is verified first, and stays as it is.
+
+    Args:
+        path: a checkpoint of this package, local or any fsspec path.
+        to: where to; a path of this machine.
+        format: ``"safetensors"``: the weights under the module's names, as one file (``to`` ends in ``.safetensors``)
+            or a folder of shards with an index. ``"hf"``: a folder that ``from_pretrained`` reads, of the Hugging Face
+            model in the module. ``"lightning"``: a ``.ckpt`` file that ``load_from_checkpoint`` and Lightning's own
+            Trainer read. ``"torch"``: a file with ``{name: tensor}``.
+        max_shard_bytes: bytes of tensors in one file at most, unless a single tensor is larger; ``None``: 5 GB in a
+            folder, no limit for one file. Only for ``"safetensors"`` and ``"hf"``.
+        dtype: convert floating-point weights to it (``"bfloat16"``, ``"float16"``, ``"float32"``, ``"float64"``);
+            ``None``: as they are. Not for ``"lightning"``, whose optimizer states belong to the weights as they are.
+        overwrite: replace an earlier export; off: refuse if ``to`` exists.
+        model: for ``"hf"`` and modules with several Hugging Face models, the attribute path of the one to export.
+
+    Returns:
+        The file or folder that was written.
+
+    Raises:
+        CheckpointError: if the checkpoint cannot be read or lacks what the format needs, if an argument has no meaning
+            for the format, or if ``to`` cannot be written; nothing is left there then.
+        DamagedCheckpoint: if the checkpoint is damaged.
+    """
+    order = _Order(_target(to), max_shard_bytes, _dtype(dtype), overwrite, model)
+    _refuse_contradictions(order, format)
+    state = RunState.open(path)
+    _WRITERS[format](state, order)
+    return order.target
+
+
+# ---- what was asked for ---------------------------------------------------------------------------------------------
+
+
+def _target(to: str | Path) -> Path:
+    if is_remote(str(to)):
+        raise CheckpointError(f"Exports are written to this machine; {to} is not on it. Give a local path and copy it.")
+    return Path(local_path(str(to)))
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    found = _DTYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise CheckpointError(f"dtype={dtype} is not one to convert to; give float32, bfloat16, float16 or float64.")
+    return found
+
+
+def _refuse_contradictions(order: _Order, format: str) -> None:
+    if format not in FORMATS:
+        raise CheckpointError(f"format={format!r} is not known; give one of {', '.join(FORMATS)}.")
+    if order.max_shard_bytes is not None and format in ("lightning", "torch"):
+        raise CheckpointError(f"max_shard_bytes (--max-shard-size) has no meaning for format={format}: it is one file.")
+    if order.max_shard_bytes is not None and order.max_shard_bytes < 1:
+        raise CheckpointError(f"max_shard_bytes={order.max_shard_bytes} must be at least 1.")
+    if order.dtype is not None and format == "lightning":
+        raise CheckpointError(
+            "dtype has no meaning for format=lightning, whose optimizer states belong to the weights as they are; "
+            "export the weights alone with format=torch or format=safetensors."
+        )
+    if order.model is not None and format != "hf":
+        raise CheckpointError(f"model={order.model!r} has a meaning for format=hf only, not for format={format}.")
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+
+
+def _weights(state: RunState, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
+    """The module's ``state_dict`` without what is no tensor, in its order; tied ones share a key."""
+    saved = state.tree.get("state_dict")
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"{state.path} holds no weights (no state_dict); there is nothing to export.")
+    others = [name for name, value in saved.items() if not isinstance(value, StoredTensor | Tensor)]
+    if others:
+        warnings.warn(
+            f"{', '.join(others)}: the module's extra state is no tensor and is left out; format=lightning keeps it.",
+            stacklevel=2,
+        )
+    return {name: _converted(name, _lazy(name, saved[name]), dtype) for name in saved if name not in others}
+
+
+def _lazy(name: str, value: StoredTensor | Tensor) -> LazyTensor:
+    if isinstance(value, StoredTensor):
+        return LazyTensor(value.key, tuple(value.shape), value.dtype, value.whole)
+    return LazyTensor(f"value of {name}", tuple(value.shape), value.dtype, lambda: value)
+
+
+def _converted(name: str, lazy: LazyTensor, dtype: torch.dtype | None) -> LazyTensor:
+    if dtype is None or not lazy.dtype.is_floating_point or lazy.dtype == dtype:
+        return lazy
+
+    def read() -> Tensor:
+        value = lazy.read()
+        converted = value.to(dtype)
+        if not torch.equal(converted.isfinite(), value.isfinite()):
+            raise CheckpointError(f"{name} has values that {dtype} cannot hold; give dtype=bfloat16 or dtype=float32.")
+        return converted
+
+    return replace(lazy, dtype=dtype, read=read)
+
+
+def _written_once(weights: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """The weights without those tied to an earlier one, and name -> the one it is tied to."""
+    first: dict[str, str] = {}
+    tied: dict[str, str] = {}
+    for name, lazy in weights.items():
+        kept = first.setdefault(lazy.key, name)
+        if kept != name:
+            tied[name] = kept
+    return {name: lazy for name, lazy in weights.items() if name not in tied}, tied
+
+
+# ---- formats --------------------------------------------------------------------------------------------------------
+
+
+def _safetensors(state: RunState, order: _Order) -> None:
+    with understood(state.path):
+        weights, tied = _written_once(_weights(state, order.dtype))
+    # Tied names as the safetensors package writes them: what is left out, and what to take instead.
+    metadata = {"format": "pt", **tied}
+    if order.target.suffix != ".safetensors":
+        _write_folder(order, weights, metadata, {})
+        return
+    refuse_full(order.target, _num_bytes(weights.values()))
+    shards = _shards(weights, order.max_shard_bytes)
+    if len(shards) > 1:
+        raise CheckpointError(
+            f"The weights have {size_text(_num_bytes(weights.values()))}, more than max_shard_bytes="
+            f"{order.max_shard_bytes} allows in one file. Give a folder instead of {order.target.name}."
+        )
+    with fresh_path(order.target, overwrite=order.overwrite, may_replace=_is_export) as pending:
+        _write_file(pending, weights, weights, metadata)
+
+
+def _hugging_face(state: RunState, order: _Order) -> None:
+    with understood(state.path):
+        kept, files = _hugging_face_content(state, order)
+    _write_folder(order, kept, {"format": "pt"}, files)
+
+
+def _hugging_face_content(state: RunState, order: _Order) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+    """The weights of a Hugging Face model, and the JSON files beside them."""
+    facts = _facts(state, order.model)
+    prefix = f"{facts['prefix']}." if facts["prefix"] else ""
+    weights = _weights(state, order.dtype)
+    inside = {name.removeprefix(prefix): lazy for name, lazy in weights.items() if name.startswith(prefix)}
+    adapters = [name for name in inside if any(mark in name for mark in _ADAPTERS)]
+    if adapters:
+        raise CheckpointError(
+            f"{facts['class']} has adapters in it ({adapters[0]}, ...), which from_pretrained would not find. Merge "
+            "them in Python and save the model (merge_and_unload() of peft), or give format=safetensors."
+        )
+    first = {name: position for group in facts["tied"] for position, name in enumerate(group)}
+    kept, _ = _written_once(dict(sorted(inside.items(), key=lambda item: first.get(item[0], 0))))
+    kept = {name: lazy for name, lazy in inside.items() if name in kept}
+    dtypes = [str(lazy.dtype).removeprefix("torch.") for lazy in kept.values() if lazy.dtype.is_floating_point]
+    files = {"config.json": {**facts["config"], "dtype": dtypes[0] if dtypes else facts["dtype"]}}
+    if facts["generation_config"] is not None:
+        files["generation_config.json"] = facts["generation_config"]
+    return kept, files
+
+
+def _facts(state: RunState, model: str | None) -> dict[str, Any]:
+    found: Sequence[dict[str, Any]] = state.about.get("hugging_face") or []
+    if not found:
+        raise CheckpointError(
+            f"{state.path} was not made from a module with a Hugging Face model, so there is no config.json to write. "
+            "Give format=safetensors."
+        )
+    prefixes = [facts["prefix"] for facts in found]
+    if model is None and len(found) == 1:
+        return found[0]
+    if model not in prefixes:
+        given = "it was not said which" if model is None else f"there is no {model!r}"
+        raise CheckpointError(
+            f"{state.path} has Hugging Face models at {', '.join(map(repr, prefixes))}, and {given}. Give model=<one "
+            "of these> in Python, or format=safetensors for all weights."
+        )
+    return found[prefixes.index(model)]
+
+
+def _lightning(state: RunState, order: _Order) -> None:
+    with understood(state.path):
+        tree, changed = as_lightning(state.tree)
+    if changed:
+        warnings.warn(
+            f"{changed} became plain values, since other classes would need torch.load(weights_only=False).",
+            stacklevel=3,
+        )
+    _write_torch(order, tree, state.manifest.num_bytes)
+
+
+def _torch(state: RunState, order: _Order) -> None:
+    with understood(state.path):
+        weights = _weights(state, order.dtype)
+    _write_torch(order, weights, _num_bytes(_written_once(weights)[0].values()))
+
+
+_WRITERS: dict[str, Callable[[RunState, _Order], None]] = {
+    "safetensors": _safetensors,
+    "hf": _hugging_face,
+    "lightning": _lightning,
+    "torch": _torch,
+}
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def _write_torch(order: _Order, tree: Any, needed: int) -> None:
+    refuse_full(order.target, needed)
+    with fresh_path(order.target, overwrite=order.overwrite, may_replace=_nothing) as pending:
+        with pending.open("wb") as file:
+            write_torch_file(file, tree)
+        check_torch_file(pending)
+
+
+def _write_folder(
+    order: _Order, weights: Mapping[str, LazyTensor], metadata: Mapping[str, str], others: Mapping[str, Any]
+) -> None:
+    """A folder of shards, with an index if there are several, and JSON files beside them."""
+    refuse_full(order.target, _num_bytes(weights.values()))
+    shards = _shards(weights, order.max_shard_bytes or DEFAULT_SHARD_BYTES)
+    total = len(shards)
+    names = [f"model-{n:05d}-of-{total:05d}.safetensors" for n in range(1, total + 1)]
+    names = names if total > 1 else ["model.safetensors"]
+    files = dict(others)
+    if total > 1:
+        files["model.safetensors.index.json"] = {
+            "metadata": {"total_size": _num_bytes(weights.values())},
+            "weight_map": {key: file for file, keys in zip(names, shards, strict=True) for key in keys},
+        }
+    with fresh_path(order.target, overwrite=order.overwrite, may_replace=_is_export) as pending:
+        pending.mkdir()
+        for file, keys in zip(names, shards, strict=True):
+            _write_file(pending / file, weights, keys, metadata)
+        for file, content in files.items():
+            (pending / file).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _write_file(
+    path: Path, weights: Mapping[str, LazyTensor], keys: Sequence[str] | Mapping[str, Any], metadata: Mapping[str, str]
+) -> None:
+    entries = [TensorEntry(key, weights[key].dtype, weights[key].shape) for key in keys]
+    with path.open("wb") as file:
+        writer = TensorFileWriter(file, entries, metadata)
+        for key in keys:
+            writer.write(key, weights[key].read())
+        writer.close()
+
+
+def _shards(weights: Mapping[str, LazyTensor], limit: int | None) -> list[list[str]]:
+    """Names in their order, cut so that no group has more bytes than ``limit`` unless it is a single tensor."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for key, lazy in weights.items():
+        if limit is not None and shards[-1] and size + lazy.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(key)
+        size += lazy.nbytes
+    return shards
+
+
+def _num_bytes(tensors: Any) -> int:
+    return sum(lazy.nbytes for lazy in tensors)
+
+
+def _is_export(name: str) -> bool:
+    """Whether a file of that name is one that an export writes."""
+    return name.endswith((".safetensors", ".safetensors.index.json")) or name in (
+        "config.json",
+        "generation_config.json",
+    )
+
+
+def _nothing(name: str) -> bool:
+    return False

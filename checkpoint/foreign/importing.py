@@ -1,0 +1,208 @@
+"""Files of other tools as a checkpoint of this package: safetensors, Hugging Face, Lightning, torch, DeepSpeed.
+
+Files are mapped into memory or read tensor by tensor, so a model larger than this machine's memory is imported too.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trainwright.checkpoint.foreign.deepspeed.importing import of_deepspeed
+from trainwright.checkpoint.foreign.deepspeed.reading import is_deepspeed
+from trainwright.checkpoint.foreign.imported import Encoder, StreamedTensor, about
+from trainwright.checkpoint.foreign.lightning_file import with_cursors
+from trainwright.checkpoint.foreign.ordinary import load_ordinary
+from trainwright.checkpoint.foreign.safetensors_folder import SafetensorsFolder
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.format.records import MANIFEST
+from trainwright.checkpoint.format.tree import reference
+from trainwright.checkpoint.read.run_state import RunState
+from trainwright.checkpoint.store.paths import join_path, local_path
+from trainwright.checkpoint.store.storage import Folder
+from trainwright.checkpoint.write.save import Content, write
+from trainwright.core.errors import CheckpointError
+from trainwright.core.text.bounded import parse_json, understood
+
+WEIGHTS = "state_dict"
+# Keys under which tools put a model's weights in a file that holds more.
+_NESTED = (WEIGHTS, "model_state_dict", "model", "module")
+# torchtitan puts the weights themselves beside it.
+_BESIDE = "optimizer"
+_LIGHTNING = "pytorch-lightning_version"
+_KINDS = (
+    "a .safetensors file or a folder of them, a Hugging Face folder, a Lightning .ckpt file, a torch file with "
+    "{name: tensor}, or a folder of DeepSpeed"
+)
+
+
+def import_checkpoint(source: str, to: str | Path, *, trust: bool = False, overwrite: bool = False) -> Path | str:
+    """Make a checkpoint of this package from another tool's file or folder, which stays as it is.
+
+    Weights keep their names. A Lightning ``.ckpt`` keeps everything, and DeepSpeed's folder its optimizer: the run goes
+    on from these with ``ckpt_path=<to>``. Of the other kinds there are weights alone: begin from them with
+    ``init_from=<to>``.
+
+    Args:
+        source: a ``.safetensors`` file or a folder of them (a ``config.json`` beside them is kept), a Lightning
+            ``.ckpt``, a torch file with ``{name: tensor}``, or a folder of DeepSpeed; local or any fsspec path that is
+            not a web address.
+        to: folder of the checkpoint to be, local or any fsspec path.
+        trust: read files whose objects run code when they are read. Off: refuse them. DeepSpeed's are read as data
+            either way.
+        overwrite: replace a checkpoint that is there; off: refuse if ``to`` exists.
+
+    Returns:
+        The checkpoint's path: a :class:`~pathlib.Path`, or a text if ``to`` is not on this machine.
+
+    Raises:
+        CheckpointError: if ``source`` is none of these, cannot be read, would need ``trust``, or holds what a
+            checkpoint cannot.
+    """
+    source, target = os.fspath(source), os.fspath(to)
+    if source.startswith(("http://", "https://")):
+        raise CheckpointError(f"{source} lies on a web server: download it first, then import the local file.")
+    taken = Folder(target)
+    if not overwrite and (taken.exists() or taken.is_file()):
+        raise CheckpointError(f"{target} exists already. Give another path, or overwrite=True (--overwrite).")
+    with understood(source, "Give another file."):
+        content = _content(source, trust)
+    write(content, target)
+    return target if "://" in target else Path(local_path(target))
+
+
+def _content(source: str, trust: bool) -> Content:
+    folder = Folder(source)
+    if folder.is_file() and folder.exists():
+        return _of_state_file(source)
+    if folder.is_file():
+        return _of_safetensors(source) if source.endswith(".safetensors") else _of_torch_file(source, trust)
+    if not folder.exists():
+        raise CheckpointError(f"{source} does not exist. Give {_KINDS}.")
+    names = folder.names()
+    if MANIFEST in names:
+        raise CheckpointError(f"{source} is a checkpoint of Trainwright already; copy it, or export it.")
+    if any(name.endswith(".safetensors") for name in names):
+        return _of_safetensors(source)
+    return _of_folder(source, names, trust)
+
+
+def _of_folder(source: str, names: Sequence[str], trust: bool) -> Content:
+    if is_deepspeed(source):
+        return of_deepspeed(source)
+    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if pickled:
+        raise CheckpointError(f"{source} is a folder with {', '.join(sorted(pickled)[:5])}; give one file of it.")
+    # A folder of torch.distributed.checkpoint: what must be said about it is said there.
+    return _of_torch_file(source, trust)
+
+
+def _of_state_file(source: str) -> Content:
+    """All of a run state that is one file, as a folder holds it."""
+    state = RunState.open(source)
+    assert isinstance(state.tree, dict)  # what cannot be read from the file would not be read from the folder either
+    streamed: dict[str, TensorParts] = {
+        key: StreamedTensor(state.shape(key), state.dtype(key), partial(state.read, key))
+        for key in state.keys()  # noqa: SIM118 - a source is no dict
+    }
+    return Content(state.plain_tree, streamed, dict(state.about))
+
+
+# ---- safetensors and Hugging Face -----------------------------------------------------------------------------------
+
+
+def _of_safetensors(source: str) -> Content:
+    tensors = SafetensorsFolder(source)
+    keys = list(tensors.keys())
+    state = {key: reference(f"weights/{key}") for key in keys}
+    facts = _hugging_face(tensors)
+    streamed: dict[str, TensorParts] = {
+        f"weights/{key}": StreamedTensor(tensors.shape(key), tensors.dtype(key), partial(tensors.read, key))
+        for key in keys
+    }
+    told = about("weights") | ({} if facts is None else {"hugging_face": [facts]})
+    return Content({WEIGHTS: state, "epoch": 0, "global_step": 0}, streamed, told)
+
+
+def _hugging_face(tensors: SafetensorsFolder) -> dict[str, Any] | None:
+    """What the files beside the weights say of a Hugging Face model; see :mod:`.hugging_face`."""
+    config = _json_beside(tensors, "config.json")
+    architectures = config.get("architectures") if config else None
+    if not config or not isinstance(architectures, list) or not architectures:
+        return None
+    return {
+        "prefix": "",
+        "class": str(architectures[0]),
+        "config": config,
+        "generation_config": _json_beside(tensors, "generation_config.json"),
+        "tied": [],
+        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "") or None,
+    }
+
+
+def _json_beside(tensors: SafetensorsFolder, name: str) -> dict[str, Any] | None:
+    folder = tensors.folder
+    if name not in folder.names():
+        return None
+    with understood(join_path(folder.path, name), "Remove or replace it."):
+        content = parse_json(folder.read(name))
+    return content if isinstance(content, dict) else None
+
+
+# ---- Lightning and torch --------------------------------------------------------------------------------------------
+
+
+def _of_torch_file(source: str, trust: bool) -> Content:
+    loaded = load_ordinary(source, trust=trust)
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(f"{source} holds a {type(loaded).__name__}, not a mapping of tensors. Give {_KINDS}.")
+    if isinstance(loaded.get(WEIGHTS), Mapping) and _LIGHTNING in loaded:
+        return _of_lightning(loaded)
+    weights = _weights_of(loaded, source)
+    encoder = Encoder()
+    tree = {WEIGHTS: encoder.weights(weights, "weights"), "epoch": 0, "global_step": 0}
+    return Content(tree, encoder.tensors, about("weights"))
+
+
+def _of_lightning(loaded: Mapping[str, Any]) -> Content:
+    encoder = Encoder()
+    tree = {key: encoder.entry(key, value) for key, value in with_cursors(loaded).items()}
+    kind = "run state" if "optimizer_states" in loaded else "weights"
+    told = about(kind, loaded.get("global_step", 0), loaded.get("epoch", 0))
+    told["versions"]["lightning"] = str(loaded[_LIGHTNING])
+    return Content(tree, encoder.tensors, told)
+
+
+def _weights_of(loaded: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    if loaded and all(isinstance(value, Tensor) for value in loaded.values()):
+        return loaded
+    nested = [key for key in _NESTED if isinstance(loaded.get(key), Mapping) and _has_tensors(loaded[key])]
+    if not nested and _has_tensors(loaded) and isinstance(loaded.get(_BESIDE), Mapping):
+        weights = {key: value for key, value in loaded.items() if isinstance(value, Tensor)}
+        _tell_left_out(source, "the weights at its top level", [key for key in loaded if key not in weights])
+        return weights
+    if not nested:
+        kinds = sorted({type(value).__name__ for value in loaded.values()})
+        raise CheckpointError(
+            f"{source} holds no weights that are found: values of the kinds {', '.join(kinds) or 'none'} under "
+            f"{', '.join(map(str, list(loaded)[:8]))}. Save {{name: tensor}} with torch.save, and import that."
+        )
+    _tell_left_out(source, f"the weights under {nested[0]!r}", [key for key in loaded if key != nested[0]])
+    found: Mapping[str, Any] = loaded[nested[0]]
+    return found
+
+
+def _tell_left_out(source: str, taken: str, others: Sequence[object]) -> None:
+    if others:
+        left_out = ", ".join(map(str, others))
+        warnings.warn(f"Of {source} {taken} are imported; left out: {left_out}.", stacklevel=3)
+
+
+def _has_tensors(values: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Tensor) for value in values.values())

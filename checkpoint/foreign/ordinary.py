@@ -1,0 +1,200 @@
+"""Checkpoint files of Lightning and of ``torch.save``, and folders of ``torch.distributed.checkpoint``.
+
+These formats contain pickles, which can run any code when they are loaded. Here nothing in them runs unless the caller
+says that the file is trusted, wherever it comes from; and what cannot be read so is refused, never read the other way.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from trainwright.checkpoint.foreign.unpickle import names_in, open_file, read_inert
+from trainwright.checkpoint.format.manifest import MANIFEST
+from trainwright.checkpoint.store.paths import is_remote, local_path, normal_path
+from trainwright.checkpoint.store.storage import Folder
+from trainwright.checkpoint.store.zip_files import open_zip
+from trainwright.core.errors import CheckpointError
+from trainwright.core.text.printable import one_line, shortened
+
+TRUST = (
+    "If, and only if, you trust whoever wrote it, load it by typing trust=true on the command line, or "
+    "weights_only=False in Python."
+)
+"""What to type so that a file may run code."""
+
+_DCP_METADATA = ".metadata"
+# What Lightning's FSDP and ModelParallel strategies save beside DCP's files, and what they call the module's weights.
+_LIGHTNING_METADATA = "meta.pt"
+_LIGHTNING_WEIGHTS = ("model", "state_dict")
+_LIGHTNING_OPTIMIZER = re.compile(r"optimizer_(\d+)")
+# How torch's safe reader says which class or function it would have had to call.
+_REFUSED = re.compile(r"GLOBAL (\S+) (?:was not|whose)")
+
+
+def load_ordinary(path: str | os.PathLike[str], *, trust: bool = False, map_location: Any = "cpu") -> dict[str, Any]:
+    """The dict that a file of Lightning or ``torch.save`` holds.
+
+    Args:
+        path: a file, local or any fsspec path, ``http(s)://`` included. Tensors of a local file are mapped from disk,
+            and read when they are used. With ``trust`` also a local folder of ``torch.distributed.checkpoint``.
+        trust: let the file run code while it is loaded, as ``weights_only=False`` of ``torch.load`` does. Off by
+            default.
+        map_location: as in ``torch.load``.
+
+    Returns:
+        What was saved. From a folder: its values nested as they were saved, with what Lightning saved beside them.
+
+    Raises:
+        CheckpointError: if there is no such path, it is damaged, holds no dict, or holds objects that only code of
+            theirs can rebuild and ``trust`` is off.
+    """
+    path = normal_path(path)
+    if _is_folder(path):
+        return _load_folder(path, trust, map_location)
+    with open_file(path) as file:
+        value = _load_file(path, file, trust, map_location)
+    if not isinstance(value, dict):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise CheckpointError(
+            f"{path} holds a {kind}, not a checkpoint: give a file that holds a dict, such as those of "
+            "Trainer.save_checkpoint or torch.save(module.state_dict(), path)."
+        )
+    return value
+
+
+def _load_file(path: str, file: BinaryIO, trust: bool, map_location: Any) -> Any:
+    unknown = set() if trust else names_in(path, file)
+    file.seek(0)
+    try:
+        # Bytes of a compressed record are not those of its tensor.
+        mapped = not is_remote(path) and _is_stored(file)
+        if mapped:
+            return torch.load(local_path(path), map_location, weights_only=not trust, mmap=True)
+        return torch.load(file, map_location, weights_only=not trust)
+    except Exception as error:
+        # Torch raises anything here: a bare EOFError, RuntimeError, KeyError, UnpicklingError.
+        raise _why(path, file, error, trust, unknown) from error
+
+
+def _is_stored(file: BinaryIO) -> bool:
+    """Whether a file is a zip archive whose records can be mapped into memory as they are."""
+    if not zipfile.is_zipfile(file):
+        stored = False
+    else:
+        with open_zip(file) as archive:
+            stored = all(info.compress_type == zipfile.ZIP_STORED for info in archive.infolist())
+    file.seek(0)
+    return stored
+
+
+def _why(path: str, file: BinaryIO, error: Exception, trust: bool, unknown: Collection[str]) -> CheckpointError:
+    """Tell a file that was refused from one that is damaged, by reading it without running anything."""
+    try:
+        read_inert(path, file)
+    except CheckpointError as damage:
+        return damage
+    if trust:
+        return CheckpointError(f"{path} could not be loaded: {type(error).__name__}: {shortened(one_line(str(error)))}")
+    named = _REFUSED.search(str(error))
+    name = named[1] if named else ", ".join(sorted(unknown)[:5])
+    if not name:
+        return CheckpointError(
+            f"{path} holds plain values, but in a form that torch's safe reader does not know (pickle protocol 3 or "
+            f"newer), so it was not loaded. Save it anew with torch.save(..., pickle_protocol=2). {TRUST}"
+        )
+    return CheckpointError(
+        f"{path} holds Python objects ({name}) that only calling what the file names can rebuild, and that can run any "
+        f"code, so it was not loaded. {TRUST} Better: save plain numbers, strings, dicts and tensors instead of such "
+        "objects."
+    )
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+
+
+def _is_folder(path: str) -> bool:
+    if path.startswith(("http://", "https://")):
+        return False
+    folder = Folder(path)
+    return folder.exists() and not folder.is_file()
+
+
+def _load_folder(path: str, trust: bool, map_location: Any) -> dict[str, Any]:
+    names = Folder(path).names()
+    if MANIFEST in names:
+        raise CheckpointError(f"{path} is a run state, not a file of Lightning: give it as ckpt_path as it is.")
+    if _DCP_METADATA not in names:
+        raise CheckpointError(
+            f"{path} is a folder without a {MANIFEST}: no checkpoint, or one that was never written to its end. Give "
+            "another checkpoint, or a file."
+        )
+    if not trust:
+        raise CheckpointError(
+            f"{path} is a folder of torch.distributed.checkpoint: its {_DCP_METADATA} is a pickle, which can run any "
+            f"code, so it was not loaded. {TRUST}"
+        )
+    if is_remote(path):
+        raise CheckpointError(f"{path}: such folders are read from this machine only. Download it first.")
+    try:
+        return _with_lightning_metadata(Path(local_path(path)), _read_dcp(path), map_location)
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{path} could not be loaded: {type(error).__name__}: {error}") from error
+
+
+def _read_dcp(path: str) -> dict[str, Any]:
+    """All of a folder of DCP, on one process, nested as it was saved."""
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    values: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+        for key, entry in metadata.state_dict_metadata.items()
+    }
+    load(values, storage_reader=reader, no_dist=True)
+    return _nested(values, metadata)
+
+
+def _nested(values: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """``values`` by the paths that their keys stood for."""
+    paths = metadata.planner_data or {}
+    root: dict[Any, Any] = {}
+    for key, value in values.items():
+        *parents, last = paths.get(key, (key,))
+        place = root
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return cast(dict[str, Any], _with_lists(root))
+
+
+def _with_lists(value: Any) -> Any:
+    # DCP names an item of a list by a number, and one of a dict by a text.
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _with_lists(item) for key, item in value.items()}
+    if inner and all(isinstance(key, int) for key in inner):
+        return [inner[key] for key in sorted(inner)]
+    return inner
+
+
+def _with_lightning_metadata(folder: Path, tree: dict[str, Any], map_location: Any) -> dict[str, Any]:
+    if not (folder / _LIGHTNING_METADATA).is_file():
+        return tree
+    beside = torch.load(folder / _LIGHTNING_METADATA, map_location, weights_only=False)
+    weights: dict[str, Any] = next((tree.pop(name) for name in _LIGHTNING_WEIGHTS if name in tree), {})
+    optimizers = sorted((name for name in tree if _LIGHTNING_OPTIMIZER.fullmatch(name)), key=_number)
+    states = [tree.pop(name) for name in optimizers]
+    return {**cast(dict[str, Any], beside), **tree, "state_dict": weights, "optimizer_states": states}
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("_")[2])

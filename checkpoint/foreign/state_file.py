@@ -1,0 +1,146 @@
+"""A run state in one ordinary file, as ``torch.save`` writes it.
+
+``torch.load(path)`` gives Lightning's dict of the run: ``state_dict``, ``optimizer_states``, ``callbacks``, ... The
+same file is a run state: further records of the archive hold its manifest and the JSON of
+``tree``, and each tensor is stored once for both. Our readers take these records alone, so
+nothing of the pickle is looked at, and every record is held against its hash first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch.distributed as dist
+
+from trainwright.checkpoint.exchange.distinct import from_rank, kin_of, to_first
+from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
+from trainwright.checkpoint.foreign.lightning_file import as_lightning
+from trainwright.checkpoint.foreign.torch_file import LazyTensor, TorchFileWriter
+from trainwright.checkpoint.format.boxes import StoredBox
+from trainwright.checkpoint.format.dcp import StoredMetadata, to_json
+from trainwright.checkpoint.format.records import MANIFEST, STATE, TENSORS, Manifest
+from trainwright.checkpoint.memory.held import HeldSource, HeldState
+from trainwright.checkpoint.read.run_state import holds_run_state
+from trainwright.checkpoint.store.fresh import fresh_path, refuse_full
+from trainwright.checkpoint.store.paths import file_system, is_remote, local_path, normal_path
+from trainwright.checkpoint.store.remote_files import RemoteOutput
+from trainwright.checkpoint.store.write_errors import write_error
+from trainwright.checkpoint.write.save import Content, end_alike
+from trainwright.core.errors import CheckpointError
+from trainwright.core.text.bounded import json_bytes
+
+
+def write_file(content: Content, path: str, group: dist.ProcessGroup | None = None) -> Manifest | None:
+    """Write a run state into one file and publish it; it blocks until it can be read. A collective.
+
+    The first rank writes all. It holds everything but what each rank has of its own, which the others send it.
+
+    Args:
+        content: what this rank holds.
+        path: of the file, local or any fsspec path. What is there is replaced once the new one is whole.
+        group: a gloo group of all ranks that nothing else uses meanwhile; ``None``: this process alone.
+
+    Returns:
+        What was published, on the first rank; ``None`` on the others.
+
+    Raises:
+        CheckpointError: on every rank, if it could not be written; what was there before is untouched.
+    """
+    source = _gathered(content, group)
+    manifest, problem = None, None
+    if source is not None:
+        try:
+            manifest = _write(source, content, normal_path(path))
+        except BaseException as error:  # the others must hear of it, or they would wait for this rank
+            problem = error
+    end_alike(problem, path, group)
+    return manifest
+
+
+def _gathered(content: Content, group: dist.ProcessGroup | None) -> HeldSource | None:
+    """On the first rank, what all ranks hold; ``None`` on the others."""
+    source = HeldSource(HeldState(0, content))
+    if group is None:
+        return source
+    is_first = dist.get_rank(group) == 0
+    known = from_rank(set(content.tensors) if is_first else None, 0, group)
+    own = pack({key: parts for key, parts in content.tensors.items() if key not in known})
+    kin = kin_of(own, group)
+    of_ranks = to_first(own, kin, group)
+    return source.joined([unpack(of_ranks[number]) for number in kin.of_rank]) if is_first else None
+
+
+def _write(source: HeldSource, content: Content, path: str) -> Manifest:
+    lazy = {
+        key: LazyTensor(key, source.shape(key), source.dtype(key), partial(source.read, key))
+        for key in source.keys()  # noqa: SIM118
+    }
+    tree, _ = as_lightning(source.tree)
+    with _new_file(path, sum(each.nbytes for each in lazy.values())) as file, TorchFileWriter(file) as writer:
+        names = writer.write(tree, tuple(lazy.values()))
+        stored = {key: _stored(each, names[key]) for key, each in lazy.items()}
+        writer.add(STATE, json_bytes(content.tree, f"The state of {path}"))
+        writer.add(TENSORS, to_json(stored))
+        manifest = Manifest(dict(writer.records))
+        about = {"bytes": manifest.num_bytes, "created": datetime.now(UTC).isoformat(timespec="milliseconds")}
+        manifest = replace(manifest, about={**content.about, **about})
+        writer.add(MANIFEST, manifest.to_bytes())
+    return manifest
+
+
+def _stored(tensor: LazyTensor, record: str) -> StoredMetadata:
+    box = StoredBox((0,) * len(tensor.shape), tensor.shape, record, tensor.key)
+    return StoredMetadata(tensor.shape, tensor.dtype, (box,))
+
+
+@contextmanager
+def _new_file(path: str, needed: int) -> Iterator[BinaryIO]:
+    """A file that is there whole at the end, or not at all."""
+    if not is_remote(path):
+        target = Path(local_path(path))
+        refuse_full(target, needed)
+        replaces = holds_run_state(path)  # also a folder, of a run under another layout
+        with fresh_path(target, overwrite=True, may_replace=lambda _: replaces) as pending, pending.open("wb") as file:
+            yield file
+        return
+    store, name = file_system(path)
+    try:
+        store.makedirs(store._parent(name), exist_ok=True)
+        output = RemoteOutput(store, name)
+        try:
+            yield cast(BinaryIO, _Stream(output))
+            output.seal()
+        finally:
+            output.abort()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise write_error(error, path, needed) from error
+
+
+class _Stream:
+    """An object of a store as a file that is written from its beginning to its end."""
+
+    def __init__(self, output: RemoteOutput) -> None:
+        self._output = output
+        self._at = 0
+
+    def write(self, data: Any) -> int:
+        """Append all of ``data``."""
+        block = memoryview(data)
+        self._output.write(block)
+        self._at += block.nbytes
+        return block.nbytes
+
+    def tell(self) -> int:
+        """Return the bytes written."""
+        return self._at
+
+    def flush(self) -> None:
+        """Nothing to do: the store decides when it sends."""

@@ -1,0 +1,214 @@
+"""Torch's file format (what ``torch.save`` writes), written one tensor at a time.
+
+``torch.save`` wants every tensor in memory. Here the objects are pickled first, with tensors that are still on disk
+standing in them, and then each tensor is read, written and forgotten. The file is an ordinary zip archive: ``data.pkl``
+and the bytes of each storage, uncompressed, aligned to 64 bytes so that they can be mapped into memory.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+from torch import Tensor
+
+from trainwright.checkpoint.format.records import FileRecord
+from trainwright.checkpoint.format.tensor_file import bytes_of
+from trainwright.core.errors import CheckpointError
+
+# Bytes; what `torch.save` aligns storages to.
+_ALIGNMENT = 64
+_ROOT = "archive"
+# A zip entry's local header without its name and extra fields, and the extra field that 64-bit sizes take (bytes).
+_LOCAL_HEADER = 30
+_SIZES_FIELD = 20
+# An extra field of a zip entry that readers skip; torch pads with the same one.
+_PADDING_FIELD = b"FB"
+
+
+@dataclass(frozen=True, eq=False)
+class LazyTensor:
+    """A tensor that is read only when its turn to be written has come.
+
+    Args:
+        key: tensors of one key are one: they are stored once and share memory when they are loaded.
+        shape: its shape.
+        dtype: its dtype.
+        read: gives the tensor, on the CPU.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_torch_file(file: BinaryIO, tree: Any) -> None:
+    """Write ``tree`` as ``torch.save`` would.
+
+    At most one lazy tensor is in memory at a time.
+
+    Args:
+        file: where to; a file that can seek gets a plain archive, another one an archive with trailing sizes.
+        tree: dicts, lists, tuples, numbers, texts, tensors and :class:`LazyTensor`. What else it holds is pickled and
+            may be more than ``torch.load(weights_only=True)`` takes.
+
+    Raises:
+        ValueError: if a lazy tensor turns out to be of another shape or dtype than it said.
+    """
+    with TorchFileWriter(file) as writer:
+        writer.write(tree)
+
+
+class TorchFileWriter:
+    """Writes one file of ``torch.save``, with records beside the tree that ``torch.load`` passes over.
+
+    Args:
+        file: see :func:`write_torch_file`.
+
+    Attributes:
+        records: what each record holds, by its name within the archive, ``/`` written as ``.``.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.records: dict[str, FileRecord] = {}
+        self._file = file
+        self._archive = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
+
+    def write(self, tree: Any, beside: Sequence[LazyTensor] = ()) -> dict[str, str]:
+        """Write ``tree``, and tensors that are not in it.
+
+        Returns:
+            Name of the record of each tensor, by its key.
+
+        Raises:
+            ValueError: if a lazy tensor turns out to be of another shape or dtype than it said.
+        """
+        pickled = io.BytesIO()
+        pickler = _TensorPickler(pickled)
+        pickler.dump(tree)
+        tensors = {**{lazy.key: lazy for lazy in beside}, **pickler.tensors}
+        # In the order of the numbers that the pickle has given.
+        tensors = {key: tensors[key] for key in dict.fromkeys((*pickler.tensors, *tensors))}
+        self.add("data.pkl", pickled.getvalue())
+        self.add("byteorder", sys.byteorder.encode())
+        for index, lazy in enumerate(tensors.values()):
+            self._write_storage(f"data/{index}", lazy)
+        self.add("version", b"3\n")
+        return {key: f"data.{index}" for index, key in enumerate(tensors)}
+
+    def add(self, name: str, data: bytes) -> None:
+        """Write a record of bytes."""
+        self._archive.writestr(zipfile.ZipInfo(f"{_ROOT}/{name}"), data)
+        self._record(name, memoryview(data))
+
+    def _write_storage(self, name: str, lazy: LazyTensor) -> None:
+        info = zipfile.ZipInfo(f"{_ROOT}/{name}")
+        info.file_size = lazy.nbytes
+        info.extra = _padding(self._file.tell() + _LOCAL_HEADER + len(info.filename) + _SIZES_FIELD)
+        with self._archive.open(info, "w", force_zip64=True) as entry:
+            tensor = lazy.read()
+            if tuple(tensor.shape) != lazy.shape or tensor.dtype != lazy.dtype:
+                raise ValueError(
+                    f"{lazy.key} was said to have shape {lazy.shape} and {lazy.dtype}; "
+                    f"it has {tuple(tensor.shape)} and {tensor.dtype}."
+                )
+            data = bytes_of(tensor.detach().contiguous())
+            entry.write(data)
+        self._record(name, data)
+
+    def _record(self, name: str, data: memoryview) -> None:
+        name = name.replace("/", ".")
+        self.records[name] = FileRecord(name, data.nbytes, xxhash.xxh3_128_hexdigest(data), rank=0)
+
+    def __enter__(self) -> TorchFileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._archive.close()
+
+
+def _padding(start: int) -> bytes:
+    """An extra field after which the data, else beginning at ``start``, begins at a multiple of the alignment."""
+    missing = -(start + len(_PADDING_FIELD) + 2) % _ALIGNMENT
+    return _PADDING_FIELD + struct.pack("<H", missing) + bytes(missing)
+
+
+@dataclass(frozen=True, eq=False)
+class _Storage:
+    """Stands for the storage of a tensor while the tree is pickled."""
+
+    kind: type
+    index: int
+    numel: int
+
+
+class _TensorPickler(pickle.Pickler):
+    """Pickles tensors, lazy or not, the way torch does, and keeps them for later.
+
+    Attributes:
+        tensors: what must be stored, by key, in the order of the storages' numbers.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.tensors: dict[str, LazyTensor] = {}
+        self._storages: dict[str, _Storage] = {}
+        self._typed = torch.storage._dtype_to_storage_type_map()
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Name the storage of a tensor instead of pickling it."""
+        if isinstance(obj, _Storage):
+            return ("storage", obj.kind, str(obj.index), "cpu", obj.numel)
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Pickle a tensor as a view of its storage."""
+        if isinstance(obj, Tensor):
+            obj = self._in_memory(obj)
+        if not isinstance(obj, LazyTensor):
+            return NotImplemented
+        strides = tuple(prod(obj.shape[dim + 1 :]) for dim in range(len(obj.shape)))
+        arguments: tuple[Any, ...] = (self._storage(obj), 0, obj.shape, strides, False, OrderedDict())
+        if obj.dtype in self._typed:
+            return torch._utils._rebuild_tensor_v2, arguments
+        return torch._utils._rebuild_tensor_v3, (*arguments, obj.dtype)
+
+    def _in_memory(self, tensor: Tensor) -> LazyTensor:
+        # Pickle asks once for each object, so a number of its own is name enough.
+        values = tensor.detach().to("cpu")
+        return LazyTensor(f"in memory {len(self.tensors)}", tuple(values.shape), values.dtype, lambda: values)
+
+    def _storage(self, lazy: LazyTensor) -> _Storage:
+        if lazy.key not in self._storages:
+            typed = self._typed.get(lazy.dtype)
+            kind = getattr(torch, typed) if typed is not None else torch.storage.UntypedStorage
+            numel = prod(lazy.shape) if typed is not None else lazy.nbytes
+            self._storages[lazy.key] = _Storage(kind, len(self.tensors), numel)
+            self.tensors[lazy.key] = lazy
+        return self._storages[lazy.key]
+
+
+def check_torch_file(path: Path) -> None:
+    """Raise :class:`CheckpointError` unless ``torch.load(weights_only=True)`` reads the file. Tensors are not read."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"torch.load(weights_only=True) does not take what was to be written: {error}") from error

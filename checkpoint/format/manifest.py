@@ -1,0 +1,252 @@
+"""The manifest of a checkpoint: reading it, and holding the files against it before anything of them is used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import xxhash
+
+from trainwright.checkpoint.format.records import (
+    MANIFEST,
+    VERSION,
+    FileRecord,
+    Manifest,
+    ManifestError,
+    list_from_bytes,
+)
+from trainwright.checkpoint.store.paths import is_remote, normal_path, split_path
+from trainwright.checkpoint.store.storage import Folder
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint
+
+__all__ = ["MANIFEST", "VERSION", "FileRecord", "Manifest", "read_manifest", "read_whole", "records_of", "verify"]
+
+_BLOCK = 1 << 20
+_THREADS = 8
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of the checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: if there is no such folder, it was not completely written, a newer version of this package
+            wrote it, or it cannot be read.
+        DamagedCheckpoint: if any bit of the manifest has changed.
+    """
+    folder = Folder(path)
+    if not folder.exists():
+        raise _nothing_there(folder)
+    if not folder.has(MANIFEST):
+        raise CheckpointError(
+            f"{folder.path} has no {MANIFEST}: it was not completely written, or is no checkpoint. Give another one."
+        )
+    try:
+        return Manifest.from_bytes(folder.read(MANIFEST))
+    except ManifestError as error:
+        raise DamagedCheckpoint(folder.path, [f"{MANIFEST} (written by rank 0): {error}"]) from error
+    except CheckpointError as error:
+        raise error if folder.path in str(error) else CheckpointError(f"{folder.path}: {error}") from error
+
+
+def read_whole(folder: Folder, record: FileRecord) -> bytes:
+    """All bytes of a file that are as they were written.
+
+    Raises:
+        DamagedCheckpoint: if they are not.
+        CheckpointError: if the file cannot be read.
+    """
+    data = folder.read(record.name)
+    if len(data) != record.size:
+        raise DamagedCheckpoint(folder.path, [_named(record, _wrong_size(len(data), record.size))])
+    digest = xxhash.xxh3_128_hexdigest(data)
+    if digest != record.hash:
+        raise DamagedCheckpoint(folder.path, [_named(record, _changed(digest, record.hash))])
+    return data
+
+
+def records_of(path: str | os.PathLike[str], manifest: Manifest, name: str | None = None) -> list[FileRecord]:
+    """The records of all files of a checkpoint, those that its lists hold too.
+
+    Args:
+        path: of the checkpoint.
+        manifest: of it.
+        name: of a list: its records alone.
+
+    Raises:
+        DamagedCheckpoint: if a list is not as it was written.
+    """
+    folder = Folder(path, manifest)
+    if name is None:
+        listed = [record for each in manifest.lists for record in records_of(path, manifest, each)]
+        return [*manifest.files.values(), *listed]
+    record = manifest.files[name]
+    try:
+        found = list_from_bytes(read_whole(folder, record), manifest.token)
+    except ManifestError as error:
+        raise DamagedCheckpoint(folder.path, [_named(record, str(error))]) from error
+    held = (len(found), sum(each.size for each in found))
+    if held != tuple(manifest.lists[name]):
+        problem = f"it tells of {held[0]} files of {held[1]} bytes, and {MANIFEST} says {tuple(manifest.lists[name])}"
+        raise DamagedCheckpoint(folder.path, [_named(record, problem)])
+    return found
+
+
+def verify(
+    path: str | os.PathLike[str],
+    manifest: Manifest | None = None,
+    part: tuple[int, int] = (0, 1),
+    deep: bool = True,
+) -> list[str]:
+    """Hold the files of a checkpoint against its manifest.
+
+    Args:
+        path: of the checkpoint.
+        manifest: as read before; ``None``: read it.
+        part: ``(index, count)``: look at one of ``count`` files, the ``index``-th part of them. With a rank and the
+            world size, the ranks share the work; each reads those lists of files alone that its part is in.
+        deep: read and hash every byte; off: sizes only.
+
+    Returns:
+        One text for each file that is not as written, naming it, the rank that wrote it and what is wrong. Files that
+        the manifest does not name are no problem. The files of a list that is damaged are not looked at.
+
+    Raises:
+        CheckpointError, DamagedCheckpoint: as :func:`read_manifest`; and if the folder cannot be listed.
+    """
+    index, count = part
+    if not 0 <= index < count:
+        raise ValueError(f"part must be (index, count) with 0 <= index < count, not {part}")
+    manifest = read_manifest(path) if manifest is None else manifest
+    folder = Folder(path, manifest)
+    if not folder.exists():
+        raise _nothing_there(folder)
+    mine, known, unreadable = _part_of(folder, manifest, part)
+    sizes = folder.sizes() if count == 1 or not manifest.lists else _sizes_of(folder, mine)
+    check = _Check(folder, known, deep, sizes)
+    # Reading and hashing leave Python's lock to other threads.
+    with ThreadPoolExecutor(max(1, min(_THREADS, len(mine), os.cpu_count() or 1))) as pool:
+        found = {record.name: problem for record, problem in zip(mine, pool.map(check.problem, mine), strict=True)}
+    return [problem for problem in {**unreadable, **{k: v for k, v in found.items() if v}}.values() if problem]
+
+
+def _part_of(
+    folder: Folder, manifest: Manifest, part: tuple[int, int]
+) -> tuple[list[FileRecord], list[FileRecord], dict[str, str]]:
+    """The records of a part of the files; all that were read to find them; and lists that cannot be read, with why."""
+    index, count = part
+    records = sorted(manifest.files.values(), key=lambda record: record.name)
+    known, mine, unreadable = list(records), records[index::count], {}
+    # Of what the lists name, each has a row of neighbours, which are in few lists.
+    total = sum(each.files for each in manifest.lists.values())
+    first, last = (total * place // count for place in (index, index + 1))
+    begin = 0
+    for name, listed in sorted(manifest.lists.items()):
+        wanted = slice(max(0, first - begin), max(0, last - begin))
+        begin += listed.files
+        if wanted.start >= listed.files or wanted.stop <= wanted.start:
+            continue
+        try:
+            found = records_of(folder.path, manifest, name)
+        except CheckpointError as error:
+            unreadable[name] = error.problems[0] if isinstance(error, DamagedCheckpoint) else str(error)
+            mine += [] if manifest.files[name] in mine else [manifest.files[name]]
+        else:
+            known += found
+            mine += found[wanted]
+    return mine, known, unreadable
+
+
+def _sizes_of(folder: Folder, records: Iterable[FileRecord]) -> dict[str, int]:
+    """Bytes of some files by their names in the folder, without listing those of all ranks."""
+    found = {}
+    for record in records:
+        if folder.has(record.name):
+            found[record.file] = folder.size(record.name)
+    return found
+
+
+class _Check:
+    """One pass over the files of one checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        records: of files that may have been exchanged with another.
+        deep: whether to read every byte.
+        sizes: of the files that are there.
+    """
+
+    def __init__(self, folder: Folder, records: Sequence[FileRecord], deep: bool, sizes: Mapping[str, int]) -> None:
+        self._folder = folder
+        self._records = records
+        self._sizes = sizes
+        self._deep = deep
+
+    def problem(self, record: FileRecord) -> str | None:
+        """What is wrong with a file; ``None``: nothing."""
+        what = self._what(record)
+        return None if what is None else _named(record, what)
+
+    def _what(self, record: FileRecord) -> str | None:
+        size = self._sizes.get(record.file)
+        if size is None:
+            return "missing"
+        if size == 0 and record.size:
+            return f"empty: 0 bytes of {record.size}"
+        if not self._deep:
+            return None if size == record.size else _wrong_size(size, record.size)
+        like_size = [other for other in self._records if other.size == size]
+        if size != record.size and not like_size:
+            return _wrong_size(size, record.size)
+        try:
+            digest, size = self._digest(record)
+        except CheckpointError as error:
+            return str(error)
+        if (digest, size) == (record.hash, record.size):
+            return None
+        return _swapped(like_size, digest) or (
+            _wrong_size(size, record.size) if size != record.size else _changed(digest, record.hash)
+        )
+
+    def _digest(self, record: FileRecord) -> tuple[str, int]:
+        """Hash and size of what is read, whatever the folder says of its size."""
+        digest, size = xxhash.xxh3_128(), 0
+        block = memoryview(bytearray(_BLOCK))
+        with self._folder.open(record.name) as file:
+            while got := file.readinto(block):  # type: ignore[attr-defined]
+                digest.update(block[:got])
+                size += got
+        return digest.hexdigest(), size
+
+
+def _named(record: FileRecord, what: str) -> str:
+    stored = f", stored as {record.file}" if record.stored else ""
+    return f"{record.name} (written by rank {record.rank}{stored}): {what}"
+
+
+def _changed(digest: str, was: str) -> str:
+    return f"changed content: its hash is {digest}, and was {was}"
+
+
+def _wrong_size(size: int, expected: int) -> str:
+    return f"{'truncated' if size < expected else 'too long'}: {size} bytes, and had {expected}"
+
+
+def _swapped(candidates: Iterable[FileRecord], digest: str) -> str | None:
+    for other in candidates:
+        if other.hash == digest:
+            return f"holds what rank {other.rank} wrote as {other.name}: two files were swapped, or one was copied over"
+    return None
+
+
+def _nothing_there(folder: Folder) -> CheckpointError:
+    if folder.is_file():
+        return CheckpointError(f"{folder.path} is a file; a checkpoint is a folder with a {MANIFEST} in it.")
+    parent, name = split_path(folder.path)
+    near: list[str] = []
+    with suppress(OSError):
+        near = [] if is_remote(folder.path) else sorted(os.listdir(parent))
+    shown = [entry for entry in near if os.path.isfile(os.path.join(parent, entry, MANIFEST)) and entry[0] != "."]
+    there = f" In {parent} there are: {', '.join(shown[-8:])}." if shown else f" There is none in {parent} at all."
+    return CheckpointError(f"There is no checkpoint {normal_path(folder.path)}.{there}")

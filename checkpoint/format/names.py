@@ -1,0 +1,191 @@
+"""Which tensor of a file belongs to which tensor of a module, when the two do not have the same names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from trainwright.checkpoint.format.source import TensorSource
+from trainwright.core.errors import CheckpointError
+
+Shape = tuple[int, ...]
+
+# Parts of names that wrappers add and that name no module of the user's.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"})
+# Names from which the prefixes are guessed, and prefixes that are then tried on all names.
+_SAMPLE = 64
+_TRIED = 16
+# Names shown of each kind of leftover; the rest is counted.
+_SHOWN = 8
+
+
+def match_names(
+    module_names: Mapping[str, Shape],
+    source: TensorSource,
+    *,
+    tied: Iterable[Collection[str]] = (),
+    strict: bool = True,
+    where: str = "the file",
+    say: Callable[[str], object] | None = None,
+) -> dict[str, str]:
+    """For each tensor of a module, the key in ``source`` to load it from.
+
+    Names agree exactly, or after one prefix on either side that is the same for all: ``model.`` before the names of a
+    Hugging Face file, ``module.`` before those of a file that another tool wrote. What compilers and wrappers add to
+    names (``_orig_mod.`` and the like) does not count.
+
+    Args:
+        module_names: name -> shape of each tensor of the module.
+        source: where the tensors are.
+        tied: groups of names that are one tensor. A group is complete when the source has any of its names.
+        strict: whether every tensor must find its other half. ``False`` leaves out what does not.
+        where: the source in words, for messages.
+        say: is told what ``strict=False`` left out on either side; ``None``: nobody.
+
+    Returns:
+        Name in the module -> key in the source; names in the order of ``module_names``.
+
+    Raises:
+        CheckpointError: if two prefixes fit equally well, if two keys fit one name, if no name fits at all, or
+            (``strict``) if something is missing, unexpected or of another shape.
+    """
+    match = _Match.best(module_names, source, where)
+    pairs = match.pairs()
+    _add_tied(pairs, module_names, tied)
+    found = {name: pairs[name] for name in module_names if name in pairs}
+    wrong = [name for name, key in found.items() if tuple(source.shape(key)) != tuple(module_names[name])]
+    missing = [name for name in module_names if name not in found]
+    unexpected = [key for key in source.keys() if key not in set(found.values())]  # noqa: SIM118 - a source is no dict
+    shapes = [f"{n}: {tuple(module_names[n])}, in the file {tuple(source.shape(found[n]))}" for n in wrong]
+    left = _leftovers(missing, unexpected, shapes)
+    fits_some = len(wrong) < len(found)
+    if not fits_some or (strict and left):
+        raise CheckpointError(_refusal(where, left, fits_some))
+    if left and say is not None:
+        say(f"{where} was loaded in part; not loaded:{left}")
+    return {name: key for name, key in found.items() if name not in set(wrong)}
+
+
+def tied_names(module: nn.Module) -> list[tuple[str, ...]]:
+    """Groups of names in ``module.state_dict()`` that are one parameter or buffer, the first name first."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):  # get_extra_state may give anything
+            groups.setdefault(id(tensor), []).append(name)
+    return [tuple(names) for names in groups.values() if len(names) > 1]
+
+
+@dataclass(frozen=True)
+class _Match:
+    """One way to pair names: both without their prefix are equal.
+
+    Args:
+        names: plain name -> name in the module.
+        keys: plain name -> key in the source.
+        name_prefix: what a name in the module has before the common part.
+        key_prefix: the same of a key in the source.
+    """
+
+    names: Mapping[str, str]
+    keys: Mapping[str, str]
+    name_prefix: str
+    key_prefix: str
+
+    @classmethod
+    def best(cls, module_names: Mapping[str, Shape], source: TensorSource, where: str) -> _Match:
+        names, keys = _plain(module_names, "the module"), _plain(source.keys(), where)
+        candidates = [cls(names, keys, *prefixes) for prefixes in _prefixes(list(names), list(keys))]
+        ranked = sorted((m for m in candidates if m.is_plausible), key=lambda m: m._rank(module_names, source))
+        if not ranked:
+            return cls(names, keys, "", "")
+        first, second = ranked[0], ranked[1] if len(ranked) > 1 else None
+        if second is not None and first._rank(module_names, source) == second._rank(module_names, source):
+            raise CheckpointError(
+                f"The tensors of {where} fit the module in more than one way: {first} or {second}. Give a source whose "
+                "names say which: the module's own names, as state_dict() has them."
+            )
+        return first
+
+    def __str__(self) -> str:
+        return f"{self.key_prefix or ''}* as {self.name_prefix or ''}*"
+
+    @property
+    def is_plausible(self) -> bool:
+        """A prefix on both sides is a guess, which only a match of all of one side makes certain."""
+        pairs = self.pairs()
+        if not (self.name_prefix and self.key_prefix):
+            return bool(pairs)
+        return len(pairs) in (len(self.names), len(self.keys))
+
+    def pairs(self) -> dict[str, str]:
+        """Name in the module -> key in the source."""
+        return {
+            name: self.keys[self.key_prefix + plain[len(self.name_prefix) :]]
+            for plain, name in self.names.items()
+            if plain.startswith(self.name_prefix) and self.key_prefix + plain[len(self.name_prefix) :] in self.keys
+        }
+
+    def _rank(self, module_names: Mapping[str, Shape], source: TensorSource) -> tuple[int, int]:
+        """Lower is better: pairs of equal shape, then prefixes left away."""
+        pairs = self.pairs().items()
+        fitting = sum(tuple(source.shape(key)) == tuple(module_names[name]) for name, key in pairs)
+        return -fitting, bool(self.name_prefix) + bool(self.key_prefix)
+
+
+def _plain(names: Iterable[str], where: str) -> dict[str, str]:
+    """Name without what wrappers added -> name."""
+    plain: dict[str, str] = {}
+    for name in names:
+        short = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        if short in plain:
+            raise CheckpointError(f"{plain[short]} and {name} of {where} are the same but for wrappers; keep one.")
+        plain[short] = name
+    return plain
+
+
+def _prefixes(names: Sequence[str], keys: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Pairs of prefixes worth trying; that both sides are equal as they are comes first."""
+    yield "", ""
+    by_ending: dict[str, list[str]] = {}
+    for name in names:
+        for ending in _endings(name):
+            by_ending.setdefault(ending, []).append(name)
+    votes: Counter[tuple[str, str]] = Counter()
+    for key in keys[:: max(1, len(keys) // _SAMPLE)]:
+        shared = next((ending for ending in _endings(key) if ending in by_ending), None)
+        if shared is not None:
+            votes.update((name.removesuffix(shared), key.removesuffix(shared)) for name in by_ending[shared])
+    yield from (pair for pair, _ in votes.most_common(_TRIED) if pair != ("", ""))
+
+
+def _endings(name: str) -> Iterator[str]:
+    """What remains of a name when its first parts are left away, longest first."""
+    parts = name.split(".")
+    return (".".join(parts[first:]) for first in range(len(parts)))
+
+
+def _add_tied(pairs: dict[str, str], module_names: Mapping[str, Shape], tied: Iterable[Collection[str]]) -> None:
+    for group in tied:
+        found = next((pairs[name] for name in group if name in pairs), None)
+        if found is not None:
+            pairs.update({name: found for name in group if name not in pairs and name in module_names})
+
+
+def _leftovers(missing: Sequence[str], unexpected: Sequence[str], wrong: Sequence[str]) -> str:
+    """One line for each kind of them, at most a screenful; empty when there are none."""
+    text = ""
+    for title, items in (("missing", missing), ("unexpected", unexpected), ("of another shape", wrong)):
+        if items:
+            text += f"\n  {title} ({len(items)}): " + "; ".join(items[:_SHOWN])
+            text += f"; and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return text
+
+
+def _refusal(where: str, left: str, some_fit: bool) -> str:
+    text = f"The tensors of {where} are not those of the module:{left}"
+    if not some_fit:
+        return text + "\nNo tensor fits: give weights of this module's architecture."
+    return text + "\nTo load what fits and keep the module's initial values for the rest, say strict=false."

@@ -1,0 +1,184 @@
+"""A run state that one rank holds in memory, and what it reads like."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.checkpoint.format.parts import Part, TensorParts
+from trainwright.checkpoint.format.tree import decode
+from trainwright.checkpoint.read.run_state import StoredTensor
+from trainwright.checkpoint.write.save import Content
+from trainwright.core.errors import CheckpointError
+from trainwright.core.text.bounded import understood
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """What a rank contributed to the state of one step; a Trainer goes on from it with ``fit(..., ckpt_path=held)``.
+
+    Args:
+        step: optimizer steps done.
+        content: its tree and its boxes of tensors; the boxes lie in memory that a later copy overwrites, see who made
+            it.
+        copied: a CUDA event that is reached when the copy is there; ``None``: it is.
+    """
+
+    step: int
+    content: Content
+    copied: Any = None
+
+    def __repr__(self) -> str:
+        return f"the copy in memory of step {self.step}"  # for messages, where else a path stands
+
+    def wait(self) -> None:
+        """Block until the copy is there; at once where nothing came from a CUDA device."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
+PENDING = HeldState(0, Content({}, {}, {}))
+"""In place of a state that a rank is given by others once it is set up, see ``joins`` of its strategy."""
+
+
+class HeldSource:
+    """A :class:`HeldState` opened for reading, as ``RunState`` is one on disk.
+
+    A ``TensorSource`` of what this rank holds: it serves the layout that it was
+    made under, and others in which this rank holds nothing more, such as fewer or more replicas.
+
+    Args:
+        held: a state that is complete, see ``complete`` of ``strategy.run_state``.
+    """
+
+    def __init__(self, held: HeldState) -> None:
+        held.wait()
+        self.path = str(held)
+        self._content = held.content
+        self._tensors: Mapping[str, TensorParts] = held.content.tensors
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What a manifest would say of the state."""
+        return self._content.about
+
+    @cached_property
+    def tree(self) -> dict[str, Any]:
+        """Everything that is not a tensor; a :class:`StoredTensor` stands where one is."""
+        with understood(self.path, "Resume from the newest checkpoint on disk with ckpt_path=last."):
+            tree: dict[str, Any] = decode(self._content.tree, lambda key: StoredTensor(self, key))
+        return tree
+
+    def keys(self) -> Collection[str]:
+        """Names of the tensors of which this rank holds something."""
+        return self._tensors.keys()
+
+    def keys_under(self, prefix: str) -> list[str]:
+        """Those that begin with ``prefix``."""
+        return [key for key in self._tensors if key.startswith(prefix)]
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of the whole tensor.
+
+        Raises:
+            CheckpointError: if this rank holds nothing of it.
+        """
+        return self._parts(key).shape
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Its dtype.
+
+        Raises:
+            CheckpointError: if this rank holds nothing of it.
+        """
+        return self._parts(key).dtype
+
+    def read(self, key: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        """A copy of a box of a tensor, see :class:`~trainwright.checkpoint.format.source.TensorSource`.
+
+        Raises:
+            CheckpointError: if this rank does not hold all of it.
+        """
+        parts = self._parts(key)
+        offsets = tuple(offsets) if offsets is not None else (0,) * len(parts.shape)
+        rest = tuple(length - offset for length, offset in zip(parts.shape, offsets, strict=True))
+        target = torch.empty(tuple(sizes) if sizes is not None else rest, dtype=parts.dtype)
+        self.fill({key: TensorParts(parts.shape, parts.dtype, [(offsets, target)])})
+        return target
+
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, TensorParts]) -> None:
+        """Copy into the boxes of ``tensors``, in place, converted to their dtype and device.
+
+        Raises:
+            CheckpointError: if this rank does not hold all of what is wanted; what came before it is copied then.
+        """
+        for key, wanted in tensors.items():
+            held = self._parts(key)
+            if held.shape != wanted.shape:
+                raise CheckpointError(f"{self.path}: {key} of shape {wanted.shape} was asked for, it has {held.shape}.")
+            for part in wanted.parts:
+                copied = sum(_copy_common(part, own) for own in held.parts)
+                if copied != part[1].numel():
+                    raise self._not_held(f"{copied} of the {part[1].numel()} elements of {key} at {part[0]}")
+
+    # ---- what several ranks hold parts of --------------------------------------------------------------------------
+
+    def is_whole(self, key: str) -> bool:
+        """Whether this rank holds all of a tensor."""
+        parts = self._parts(key)
+        return sum(tensor.numel() for _, tensor in parts.parts) == math.prod(parts.shape)
+
+    def parts(self) -> dict[str, TensorParts]:
+        """What this rank holds, without what is its own alone."""
+        # A view that is sent takes along the whole memory that it is in.
+        return {key: parts.map(Tensor.clone) for key, parts in self._tensors.items() if not key.startswith("rank/")}
+
+    def joined(self, of_ranks: Sequence[Mapping[str, TensorParts]]) -> HeldSource:
+        """The same state with what other ranks hold of its tensors.
+
+        Args:
+            of_ranks: :meth:`parts` of every rank.
+        """
+        tensors = dict(self._tensors)
+        for key, parts in (item for rank in of_ranks for item in rank.items()):
+            own = tensors.get(key)
+            known = {} if own is None else dict(own.parts)
+            more = [(offsets, box) for offsets, box in parts.parts if offsets not in known]
+            tensors[key] = TensorParts(parts.shape, parts.dtype, [*known.items(), *more])
+        joined = copy.copy(self)
+        joined.__dict__.pop("tree", None)  # its tensors are to be read from here
+        joined._tensors = tensors
+        return joined
+
+    def _parts(self, key: str) -> TensorParts:
+        if key not in self._tensors:
+            raise self._not_held(f"nothing of {key}")
+        return self._tensors[key]
+
+    def _not_held(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path[0].upper()}{self.path[1:]} holds {what} on this rank. A rank can go on in memory where it "
+            "holds what it held before (the same layout, or another number of replicas); resume from a checkpoint on "
+            "disk, which serves any layout."
+        )
+
+
+def _copy_common(target: Part, source: Part) -> int:
+    """Copy the box that two boxes have in common; the number of its elements."""
+    into, of = [], []
+    for start, length, other, extent in zip(target[0], target[1].shape, source[0], source[1].shape, strict=True):
+        first, last = max(start, other), min(start + length, other + extent)
+        if first >= last:
+            return 0
+        into.append(slice(first - start, last - start))
+        of.append(slice(first - other, last - other))
+    target[1][tuple(into)].copy_(source[1][tuple(of)])
+    return math.prod(piece.stop - piece.start for piece in into)

@@ -1,0 +1,328 @@
+"""The last state in the memory of the rank that it belongs to and of one more, so that a lost rank can have it back.
+
+Reading from a neighbour's memory takes a moment where a file system takes minutes, so such copies can be made far more
+often than checkpoints; they end with the job, so they do not replace them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainwright.checkpoint.exchange.distinct import of_all_ranks, problems_of_ranks
+from trainwright.checkpoint.format.dtypes import dtype_named
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.memory.held import HeldState
+from trainwright.checkpoint.write.save import Content
+from trainwright.checkpoint.write.staging import Arena, Slot, Staged, Staging
+from trainwright.core.errors import CheckpointError
+from trainwright.core.text.bounded import parse_json
+
+# What one message carries at most; larger ones are cut, so that no counter of the network's has to hold them.
+_MESSAGE = 2**30
+# Containers of a state within each other, twice: each is encoded as an object around a list.
+_DEEPEST = 400
+
+
+class _Generation:
+    """One state of this rank and one of the rank it keeps a copy for, with memory for both."""
+
+    def __init__(self) -> None:
+        self.staging = Staging()
+        self.arena = Arena()
+        self.own: HeldState | None = None
+        self.guest: tuple[int, Tensor, Tensor] | None = None  # step, header, block
+
+    def clear(self) -> None:
+        self.own = self.guest = None
+
+
+class NeighbourCopies:
+    """Keeps the last state of every rank in its own memory and in that of another rank.
+
+    Rank r's copy is kept by rank ``r + distance`` (modulo the number of ranks). Two generations are held: while one is
+    being made, the one before stays whole on all ranks, so an interruption at any instant leaves a state that can be
+    restored. That takes host memory of about four times the state that a rank holds.
+
+    Args:
+        make_group: makes a gloo group of all ranks that nothing else uses (or gives ``None`` where this process is
+            alone); called once, on all ranks, when first needed.
+        distance: ``None``: the ranks of one node (``LOCAL_WORLD_SIZE``), so that a lost node loses no copy; 1 where
+            there is one node only.
+
+    Raises:
+        ValueError: if ``distance`` is less than 1.
+    """
+
+    def __init__(self, make_group: Callable[[], dist.ProcessGroup | None], distance: int | None = None) -> None:
+        if distance is not None and distance < 1:
+            raise ValueError(f"NeighbourCopies(distance={distance}) (allowed: 1 or more ranks, or None)")
+        self._make_group = make_group
+        self._given_distance = distance
+        self._ring: _Ring | None = None
+        self._generations = [_Generation(), _Generation()]
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory that are held."""
+        return sum(g.staging.num_bytes + g.arena.num_bytes for g in self._generations)
+
+    def steps(self) -> list[int]:
+        """Steps of which this rank holds its own state, newest first."""
+        return sorted((g.own.step for g in self._generations if g.own is not None), reverse=True)
+
+    def save(self, content: Content, step: int) -> None:
+        """Copy this rank's state and send it to its keeper in a thread. A collective.
+
+        Args:
+            content: everything that this rank holds; it may change as soon as this returns.
+            step: optimizer steps done.
+
+        Raises:
+            CheckpointError: on every rank, if the copy before failed.
+        """
+        self.wait()
+        ring = self._connect()
+        generation = self._oldest()
+        generation.clear()
+        problem: BaseException | None = None
+        staged: Staged | None = None
+        try:
+            staged = generation.staging.stage(content.tensors)
+        except Exception as error:  # no memory; the others must hear of it
+            problem = error
+
+        def run() -> None:
+            try:
+                self._exchange(ring, generation, content, staged, step, problem)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="trainwright-copy", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until no copy is on its way; whether that is so after ``timeout`` seconds (``None``: no limit).
+
+        Raises:
+            CheckpointError: if the copy failed.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return False
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise CheckpointError(f"The copy in memory failed; the one before is whole: {error}") from error
+        return True
+
+    def restore(self, have: bool = True) -> HeldState | None:
+        """The newest state of which every rank or its keeper holds its part. A collective.
+
+        Args:
+            have: ``False``: what this rank holds of its own must not be used; it gets its part from its keeper. (What
+                it keeps for another rank still counts.)
+
+        Returns:
+            This rank's part; ``None`` on every rank if there is no such state.
+        """
+        with suppress(CheckpointError):  # an interrupted copy is what this is for
+            self.wait()
+        ring = self._connect()
+        own = {g.own.step: g for g in self._generations if g.own is not None and have}
+        guests = {g.guest[0]: g for g in self._generations if g.guest is not None}
+        offers = ring.gather((sorted(own), sorted(guests)))
+        step = _newest_common(offers, ring.distance)
+        if step is None:
+            return None
+        for generation in self._generations:
+            if generation.own is not None and generation.own.step > step:
+                generation.clear()  # not everybody has it; what all fall back to must not be overwritten before it
+        lacking = [rank for rank, (steps, _) in enumerate(offers) if step not in steps]
+        packed = guests[step].guest[1:] if step in guests else None  # type: ignore[index]
+        received = ring.give_back(lacking, packed)
+        if received is None:
+            held = own[step].own
+            assert held is not None
+            return held
+        return self._take_back(*received)
+
+    def release(self) -> None:
+        """Forget every copy and give the memory back."""
+        self.wait()
+        self._generations = [_Generation(), _Generation()]
+
+    def _connect(self) -> _Ring:
+        if self._ring is None:
+            self._ring = _Ring(self._make_group(), self._given_distance)
+        return self._ring
+
+    def _oldest(self) -> _Generation:
+        """The generation to overwrite: what is not whole, else what is older."""
+        return min(self._generations, key=lambda g: -1 if g.own is None else g.own.step)
+
+    def _exchange(
+        self,
+        ring: _Ring,
+        generation: _Generation,
+        content: Content,
+        staged: Staged | None,
+        step: int,
+        problem: BaseException | None,
+    ) -> None:
+        header = torch.empty(0, dtype=torch.uint8)
+        if staged is not None:
+            staged.wait()
+            header = pack(content, staged.slots, step)
+        ring.agree(problem)
+        assert staged is not None
+        generation.own = HeldState(step, replace(content, tensors=staged.tensors))
+        if ring.size > 1:
+            generation.guest = (step, *ring.exchange((header, staged.block), generation.arena))
+        ring.agree(None)  # now the generation before may be overwritten, by whoever is the first to save again
+
+    def _take_back(self, header: Tensor, block: Tensor) -> HeldState:
+        held = unpack(header, block)
+        generation = next((g for g in self._generations if g.own is not None and g.own.step == held.step), None)
+        generation = generation or self._oldest()
+        generation.own = held
+        return held
+
+
+def _newest_common(offers: list[tuple[list[int], list[int]]], distance: int) -> int | None:
+    """The newest step that each rank or its keeper offers."""
+    common: set[int] | None = None
+    for rank, (own, _) in enumerate(offers):
+        kept = offers[(rank + distance) % len(offers)][1] if len(offers) > 1 else []
+        steps = {*own, *kept}
+        common = steps if common is None else common & steps
+    return max(common) if common else None
+
+
+class _Ring:
+    """Messages between a rank, its keeper, and the rank that it keeps a copy for."""
+
+    def __init__(self, group: dist.ProcessGroup | None, distance: int | None) -> None:
+        self._group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self._rank = 0 if group is None else dist.get_rank(group)
+        if distance is None:
+            distance = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.distance = distance % self.size or min(1, self.size - 1)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank."""
+        return [value] if self._group is None else of_all_ranks(value, self._group)
+
+    def agree(self, problem: BaseException | None) -> None:
+        """Raise on every rank if one has a problem."""
+        found = problems_of_ranks(None if problem is None else str(problem) or type(problem).__name__, self._group)
+        if found:
+            raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in found.items())) from problem
+
+    def exchange(self, own: tuple[Tensor, Tensor], arena: Arena) -> tuple[Tensor, Tensor]:
+        """Send what is this rank's to its keeper; get what this rank is to keep, the second part into ``arena``."""
+        keeper, kept = (self._rank + self.distance) % self.size, (self._rank - self.distance) % self.size
+        sizes = torch.tensor([part.numel() for part in own])
+        theirs = torch.empty_like(sizes)
+        for pending in (*self._start(dist.isend, sizes, keeper), *self._start(dist.irecv, theirs, kept)):
+            pending.wait()
+        lengths = theirs.tolist()
+        problem: BaseException | None = None
+        parts: list[Tensor] = []
+        try:
+            parts = [torch.empty(lengths[0], dtype=torch.uint8), arena.reserve(lengths[1])]
+        except Exception as error:  # no memory
+            problem = error
+        self.agree(problem)
+        work = [w for part in own for w in self._start(dist.isend, part, keeper)]
+        work += [w for part in parts for w in self._start(dist.irecv, part, kept)]
+        for pending in work:
+            pending.wait()
+        return parts[0], parts[1]
+
+    def give_back(self, lacking: list[int], packed: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+        """Send ``packed`` to the rank it belongs to if that lacks it; what this rank gets if it lacks its own."""
+        if self._group is None or not lacking:
+            return None
+        lengths = self.gather(None if packed is None else [part.numel() for part in packed])
+        received, work = None, []
+        for rank in lacking:
+            keeper = (rank + self.distance) % self.size
+            if self._rank == keeper and packed is not None:
+                work += [w for part in packed for w in self._start(dist.isend, part, rank)]
+            if self._rank == rank:
+                header, block = (torch.empty(length, dtype=torch.uint8) for length in lengths[keeper])
+                work += [w for part in (header, block) for w in self._start(dist.irecv, part, keeper)]
+                received = header, block
+        for pending in work:
+            pending.wait()
+        return received
+
+    def _start(self, operation: Callable[..., Any], part: Tensor, peer: int) -> list[Any]:
+        assert self._group is not None
+        rank = dist.get_global_rank(self._group, peer)
+        return [operation(piece, rank, group=self._group) for piece in part.split(_MESSAGE)] if part.numel() else []
+
+
+def pack(content: Content, slots: list[Slot], step: int) -> Tensor:
+    """Everything of a state beside the bytes of its tensors, as bytes (uint8).
+
+    Args:
+        content: the state.
+        slots: where its boxes will lie in one block.
+        step: optimizer steps done.
+    """
+    plain = {
+        "step": step,
+        "tree": content.tree,
+        "about": content.about,
+        "tensors": {
+            key: [str(parts.dtype).removeprefix("torch."), list(parts.shape)] for key, parts in content.tensors.items()
+        },
+        "slots": [
+            [slot.key, slot.offsets, slot.sizes, str(slot.dtype).removeprefix("torch."), slot.start] for slot in slots
+        ],
+    }
+    return torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
+
+
+def unpack(header: Tensor, block: Tensor) -> HeldState:
+    """The state of which :func:`pack` made ``header``; its boxes are views of ``block`` (uint8).
+
+    Raises:
+        CheckpointError: if :func:`pack` has not made it.
+    """
+    try:
+        return _unpacked(parse_json(header.numpy().tobytes(), header.numel(), _DEEPEST), block)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"The state that another rank has sent cannot be read ({error}). Resume from the newest checkpoint on disk "
+            "with ckpt_path=last."
+        ) from error
+
+
+def _unpacked(plain: Any, block: Tensor) -> HeldState:
+    slots = [
+        Slot(key, tuple(offsets), tuple(sizes), dtype_named(dtype), start)
+        for key, offsets, sizes, dtype, start in plain["slots"]
+    ]
+    boxes: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {key: [] for key in plain["tensors"]}
+    for slot in slots:
+        boxes[slot.key].append((slot.offsets, slot.view(block)))
+    tensors = {
+        key: TensorParts(shape, dtype_named(dtype), boxes[key]) for key, (dtype, shape) in plain["tensors"].items()
+    }
+    return HeldState(plain["step"], Content(plain["tree"], tensors, plain["about"]))

@@ -1,0 +1,226 @@
+"""A published checkpoint, opened for reading."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from trainwright.checkpoint.format.boxes import StoredBox
+from trainwright.checkpoint.format.dcp import PartsLoadPlanner, RunStateReader, StoredMetadata
+from trainwright.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, verify
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.format.records import STATE, TENSOR_FILE, TENSORS
+from trainwright.checkpoint.format.source import TensorSource
+from trainwright.checkpoint.format.stored import StoredTensors, stored_tensors
+from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileReader
+from trainwright.checkpoint.format.tree import check_sections, decode
+from trainwright.checkpoint.store.paths import join_path
+from trainwright.checkpoint.store.storage import Folder
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint
+from trainwright.core.text.bounded import parse_json, understood
+
+
+def holds_run_state(path: str) -> bool:
+    """Whether a checkpoint of ours is published at ``path``."""
+    if path.startswith(("http://", "https://")):
+        return False  # such a server lists no folders
+    folder = Folder(path)
+    return folder.exists() and folder.has(MANIFEST)
+
+
+class StoredTensor:
+    """A tensor that has not been read yet.
+
+    Args:
+        source: where it is.
+        key: under which name.
+    """
+
+    def __init__(self, source: TensorSource, key: str) -> None:
+        self.source = source
+        self.key = key
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the whole tensor."""
+        return torch.Size(self.source.shape(self.key))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.source.dtype(self.key)
+
+    def whole(self) -> Tensor:
+        """The tensor, read now, on the CPU."""
+        return self.source.read(self.key)
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({self.key!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def materialised(tree: Any) -> Any:
+    """A copy of nested dicts, lists and tuples with every :class:`StoredTensor` read."""
+    if isinstance(tree, StoredTensor):
+        return tree.whole()
+    if isinstance(tree, dict):
+        copy = tree.copy()  # the same class
+        copy.update((key, materialised(value)) for key, value in tree.items())
+        return copy
+    if type(tree) in (list, tuple):
+        return type(tree)(materialised(value) for value in tree)
+    return tree
+
+
+class RunState:
+    """A checkpoint whose manifest is in order; a :class:`~trainwright.checkpoint.format.source.TensorSource`.
+
+    Args:
+        path: its folder, or its file.
+        manifest: what was published.
+    """
+
+    def __init__(self, path: str, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._folder = Folder(path, manifest)
+        self._readers: dict[tuple[int, str], TensorFileReader] = {}
+
+    @classmethod
+    def open(cls, path: str, *, verify_files: bool = True) -> RunState:
+        """Open the checkpoint at ``path``.
+
+        Args:
+            path: its folder or file, local or any fsspec path.
+            verify_files: hold the contents of all files against the manifest first. ``False``: somebody has done so.
+
+        Raises:
+            CheckpointError: if there is none, it is half-written, or written by a newer version.
+            DamagedCheckpoint: if a file is not what the manifest says.
+        """
+        manifest = read_manifest(path)
+        if verify_files:
+            problems = verify(path, manifest)
+            if problems:
+                raise DamagedCheckpoint(path, problems)
+        return cls(path, manifest)
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What the manifest says of the checkpoint: step, epoch, layout, versions, metrics, ..."""
+        return self.manifest.about
+
+    @cached_property
+    def tree(self) -> dict[str, Any]:
+        """Everything that is not a tensor; a :class:`StoredTensor` stands where one is."""
+        with understood(self._place(STATE)):
+            tree: dict[str, Any] = decode(self.plain_tree, self._tensor)
+            check_sections(tree)
+        return tree
+
+    @property
+    def plain_tree(self) -> Any:
+        """The tree as JSON, keys in the places of tensors."""
+        with understood(self._place(STATE)):
+            return parse_json(self._folder.read(STATE))
+
+    def _tensor(self, key: str) -> StoredTensor:
+        if key not in self.keys():
+            raise CheckpointError(f"{self._place(STATE)} refers to the tensor {key!r}, which {TENSORS} does not name.")
+        return StoredTensor(self, key)
+
+    def _place(self, name: str) -> str:
+        return join_path(self.path, name)
+
+    @property
+    def stored(self) -> dict[str, StoredMetadata]:
+        """Where the boxes of every tensor are; all that ranks have told of them is read for it."""
+        return {key: self._tensors.boxes(key) for key in self.keys()}
+
+    @cached_property
+    def _tensors(self) -> StoredTensors:
+        return stored_tensors(self._folder, self.manifest)
+
+    # ---- tensors --------------------------------------------------------------------------------------------------
+
+    def keys(self) -> Collection[str]:
+        """Names of all tensors."""
+        return self._tensors.keys()
+
+    def keys_under(self, prefix: str) -> list[str]:
+        """Those that begin with ``prefix``."""
+        return self._tensors.keys_under(prefix)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return self._tensors.shape(key)
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Its dtype."""
+        return self._tensors.dtype(key)
+
+    def read(self, key: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        """A box of a tensor, see :class:`~trainwright.checkpoint.format.source.TensorSource`."""
+        shape = self.shape(key)
+        offsets = tuple(offsets) if offsets is not None else (0,) * len(shape)
+        rest = tuple(length - offset for length, offset in zip(shape, offsets, strict=True))
+        sizes = rest if sizes is None else tuple(sizes)
+        stored = self._tensors.boxes(key, [(offsets, sizes)])
+        if len(stored.boxes) == 1 and stored.boxes[0].sizes == shape:  # the whole, read without a second copy of it
+            return self._read_box(stored.boxes[0], stored.dtype, offsets, sizes)
+        target = torch.empty(sizes, dtype=stored.dtype)
+        self.fill({key: TensorParts(stored.shape, stored.dtype, [(offsets, target)])})
+        return target
+
+    def fill(self, tensors: Mapping[str, TensorParts]) -> None:
+        """Read into the boxes that this rank holds, whoever wrote them under whatever layout. No collective.
+
+        Args:
+            tensors: boxes by key; their tensors are written in place, converted to their dtype and device.
+
+        Raises:
+            CheckpointError: if a tensor is missing or has another shape.
+        """
+        keys = self.keys()
+        for key, parts in tensors.items():
+            if key not in keys or self.shape(key) != parts.shape:
+                found = self.shape(key) if key in keys else "nothing"
+                raise CheckpointError(f"{self.path}: {key} of shape {parts.shape} was asked for, but it holds {found}.")
+        # DCP's planner goes by what it is told is stored, key by key.
+        stored = {
+            key: self._tensors.boxes(key, [(offsets, box.shape) for offsets, box in parts.parts])
+            for key, parts in tensors.items()
+        }
+        try:
+            dcp.load(
+                dict(tensors),
+                storage_reader=RunStateReader(stored, self._read_box),
+                planner=PartsLoadPlanner(),
+                no_dist=True,
+            )
+        except CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            raise CheckpointError(f"{self.path} cannot be read: {cause}") from error
+
+    def _read_box(self, box: StoredBox, dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        expected = TensorEntry(box.name, dtype, box.sizes)
+        if not box.file.endswith(TENSOR_FILE):  # the bytes of one tensor alone; there may be more such than may be open
+            with TensorFileReader(partial(self._folder.open, box.file), expected) as reader:
+                return reader.read(box.name, offsets, sizes)
+        # One reader per thread: a file has one position.
+        place = (threading.get_ident(), box.file)
+        if place not in self._readers:
+            self._readers[place] = TensorFileReader(partial(self._folder.open, box.file))
+        found = self._readers[place].entries.get(box.name)
+        if found != expected:
+            raise CheckpointError(
+                f"{self._place(box.file)} should hold {expected}, as {TENSORS} says, and holds {found or 'none'}. Use "
+                "another checkpoint."
+            )
+        return self._readers[place].read(box.name, offsets, sizes)

@@ -1,0 +1,1 @@
+"""Folders of checkpoints on this machine and in stores that fsspec knows."""

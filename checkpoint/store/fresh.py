@@ -1,0 +1,94 @@
+"""Files and folders of other tools' formats, that come into being whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from trainwright.checkpoint.store.owners import new_token
+from trainwright.checkpoint.store.presence import is_there
+from trainwright.checkpoint.store.publish import put_in_place, sync_folder
+from trainwright.checkpoint.store.storage import clean_up
+from trainwright.checkpoint.store.write_errors import free_bytes
+from trainwright.core.errors import CheckpointError
+from trainwright.core.text.sizes import size_text
+
+
+@contextmanager
+def fresh_path(target: Path, *, overwrite: bool, may_replace: Callable[[str], bool]) -> Iterator[Path]:
+    """A hidden path beside ``target`` to write a file or a folder to; it becomes ``target`` at the end.
+
+    An error leaves ``target`` as it was, and nothing else.
+
+    Args:
+        target: where the result is to be.
+        overwrite: replace what is there. A folder is only replaced if ``may_replace`` allows every name in it.
+        may_replace: whether a file of that name in a folder may be deleted.
+
+    Raises:
+        CheckpointError: if something is there that is not to be replaced, or that cannot be written.
+    """
+    token = new_token()
+    # Named like an unfinished checkpoint, so that what a killed export left is found by the same clean-up.
+    hidden = target.with_name(f".{target.name}.partial-{token}")
+    aside = target.with_name(f".{target.name}.replaced-{token}")
+    try:
+        _refuse_taken(target, overwrite, may_replace)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        clean_up(str(target.parent))
+        hidden.mkdir()
+        yield hidden / target.name
+        _flush(hidden / target.name)
+        put_in_place(str(hidden / target.name), str(target), str(aside))
+        _remove(aside)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} could not be written ({type(error).__name__}: {error}); what was there is untouched. Free space "
+            "or change the rights, or give another path."
+        ) from error
+    finally:
+        _remove(hidden)
+
+
+def refuse_full(target: Path, needed: int) -> None:
+    """Raise :class:`CheckpointError` if there is no room for so many bytes where ``target`` is to be."""
+    free = free_bytes(str(target))
+    if free is not None and free < needed:
+        raise CheckpointError(
+            f"{target} needs {size_text(needed)}, and {size_text(free)} are free there. Nothing was written; free "
+            "space or give another path."
+        )
+
+
+def _refuse_taken(target: Path, overwrite: bool, may_replace: Callable[[str], bool]) -> None:
+    if not is_there(target):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{target} exists already. Give another path, or overwrite=True (--overwrite).")
+    if target.is_dir():
+        kept = sorted(entry.name for entry in target.iterdir() if entry.is_dir() or not may_replace(entry.name))
+        if kept:
+            raise CheckpointError(
+                f"{target} is not overwritten: it holds what no export writes ({', '.join(kept[:5])}), which would be "
+                "lost. Give another path."
+            )
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, file or link, as far as that is possible."""
+    with suppress(OSError):  # of closing a folder, which rmtree does not ignore
+        shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()
+
+
+def _flush(path: Path) -> None:
+    """Bring a file, or a folder of files, to the disk."""
+    for file in path.iterdir() if path.is_dir() else (path,):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+    if path.is_dir():
+        sync_folder(str(path))

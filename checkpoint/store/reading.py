@@ -1,0 +1,75 @@
+"""Open files of a checkpoint whose errors say which file it was."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from trainwright.core.errors import CheckpointError
+
+_BUFFER = 1 << 16
+
+
+def open_named(path: str, opening: Callable[[], Any]) -> BinaryIO:
+    """A file for reading, whole reads only: a store that gives less than was asked for is asked again.
+
+    Args:
+        path: for messages.
+        opening: gives a binary file that can seek.
+
+    Raises:
+        CheckpointError: if it cannot be opened; its ``read``, ``readinto`` and ``seek`` raise it too.
+    """
+    try:
+        raw = _Named(path, opening())
+    except Exception as error:
+        raise read_error(path, error) from error
+    return io.BufferedReader(raw, _BUFFER)
+
+
+def read_error(path: str, error: Exception) -> CheckpointError:
+    """What to raise from an error met while reading ``path``."""
+    if isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, FileNotFoundError):
+        return CheckpointError(f"{path}: this file is missing.")
+    if isinstance(error, PermissionError):
+        return CheckpointError(f"{path}: may not be read by this user; change its permissions (chmod -R u+rX).")
+    return CheckpointError(f"{path}: could not be read ({type(error).__name__}: {error}).")
+
+
+class _Named(io.RawIOBase):
+    def __init__(self, path: str, inner: Any) -> None:
+        self._path = path
+        self._inner = inner
+
+    @property
+    def name(self) -> str:
+        return self._path
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return int(self._inner.readinto(buffer) or 0)
+        except Exception as error:
+            raise read_error(self._path, error) from error
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        try:
+            return int(self._inner.seek(offset, whence))
+        except Exception as error:
+            raise read_error(self._path, error) from error
+
+    def tell(self) -> int:
+        return int(self._inner.tell())
+
+    def close(self) -> None:
+        if not self.closed:
+            self._inner.close()
+        super().close()

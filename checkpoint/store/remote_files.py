@@ -1,0 +1,291 @@
+"""Checkpoints in stores that fsspec knows: s3, gs, az, memory and others.
+
+Objects cannot be renamed, but one object is put whole or not at all. So the files of one writing carry its token in
+their names, and putting ``manifest.json``, which names them, publishes them. What it replaces is deleted after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import posixpath
+import re
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, BinaryIO
+
+from trainwright.checkpoint.format.records import MANIFEST, Manifest, ManifestError, with_token
+from trainwright.checkpoint.store.owners import TOKEN, left_behind
+from trainwright.checkpoint.store.paths import file_system, join_path
+from trainwright.checkpoint.store.reading import open_named, read_error
+from trainwright.core.errors import CheckpointError
+from trainwright.core.text.bounded import MOST_JSON, check_length
+
+_STORED = re.compile(rf".*\.({TOKEN})(\.[^.]*)?")
+_READ_ONLY = ("http", "https")
+
+
+class RemoteFiles:
+    """Files of a folder of a store, for reading."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.store, self.root = file_system(path)
+
+    def exists(self) -> bool:
+        """Whether there is a folder, or objects as of one."""
+        try:
+            # Stores keep listings; another process may have written since.
+            self.store.invalidate_cache(self.root)
+            return bool(self.store.isdir(self.root) or self.store.exists(posixpath.join(self.root, MANIFEST)))
+        except Exception as error:
+            raise read_error(self.path, error) from error
+
+    def has(self, file: str) -> bool:
+        """Whether there is an object of that name in the folder."""
+        try:
+            return bool(self.store.isfile(posixpath.join(self.root, file)))
+        except Exception as error:
+            raise read_error(join_path(self.path, file), error) from error
+
+    def is_file(self) -> bool:
+        """Whether there is an object in its place."""
+        try:
+            return bool(self.store.isfile(self.root))
+        except Exception as error:
+            raise read_error(self.path, error) from error
+
+    def open(self, file: str) -> BinaryIO:
+        """An object for reading, see :func:`~trainwright.checkpoint.store.reading.open_named`."""
+        return open_named(join_path(self.path, file), lambda: self.store.open(posixpath.join(self.root, file), "rb"))
+
+    def size(self, file: str) -> int:
+        """Bytes of an object."""
+        try:
+            return int(self.store.info(posixpath.join(self.root, file))["size"])
+        except Exception as error:
+            raise read_error(join_path(self.path, file), error) from error
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every object, by its name."""
+        return {name: int(info["size"]) for name, info in self.entries().items() if info["type"] == "file"}
+
+    def entries(self) -> dict[str, Mapping[str, Any]]:
+        """What lies directly in the folder, with what the store knows of it; empty if there is no such folder."""
+        try:
+            self.store.invalidate_cache(self.root)
+            listed = self.store.ls(self.root, detail=True)
+        except FileNotFoundError:
+            return {}
+        except Exception as error:
+            raise read_error(self.path, error) from error
+        return {posixpath.basename(info["name"].rstrip("/")): info for info in listed}
+
+    def manifest(self) -> Manifest | None:
+        """The manifest; ``None`` if there is none, or one that is no manifest.
+
+        Raises:
+            CheckpointError: if the store does not answer.
+        """
+        data = self.manifest_bytes()
+        try:
+            return None if data is None else Manifest.from_bytes(data)
+        except ManifestError:
+            return None
+
+    def manifest_bytes(self) -> bytes | None:
+        """What ``manifest.json`` holds; ``None`` if there is none.
+
+        Raises:
+            CheckpointError: if the store does not answer, or it is longer than any.
+        """
+        try:
+            data = bytes(self.store.cat_file(posixpath.join(self.root, MANIFEST), start=0, end=MOST_JSON + 1))
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise read_error(join_path(self.path, MANIFEST), error) from error
+        check_length(len(data), join_path(self.path, MANIFEST), MOST_JSON)
+        return data
+
+
+class RemoteOutput:
+    """A new object; see :class:`~trainwright.checkpoint.store.sealed.Output`."""
+
+    def __init__(self, store: Any, path: str) -> None:
+        self._store = store
+        self._path = path
+        self._file = store.open(path, "wb")
+        self._size = 0
+
+    def write(self, block: memoryview) -> None:
+        """Append all of ``block``."""
+        written = self._file.write(block)
+        if written is not None and written != block.nbytes:
+            raise OSError(f"the store took {written} of {block.nbytes} bytes")
+        self._size += block.nbytes
+
+    def seal(self) -> None:
+        """Complete the object, and see that the store keeps all of it."""
+        self._file.close()
+        self._store.invalidate_cache(posixpath.dirname(self._path))
+        size = self._store.info(self._path)["size"]
+        if size != self._size:
+            raise OSError(f"the store keeps {size} of {self._size} bytes")
+
+    def abort(self) -> None:
+        """Give the object up."""
+        if not getattr(self._file, "closed", False):
+            # Without discarding, closing would complete the upload.
+            with contextlib.suppress(Exception):
+                self._file.discard()
+
+
+class RemotePending:
+    """The files of one writing, which nobody sees until a manifest names them."""
+
+    def __init__(self, target: str, token: str) -> None:
+        scheme = target.partition("://")[0]
+        if scheme in _READ_ONLY:
+            raise CheckpointError(
+                f"{target}: checkpoints cannot be written to {scheme}://; give a folder of this machine, or a store "
+                "such as s3://, gs:// or az://."
+            )
+        self.target = target
+        self.token = token
+        self.files = RemoteFiles(target)
+        self.path = target
+        self._replaced: list[str] = []
+
+    def begin(self) -> None:
+        """See that objects can be written there."""
+        if self.files.is_file():
+            raise CheckpointError(f"{self.target} is a file; a checkpoint is a folder. Give another name or remove it.")
+        self.files.store.makedirs(self.files.root, exist_ok=True)
+
+    def stored_name(self, name: str) -> str:
+        """What a file is called in the store: its name, with the token of this writing."""
+        return with_token(name, self.token)
+
+    def open_new(self, file: str) -> RemoteOutput:
+        """A new object, which no manifest names yet."""
+        return RemoteOutput(self.files.store, posixpath.join(self.files.root, file))
+
+    def sizes(self, files: Sequence[str]) -> dict[str, int]:
+        """Bytes of those objects that are there, and of others: a listing answers for a thousand at a time."""
+        return self.files.sizes()
+
+    def publish(self, manifest: bytes) -> None:
+        """Put the manifest. A store may have taken it although it answered with an error: then it is published."""
+        before = self.files.manifest_bytes()
+        replaced = self.files.manifest()
+        self._replaced = [name for name in self.files.entries() if replaced.names(name)] if replaced else []
+        try:
+            self._put_manifest(manifest)
+        except Exception:
+            now = self.files.manifest_bytes()
+            if now == manifest:
+                return
+            if now != before:
+                self._put_manifest(before)
+            raise
+
+    def clear_replaced(self) -> None:
+        """Delete what the published files replaced; may be called again."""
+        for name in self._replaced:
+            _remove_object(self.files, name)
+
+    def discard(self) -> None:
+        """Delete the files of this writing, unless the manifest names them: an answer may have been lost on its way."""
+        if not self._names_ours():
+            for name in self.files.entries():
+                if _token_of(name) == self.token:
+                    _remove_object(self.files, name)
+
+    def _put_manifest(self, data: bytes | None) -> None:
+        if data is None:
+            _remove_object(self.files, MANIFEST)
+            return
+        self.files.store.pipe_file(posixpath.join(self.files.root, MANIFEST), data)
+        if self.files.manifest_bytes() != data:
+            raise OSError("the store keeps another manifest than was put")
+
+    def _names_ours(self) -> bool:
+        manifest = self.files.manifest()
+        return manifest is not None and (
+            manifest.token == self.token or any(_token_of(r.file) == self.token for r in manifest.files.values())
+        )
+
+
+def remove_remote(path: str) -> None:
+    """Remove a checkpoint: the manifest first, without which the rest is nothing."""
+    files = RemoteFiles(path)
+    if MANIFEST not in files.entries():
+        raise CheckpointError(f"{path} is no checkpoint (it has no {MANIFEST}), so it was not removed.")
+    _remove_object(files, MANIFEST)
+    with contextlib.suppress(FileNotFoundError):
+        files.store.rm(files.root, recursive=True)
+
+
+def folders_in_remote(parent: str) -> list[str]:
+    """See :func:`~trainwright.checkpoint.store.storage.folders_in`."""
+    entries = RemoteFiles(parent).entries().items()
+    return sorted(join_path(parent, n) for n, info in entries if info["type"] == "directory" and not n.startswith("."))
+
+
+def clean_up_remote(parent: str) -> list[str]:
+    """See :func:`~trainwright.checkpoint.store.storage.clean_up`."""
+    done = []
+    for folder, info in RemoteFiles(parent).entries().items():
+        if info["type"] == "directory":
+            done += _clean_up_one(RemoteFiles(join_path(parent, folder)))
+    return done
+
+
+def _clean_up_one(files: RemoteFiles) -> list[str]:
+    entries = files.entries()
+    # Listed first, then the writers, then the manifest: what a writer publishes meanwhile is in the manifest, and one
+    # that has ended publishes nothing more.
+    dead = [name for name, info in entries.items() if _is_left(name, info)]
+    if not dead:
+        return []
+    manifest = files.manifest()
+    if manifest is None and MANIFEST in files.entries():
+        return []  # damaged: which files it named nobody knows
+    done = [name for name in dead if manifest is None or not manifest.names(name)]
+    for name in done:
+        _remove_object(files, name)
+    if not files.entries():
+        with contextlib.suppress(Exception):
+            files.store.rmdir(files.root)  # stores without folders have none to remove
+    return [join_path(files.path, name) for name in done]
+
+
+def _is_left(name: str, info: Mapping[str, Any]) -> bool:
+    token = _token_of(name)
+    return token is not None and left_behind(token, _idle_seconds(info))
+
+
+def _token_of(name: str) -> str | None:
+    found = _STORED.fullmatch(name)
+    return found[1] if found else None
+
+
+def _idle_seconds(info: Mapping[str, Any]) -> float:
+    """Seconds since an object was written; 0 if its store does not tell, so that it is kept."""
+    for key in ("LastModified", "last_modified", "updated", "mtime", "modified", "created"):
+        changed = info.get(key)
+        if isinstance(changed, str):
+            with contextlib.suppress(ValueError):
+                changed = datetime.fromisoformat(changed)
+        if isinstance(changed, datetime):
+            changed = changed if changed.tzinfo else changed.replace(tzinfo=UTC)
+            return (datetime.now(UTC) - changed).total_seconds()
+        if isinstance(changed, int | float):
+            return time.time() - changed
+    return 0.0
+
+
+def _remove_object(files: RemoteFiles, name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        files.store.rm_file(posixpath.join(files.root, name))

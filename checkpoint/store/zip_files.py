@@ -1,0 +1,156 @@
+"""Records of a zip archive, read as the files of a folder.
+
+``torch.save`` writes a zip archive whose records are not compressed. A run state in one file
+(``state_file``) keeps its manifest and JSON as further records, so what reads a run state's
+folder reads its file too.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import BinaryIO, cast
+
+from trainwright.checkpoint.format.records import MANIFEST, STATE, TENSORS
+from trainwright.checkpoint.store.reading import open_named
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint
+from trainwright.core.text.bounded import Limited
+
+_OURS = {MANIFEST, STATE, TENSORS}
+_MARK = b"PK\3\4"
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+
+
+class RecordError(ValueError):
+    """A record whose bytes are not stored as they are, or not there."""
+
+
+def open_zip(file: BinaryIO) -> zipfile.ZipFile:
+    """Open an archive; of what lists and describes its contents, a bounded number of bytes is read."""
+    return zipfile.ZipFile(cast(BinaryIO, Limited(file)))
+
+
+def place_of(file: BinaryIO, info: zipfile.ZipInfo, size: int) -> tuple[int, int]:
+    """Return where the bytes of a record begin in the archive, and how many they are.
+
+    Args:
+        file: the archive.
+        info: of the record.
+        size: bytes of the archive.
+
+    Raises:
+        RecordError: if the record is compressed, encrypted or cut short.
+    """
+    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+        raise RecordError("is compressed or encrypted, which torch never does")
+    file.seek(info.header_offset)
+    header = file.read(_LOCAL_HEADER.size)
+    if len(header) < _LOCAL_HEADER.size:
+        raise RecordError("is cut short")
+    mark, name_length, extra_length = _LOCAL_HEADER.unpack(header)
+    start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+    if mark != _MARK or start + info.file_size > size:
+        raise RecordError("is cut short")
+    return start, info.file_size
+
+
+class ZipFiles:
+    """Records of one archive, for reading. A record ``archive/data/0`` is the file ``data.0``.
+
+    Args:
+        path: of the archive, for messages.
+        open: opens it.
+    """
+
+    def __init__(self, path: str, open: Callable[[], BinaryIO]) -> None:
+        self.path = path
+        self._open = open
+
+    @cached_property
+    def _records(self) -> Mapping[str, zipfile.ZipInfo]:
+        try:
+            with self._open() as file, open_zip(file) as archive:
+                records = archive.infolist()
+        except Exception:  # a damaged file makes zipfile raise anything
+            return {}  # whoever reads the file says what is wrong with it
+        return {info.filename.partition("/")[2].replace("/", "."): info for info in records}
+
+    def exists(self) -> bool:
+        """Return whether the archive holds a run state, or what is left of one."""
+        return not _OURS.isdisjoint(self._records)
+
+    def is_file(self) -> bool:
+        """Return whether the archive is a file: always."""
+        return True
+
+    def has(self, file: str) -> bool:
+        """Return whether there is a record of that name."""
+        return file in self._records
+
+    def open(self, file: str) -> BinaryIO:
+        """Open a record for reading, see :func:`~trainwright.checkpoint.store.reading.open_named`.
+
+        Raises:
+            CheckpointError: if there is none of that name.
+            DamagedCheckpoint: if its bytes are not there as they were written.
+        """
+        return open_named(f"{self.path}:{file}", lambda: self._window(file))
+
+    def size(self, file: str) -> int:
+        """Return the bytes of a record."""
+        return self._info(file).file_size
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of every record, by its name."""
+        return {name: info.file_size for name, info in self._records.items()}
+
+    def _info(self, file: str) -> zipfile.ZipInfo:
+        if file not in self._records:
+            raise CheckpointError(f"{self.path}:{file}: this record is missing.")
+        return self._records[file]
+
+    def _window(self, file: str) -> _Window:
+        info = self._info(file)
+        archive = self._open()
+        try:
+            return _Window(archive, *place_of(archive, info, archive.seek(0, io.SEEK_END)))
+        except RecordError as error:
+            archive.close()
+            raise DamagedCheckpoint(self.path, [f"{file} {error}"]) from None
+        except BaseException:
+            archive.close()
+            raise
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        self._file, self._start, self._size, self._at = file, start, size, 0
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Read into ``buffer``, not beyond the part."""
+        wanted = min(len(buffer), self._size - self._at)
+        if wanted <= 0:
+            return 0
+        self._file.seek(self._start + self._at)
+        got: int = self._file.readinto(memoryview(buffer)[:wanted])  # type: ignore[attr-defined]
+        self._at += got
+        return got
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move within the part."""
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """Return the position within the part."""
+        return self._at
+
+    def close(self) -> None:
+        """Close the file as well."""
+        self._file.close()
+        super().close()

@@ -1,0 +1,1 @@
+"""Write a checkpoint: all ranks together, whole or not at all."""

@@ -1,0 +1,328 @@
+"""Saving while training goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from trainwright.checkpoint.exchange.distinct import any_of_ranks, problems_of_ranks
+from trainwright.checkpoint.format.manifest import Manifest, verify
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.write.dealing import Dealer
+from trainwright.checkpoint.write.retention import KEPT
+from trainwright.checkpoint.write.save import Content, dealt_out, write
+from trainwright.checkpoint.write.staging import Staged, Staging
+from trainwright.core.errors import CheckpointError, ClearingError, DamagedCheckpoint
+
+After = Callable[[Manifest], None]
+ReadBackIf = Callable[[Manifest], bool]
+Write = Callable[[Content, str, dist.ProcessGroup | None], Manifest | None]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a save ended.
+
+    Args:
+        path: of the checkpoint.
+        error: why there is none, the same on every rank; ``None``: all went well.
+        blocked_seconds: how long the caller was kept from training.
+        written_seconds: how long it took from the beginning until the checkpoint could be read.
+    """
+
+    path: str
+    error: CheckpointError | None
+    blocked_seconds: float
+    written_seconds: float
+
+
+def save_together(
+    content: Content,
+    path: str,
+    group: dist.ProcessGroup | None,
+    after: After | None = None,
+    staged: Staged | None = None,
+    problem: BaseException | None = None,
+    write: Write = write,
+    read_back_if: ReadBackIf | None = None,
+) -> None:
+    """Write a checkpoint, let the first rank do what comes after it, and end alike on every rank. A collective.
+
+    Args:
+        content: what this rank holds.
+        path: of the checkpoint.
+        group: a gloo group of all ranks that nothing else uses meanwhile; ``None``: this process alone.
+        after: called on the first rank with what was published.
+        staged: waited for before ``content`` is read.
+        problem: why this rank has nothing to contribute; then nothing is written.
+        write: writes a checkpoint.
+        read_back_if: asked on the first rank, but given on all or none: whether what comes after depends on what was
+            published being whole. Then all ranks read it back, each a share of the files, and ``after`` is called if
+            it is; ``None``: nothing is read.
+
+    Raises:
+        ClearingError: on every rank, if the checkpoint is saved and ``after`` has failed.
+        CheckpointError: on every rank, if anything else failed on any of them.
+    """
+    if staged is not None and problem is None:
+        try:
+            staged.wait()
+        except Exception as error:
+            problem = error
+    _agree(problem, path, group)
+    manifest = write(content, path, group)
+    problem = None if read_back_if is None else _read_back(manifest, path, group, read_back_if)
+    if after is not None and manifest is not None and problem is None:
+        try:
+            after(manifest)
+        except Exception as error:
+            problem = error
+    _agree(problem, path, group, is_saved=not isinstance(problem, DamagedCheckpoint))
+
+
+def _read_back(
+    manifest: Manifest | None, path: str, group: dist.ProcessGroup | None, read_back_if: ReadBackIf
+) -> BaseException | None:
+    """Why what was published cannot be relied on; on the first rank. A collective."""
+    problem: BaseException | None = None
+    wanted = False
+    try:
+        wanted = manifest is not None and read_back_if(manifest)
+    except Exception as error:
+        problem = error
+    if not any_of_ranks(wanted, group):
+        return problem
+    share = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    try:
+        wrong = verify(path, part=share)
+    except Exception as error:  # whatever it is: the others wait for this rank
+        wrong = [str(error)]
+    found = problems_of_ranks(wrong or None, group)
+    if manifest is None or not found:
+        return None
+    return DamagedCheckpoint(path, [*(text for texts in found.values() for text in texts), KEPT])
+
+
+def _agree(
+    problem: BaseException | None, path: str, group: dist.ProcessGroup | None, *, is_saved: bool = False
+) -> None:
+    """Raise on every rank if one has a problem."""
+    own = None if problem is None else (str(problem) or type(problem).__name__, is_saved)
+    found = problems_of_ranks(own, group)
+    if not found:
+        return
+    causes = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in found.items())
+    if all(saved for _, saved in found.values()):
+        raise ClearingError(f"{path} is saved, but older checkpoints could not be deleted: {causes}") from problem
+    raise CheckpointError(f"Saving {path} failed: {causes}") from problem
+
+
+class BlockingSaver:
+    """Writes checkpoints while the caller waits; to be used as :class:`AsyncSaver` is.
+
+    Args:
+        group: gives a gloo group of all ranks that nothing else uses during a save, or ``None`` where this process is
+            alone; asked at every save, alike on all ranks.
+        write: writes a checkpoint.
+    """
+
+    in_flight: str | None = None
+    num_bytes = 0
+
+    def prepare(self, tensors: Mapping[str, TensorParts]) -> None:
+        """Nothing is copied."""
+
+    def __init__(self, group: Callable[[], dist.ProcessGroup | None], write: Write = write) -> None:
+        self._group = group
+        self._write = write
+        self._dealer: Dealer | None = None
+        self._saved: Saved | None = None
+
+    def save(
+        self, content: Content, path: str, after: After | None = None, read_back_if: ReadBackIf | None = None
+    ) -> None:
+        """Write ``content``; how that ended is to be taken. A collective."""
+        begin = time.perf_counter()
+        error: CheckpointError | None = None
+        try:
+            group = self._group()
+            if self._dealer is None or self._dealer.group is not group:
+                self._dealer = Dealer(group)
+            content = dealt_out(content, self._dealer)
+            save_together(content, path, group, after, write=self._write, read_back_if=read_back_if)
+        except CheckpointError as failure:
+            error = failure
+        taken = time.perf_counter() - begin
+        self._saved = Saved(path, error, taken, taken)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Nothing is ever on its way."""
+        return True
+
+    def all_done(self, group: dist.ProcessGroup | None) -> bool:
+        """Nothing is ever on its way, on any rank."""
+        return True
+
+    def take(self) -> Saved | None:
+        """How the last save ended, once; ``None`` if none has ended since."""
+        saved, self._saved = self._saved, None
+        return saved
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class AsyncSaver:
+    """Writes checkpoints in a thread while training goes on.
+
+    :meth:`save` copies the tensors that this rank shall write into memory that is used again and again, and returns; a
+    thread writes the copy. At most one save is on its way: the next one waits for it.
+
+    Args:
+        make_group: makes a gloo group of all ranks (or gives ``None`` where this process is alone); called once, on all
+            ranks, when first needed. Nothing else may use that group: collectives of two threads on one group mix up
+            their messages, which ends the process.
+        write: writes a checkpoint.
+    """
+
+    def __init__(self, make_group: Callable[[], dist.ProcessGroup | None], write: Write = write) -> None:
+        self._make_group = make_group
+        self._write = write
+        self._staging = Staging()
+        self._dealer: Dealer | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._preparing: threading.Thread | None = None
+        self._path = ""
+        self._saved: Saved | None = None
+
+    @property
+    def in_flight(self) -> str | None:
+        """Path of the checkpoint that is being written; ``None`` if there is none."""
+        return self._path if self._thread is not None and self._thread.is_alive() else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory that are held for copies."""
+        return self._staging.num_bytes
+
+    def prepare(self, tensors: Mapping[str, TensorParts]) -> None:
+        """Get memory for a copy, in a thread, before the first save needs it. A collective.
+
+        Args:
+            tensors: what is going to be saved, or most of it.
+        """
+        own = self._connect().deal(tensors)
+
+        def run() -> None:
+            with suppress(Exception):  # no memory: the save will say so, on every rank
+                self._staging.prepare(own)
+
+        self._preparing = threading.Thread(target=run, name="trainwright-prepare", daemon=True)
+        self._preparing.start()
+
+    def save(
+        self, content: Content, path: str, after: After | None = None, read_back_if: ReadBackIf | None = None
+    ) -> None:
+        """Copy ``content`` and let it be written; returns when the copy is made. A collective.
+
+        The caller must have taken the outcome of the save before (:meth:`take`), so that no error is lost.
+
+        Args:
+            content: what this rank holds; it may change as soon as this returns.
+            path: of the checkpoint.
+            after: called on the first rank, in the thread, with what was published.
+            read_back_if: see :func:`save_together`; asked in the thread.
+        """
+        begin = time.perf_counter()
+        self.wait()
+        assert self._saved is None, "the outcome of the save before was not taken"
+        own, staged, problem = self._stage(content)
+        self._path = path
+        blocked = time.perf_counter() - begin
+
+        def run() -> None:
+            error: CheckpointError | None = None
+            try:
+                save_together(own, path, self._group, after, staged, problem, self._write, read_back_if)
+            except CheckpointError as failure:
+                error = failure
+            except BaseException as failure:  # torch's CheckpointException is no Exception; here nothing may get lost
+                error = CheckpointError(f"Saving {path} failed: {failure!r}")
+                error.__cause__ = failure
+            self._saved = Saved(path, error, blocked, time.perf_counter() - begin)
+
+        # A daemon: a writer that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=run, name="trainwright-save", daemon=True)
+        self._thread.start()
+
+    def _stage(self, content: Content) -> tuple[Content, Staged | None, BaseException | None]:
+        content = dealt_out(content, self._connect())
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+        try:
+            staged = self._staging.stage(content.tensors)
+        except Exception as error:  # no memory; the other ranks must hear of it, or they would wait for this one
+            return content, None, error
+        return replace(content, tensors=staged.tensors), staged, None
+
+    def _connect(self) -> Dealer:
+        if self._dealer is None:
+            self._group = self._make_group()
+            self._dealer = Dealer(self._group)
+        return self._dealer
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is being written.
+
+        Args:
+            timeout: seconds; ``None``: as long as it takes.
+
+        Returns:
+            Whether that is so.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return False
+            self._thread = None
+        return True
+
+    def all_done(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether every rank has finished its part of the save. A collective that does not wait for the save.
+
+        Args:
+            group: a gloo group of all ranks, not the one of this saver; ``None``: this process alone.
+        """
+        return not any_of_ranks(self.in_flight is not None, group)
+
+    def take(self) -> Saved | None:
+        """How the last save ended, once; ``None`` if none has ended since. Waits for one that is on its way."""
+        self.wait()
+        saved, self._saved = self._saved, None
+        return saved
+
+    def release(self) -> None:
+        """Give the memory of the copies back; a save on its way is waited for."""
+        self.wait()
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+        self._staging.release()
+
+    def close(self) -> None:
+        """Give memory and group back. A collective."""
+        self.release()
+        if self._group is not None:
+            dist.barrier(self._group)  # one rank must not hang up while another one still listens
+            dist.destroy_process_group(self._group)
+            self._group = self._dealer = None

@@ -1,0 +1,155 @@
+"""Which checkpoints stay, and deleting the others without ever risking the last good one."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trainwright.checkpoint.format.manifest import Manifest, read_manifest, verify
+from trainwright.checkpoint.read.find import Found, list_checkpoints
+from trainwright.checkpoint.store.paths import is_remote, normal_path
+from trainwright.checkpoint.store.presence import is_folder
+from trainwright.checkpoint.store.storage import remove
+from trainwright.core.errors import DamagedCheckpoint
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What is kept; a checkpoint stays if any of the three says so.
+
+    Args:
+        keep_last: so many of the newest, 1 at least; ``None``: all.
+        keep_every: those whose step is a multiple of it, for good; ``None``: off.
+        keep_best: so many of the best by ``metric``; 0: off.
+        metric: name of a logged value; needed when ``keep_best`` is not 0. A checkpoint without it, or with NaN, is
+            worse than all others.
+        mode: ``min``: the smallest value is the best; ``max``: the largest.
+
+    Raises:
+        ValueError: if a number is out of its range, or ``metric`` is missing.
+    """
+
+    keep_last: int | None = 1
+    keep_every: int | None = None
+    keep_best: int = 0
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        if self.keep_last is not None and self.keep_last < 1:
+            raise ValueError(f"keep_last must be 1 or more, or null to keep all, not {self.keep_last}")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ValueError(f"keep_every must be a number of steps, 1 or more, or null, not {self.keep_every}")
+        if self.keep_best < 0:
+            raise ValueError(f"keep_best must be 0 (off) or more, not {self.keep_best}")
+        if self.keep_best and not self.metric:
+            raise ValueError(f"keep_best={self.keep_best} needs the name of a logged value to judge by (monitor)")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"mode must be min or max, not {self.mode!r}")
+
+    def doomed(self, found: Sequence[Found]) -> list[Found]:
+        """Those that nothing keeps, oldest first.
+
+        Args:
+            found: all checkpoints, in any order.
+        """
+        newest_first = sorted(found, key=lambda each: each.order, reverse=True)
+        kept = {each.path for each in newest_first[: self.keep_last]}
+        kept |= {each.path for each in newest_first if self._is_milestone(each)}
+        kept |= {each.path for each in self._best(newest_first)}
+        return [each for each in reversed(newest_first) if each.path not in kept]
+
+    def _is_milestone(self, found: Found) -> bool:
+        return self.keep_every is not None and found.step > 0 and found.step % self.keep_every == 0
+
+    def _best(self, newest_first: Sequence[Found]) -> list[Found]:
+        if self.metric is None or not self.keep_best:
+            return []
+        values = [(each, each.manifest.metric(self.metric)) for each in newest_first]
+        judged = [(each, value) for each, value in values if value is not None and not math.isnan(value)]
+        sign = 1 if self.mode == "min" else -1
+        # Sorting is stable: of equal ones, the newer comes first.
+        return [each for each, _ in sorted(judged, key=lambda pair: sign * pair[1])[: self.keep_best]]
+
+
+KEPT = "(older checkpoints were kept because of this)"
+"""What is said where the newest is not whole."""
+
+
+def may_delete(
+    folder: str | os.PathLike[str],
+    retention: Retention,
+    newest: str | os.PathLike[str],
+    *,
+    among: Callable[[Found], bool] | None = None,
+) -> list[Found]:
+    """What :func:`apply` with the same arguments would delete if the newest is whole.
+
+    Raises:
+        CheckpointError: if the newest is not there.
+    """
+    newest = _real(newest)
+    manifest = read_manifest(newest)
+    rivals = [each for each in list_checkpoints(folder) if _kind(each.manifest) == _kind(manifest)]
+    rivals = rivals if among is None else [each for each in rivals if among(each)]
+    stays = {newest} | _linked(folder)
+    return [each for each in retention.doomed(rivals) if _real(each.path) not in stays]
+
+
+def apply(
+    folder: str | os.PathLike[str],
+    retention: Retention,
+    newest: str | os.PathLike[str],
+    *,
+    verified: bool = False,
+    among: Callable[[Found], bool] | None = None,
+) -> list[str]:
+    """Delete what nothing keeps, once the newest checkpoint was read back and is whole.
+
+    The newest itself always stays, also when others claim later steps (a run went on from an earlier one); so does what
+    a link in the folder names. Only checkpoints of its kind are deleted: weights alone do not take the place of a state
+    that training can go on from.
+
+    Args:
+        folder: in which the checkpoints are.
+        retention: what is kept.
+        newest: path of the one that was written last.
+        verified: the caller has verified it already, deeply, e.g. by all ranks together.
+        among: which checkpoints count and may be deleted; ``None``: all.
+
+    Returns:
+        Paths of the deleted ones.
+
+    Raises:
+        DamagedCheckpoint: if the newest is not as it was written. Nothing is deleted then.
+        CheckpointError: if the newest is not there, or something cannot be deleted.
+    """
+    doomed = may_delete(folder, retention, newest, among=among)
+    # Nothing is read back when nothing depends on it.
+    problems = verify(_real(newest)) if doomed and not verified else []
+    if problems:
+        raise DamagedCheckpoint(_real(newest), [*problems, KEPT])
+    for each in doomed:
+        remove(each.path)
+    return [each.path for each in doomed]
+
+
+def _kind(manifest: Manifest) -> str:
+    return str(manifest.about.get("kind"))
+
+
+def _real(path: str | os.PathLike[str]) -> str:
+    path = normal_path(path)
+    return path if is_remote(path) else os.path.realpath(path)
+
+
+def _linked(folder: str | os.PathLike[str]) -> set[str]:
+    """What links in a folder name."""
+    path = normal_path(folder)
+    if is_remote(path) or not is_folder(path):
+        return set()
+    with os.scandir(path) as entries:
+        return {os.path.realpath(entry.path) for entry in entries if entry.is_symlink()}

@@ -1,0 +1,220 @@
+"""Writing a run state: all ranks together, whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainwright.checkpoint.exchange.distinct import from_rank, problems_of_ranks
+from trainwright.checkpoint.format.boxes import problem_of_boxes
+from trainwright.checkpoint.format.dcp import to_json
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.format.records import SPLIT, STATE, TENSORS, FileRecord, Listed, Manifest
+from trainwright.checkpoint.store.storage import PendingFolder
+from trainwright.checkpoint.store.write_errors import free_bytes
+from trainwright.checkpoint.write.dealing import Deal, Dealer
+from trainwright.checkpoint.write.lists import records_of_ranks, write_divided
+from trainwright.checkpoint.write.writing import directory_of, stored_by, write_parts
+from trainwright.core.errors import CheckpointError
+from trainwright.core.text.bounded import json_bytes
+from trainwright.core.text.sizes import size_text
+
+
+@dataclass
+class Content:
+    """What one rank contributes to a checkpoint.
+
+    Args:
+        tree: everything that is not a tensor, as JSON (see ``tree``); that of the first rank
+            is written.
+        tensors: the boxes of tensors that this rank holds, by key. Ranks may hold the same box; one writes it.
+        about: what the manifest says of the checkpoint, as JSON; that of the first rank is written.
+        deal: who writes what, where ``tensors`` are what this rank shall write; ``None``: that is not settled.
+    """
+
+    tree: Any
+    tensors: dict[str, TensorParts]
+    about: dict[str, Any] = field(default_factory=dict)
+    deal: Deal | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that this rank holds."""
+        return sum(parts.num_bytes for parts in self.tensors.values())
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Content:
+        """The same content with every tensor exchanged for what ``function`` makes of it, of the same shape."""
+        return replace(self, tensors={key: parts.map(function) for key, parts in self.tensors.items()})
+
+
+def dealt_out(content: Content, dealer: Dealer) -> Content:
+    """What this rank shall write of ``content``. A collective."""
+    return replace(content, tensors=dealer.deal(content.tensors), deal=dealer.last)
+
+
+def write(content: Content, path: str, group: dist.ProcessGroup | None = None) -> Manifest | None:
+    """Write a checkpoint and publish it; it blocks until it can be read. A collective.
+
+    What each rank sends does not grow with the number of ranks: the bytes that it writes, the record of its file, and
+    whether anything is wrong. Of many ranks, several write down what others have written, see
+    ``split``; only what the first rank publishes makes a checkpoint of it. Who writes what is
+    settled by :mod:`trainwright.checkpoint.write.dealing`, at every call unless ``content`` has been dealt out.
+
+    Args:
+        content: what this rank holds; it must not change meanwhile.
+        path: folder of the checkpoint, local or any fsspec path. What is there is replaced once the new one is whole.
+        group: a gloo group of all ranks that nothing else uses meanwhile; ``None``: this process alone.
+
+    Returns:
+        What was published, on the first rank; ``None`` on the others.
+
+    Raises:
+        CheckpointError: on every rank, if one of them failed; nothing new is there then, and what was there is whole.
+    """
+    rank = 0 if group is None else dist.get_rank(group)
+    content = content if content.deal is not None else dealt_out(content, Dealer(group))
+    pending = _meet(path, rank, group, _sum_of(content, group))
+    try:
+        return _write_together(pending, content, path, rank, group)
+    except CheckpointError:
+        if rank == 0:
+            pending.discard()
+        raise
+    except BaseException:
+        pending.discard()
+        raise
+
+
+def _write_together(
+    pending: PendingFolder, content: Content, path: str, rank: int, group: dist.ProcessGroup | None
+) -> Manifest | None:
+    record, manifest = None, None
+    problem: BaseException | None = None
+    try:
+        record = write_parts(pending, rank, content.tensors) if content.tensors else None
+    except BaseException as error:  # the others must hear of it, or they would wait for this rank
+        problem = error
+    end_alike(problem, path, group)
+    assert content.deal is not None
+    files: dict[str, FileRecord] = {}
+    lists: dict[str, Listed] = {}
+    if content.deal.split is None:
+        files = {each.name: each for each in records_of_ranks(record, pending, group)}
+    else:
+        assert group is not None
+        try:
+            files, lists = write_divided(pending, content.deal, content.deal.split, record, group)
+        except BaseException as error:
+            problem = error
+        end_alike(problem, path, group)
+    if rank == 0:
+        try:
+            manifest = _publish(pending, content, files, lists)
+        except BaseException as error:
+            problem = error
+    end_alike(problem, path, group)
+    return manifest
+
+
+def _meet(path: str, rank: int, group: dist.ProcessGroup | None, needed: int) -> PendingFolder:
+    """Let the first rank make the folder, if there is room, and tell the others."""
+    pending, answer = None, ""
+    if rank == 0:
+        try:
+            pending = PendingFolder.create(path)
+            _refuse_full(path, needed)
+            answer = f"token {pending.token}"
+        except Exception as error:
+            answer = f"error {error}"
+            if pending is not None:
+                pending.discard()
+            if group is None:
+                raise
+    kind, _, text = _told(answer, group).partition(" ")
+    if kind == "error":
+        raise CheckpointError(text)
+    return pending if pending is not None else PendingFolder.join(path, text)
+
+
+def _told(value: str, group: dist.ProcessGroup | None) -> str:
+    """What the first rank of the group says."""
+    if group is None:
+        return value
+    told: str = from_rank(value, 0, group)
+    return told
+
+
+def _sum_of(content: Content, group: dist.ProcessGroup | None) -> int:
+    """Bytes of the tensors of all ranks."""
+    own = 0
+    with suppress(Exception):  # writing it will fail, and say why; the others must not wait for this rank here
+        own = content.num_bytes
+    total = torch.tensor(own, dtype=torch.int64)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return int(total)
+
+
+def _publish(
+    pending: PendingFolder, content: Content, files: dict[str, FileRecord], lists: dict[str, Listed]
+) -> Manifest:
+    deal = content.deal
+    assert deal is not None
+    if deal.split is None:
+        stored = stored_by(deal)
+        for key, tensor in stored.items():
+            problem = problem_of_boxes(tensor.shape, tensor.boxes, files)
+            if problem is not None:
+                raise CheckpointError(f"{key} of shape {tensor.shape}, as the ranks hold it, {problem}.")
+        tensors = to_json(stored)
+    else:
+        if TENSORS not in deal.composed:
+            deal.composed[TENSORS] = directory_of(deal).to_bytes()
+        tensors = deal.composed[TENSORS]
+    state = json_bytes(content.tree, "The state")
+    written = [pending.write_file(STATE, state, rank=0), pending.write_file(TENSORS, tensors, rank=0)]
+    manifest = Manifest({**files, **{record.name: record for record in written}}, lists=lists)
+    about = {
+        **content.about,
+        "bytes": manifest.num_bytes,
+        "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
+    }
+    if deal.split is None:
+        manifest = replace(manifest, about=about)
+    else:
+        manifest = replace(manifest, about=about, version=SPLIT, token=pending.token_in_names)
+    pending.publish(manifest)
+    return manifest
+
+
+def _refuse_full(path: str, needed: int) -> None:
+    free = free_bytes(path)
+    if free is not None and free < needed:
+        raise CheckpointError(
+            f"{path}: a checkpoint of {size_text(needed)} does not fit into the {size_text(free)} that are free there. "
+            "Nothing was written. Free space, or choose a folder on another disk (checkpoint.*.dirpath=...)."
+        )
+
+
+def end_alike(problem: BaseException | None, path: str, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank if one has a problem, in the words of the ranks that have. A collective."""
+    own = None if problem is None else (str(problem) or type(problem).__name__, isinstance(problem, CheckpointError))
+    found = problems_of_ranks(own, group)
+    if problem is not None and not isinstance(problem, Exception):
+        raise problem
+    if not found:
+        return
+    texts = {rank: text for rank, (text, _) in found.items()}
+    if len(set(texts.values())) == 1 and all(is_plain for _, is_plain in found.values()):
+        raise CheckpointError(f"{next(iter(texts.values()))} (rank {', '.join(map(str, texts))})") from problem
+    causes = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+    raise CheckpointError(
+        f"The checkpoint {path} was not written; what was there before is untouched. {causes}"
+    ) from problem

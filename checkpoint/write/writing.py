@@ -1,0 +1,134 @@
+"""The file of tensors that a rank writes, and where in such files the boxes of a checkpoint are."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from trainwright.checkpoint.format.boxes import StoredBox
+from trainwright.checkpoint.format.dcp import StoredMetadata
+from trainwright.checkpoint.format.directory import Directory, Entry, Place, in_runs
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.format.records import FileRecord, file_of
+from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileWriter
+from trainwright.checkpoint.store.storage import PendingFolder
+from trainwright.checkpoint.write.dealing import Deal, Kin, is_own, own_boxes
+from trainwright.core.errors import CheckpointError
+
+
+def write_parts(pending: PendingFolder, rank: int, tensors: Mapping[str, TensorParts]) -> FileRecord:
+    """Write boxes into this rank's file, tensor after tensor.
+
+    Args:
+        pending: the folder, which nobody sees yet.
+        rank: this rank.
+        tensors: the boxes, by key; one at least.
+
+    Raises:
+        CheckpointError: if they could not be written.
+    """
+    boxes = [(held, offsets, box.shape, key) for key, held in tensors.items() for offsets, box in held.parts]
+    # Widest dtypes first, so that every tensor begins at a multiple of its element's size and can be mapped.
+    boxes.sort(key=lambda box: -box[0].dtype.itemsize)
+    names = [name_of(key, offsets, sizes, held.shape) for held, offsets, sizes, key in boxes]
+    entries = [
+        TensorEntry(name, held.dtype, tuple(sizes)) for name, (held, _, sizes, _) in zip(names, boxes, strict=True)
+    ]
+    file = pending.create_file(file_of(rank), rank)
+    try:
+        writer = TensorFileWriter(file, entries)
+        for name, (held, offsets, _, _) in zip(names, boxes, strict=True):
+            writer.write(name, held.part_at(offsets).detach())  # of an import it is read here, one at a time
+        writer.close()
+    except BaseException:
+        file.abort()
+        raise
+    return file.close()
+
+
+def stored_by(deal: Deal) -> dict[str, StoredMetadata]:
+    """Where each box is once all ranks have written what they were dealt; on the first rank."""
+    boxes: dict[str, list[StoredBox]] = {}
+    wholes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for box, rank in deal.written():
+        name = name_of(box.key, box.offsets, box.sizes, box.shape)
+        boxes.setdefault(box.key, []).append(StoredBox(box.offsets, box.sizes, file_of(rank), name))
+        wholes[box.key] = box.shape, getattr(torch, box.dtype)
+    return {
+        key: StoredMetadata(*wholes[key], tuple(sorted(found, key=lambda box: box.offsets)))
+        for key, found in boxes.items()
+    }
+
+
+def led_boxes(deal: Deal) -> bytes:
+    """The file of boxes that this rank makes: all that the kin hold that it leads, ``key -> [[offsets, sizes, rank]]``.
+
+    What other kin hold too is in the files of all of them: who goes on as one of them finds its own in one file.
+    """
+    found: dict[str, set[tuple[tuple[int, ...], tuple[int, ...], int]]] = {}
+    for number, kin in deal.led.items():
+        written = [(box, rank) for box, rank in deal.written_by(number, kin) if box not in deal.common]
+        common = [(box, deal.common[box]) for box in kin.boxes if box in deal.common]
+        for box, rank in (*written, *common):
+            found.setdefault(box.key, set()).add((box.offsets, box.sizes, rank))
+    plain = {key: sorted(boxes) for key, boxes in sorted(found.items())}
+    return json.dumps({"tensors": plain}, separators=(",", ":")).encode()
+
+
+def directory_of(deal: Deal) -> Directory:
+    """All tensors, and which file of boxes has something of each; on the first rank.
+
+    Raises:
+        CheckpointError: if what the ranks hold of a tensor is not the whole of it.
+    """
+    assert deal.split is not None
+    entries: dict[str, Entry] = {}
+    places: dict[str, dict[int, Place]] = {}
+    held: dict[str, int] = {}
+    for number, kin in enumerate(deal.kins):
+        file = deal.split.boxes_of(number)
+        for box in kin.boxes:
+            if is_own(box):
+                continue
+            entries.setdefault(box.key, Entry(box.dtype, box.shape))
+            known = places.setdefault(box.key, {})
+            known[file] = _with_box(known.get(file), file, box.offsets, box.sizes)
+            if deal.winners.get(box, number) == number:
+                held[box.key] = held.get(box.key, 0) + math.prod(box.sizes)
+    for key, entry in entries.items():
+        if held[key] != math.prod(entry.shape):
+            raise CheckpointError(
+                f"{key} of shape {entry.shape}, as the ranks hold it, is there with {held[key]} of its "
+                f"{math.prod(entry.shape)} elements."
+            )
+    tensors = {
+        key: Entry(entry.dtype, entry.shape, tuple(sorted(places[key].values()))) for key, entry in entries.items()
+    }
+    return Directory(tensors, *_owned(deal.kins, deal.split.num_ranks))
+
+
+def _with_box(place: Place | None, file: int, offsets: Sequence[int], sizes: Sequence[int]) -> Place:
+    begin, end = tuple(offsets), tuple(offset + size for offset, size in zip(offsets, sizes, strict=True))
+    if place is None:
+        return Place(file, begin, end)
+    return Place(file, tuple(map(min, place.begin, begin)), tuple(map(max, place.end, end)))
+
+
+def _owned(kins: Sequence[Kin], ranks: int) -> tuple[list[Mapping[str, Entry]], list[tuple[int, int]]]:
+    """Sets of what ranks have of their own, and how many that follow each other have which."""
+    numbers: dict[tuple[tuple[str, str, tuple[int, ...]], ...], int] = {}
+    of_rank = [0] * ranks
+    for kin in kins:
+        kind = tuple((name, box.dtype, box.shape) for name, box in own_boxes(kin))
+        number = numbers.setdefault(kind, len(numbers))
+        for rank in kin.ranks:
+            of_rank[rank] = number
+    return [{name: Entry(dtype, shape) for name, dtype, shape in kind} for kind in numbers], in_runs(of_rank)
+
+
+def name_of(key: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:
+    """Name of a box in its file: the key alone for a tensor that is one box."""
+    return key if tuple(sizes) == tuple(shape) else f"{key}@{','.join(map(str, offsets))}"

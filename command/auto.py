@@ -1,0 +1,452 @@
+"""What `strategy=auto` and `micro_batch_size=auto` stand for: decided before ranks start, written down as if typed.
+
+The planner (`trainwright.planning`) imports torch and makes process groups that are not there, so it works in a
+process of its own wherever ranks are to be started, and hands back plain values.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.checkpoint.format.manifest import read_manifest
+from trainwright.checkpoint.read.candidates import AUTO
+from trainwright.checkpoint.store.storage import Folder
+from trainwright.command.checks.validate import problems_before_layout, validate
+from trainwright.command.schema.config import AUTO_TARGET
+from trainwright.core.config.override_words import in_shell, typed
+from trainwright.core.config.references import literal
+from trainwright.core.errors import CheckpointError
+from trainwright.core.layout import Layout
+from trainwright.core.problems import ConfigError
+from trainwright.core.run.run_directory import PLAN_FILE
+from trainwright.core.text.sizes import size_text
+from trainwright.launch.ranks.apart import call_apart
+from trainwright.launch.recovery.sizes import size_problems
+from trainwright.planning.search.limits import OFFLOADS, Limits
+from trainwright.strategies.compose.world import Surroundings, closed_layout, world_size_of
+
+NEAR = 0.03
+"""Part of a step by which predictions must differ for the faster layout to be taken before the simpler one."""
+MICRO_BATCH = "micro_batch_size"
+_SIMPLEST_FIRST = ("single", "ddp", "zero1", "zero2", "zero3", "hybrid")
+# Layouts that are held against everything else in the configuration before it is refused.
+_MOST_TRIED = 8
+# What is handed over from strategy=auto to the strategy that was chosen, whatever that is.
+_OF_EVERY_STRATEGY = ("blocks", "compile", "certificate")
+_OF_THE_MODEL = ("plan", "batch_dims", "attention")
+_PLANNED = ("SingleDeviceStrategy", "DDPStrategy", "ZeroStrategy", "HybridStrategy", "TensorParallelStrategy",
+            "PipelineStrategy", "ContextParallelStrategy", "ExpertParallelStrategy")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen.
+
+    Attributes:
+        lines: what, why, and what to type for the same.
+        words: overrides that ask for the same without `auto`.
+        document: what plan.json holds.
+        smaller: micro-batches that may stand in for the chosen one if that does not fit after all; None: it was not
+            asked for.
+    """
+
+    lines: tuple[str, ...]
+    words: tuple[str, ...]
+    document: dict[str, Any]
+    smaller: tuple[int, ...] | None = None
+
+
+def decide(cfg: DictConfig, surroundings: Surroundings, most: int | None = None) -> tuple[Choice | None, list[str]]:
+    """Put what `auto` stands for into the configuration; where nothing is asked for, do nothing.
+
+    Args:
+        cfg: with the run directory and the checkpoint to go on from decided; changed in place.
+        surroundings: the verb and the launcher.
+        most: largest micro-batch that `micro_batch_size=auto` may stand for; None: as many as are predicted to fit.
+
+    Returns:
+        What was chosen, None where nothing was to be or could be; and why it could not be.
+    """
+    size = cfg.micro_batch_size
+    if isinstance(size, str) and size != AUTO:
+        cfg.micro_batch_size = None
+        return None, [f"micro_batch_size={size}: must be a whole number of at least 1, auto or null"]
+    if not is_auto(cfg.strategy) and size != AUTO:
+        return None, []
+    problems = problems_before_layout(cfg, surroundings)
+    if problems:
+        return None, problems
+    try:
+        if is_auto(cfg.strategy):
+            return _decide_layout(cfg, surroundings), []
+        return _decide_micro_batch(cfg, surroundings, most), []
+    except ConfigError as error:
+        return None, list(error.problems)
+
+
+def is_auto(strategy: Any) -> bool:
+    """Whether a configuration of a strategy leaves the choice to the planner."""
+    return isinstance(strategy, DictConfig) and strategy.get("_target_") == AUTO_TARGET
+
+
+def hand_over(chosen: DictConfig, cfg: DictConfig) -> None:
+    """Put what was chosen for one configuration into another that asked for the same; the rest stays as it is.
+
+    Args:
+        chosen: as :func:`decide` left it.
+        cfg: as it was before; changed in place.
+    """
+    cfg.strategy = chosen.strategy
+    cfg.micro_batch_size, cfg.global_batch_size = chosen.micro_batch_size, chosen.global_batch_size
+    cfg.accumulation.steps = chosen.accumulation.steps
+
+
+def write_plan(choice: Choice, run_dir: Path) -> None:
+    """Write plan.json into a run directory, whole or not at all."""
+    path = run_dir / PLAN_FILE
+    partial = path.with_suffix(".json.partial")
+    partial.write_text(json.dumps(choice.document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def lines_of(run_dir: Path) -> list[str]:
+    """What the choice of a run was, in words; empty where nothing was chosen."""
+    try:
+        return list(json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8")).get("lines", []))
+    except (OSError, ValueError):
+        return []
+
+
+# ---- strategy=auto --------------------------------------------------------------------------------------------------
+
+
+def _decide_layout(cfg: DictConfig, surroundings: Surroundings) -> Choice:
+    limits, problems = _limits(cfg, surroundings)
+    problems += _unread_micro_batch(cfg, "strategy=auto")
+    if problems:
+        raise ConfigError(problems)
+    batch = _global_batch(cfg, surroundings, "strategy=auto")
+    asked = _for_planner(cfg, surroundings, batch)
+    document = _call(_search, surroundings, cfg, asked, limits)
+    ranked = document["ranked"]
+    if not ranked:
+        raise ConfigError(_nothing_possible(document, limits))
+    first: tuple[list[str], list[str]] | None = None
+    for candidate in _order(ranked)[:_MOST_TRIED]:
+        trial = cfg.copy()
+        words = _apply(trial, candidate, batch)
+        found = validate(trial, surroundings)
+        if not found and surroundings.world_size is None and cfg.launch.min_devices is not None:
+            found = size_problems(trial, surroundings.verb)
+        if not found:
+            _apply(cfg, candidate, batch)
+            return _choice(document, candidate, words, limits)
+        if first is None:
+            first = found, words
+        elif found == first[0]:
+            break  # it is not the layout
+    assert first is not None
+    raise ConfigError([f"{text} (of what strategy=auto chose: {' '.join(first[1])})" for text in first[0]])
+
+
+def _limits(cfg: DictConfig, surroundings: Surroundings) -> tuple[Limits, list[str]]:
+    """What the user has decided, and what of it cannot be."""
+    strategy, problems = cfg.strategy, []
+    axes = {axis.name: strategy[axis.name] for axis in fields(Layout) if strategy[axis.name] is not None}
+    for axis, size in axes.items():
+        if size < 1:
+            problems.append(f"strategy.{axis}={size} with strategy=auto: type a size of at least 1, or leave it out")
+    world = world_size_of(cfg, surroundings)
+    ranks = math.prod(size for axis, size in axes.items() if axis != "expert")
+    if not problems and world % ranks:
+        given = " x ".join(f"{axis} {size}" for axis, size in axes.items() if axis != "expert")
+        problems.append(f"strategy=auto with {given}: {ranks} is no divisor of {world} ranks; type other sizes")
+    for key, allowed in (
+        ("stage", (0, 1, 2, 3)),
+        ("offload", OFFLOADS),
+        ("activation_checkpointing", ("none", "full")),
+    ):
+        if strategy[key] is not None and strategy[key] not in allowed:
+            named = ", ".join(map(str, allowed))
+            problems.append(
+                f"strategy.{key}={strategy[key]} with strategy=auto: allowed: {named}; null leaves it to the planner"
+            )
+    unknown = [key for key in strategy.keep if key != MICRO_BATCH]
+    if unknown:
+        problems.append(f"strategy.keep={unknown}: allowed: {MICRO_BATCH}")
+    keeps_size = MICRO_BATCH in strategy.keep and isinstance(cfg.micro_batch_size, int)
+    return (
+        Limits(
+            axes=axes,
+            stage=strategy.stage,
+            offload=strategy.offload,
+            checkpointing=strategy.activation_checkpointing,
+            schedule=strategy.schedule,
+            stages_per_rank=strategy.stages_per_rank,
+            parts=strategy.micro_batches,
+            sequence_parallel=strategy.sequence_parallel,
+            loss_parallel=strategy.loss_parallel,
+            micro_batch_size=cfg.micro_batch_size if keeps_size else None,
+            accumulation=cfg.accumulation.steps,
+        ),
+        problems,
+    )
+
+
+def _global_batch(cfg: DictConfig, surroundings: Surroundings, who: str) -> int:
+    """Samples of a step, which the choice does not change.
+
+    Without `global_batch_size` they are those of the checkpoint that the run goes on from, or what plain replicas would
+    make of micro_batch_size and accumulation.steps.
+    """
+    if cfg.global_batch_size is not None:
+        return int(cfg.global_batch_size)
+    saved = _saved_batch(cfg) if surroundings.verb == "fit" else None
+    if saved is not None:
+        return saved
+    if isinstance(cfg.micro_batch_size, int) and cfg.micro_batch_size >= 1:
+        return int(cfg.micro_batch_size * (cfg.accumulation.steps or 1) * world_size_of(cfg, surroundings))
+    raise ConfigError(
+        [
+            f"{who} with global_batch_size=null: the samples of a step would depend on what is chosen; type "
+            "global_batch_size=32"
+        ]
+    )
+
+
+def _saved_batch(cfg: DictConfig) -> int | None:
+    path = cfg.ckpt_path
+    try:
+        if path is None or str(path).startswith("http") or not Folder(path).exists():
+            return None
+        samples = read_manifest(path).about.get("global_batch_size")
+    except (CheckpointError, OSError):
+        return None  # `validate` tells
+    return None if samples is None else int(samples)
+
+
+def _unread_micro_batch(cfg: DictConfig, who: str) -> list[str]:
+    raw: Any = OmegaConf.to_container(cfg, resolve=False)
+    if "${micro_batch_size" in str([raw.get("module"), raw.get("data")]):
+        return []
+    return [
+        f"{who}: the recipe {cfg.name!r} does not read micro_batch_size, so no other one can be chosen; write "
+        "`batch_size: ${micro_batch_size}` under data in the recipe, or choose a strategy and a size by hand"
+    ]
+
+
+def _for_planner(cfg: DictConfig, surroundings: Surroundings, batch: int) -> dict[str, Any]:
+    """The configuration as plain values, with numbers where words stand."""
+    asked = cfg.copy()
+    world = world_size_of(cfg, surroundings)
+    local = surroundings.local_world_size
+    nodes = cfg.nodes if local is None else world // local
+    asked.nodes = nodes if world % nodes == 0 else 1
+    asked.devices = world // asked.nodes
+    asked.global_batch_size, asked.accumulation.steps = batch, None
+    if not isinstance(asked.micro_batch_size, int):
+        asked.micro_batch_size = 1  # what is read to see the shapes of a batch
+    plain: Any = literal(OmegaConf.to_container(asked, resolve=True))
+    return dict(plain)
+
+
+def _call(function: Any, surroundings: Surroundings, cfg: DictConfig, *arguments: Any) -> dict[str, Any]:
+    """Call a function of the planner here, where training will happen too, or in a process of its own."""
+    alone = surroundings.world_size is None and world_size_of(cfg, surroundings) == 1 and cfg.launch.max_restarts == 0
+    answer = function(*arguments) if alone else call_apart(function, *arguments)
+    return dict(answer)
+
+
+def _search(asked: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    from trainwright.planning.search.choose import ranked_layouts
+
+    return ranked_layouts(asked, limits)
+
+
+def _nothing_possible(document: Mapping[str, Any], limits: Limits) -> list[str]:
+    refused = document["reasons"]
+    given = [f"{key}={value}" for key, value in vars(limits).items() if value not in (None, {})]
+    within = f" with {', '.join(given)}" if given else ""
+    why = "; ".join(refused[:3]) or "none of those that are left to choose from can be run"
+    return [f"strategy=auto: no layout of {document['world_size']} rank(s){within} is possible: {why}"]
+
+
+def _order(ranked: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The simplest of those that are predicted to be nearly as fast as the fastest, then the others by speed."""
+    best = ranked[0]["seconds"]["step"]
+    near = [each for each in ranked if each["seconds"]["step"] <= (1 + NEAR) * best]
+    rest = [each for each in ranked if each["seconds"]["step"] > (1 + NEAR) * best]
+    return [*sorted(near, key=_complexity), *rest]
+
+
+def _complexity(candidate: Mapping[str, Any]) -> tuple[Any, ...]:
+    axes = sum(size > 1 for size in candidate["layout"].values())
+    helps = (candidate["offload"] != "none") + (candidate["activation_checkpointing"] != "none")
+    return _SIMPLEST_FIRST.index(candidate["strategy"]), axes, helps, candidate["seconds"]["step"]
+
+
+def _apply(cfg: DictConfig, candidate: Mapping[str, Any], batch: int) -> list[str]:
+    """Put a candidate in the place of `auto`; returns what to type for the same."""
+    asked, words = cfg.strategy, []
+    chosen = [word for word in candidate["overrides"] if word.startswith("strategy")]
+    scalars = [word for word in chosen if word.split("=")[0].removeprefix("strategy.") not in _OF_THE_MODEL]
+    scalars = [word for word in scalars if not word.startswith("strategy.blocks=")]
+    words = list(_that_may_shrink(scalars, candidate["layout"], asked))
+    bucket = candidate["bucket_mib"]
+    if bucket is not None:  # else gradients are not sent in buckets
+        words.append(f"strategy.bucket_mib={bucket if asked.bucket_mib is None else asked.bucket_mib}")
+    words += ways_to_send(cfg, candidate)
+    node = _composed(words)
+    for key in (*_OF_EVERY_STRATEGY, *_OF_THE_MODEL):
+        value = OmegaConf.to_container(asked).get(key)  # type: ignore[union-attr]
+        if key in node and value not in (None, {}, node[key]):
+            node[key] = value
+            words.append(f"strategy.{key}={typed(value)}")
+    cfg.strategy = node
+    cfg.micro_batch_size, cfg.global_batch_size = candidate["micro_batch_size"], batch
+    cfg.accumulation.steps = None
+    return [*words, f"micro_batch_size={cfg.micro_batch_size}", f"global_batch_size={batch}"]
+
+
+def ways_to_send(cfg: DictConfig, candidate: Mapping[str, Any]) -> Iterator[str]:
+    """What to type for how replicas are averaged and how far ahead parameters are gathered, if not the default.
+
+    Args:
+        cfg: with `strategy=auto`.
+        candidate: a layout that the planner found, with its `average_by` and `prefetch`.
+    """
+    asked, layout = cfg.strategy, candidate["layout"]
+    # What was typed is kept, and refused by the checks where it cannot be; what is chosen must be possible.
+    is_free = cfg.compression.name == "none" and cfg.launch.recovery == "restart" and cfg.launch.min_devices is None
+    average_by = asked.average_by or (candidate["average_by"] if is_free else None)
+    if average_by is not None and layout["replicate"] > 1:
+        yield f"strategy.average_by={average_by}"
+    prefetch = candidate["prefetch"] if asked.prefetch is None else asked.prefetch
+    if prefetch is not None and candidate["strategy"] in ("zero3", "hybrid") and candidate["stage"] == 3:
+        yield f"strategy.prefetch={prefetch}"
+
+
+def _that_may_shrink(words: Sequence[str], layout: Mapping[str, int], asked: DictConfig) -> Iterator[str]:
+    """The same layout with "the rest" for one of its data axes, so that a run can go on with fewer ranks."""
+    free = next((axis for axis in ("shard", "replicate") if layout[axis] > 1 and asked[axis] is None), None)
+    for word in words:
+        yield f"strategy.{free}=-1" if free and word.startswith(f"strategy.{free}=") else word
+
+
+def _composed(words: Sequence[str]) -> DictConfig:
+    from trainwright.command.schema.compose import compose
+
+    node = compose("digits", list(words)).strategy
+    assert isinstance(node, DictConfig)
+    return node
+
+
+def _choice(document: dict[str, Any], chosen: Mapping[str, Any], words: Sequence[str], limits: Limits) -> Choice:
+    ranked = document["ranked"]
+    lines = (
+        f"strategy=auto: {_what(chosen)}: {_predicted(document, chosen)}.",
+        f"because: {_why(ranked, chosen, limits)}",
+        f"the same by hand: {' '.join(in_shell(word) for word in words)}",
+    )
+    document = {**document, "chosen": dict(chosen), "explicit": list(words), "lines": list(lines), "measured": None}
+    return Choice(lines, tuple(words), document)
+
+
+def _what(chosen: Mapping[str, Any]) -> str:
+    accumulated = f" x {chosen['accumulation']} accumulated" if chosen["accumulation"] > 1 else ""
+    more = "".join(f", {each}" for each in chosen["extras"])
+    return f"{chosen['title']}, micro-batches of {chosen['micro_batch_size']}{accumulated}{more}"
+
+
+def _predicted(document: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
+    seconds, held = chosen["seconds"]["step"], chosen["bytes"]["total"]
+    return (
+        f"predicted {seconds:.3g} s a step ({chosen['samples_per_second']:.4g} samples/s) and "
+        f"{size_text(held, digits=2)} of {size_text(document['usable_bytes'], digits=2)} a rank, "
+        f"{document['device_source']}"
+    )
+
+
+def _why(ranked: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any], limits: Limits) -> str:
+    best, step = ranked[0], chosen["seconds"]
+    if len(ranked) == 1:
+        reason = "it is the only possible layout"
+    elif chosen is best or chosen["title"] == best["title"]:
+        reason = f"it is the fastest of {len(ranked)} possible layouts (next: {_later(ranked[1], chosen)})"
+    elif step["step"] <= (1 + NEAR) * best["seconds"]["step"]:
+        reason = (
+            f"it is the simplest of those within {100 * NEAR:.0f} % of the fastest of {len(ranked)} ({best['title']})"
+        )
+    else:
+        reason = f"it is the fastest of {len(ranked)} that the rest of the configuration allows"
+    parts = {"computing": step["compute"], "waiting": step["exposed"], "bubble": step["bubble"]}
+    parts["optimizer"] = step["optimizer"]
+    spent = ", ".join(f"{100 * value / step['step']:.0f} % {name}" for name, value in parts.items() if value > 0)
+    decided = " within what was typed" if limits != Limits() else ""
+    return f"{reason}{decided}; a step is {spent}."
+
+
+def _later(other: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
+    slower = other["seconds"]["step"] / chosen["seconds"]["step"] - 1
+    return f"{other['title']}, {100 * slower:.1f} % slower"
+
+
+# ---- micro_batch_size=auto ------------------------------------------------------------------------------------------
+
+
+def _decide_micro_batch(cfg: DictConfig, surroundings: Surroundings, most: int | None) -> Choice:
+    name = str(cfg.strategy.get("_target_", "")).rsplit(".", 1)[-1]
+    if name not in _PLANNED:
+        raise ConfigError(
+            [
+                f"micro_batch_size=auto with {name}: what its ranks hold is not predicted; type a number, or one of "
+                "the strategies single, ddp, zero1, zero2, zero3, hybrid, tensor, pipeline, context, expert"
+            ]
+        )
+    batch = _global_batch(cfg, surroundings, "micro_batch_size=auto")
+    problems = _unread_micro_batch(cfg, "micro_batch_size=auto")
+    if cfg.accumulation.steps is not None:
+        problems.append(
+            f"micro_batch_size=auto with accumulation.steps={cfg.accumulation.steps}: they decide each other; leave "
+            "accumulation.steps out"
+        )
+    trial = cfg.copy()
+    trial.micro_batch_size = None
+    problems += validate(trial, surroundings)
+    layout = None if problems else closed_layout(trial, surroundings)
+    if layout is None:
+        raise ConfigError(problems or [f"micro_batch_size=auto with {name}: its layout is not known"])
+    if batch % layout.data_ranks:
+        raise ConfigError(
+            [
+                f"micro_batch_size=auto: global_batch_size={batch} is no multiple of the {layout.data_ranks} data "
+                f"ranks; type global_batch_size={math.ceil(batch / layout.data_ranks) * layout.data_ranks}"
+            ]
+        )
+    document = _call(_largest, surroundings, cfg, _for_planner(cfg, surroundings, batch), most)
+    chosen = document["chosen"]
+    cfg.micro_batch_size, cfg.global_batch_size = chosen["micro_batch_size"], batch
+    words = [f"micro_batch_size={cfg.micro_batch_size}", f"global_batch_size={batch}"]
+    lines = (
+        f"micro_batch_size=auto: {chosen['micro_batch_size']} samples x {chosen['accumulation']} accumulated x "
+        f"{layout.data_ranks} data rank(s): {_predicted(document, chosen)}.",
+        f"because: {document['why']}",
+        f"the same by hand: {' '.join(words)}",
+    )
+    smaller = tuple(document.pop("smaller"))
+    document = {**document, "explicit": words, "lines": list(lines), "measured": None}
+    return Choice(lines, tuple(words), document, smaller)
+
+
+def _largest(asked: dict[str, Any], most: int | None) -> dict[str, Any]:
+    from trainwright.planning.search.choose import largest_micro_batch
+
+    return largest_micro_batch(asked, most)

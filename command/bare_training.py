@@ -1,0 +1,77 @@
+"""A configuration of which only the training is left: for runs that are made to be looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from trainwright.core.config.references import settled
+from trainwright.core.processes.scratch import scratch
+from trainwright.core.run.run_directory import write_config
+
+# What a run does beside training, or counts in micro-batches of a rank, which are other samples on every layout.
+_OFF: dict[str, Any] = {
+    "val_check_interval": None,
+    "check_val_every_n_epoch": 1,
+    "num_sanity_val_steps": 0,
+    "limit_train_batches": None,
+    "limit_val_batches": 0,
+    "overfit_batches": 0.0,
+    "fast_dev_run": False,
+    "min_epochs": None,
+    "min_steps": None,
+    "max_time": None,
+    "profiler": None,
+    "enable_model_summary": False,
+}
+
+
+def only_training(planned: DictConfig, steps: int, run_dir: Path, callbacks: Mapping[str, Any]) -> DictConfig:
+    """Resolve, then leave nothing but the training of so many optimizer steps.
+
+    Args:
+        planned: a configuration that was checked; interpolations still in it. Not changed.
+        steps: optimizer steps.
+        run_dir: of the run.
+        callbacks: the only ones, by name; each with `_target_` and arguments.
+
+    Returns:
+        Module, data, strategy, precision, clipping and seed of `planned`; no validation, logger or checkpoint.
+    """
+    resolved = settled(planned)
+    resolved.run_dir, resolved.max_steps, resolved.max_epochs = str(run_dir), steps, None
+    resolved.checkpoint, resolved.monitor, resolved.guard, resolved.logger = {}, {}, {}, {}
+    resolved.callbacks = dict(callbacks)
+    resolved.trainer.update(_OFF)
+    if "certificate" in resolved.strategy:
+        resolved.strategy.certificate = "off"  # numbers are compared, or memory measured, by whoever trains so
+    return resolved
+
+
+def train_apart(cfg: DictConfig) -> None:
+    """Train a configuration from :func:`only_training` in processes of its own.
+
+    Raises:
+        RankError: if a rank failed; all others have ended.
+        Interrupted: if this process was told to end; all ranks have ended.
+    """
+    from trainwright.launch.local.local import launch_local
+
+    write_config(cfg)
+    launch_local(cfg, "fit")
+
+
+@contextlib.contextmanager
+def temporary_folder(name: str) -> Iterator[Path]:
+    """A folder that is gone afterwards, `name` at the beginning of its own."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=scratch()))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

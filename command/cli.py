@@ -1,0 +1,108 @@
+"""The command `trainwright`: what happens before anything is imported.
+
+    trainwright <verb> [Hydra overrides] [options]
+    trainwright checkpoint <verb> PATH [options]
+    trainwright import-deepspeed ds_config.json [Hydra overrides] [options]
+    trainwright report RUN_DIR [RUN_DIR ...] [options]
+    trainwright watch RUN_DIR [options]
+    trainwright doctor|profile [key=value ...] [options]
+
+Importing is most of what starting costs, so this module imports next to nothing: it installs the signal handlers,
+starts the fork server, which imports torch and Lightning on another core, and only then imports the rest of the
+command (`trainwright.command.verbs`).
+"""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from trainwright.core.processes.orphans import end_with_agent
+from trainwright.core.run.interrupt import Interrupted, raise_interrupted
+from trainwright.core.run.launcher import detect_launcher
+from trainwright.launch.ranks.forkserver import start_forkserver, stop_forkserver
+from trainwright.launch.ranks.importing import without_collector
+from trainwright.launch.ranks.output import ranks_speak_to_stderr
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: the words after `trainwright`; None = those of this process.
+
+    Returns:
+        The exit code: 0 all went well, 1 a rank or job failed, `verify` found a difference, `doctor` an error, or a
+        checkpoint is damaged, 2 the command or configuration was refused and nothing was started, 130 and 143 ended by
+        Ctrl-C and SIGTERM (138 by SIGUSR1, or what `preemption.exit_code` says); any other number is what the user's
+        code gave `sys.exit`.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    end_with_agent()
+    previous = signal.signal(signal.SIGTERM, raise_interrupted)
+    try:
+        if _first(words) == "checkpoint":  # has verbs and options of its own, and needs no configuration
+            from trainwright.tools.checkpoints.command import run_checkpoint_command
+
+            return run_checkpoint_command(words)
+        if _first(words) in ("report", "watch"):  # the same
+            from trainwright.tools.report.command import run_report_command
+
+            return run_report_command(words)
+        if _first(words) in ("doctor", "profile"):  # compose nothing, and start ranks of their own
+            from trainwright.tools.doctor.command import run_doctor_command
+
+            return run_doctor_command(words)
+        _make_cwd_importable()
+        if _first(words) == "import-deepspeed":  # has options of its own, and needs no ranks
+            from trainwright.tools.deepspeed.command import run_import_command
+
+            return run_import_command(words)
+        if _wants_several_processes(words) and detect_launcher() is None:
+            # What the ranks of `verify` print must not mix with its report.
+            with ranks_speak_to_stderr() if "verify" in words else contextlib.nullcontext():
+                start_forkserver()
+        with without_collector():
+            from trainwright.command.verbs import run_command
+
+        return run_command(words)
+    except Interrupted as interrupted:
+        return _say(interrupted)
+    except KeyboardInterrupt:
+        return _say(Interrupted(signal.SIGINT))
+    finally:
+        stop_forkserver()
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _say(interrupted: Interrupted) -> int:
+    """Tell by what the command was ended; returns its exit code."""
+    # Whoever is impatient types Ctrl-C again, while this process is at its last steps: those are not to be interrupted.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError):  # who reads that may have been ended as well
+        print(f"trainwright: ended by {interrupted.number.name}", file=sys.stderr)
+    return interrupted.exit_code
+
+
+def _first(words: Sequence[str]) -> str | None:
+    """The first word that asks for no help."""
+    return next((word for word in words if word not in ("-h", "--help")), None)
+
+
+def _wants_several_processes(words: Sequence[str]) -> bool:
+    """A guess from the words alone: the fork server can start before anything is composed. A wrong one costs time."""
+    if any(word in words for word in ("-h", "--help", "--version", "--print-config", "--cfg", "layout", "plan")):
+        return False
+    if any(word.startswith("launch=") and word not in ("launch=local", "launch=resilient") for word in words):
+        return False  # others start the ranks, elsewhere
+    several = any(word.startswith("devices=") and word != "devices=1" for word in words)
+    several |= any(word == "launch=resilient" or word.startswith("launch.max_restarts=") for word in words)
+    return several or "-m" in words or "--multirun" in words or "verify" in words
+
+
+def _make_cwd_importable() -> None:
+    """`_target_: my_model.MyModule` finds my_model.py beside the user, as `python my_script.py` would."""
+    cwd = os.getcwd()
+    if cwd not in sys.path:
+        sys.path.insert(0, cwd)

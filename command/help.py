@@ -1,0 +1,235 @@
+"""What `trainwright --help` and `trainwright <verb> --help` say."""
+
+import inspect
+import itertools
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.default_element import GroupDefault
+from omegaconf import MISSING
+
+from trainwright.command.schema.compose import choices_of, config_loader, group_names
+from trainwright.command.schema.config import RunConfig
+from trainwright.command.verify_options import VerifyOptions
+
+_WIDTH = 100
+_VERBS = {
+    "fit": "train a module",
+    "validate": "measure a module on its validation data",
+    "test": "measure a module on its test data",
+    "predict": "write a module's predictions to predictions.pt in the run directory",
+    "verify": "check that a layout trains as one process does: a few steps of both, compared",
+    "layout": "show which rank would do and hold what, in bytes; no process is started",
+    "import-deepspeed": "show what a DeepSpeed JSON is in native configuration: `trainwright import-deepspeed --help`",
+    "plan": "rank all layouts by predicted step time, with the bytes that each needs; no process is started",
+    "report": "show a run, or several side by side, as one HTML page: `trainwright report --help`",
+    "watch": "show a run in the terminal while it goes on: `trainwright watch --help`",
+    "checkpoint": "verify, inspect, list, export or import a checkpoint: `trainwright checkpoint --help`",
+    "doctor": "look for what is wrong with machines, GPUs, versions, network and limits: `trainwright doctor --help`",
+    "profile": "measure devices and links, for device=<name> of a plan: `trainwright profile --help`",
+}
+_TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
+# Plain, but set by the recipe and by a group.
+_NOT_BY_HAND = ("name", "precision")
+_GROUP_ORDER = ("recipe", "size", "strategy", "precision", "accumulation", "optimizer", "trainer", "checkpoint")
+
+
+def overview() -> str:
+    """The text of `trainwright --help`."""
+    verbs = "\n".join(f"  {verb:<18}{text}" for verb, text in _VERBS.items())
+    return f"""trainwright: train one LightningModule on any layout of devices, chosen by configuration alone.
+
+usage: trainwright <verb> [key=value ...] [options]
+
+verbs:
+{verbs}
+
+examples:
+  trainwright fit recipe=digits
+  trainwright fit recipe=gpt strategy=zero3 devices=2 precision=bf16-mixed
+  trainwright fit recipe=gpt ckpt_path=last
+  trainwright fit recipe=gpt run_dir=runs/mine resume=auto
+  trainwright checkpoint list runs/gpt
+  trainwright report runs/gpt/2026-01-31_14-05-09
+
+`trainwright fit --help` lists every recipe, group and key. Options: --version, --help.
+"""
+
+
+def help_of_verb(verb: str, config_dir: str | Path | None = None) -> str:
+    """The text of `trainwright <verb> --help`.
+
+    Args:
+        verb: fit, validate, test, predict, verify, layout or plan.
+        config_dir: a folder whose groups and recipes are listed too.
+    """
+    loader = config_loader(config_dir)
+    groups = group_names(loader)
+    parts = [
+        f"trainwright {verb}: {_VERBS[verb]}.",
+        f"usage: trainwright {verb} recipe=<name> [key=value ...] [options]",
+        _options(verb),
+        "groups (type group=choice; the default has a *):",
+        *(_group(loader, name) for name in in_order(groups)),
+        "keys (type key=value):",
+        *_keys_of(RunConfig),
+        *(("keys of verify alone:", *_keys_of(VerifyOptions, "verify.")) if verb == "verify" else ()),
+        "the keys of a group are set as group.key=value (strategy.shard=2, trainer.gradient_clip_val=1.0); arguments\n"
+        "of the recipe's classes as module.key=value and data.key=value. --print-config shows them all.",
+        _examples(verb),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def in_order(groups: Sequence[str]) -> list[str]:
+    """Groups as they are listed: those that most runs choose from first."""
+    return [*(name for name in _GROUP_ORDER if name in groups), *(name for name in groups if name not in _GROUP_ORDER)]
+
+
+def field_comments(schema: type) -> dict[str, str]:
+    """The comment above each field of a configuration dataclass, by field name; inherited fields included."""
+    found: dict[str, str] = {}
+    for cls in reversed(schema.__mro__[:-1]):
+        comment: list[str] = []
+        for line in inspect.getsource(cls).splitlines():
+            stripped = line.strip()
+            match = re.match(r"(\w+): ", stripped)
+            if stripped.startswith("#"):
+                comment.append(stripped.lstrip("# "))
+            elif match and comment:
+                found[match[1]] = " ".join(comment)
+            if not stripped.startswith("#"):
+                comment = []
+    return found
+
+
+def description_of(loader: ConfigLoaderImpl, group: str, choice: str) -> str:
+    """The comment that a choice's yaml begins with; empty when it has none."""
+    for source in loader.get_sources():
+        if source.scheme() == "structured" or not source.is_config(f"{group}/{choice}"):
+            continue
+        lines = (line for line in _read(source, f"{group}/{choice}.yaml") if "@package" not in line)
+        comment = " ".join(line.lstrip("# ").strip() for line in itertools.takewhile(_is_comment, lines))
+        if comment:
+            return comment
+    return ""
+
+
+def _is_comment(line: str) -> bool:
+    return line.startswith("#")
+
+
+def _read(source: Any, name: str) -> Iterator[str]:
+    if source.scheme() == "file":
+        yield from (Path(source.path) / name).read_text(encoding="utf-8").splitlines()
+    elif source.scheme() == "pkg":
+        from importlib.resources import files
+
+        yield from files(source.path.split("://")[-1]).joinpath(name).read_text(encoding="utf-8").splitlines()
+
+
+def _options(verb: str) -> str:
+    if verb == "verify":
+        return """options:
+  --json              print the report as one JSON document, and nothing else, on standard output
+  --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes and groups
+  --print-config      print the resolved configuration of the layout and end
+  --help, --version"""
+    if verb == "layout":
+        return """options:
+  --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes and groups
+  --print-config      print the resolved configuration and end
+  --help, --version"""
+    if verb == "plan":
+        return """options:
+  --json              print the plan as one JSON document, and nothing else, on standard output
+  --html FILE         also write the plan as one page with pictures
+  --prove             build the first layout at full size, without memory, and compare the bytes of a rank or two
+  --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes, devices and other groups
+  --print-config      print the resolved configuration and end
+  --help, --version"""
+    return """options:
+  -m, --multirun      run every combination of the given values, one after the other: strategy=ddp,zero3
+  --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes and groups
+  --print-config      print the resolved configuration and end
+  --help, --version"""
+
+
+def _group(loader: ConfigLoaderImpl, name: str) -> str:
+    choices = choices_of(loader, name)
+    default = default_choice(loader, name)
+    width = max((len(choice) for choice in choices), default=0) + 3
+    lines = [f"  {name}"]
+    for choice in choices:
+        mark = "*" if choice == default else " "
+        text = textwrap.wrap(description_of(loader, name, choice), _WIDTH - width - 4) or [""]
+        lines.append(f"  {mark} {choice:<{width}}{text[0]}".rstrip())
+        lines += [" " * (width + 4) + more for more in text[1:]]
+    return "\n".join(lines)
+
+
+def default_choice(loader: ConfigLoaderImpl, group: str) -> str | None:
+    """The choice of a group that a run has when none is given; None when it has none."""
+    primary = loader.repository.load_config("config")
+    assert primary is not None
+    items = primary.defaults_list or []
+    return next((str(item.value) for item in items if isinstance(item, GroupDefault) and item.group == group), None)
+
+
+def _keys_of(schema: type, prefix: str = "") -> Iterator[str]:
+    comments = field_comments(schema)
+    hints = get_type_hints(schema)
+    lines = []
+    for item in fields(schema):
+        options = get_args(hints[item.name]) or (hints[item.name],)
+        if item.name in _NOT_BY_HAND or not all(option in _TYPE_NAMES for option in options):
+            continue
+        kind = " or ".join(_TYPE_NAMES[option] for option in options)
+        lines.append(f"  {prefix}{item.name} ({kind}{_default(item)})")
+        lines += textwrap.wrap(comments[item.name], _WIDTH, initial_indent="      ", subsequent_indent="      ")
+    yield "\n".join(lines)
+
+
+def _default(item: "Field[Any]") -> str:
+    if item.default is NO_DEFAULT or item.default == MISSING:
+        return ""
+    return f", default {'null' if item.default is None else item.default}"
+
+
+def _examples(verb: str) -> str:
+    if verb == "fit":
+        return """examples:
+  trainwright fit recipe=digits
+  trainwright fit recipe=gpt strategy=ddp devices=2 max_steps=200
+  trainwright fit recipe=gpt strategy=zero3 devices=2 precision=bf16-mixed global_batch_size=64
+  trainwright fit recipe=gpt ckpt_path=last max_steps=2000
+  trainwright fit -m recipe=digits strategy=ddp,zero3 devices=2
+  trainwright fit --config-dir my_conf recipe=mine
+  torchrun --nproc-per-node=2 -m trainwright fit recipe=gpt strategy=ddp devices=2"""
+    if verb == "verify":
+        return """examples:
+  trainwright verify recipe=gpt strategy=zero3 devices=4
+  trainwright verify recipe=digits strategy=ddp devices=2 verify.steps=8 --json
+  trainwright verify --config-dir my_conf recipe=mine strategy=zero2 devices=2"""
+    if verb == "layout":
+        return """examples:
+  trainwright layout recipe=gpt strategy=zero3 devices=4
+  trainwright layout recipe=gpt devices=8 strategy=hybrid strategy.pipeline=2 strategy.tensor=2
+  trainwright layout --config-dir my_conf recipe=mine strategy=tensor devices=2"""
+    if verb == "plan":
+        return """examples:
+  trainwright plan recipe=llama_3d size=70b precision=bf16-mixed devices=1024 device=h100
+  trainwright plan recipe=gpt devices=4
+  trainwright plan recipe=gpt size=7b devices=64 device=a100_80 --html plan.html
+  trainwright plan recipe=gpt size=1b module.meta=true devices=64 device=h100 --prove"""
+    return f"""examples:
+  trainwright {verb} recipe=digits ckpt_path=last
+  trainwright {verb} recipe=digits ckpt_path=runs/digits/2026-01-31_14-05-09/checkpoints/step=500
+  trainwright {verb} recipe=gpt strategy=ddp devices=2 ckpt_path=last
+  trainwright {verb} --config-dir my_conf recipe=mine ckpt_path=last"""

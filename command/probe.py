@@ -1,0 +1,168 @@
+"""`micro_batch_size=auto`: the predicted micro-batch is tried before training begins.
+
+Its layout trains two optimizer steps of the first samples in processes of its own, which are gone afterwards: weights,
+random states, optimizers, the order of data and metrics of the run know nothing of it, and a rank that the kernel kills
+takes nobody along. What ranks held at most is read here, and held against what there is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from trainwright.command.auto import Choice
+from trainwright.command.bare_training import only_training, temporary_folder, train_apart
+from trainwright.core.failures.failure import RankError
+from trainwright.core.run.launcher import Launcher
+from trainwright.core.text.sizes import size_text
+from trainwright.launch.engines import uses_engine
+from trainwright.strategies.compose.world import Surroundings, num_data_ranks, world_size_of
+from trainwright.tools.doctor.machine import machine_facts
+
+SAFE = 0.95
+"""Part of the memory that is there which the steps may take; later samples may be longer, and pieces do not fit."""
+# The second has the optimizer's state beside activations.
+_STEPS = 2
+# Micro-batches of a step: with more than one, gradients of earlier ones are there beside activations.
+_MOST_ACCUMULATED = 2
+_RECORDER = "trainwright.planning.memory.measured.PeakRecorder"
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemory|MemoryError|can't allocate memory|not enough memory|bad_alloc|ALLOC_FAILED",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What came of trying a micro-batch.
+
+    Attributes:
+        micro_batch_size: samples.
+        fits: None: could not be found out, and `why` says so.
+        why: in words: what was held, or what went wrong.
+        needed: bytes that were held at most, where they were least enough; None: not known, and so is the next.
+        there: bytes that could be held there.
+    """
+
+    micro_batch_size: int
+    fits: bool | None
+    why: str = ""
+    needed: int | None = None
+    there: int | None = None
+
+    @property
+    def text(self) -> str:
+        """In a line."""
+        if self.fits is None:
+            return f"not tried: {self.why}."
+        size = f"tried: {self.micro_batch_size} sample(s) at a time"
+        return f"{size}: {self.why}." if self.fits else f"{size} do not fit: {self.why}."
+
+    def next_of(self, smaller: Iterable[int]) -> int | None:
+        """The largest of smaller sizes that may fit; None: none may.
+
+        What is held grows with the size beside a part that does not, so by less than in proportion.
+        """
+        most = self.micro_batch_size - 1
+        if self.needed is not None and self.there is not None:
+            most = min(most, int(self.micro_batch_size * SAFE * self.there / self.needed))
+        return max((size for size in smaller if size <= most), default=None)
+
+
+def try_out(planned: DictConfig, launcher: Launcher | None) -> Probed:
+    """Train two optimizer steps with the micro-batch of a configuration, in processes of their own.
+
+    Args:
+        planned: a configuration that was checked, with everything decided; interpolations still in it.
+        launcher: that has started this process as a rank; None: none has.
+
+    Raises:
+        Interrupted: if this process was told to end.
+    """
+    size = int(planned.micro_batch_size)
+    if launcher is not None:
+        who = f"under {launcher.name} the ranks are there already, and ranks to try it with would be in their way"
+        return Probed(size, None, f"{who}; predicted alone")
+    if uses_engine(planned):
+        who = f"launch={planned.launch.kind} starts the ranks elsewhere, once everything is decided"
+        return Probed(size, None, f"{who}; predicted alone")
+    there = machine_facts().available
+    with temporary_folder("probe") as folder:
+        trial = _trial(planned, folder)
+        try:
+            train_apart(trial)
+        except RankError as error:
+            return _failed(size, error)
+        records = [json.loads((folder / "peaks" / f"rank_{rank}.json").read_text()) for rank in range(trial.devices)]
+    return judge(size, records, there)
+
+
+def judge(size: int, records: Sequence[dict[str, int]], there: int) -> Probed:
+    """Hold what ranks have held at most against what there is.
+
+    Args:
+        size: the micro-batch.
+        records: of every rank, as :class:`~trainwright.planning.memory.measured.PeakRecorder` writes them.
+        there: bytes of host memory that could be had before the ranks began, all together.
+    """
+    host = sum(each["host"] for each in records)
+    pairs = [(host, there, "all ranks together held {needed} of the host's {there}")]
+    pairs += [
+        (each["device"], each["device_there"], f"rank {rank} held {{needed}} of its device's {{there}}")
+        for rank, each in enumerate(records)
+        if each["device_there"]
+    ]
+    needed, limit, words = max(pairs, key=lambda pair: pair[0] / max(pair[1], 1))
+    text = words.format(needed=size_text(needed, digits=2), there=size_text(limit, digits=2))
+    if needed > SAFE * limit:
+        return Probed(size, False, f"{text}, more than {100 * SAFE:.0f} %", needed, limit)
+    tight = [rank for rank, each in enumerate(records) if each["retries"]]
+    if tight:
+        return Probed(size, False, f"rank {tight[0]} went on only after torch had given back what it had cached")
+    return Probed(size, True, text, needed, limit)
+
+
+def told(choice: Choice, tried: Sequence[Probed]) -> Choice:
+    """A choice with what came of trying it, in its lines and its document."""
+    lines = (*choice.lines, *(each.text for each in tried))
+    document = {**choice.document, "lines": list(lines), "tried": [asdict(each) for each in tried]}
+    return replace(choice, lines=lines, document=document)
+
+
+def refusal(tried: Sequence[Probed]) -> str:
+    """What a user is told where no size fits."""
+    sizes = ", ".join(str(each.micro_batch_size) for each in tried)
+    return (
+        f"micro_batch_size=auto: tried {sizes} sample(s) at a time, and not even the last fits: {tried[-1].why}; type "
+        "strategy=auto for a layout that fits, strategy.activation_checkpointing=full, or more devices"
+    )
+
+
+def _trial(planned: DictConfig, folder: Path) -> DictConfig:
+    """Of the same layout and data, as long as it takes to see the fullest moment."""
+    ranks = num_data_ranks(planned, world_size_of(planned, Surroundings()))
+    wave = int(planned.micro_batch_size) * ranks
+    recorder = {"_target_": _RECORDER, "folder": str(folder / "peaks")}
+    trial = only_training(planned, _STEPS, folder / "run", {"peaks": recorder})
+    trial.global_batch_size = min(int(planned.global_batch_size), _MOST_ACCUMULATED * wave)
+    trial.accumulation.steps = None
+    trial.ckpt_path, trial.resume, trial.resume_folders = None, None, []
+    trial.inject = {}
+    launch: dict[str, Any] = {"port": None, "max_restarts": 0, "min_devices": None, "recovery": "restart", "spares": 0}
+    trial.launch.update(launch)
+    return trial
+
+
+def _failed(size: int, error: RankError) -> Probed:
+    if error.failure is None and error.hang is None and error.exit_code == -9:
+        return Probed(size, False, f"{error.summary}, as the kernel does where memory runs out")
+    said = error.failure
+    if said is not None and _OUT_OF_MEMORY.search(f"{said.kind}: {said.message}"):
+        return Probed(size, False, error.summary)
+    return Probed(size, None, f"{error.summary}; predicted alone")

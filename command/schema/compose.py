@@ -1,0 +1,465 @@
+"""From a recipe and overrides to one typed configuration.
+
+Hydra composes; this module asks it in one way only (`compose`), turns its errors into sentences that say what was
+given, what is allowed and what to type, and refuses what Hydra would let through: keys added with `+` to a typed part,
+typed keys deleted with `~`, and a user's file that would be shadowed by one of ours.
+"""
+
+import copy
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
+from hydra.types import RunMode
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from trainwright.callbacks.inject.words import take_inject
+from trainwright.callbacks.monitor.trace.profile_word import spell_out_profile
+from trainwright.command.schema.compose_faults import Fault, extra_keys, fault_of, first_line, key_of, render_fault
+from trainwright.command.schema.config import AUTO_TARGET, RunConfig, register_schema
+from trainwright.core.failures.refusal import refused_as
+from trainwright.core.problems import ConfigError, did_you_mean, nearest
+from trainwright.tools.deepspeed.expand import Expansion, asks_for_file, expand
+from trainwright.tools.deepspeed.report import Report
+
+_log = logging.getLogger(__name__)
+
+_CONF = "pkg://trainwright.conf"
+_PLAIN_KEYS = tuple(item.name for item in fields(RunConfig))
+# Groups without which a run has no value for their key.
+_NEEDED = tuple(item.name for item in fields(RunConfig) if item.default == MISSING and item.name != "name")
+# Groups whose choice is only used where a recipe refers to it.
+_REFERRED = {
+    "optimizer": "`optimizer: ${optimizer}` under module",
+    "micro_batch_size": "`batch_size: ${micro_batch_size}` under data",
+}
+# Plain keys that strategy=auto leaves as they are where they were typed.
+_NOT_CHOSEN = ("micro_batch_size",)
+# Typed keys whose value is a mapping from names of the user's.
+_OPEN_MAPPINGS = re.compile(
+    r"(strategy\.(plan|batch_dims)|preemption\.url_headers|launch\.(env|sbatch|resources|ranks|runtime_env|volumes"
+    r"|secret_env|labels|annotations|node_selector))[.=]"
+)
+# Keys whose value is a path. Paths of checkpoints have an = in them (step=4), which Hydra takes in quotes only.
+_PATH_WITH_EQUALS = re.compile(
+    r"(?P<key>\+{0,2}(?:ckpt_path|init_from|run_dir))=(?P<path>[^'\"\[\]{}(),$]*=[^'\"\[\]{}(),$]*)"
+)
+# What the checks of a whole configuration hang on; without knowing what was meant, they would report nonsense.
+_DECISIVE = frozenset(
+    (
+        "recipe",
+        "strategy",
+        "devices",
+        "nodes",
+        "global_batch_size",
+        "micro_batch_size",
+        "accumulation",
+        "module",
+        "data",
+    )
+)
+
+
+@dataclass
+class Composition:
+    """What came of composing.
+
+    Attributes:
+        cfg: the configuration; None when it could not be composed at all.
+        problems: what is wrong, one text each; empty when all is well.
+        import_report: what became of each key of the DeepSpeed JSON of `strategy=deepspeed_json`; None without one.
+        guessed: whether `cfg` holds what was probably meant in place of what was typed, so that further checks of
+            `cfg` still make sense.
+    """
+
+    cfg: DictConfig | None = None
+    problems: list[str] = field(default_factory=list)
+    guessed: bool = True
+    import_report: Report | None = None
+
+
+def compose(
+    recipe: str | None = None, overrides: Sequence[str] = (), config_dir: str | Path | None = None
+) -> DictConfig:
+    """Compose the configuration of one run.
+
+    Args:
+        recipe: name of the recipe; None when `overrides` has `recipe=...`.
+        overrides: Hydra overrides, as on the command line: `["strategy=ddp", "devices=2"]`.
+        config_dir: folder with your own groups and recipes; None = only those of the package.
+
+    Returns:
+        A DictConfig typed by `trainwright.command.schema.config.RunConfig`, interpolations not yet resolved.
+
+    Raises:
+        ConfigError: naming every unknown group, choice and key and every value of the wrong type.
+    """
+    given = [*([f"recipe={recipe}"] if recipe is not None else []), *overrides]
+    result = compose_checked(given, config_dir)
+    if result.problems or result.cfg is None:
+        raise ConfigError(result.problems)
+    if result.import_report is not None:
+        _log.warning("%s", result.import_report.summary())
+    return result.cfg
+
+
+def compose_checked(overrides: Sequence[str], config_dir: str | Path | None = None) -> Composition:
+    """Compose as `compose` does, but hand back the problems instead of raising them.
+
+    Raises:
+        ConfigError: where it cannot be told which override is at fault.
+    """
+    recipe = next((text for text in overrides if key_of(text) == "recipe"), "these overrides")
+    with refused_as(f"the configuration of {recipe} cannot be composed"):
+        return _composed(overrides, config_dir)
+
+
+def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> Composition:
+    problems = _problems_of_config_dir(config_dir)
+    if problems:
+        return Composition(problems=problems)
+    faults = take_inject(overrides)
+    loader, expansion = config_loader(config_dir), None
+    typed = _sizes_of_models(loader, quote_paths(faults.rest))
+    if asks_for_file(typed):
+        expansion = expand(typed, lambda without: _Composer(loader).compose(without).cfg)
+        typed = expansion.overrides
+    result = _Composer(loader).compose(typed)
+    if expansion is not None:
+        _add_expansion(result, expansion)
+    result.problems += faults.problems
+    if result.cfg is not None:
+        faults.put_into(result.cfg)
+        result.problems += spell_out_profile(result.cfg)
+    return result
+
+
+def _add_expansion(result: Composition, expansion: Expansion) -> None:
+    result.problems[:0] = expansion.problems
+    result.import_report = expansion.report
+    if expansion.problems:
+        result.guessed = False  # what the rest is worth is known once the file is
+    if result.cfg is not None and expansion.report is not None:
+        result.cfg.deepspeed_json = expansion.report.file
+
+
+def quote_paths(overrides: Sequence[str]) -> list[str]:
+    """Overrides with quotes around paths that Hydra would not understand without."""
+    matches = [(text, _PATH_WITH_EQUALS.fullmatch(text)) for text in overrides]
+    return [text if match is None else f"{match['key']}={_quoted(match['path'])}" for text, match in matches]
+
+
+def _sizes_of_models(loader: ConfigLoaderImpl, overrides: Sequence[str]) -> list[str]:
+    """`model=70b` is `size=70b`: people name a model by its size, and a size is no family of models."""
+    models, sizes = choices_of(loader, "model"), choices_of(loader, "size")
+
+    def meant(text: str) -> str:
+        group, _, name = text.partition("=")
+        return f"size={name}" if group == "model" and name in sizes and name not in models else text
+
+    return [meant(text) for text in overrides]
+
+
+def config_loader(config_dir: str | Path | None = None) -> ConfigLoaderImpl:
+    """A Hydra loader that searches the package, then `config_dir`.
+
+    The loader is built directly: Hydra's own entry points keep one global instance, which a program that uses Hydra
+    itself would have to share with us.
+    """
+    register_schema()
+    Plugins.instance()  # registers the kinds of places that configurations are read from
+    path = ConfigSearchPathImpl()
+    path.append("hydra", "pkg://hydra.conf")
+    path.append("trainwright", _CONF)
+    if config_dir is not None:
+        path.append("--config-dir", f"file://{Path(config_dir).expanduser().resolve()}")
+    path.append("schema", "structured://")
+    loader = ConfigLoaderImpl(path)
+    loader.repository = _Repository(path)
+    return loader
+
+
+class _Repository(ConfigRepository):
+    """Places that are only read.
+
+    Hydra copies its repository for every configuration, and with it all that any dataclass ever made known, which took
+    a third of the time to compose. A copy may search other places; the places themselves it can share.
+    """
+
+    def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
+        super().initialize_sources(config_search_path)
+        for index, place in enumerate(config_search_path.get_path()):
+            if place.path is not None and place.provider is not None and place.path.startswith("pkg://"):
+                self.sources[index] = _Package(place.provider, place.path)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Repository":
+        found = copy.copy(self)
+        found.sources = list(self.sources)
+        return found
+
+
+class _Package(ImportlibResourcesConfigSource):
+    """Files of a package, of which each is read once: a sweep composes once for each job."""
+
+    def _read_config(self, res: Any) -> ConfigResult:
+        if str(res) not in _READ:
+            _READ[str(res)] = super()._read_config(res)
+        found = copy.copy(_READ[str(res)])
+        found.config = copy.deepcopy(found.config)
+        return found
+
+
+_READ: dict[str, ConfigResult] = {}
+
+
+def group_names(loader: ConfigLoaderImpl) -> list[str]:
+    """All groups, nested ones as `group/subgroup`."""
+    found: list[str] = []
+
+    def walk(parent: str) -> None:
+        # The loader's own methods for this copy everything that it can read, each time.
+        for name in loader.repository.get_group_options(parent, ObjectType.GROUP):
+            group = f"{parent}/{name}" if parent else name
+            if group != "hydra":
+                found.append(group)
+                walk(group)
+
+    walk("")
+    return sorted(set(found))
+
+
+def choices_of(loader: ConfigLoaderImpl, group: str) -> list[str]:
+    """The choices of a group; names with a leading underscore are types to build on, not choices."""
+    names = loader.repository.get_group_options(group, ObjectType.CONFIG)
+    return [name for name in names if not name.startswith("_")]
+
+
+class _Composer:
+    """Composes, and learns what is wrong by leaving out one faulty override after the other."""
+
+    def __init__(self, loader: ConfigLoaderImpl) -> None:
+        self.loader = loader
+        self.groups = group_names(loader)
+        self.parser = OverridesParser.create(config_loader=loader)
+        self.result = Composition()
+
+    def compose(self, overrides: Sequence[str]) -> Composition:
+        good = self._examine(overrides)
+        if not self._has_recipe(overrides):
+            recipes = ", ".join(choices_of(self.loader, "recipe"))
+            self._add(f"no recipe was given; type recipe=<name>, recipes: {recipes}")
+            self.result.guessed = False
+            return self.result
+        self._load_without_faults(good)
+        if self.result.cfg is not None:
+            _remember_typed(self.result.cfg, overrides)
+            self.result.problems += list(extra_keys(self.result.cfg))
+            self.result.problems += _choices_without_effect(overrides, self.result.cfg)
+        return self.result
+
+    def _add(self, problem: str) -> None:
+        self.result.problems.append(problem)
+
+    @staticmethod
+    def _has_recipe(overrides: Sequence[str]) -> bool:
+        return any(re.match(r"\+{0,2}recipe=.", text) for text in overrides)
+
+    def _examine(self, overrides: Sequence[str]) -> list[str]:
+        """Check names before composing; returns the overrides to compose with, guesses in place of misspelt ones."""
+        good: list[str] = []
+        for text in overrides:
+            kept = self._examine_one(text)
+            if kept is not None:
+                good.append(kept)
+        return good
+
+    def _examine_one(self, text: str) -> str | None:
+        try:
+            override = self.parser.parse_override(text)
+        except HydraException as error:
+            self._add(f"{text}: this is not key=value ({first_line(error)}); type for example max_steps=100")
+            self.result.guessed = False
+            return None
+        if override.is_sweep_override():
+            self._add(f"{text}: several values are several runs; add -m (--multirun), or write one; a list is [1,2]")
+            self.result.guessed = False
+            return None
+        key = override.get_key_element().lstrip("+~").split("@")[0]
+        head = re.split(r"[./]", key)[0]
+        if head == "hydra":
+            self._add(f"{text}: settings of Hydra have no effect here; the directory of the run is set by run_dir=...")
+            return None
+        if override.type == OverrideType.DEL:
+            return self._examine_deletion(key, text)
+        if key in self.groups and not (key in _PLAIN_KEYS and isinstance(override.value(), dict)):
+            return self._examine_choice(override, key, text)
+        if head not in _PLAIN_KEYS and head not in self.groups:
+            return self._unknown(text, key, head)
+        # Hydra adds to a mapping only what is typed with a plus; in these the user names every key.
+        return f"++{text}" if _OPEN_MAPPINGS.match(text) else text
+
+    def _give_up_on(self, head: str) -> None:
+        """Leave an override out. The rest is then worth checking only where much else does not hang on it."""
+        if head in _DECISIVE:
+            self.result.guessed = False
+
+    def _examine_deletion(self, key: str, text: str) -> str | None:
+        free = {"module", "data", "callbacks", "checkpoint", "monitor", "guard", "logger", "optimizer"}
+        if key in _NEEDED:
+            self._add(
+                f"{text}: every run needs a choice of {key}; {_plural(key)}: {', '.join(choices_of(self.loader, key))}"
+            )
+            self._give_up_on(key)
+            return None
+        if key.split(".")[0] in free or key in self.groups:
+            return text
+        self._add(f"{text}: {key} is a key of every run and cannot be removed; type {key}=null if it shall be off")
+        return None
+
+    def _examine_choice(self, override: Override, group: str, text: str) -> str | None:
+        value = override.value()
+        choices = choices_of(self.loader, group)
+        if value is None:
+            there = f"{_plural(group)}: {', '.join(choices)}"
+            self._add(f"{text}: a group needs a choice, or is left out with ~{group}; {there}")
+            self._give_up_on(group)
+            return None
+        values = value if isinstance(value, list) else [value]
+        names = [str(name) for name in values]
+        unknown = [name for name in names if name not in choices]
+        if not unknown:
+            # Hydra takes only strings for a choice, and `precision=32` is a number to its parser.
+            is_number = not isinstance(value, (str, list))
+            return f"{text.split('=', 1)[0]}={_quoted(names[0])}" if is_number else text
+        for name in unknown:
+            meant = self._choice_of_another(name, group)
+            allowed = meant or did_you_mean(name, choices, _plural(group))
+            self._add(f"{group}={name}: unknown choice; {allowed}")
+        guess = nearest(unknown[0], choices)
+        if guess is None or len(values) > 1:
+            self._give_up_on(group)
+            return f"{group}={_quoted(choices[0])}" if group == "recipe" and choices else None
+        return f"{group}={_quoted(guess)}"
+
+    def _choice_of_another(self, name: str, group: str) -> str:
+        """What to type where a choice is one of another group, like model=70b for size=70b; empty if it is of none."""
+        found = [other for other in self.groups if other != group and name in choices_of(self.loader, other)]
+        if not found:
+            return ""
+        own = f"{_plural(group)}: {', '.join(choices_of(self.loader, group))}"
+        return (
+            f"{name} is a choice of {' and of '.join(found)}, type {' or '.join(f'{o}={name}' for o in found)}; {own}"
+        )
+
+    def _unknown(self, text: str, key: str, head: str) -> str | None:
+        allowed = sorted({*_PLAIN_KEYS, *self.groups})
+        self._add(
+            f"{text}: there is no key or group {head!r}; {did_you_mean(head, allowed, 'keys and groups')} "
+            "(arguments of your own classes go under module. and data.)"
+        )
+        guess = nearest(head, allowed)
+        if guess is None:
+            return None
+        repaired = guess + key[len(head) :] + "=" + text.split("=", 1)[1]
+        problems_before = len(self.result.problems)
+        kept = self._examine_one(repaired)
+        del self.result.problems[problems_before:]  # what is wrong with a guess is no news to the user
+        return kept
+
+    def _load_without_faults(self, overrides: list[str]) -> None:
+        faults: list[Fault] = []
+        remaining = list(overrides)
+        while True:
+            try:
+                cfg = self.loader.load_configuration("config", remaining, RunMode.RUN, from_shell=False)
+                break
+            except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+                fault, culprit = fault_of(error, remaining)
+                faults.append(fault)
+                if culprit is None:
+                    self._render(faults, None)
+                    self.result.guessed = False
+                    return
+                remaining.remove(culprit)
+                self._give_up_on(re.split(r"[.@/]", key_of(culprit))[0])
+        with open_dict(cfg):
+            cfg.pop("hydra", None)
+        self.result.cfg = cfg
+        self._render(faults, cfg)
+
+    def _render(self, faults: list[Fault], cfg: DictConfig | None) -> None:
+        for fault in faults:
+            self._add(render_fault(fault, cfg))
+
+
+def _choices_without_effect(overrides: Sequence[str], cfg: DictConfig) -> list[str]:
+    """Overrides that the recipe never reads; dropping them without a word would mislead."""
+    readers = OmegaConf.to_container(
+        OmegaConf.create({key: cfg.get(key) for key in ("module", "data", "callbacks") if key in cfg}), resolve=False
+    )
+    problems = []
+    for name in _REFERRED:
+        given = next((text for text in overrides if re.split(r"[.=]", text.lstrip("+~"))[0] == name), None)
+        if given is not None and f"${{{name}" not in str(readers):
+            problems.append(
+                f"{given}: has no effect, the recipe {cfg.get('name', '?')!r} does not use {name}; leave it out, or "
+                f"write {_REFERRED[name]} in the recipe"
+            )
+    return problems
+
+
+def _remember_typed(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Tell the choice of a layout what was typed, and what is but the default of the recipe."""
+    if isinstance(cfg.strategy, DictConfig) and cfg.strategy.get("_target_") == AUTO_TARGET:
+        typed = [key for key in _NOT_CHOSEN if any(key_of(text) == key for text in overrides)]
+        cfg.strategy.keep = sorted({*cfg.strategy.keep, *typed})
+
+
+def _problems_of_config_dir(config_dir: str | Path | None) -> list[str]:
+    if config_dir is None:
+        return []
+    folder = Path(config_dir).expanduser()
+    if not folder.is_dir():
+        return [f"--config-dir {config_dir}: there is no such folder; it holds your files as <group>/<choice>.yaml"]
+    ours = _conf_folder()
+    if folder.resolve() == ours.resolve():
+        return []
+    return [
+        f"--config-dir {config_dir}: {path.relative_to(folder)} has the name of a file of trainwright and would be "
+        "ignored; give it another name"
+        for path in sorted(folder.rglob("*.yaml"))
+        if (ours / path.relative_to(folder)).is_file()
+    ]
+
+
+def _conf_folder() -> Path:
+    import trainwright.conf
+
+    return Path(next(iter(trainwright.conf.__path__)))
+
+
+def _quoted(name: str) -> str:
+    return "'" + name.replace("'", r"\'") + "'"
+
+
+def _plural(group: str) -> str:
+    last = group.rsplit("/", 1)[-1]
+    return {"strategy": "strategies", "accumulation": "choices", "launch": "choices", "precision": "precisions"}.get(
+        last, f"{last}s"
+    )

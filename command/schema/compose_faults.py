@@ -1,0 +1,155 @@
+"""What does not fit when a configuration is composed, in sentences: what was given, what is allowed, what to type."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.command.schema.config import RunConfig
+from trainwright.core.problems import did_you_mean
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null (off)"}
+_EXAMPLES = {int: "2", float: "0.5", bool: "true", str: "auto", list: "[]"}
+
+
+@dataclass
+class Fault:
+    """An override that did not fit, rendered once the rest is composed and the valid names are known.
+
+    Args:
+        text: the override, or the file.
+        key: that it is about.
+        kind: ``"unknown key"``, ``"absent group"``, ``"wrong value"``, ``"file"`` or ``"other"``.
+        detail: what Hydra said.
+    """
+
+    text: str
+    key: str
+    kind: str
+    detail: str = ""
+
+
+def fault_of(error: Exception, overrides: Sequence[str]) -> tuple[Fault, str | None]:
+    """What Hydra complained of, and the override at fault (None when it is in a file)."""
+    message = str(error)
+    unknown = re.search(r"Could not override '([^']+)'", message)
+    wrong = re.search(r"Error merging override (.+)", message)
+    in_file = re.search(r"In '([^']+)': \w+ raised while composing config:\s*(.*)", message, re.DOTALL)
+    if unknown:
+        culprit = next((text for text in overrides if key_of(text) == unknown[1]), None)
+        kind = "absent group" if "No match in the defaults list" in message else "unknown key"
+        return Fault(culprit or unknown[1], unknown[1], kind), culprit
+    if wrong:
+        culprit = next((text for text in overrides if text == wrong[1].strip()), None)
+        key = key_of(culprit or wrong[1])
+        return Fault(culprit or wrong[1], key, "wrong value", first_line(error.__cause__ or error)), culprit
+    if in_file:
+        return Fault(in_file[1], in_file[1], "file", in_file[2]), None
+    return Fault("", "", "other", message), None
+
+
+def render_fault(fault: Fault, cfg: DictConfig | None) -> str:
+    """A fault as a sentence.
+
+    Args:
+        fault: what did not fit.
+        cfg: what was composed without it, whose names are known; ``None``: nothing was.
+    """
+    match fault.kind:
+        case "unknown key":
+            return _render_unknown_key(fault, cfg)
+        case "absent group":
+            used = f"the recipe {cfg.get('name', '?')!r}" if cfg is not None else "the recipe"
+            return f"{fault.text}: {used} has no group {fault.key!r}; leave it out, or choose a recipe that has it"
+        case "wrong value":
+            given = fault.text.split("=", 1)[1]
+            if _schema_at(fault.key) is None:  # a key of a group, whose type its choice decides
+                return f"{fault.text}: {fault.detail}"
+            return f"{fault.text}: {given!r} is not {_expected(fault.key)}; type for example {_example(fault.key)}"
+        case "file":
+            return _render_file_fault(fault)
+    return f"the configuration cannot be composed: {_without_search_path(fault.detail)}"
+
+
+def _render_unknown_key(fault: Fault, cfg: DictConfig | None) -> str:
+    parent, _, last = fault.key.rpartition(".")
+    node = OmegaConf.select(cfg, parent) if cfg is not None and parent else None
+    if not isinstance(node, DictConfig):
+        return f"{fault.text}: there is no key {fault.key!r}; `--print-config` shows all there are"
+    names = [str(name) for name in node if name != "_target_"]
+    text = f"{fault.text}: {parent} has no key {last!r}; {did_you_mean(last, names, f'keys of {parent}')}"
+    if OmegaConf.get_type(node) is dict:
+        text += f" (to add it: +{fault.text.lstrip('+')})"
+    return text
+
+
+def _render_file_fault(fault: Fault) -> str:
+    unknown = re.search(r"Key '([^']+)' (?:not in '(\w+)'|is not in struct)", fault.detail)
+    if not unknown:
+        return f"in {fault.text}.yaml: {_without_search_path(fault.detail)}"
+    full_key = re.search(r"full_key: (\S+)", fault.detail)
+    parent = full_key[1].rpartition(".")[0] if full_key else ""
+    schema = _schema_at(parent)
+    names = [item.name for item in fields(schema)] if is_dataclass(schema) else []
+    where = f"keys of {parent}" if parent else "keys"
+    return f"in {fault.text}.yaml: there is no key {unknown[1]!r}; {did_you_mean(unknown[1], names, where)}"
+
+
+def extra_keys(node: DictConfig, path: str = "") -> Iterator[str]:
+    """Keys that `+` put into a typed part, where nothing would read them."""
+    schema = OmegaConf.get_type(node)
+    allowed = [item.name for item in fields(schema)] if is_dataclass(schema) else None
+    for key in list(node):
+        full = f"{path}.{key}" if path else str(key)
+        if allowed is not None and key not in allowed:
+            where = f"keys of {path}" if path else "keys"
+            names = [name for name in allowed if name != "_target_"]
+            yield f"+{full}: there is no key {str(key)!r}; {did_you_mean(str(key), names, where)}"
+            continue
+        if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key):
+            continue
+        child = node[key]
+        if isinstance(child, DictConfig):
+            yield from extra_keys(child, full)
+
+
+def _schema_at(path: str) -> Any:
+    """The declared type at a dotted path of RunConfig; None in free-form parts."""
+    schema: Any = RunConfig
+    for part in filter(None, path.split(".")):
+        if not is_dataclass(schema):
+            return None
+        schema = get_type_hints(schema).get(part)
+    return schema
+
+
+def _expected(path: str) -> str:
+    """What a key takes, in words: "a whole number or null (off)"."""
+    declared = _schema_at(path)
+    options = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+    return " or ".join(_WORDS.get(option, f"a {getattr(option, '__name__', option)}") for option in options)
+
+
+def _example(path: str) -> str:
+    declared = _schema_at(path)
+    if get_origin(declared) is dict:
+        return f"{path}.name=value"
+    options = get_args(declared) if get_origin(declared) in (Union, UnionType) else (get_origin(declared) or declared,)
+    return f"{path}={next((_EXAMPLES[option] for option in options if option in _EXAMPLES), 'null')}"
+
+
+def key_of(override: str) -> str:
+    """The key, or the group, that an override is about."""
+    return override.lstrip("+~").split("=", 1)[0]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its name if it says nothing."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _without_search_path(message: str) -> str:
+    return message.split("Config search path:")[0].strip()

@@ -1,0 +1,920 @@
+"""The typed configuration of a run: every key, its type, its unit and the value that means "off".
+
+These dataclasses are the schema that Hydra composes onto: a key that is not here is refused, and so is a value of the
+wrong type. The comment lines above a field are what `trainwright fit --help` prints for it. Free-form parts, where a
+recipe or a user's own class decides which keys exist, are `module`, `data`, `optimizer` and the mappings of callbacks
+and loggers.
+
+Neither torch nor Lightning is imported here: the launching process reads this module and must start fast.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+SCHEMA_NAME = "_schema"
+
+
+def number(default: Any, *, least: float = 0, most: float | None = None) -> Any:
+    """A field whose numbers have other bounds than 0 and the largest of its kind (see `check_bounds`), both allowed."""
+    return field(default=default, metadata={"least": least, "most": most})
+
+
+PRECISIONS = ("32", "bf16-mixed", "bf16-true", "16-mixed")
+ACCELERATORS = ("auto", "cpu", "gpu")
+PARTITIONS = ("interleave", "range", "hash")
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
+AUTO_TARGET = "trainwright.command.auto"
+
+
+@dataclass
+class _BlockConfig:
+    """What every strategy can do with the repeated blocks of a model."""
+
+    # Names (patterns with *) of the repeated blocks, like model.layers.*; null = found in the model.
+    blocks: list[str] | None = None
+    # Recompute activations in the backward pass to save memory: none, full (every block) or selective (the modules
+    # that checkpoint_modules names).
+    activation_checkpointing: str = "none"
+    # Names (patterns with *) of the modules to recompute with activation_checkpointing=selective; null = none.
+    checkpoint_modules: list[str] | None = None
+    # Compile each block with torch.compile; false = off.
+    compile: bool = False
+    # Before the first step, compare losses and gradients of a layout that splits the module with those of the module as
+    # written: refuse (end the run if they differ by more than rounding), warn or off.
+    certificate: str = "refuse"
+    # Functions that look at the configuration before a process starts, as package.module:function, of a strategy of
+    # your own; [] = none. Its class is not given them.
+    checks: list[str] = field(default_factory=list)
+
+
+@dataclass
+class SingleConfig(_BlockConfig):
+    """`strategy=single`: one process, one device."""
+
+    _target_: str = "trainwright.strategies.data.single.SingleDeviceStrategy"
+
+
+@dataclass
+class DDPConfig(_BlockConfig):
+    """`strategy=ddp`: every rank holds the whole model, gradients are averaged."""
+
+    _target_: str = "trainwright.strategies.data.ddp.DDPStrategy"
+    # Look for parameters that a step left out (costs a pass over the graph); false = off, such a parameter is an error.
+    find_unused_parameters: bool = False
+    # Largest bucket of gradients that is sent at once, in MiB; null = 25, or what communication=auto finds.
+    bucket_mib: float | None = None
+    # How gradients are averaged over replicas: all_reduce, reduce_scatter (and all-gather) or hierarchical (within a
+    # node, then across nodes); null = all_reduce, or what communication=auto finds to be fastest.
+    average_by: str | None = None
+    # Neighbouring ranks that share a node, for hierarchical averages; null = devices.
+    ranks_per_node: int | None = None
+    # Ways to average gradients: advise = measure some steps and links, and recommend something (communication.json);
+    # auto = also choose what changes no numbers but by rounding (average_by, the size of buckets); none = off.
+    communication: str = "none"
+
+
+@dataclass
+class ParameterServerConfig(_BlockConfig):
+    """`strategy=parameter_server`: servers hold parameters and optimizer, workers push gradients and pull."""
+
+    _target_: str = "trainwright.strategies.parameter_server.strategy.ParameterServerStrategy"
+    # Who waits for whom: sync (all make each step together, what ddp computes), ssp (a worker may be some steps ahead
+    # of the slowest) or async (nobody waits but where an epoch ends, at a validation and a save).
+    consistency: str = "sync"
+    # Steps that a worker may be ahead of the slowest, with consistency=ssp (null = 3); read with ssp only.
+    staleness: int | None = None
+    # Servers that the parameters are shared out to.
+    servers: int = number(1, least=1)
+    # Where servers are: beside = each in a rank that trains, too (the first ones); own = on ranks that do nothing else
+    # (the last ones), so that devices - servers ranks train.
+    server_ranks: str = "beside"
+    # Correct late gradients for how far parameters have moved on (DC-ASGD), by this strength; 0 = off.
+    delay_compensation: float = 0.0
+    # Divide learning rates by how many steps a gradient is late; false = off.
+    scale_by_staleness: bool = False
+    # How gradients are written on their way to a server: a name like topk, or a mapping of name and options; null = as
+    # they are.
+    compression: Any = None
+    # Network interface that servers listen at, like eth0; null = the loopback address, for one machine.
+    interface: str | None = None
+    # With consistency=async, let workers lease samples, so that a fast one reads more: at_least_once or at_most_once
+    # (those of a dead worker are read again, or lost); none = off, equal shares.
+    leases: str = "none"
+    # Push gradients while the backward pass makes others, and pull parameters while the first layers compute; false =
+    # after and before it.
+    overlap: bool = True
+
+
+@dataclass
+class ZeroConfig(_BlockConfig):
+    """`strategy=zero1|zero2|zero3`: training state sharded over the ranks, on a replicate x shard layout."""
+
+    _target_: str = "trainwright.strategies.data.zero.ZeroStrategy"
+    # What is sharded: 1 = optimizer state, 2 = and gradients, 3 = and parameters.
+    stage: int = MISSING
+    # Number of copies of the sharded state (ranks); -1 = the rest, 1 = no copies.
+    replicate: int = number(1, least=-1)
+    # Number of ranks that share one copy; -1 = the rest, 1 = nothing is sharded.
+    shard: int = number(-1, least=-1)
+    # What lives in host memory between steps: none, optimizer (its state) or parameters (stage 3 only).
+    offload: str = "none"
+    # Keep whole gradients while accumulating, so that only the last micro-batch communicates (stages 2 and 3; faster,
+    # more memory); false = off.
+    no_sync_accumulation: bool = False
+    # Accept parameters that a step leaves out; false = off, such a parameter is an error.
+    find_unused_parameters: bool = False
+    # Largest bucket of gradients that is sent at once (stages 1 and 2), in MiB; small models take smaller ones.
+    bucket_mib: float = 25.0
+    # Blocks whose parameters are gathered ahead of the one that computes (stage 3), each in memory of its own; 0 =
+    # none, null = as FSDP2 does (1 on CUDA, 0 on the CPU), or what communication=auto finds.
+    prefetch: int | None = None
+    # How gradients are averaged over replicas: all_reduce, reduce_scatter (and all-gather) or hierarchical (within a
+    # node, then across nodes); null = all_reduce, or what communication=auto finds to be fastest.
+    average_by: str | None = None
+    # Neighbouring ranks that share a node, for hierarchical averages; null = devices.
+    ranks_per_node: int | None = None
+    # Ways to average gradients: advise = measure some steps and links, and recommend something (communication.json);
+    # auto = also choose what changes no numbers but by rounding (average_by of stages 1 and 2, prefetch); none = off.
+    communication: str = "none"
+
+
+@dataclass
+class HybridConfig(ZeroConfig):
+    """`strategy=hybrid|tensor|pipeline|context|expert`: any layout, ZeRO on its shard axis."""
+
+    _target_: str = "trainwright.strategies.compose.hybrid.HybridStrategy"
+    # ZeRO stage on shard x context.
+    stage: int = 3
+    # Ranks that hold different stages of the model; -1 = the rest, 1 = off.
+    pipeline: int = number(1, least=-1)
+    # Ranks that split the sequence of the same samples; -1 = the rest, 1 = off.
+    context: int = number(1, least=-1)
+    # Ranks that split each weight of a layer; -1 = the rest, 1 = off.
+    tensor: int = number(1, least=-1)
+    # Ranks that hold different experts, a divisor of shard x context; -1 = all of these, 1 = off.
+    expert: int = number(1, least=-1)
+    # Order of the pipeline's work: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev.
+    schedule: str = "1f1b"
+    # Parts that a batch is split into for the pipeline; null = one per pipeline rank (two for zbv and dualpipev).
+    micro_batches: int | None = None
+    # Stages of the pipeline on each rank; null = 1, or 2 for schedules that need several.
+    stages_per_rank: int | None = None
+    # Blocks of each stage, like [3,5]; balanced = alike in number of parameters.
+    split: Any = "balanced"
+    # Tensors of a batch whose samples are not along dim 0: path in the batch -> dim; null = whole for all.
+    batch_dims: dict[str, int | None] = field(default_factory=dict)
+    # Split activations between cut modules along the sequence over the tensor axis; false = off.
+    sequence_parallel: bool = False
+    # Compute the loss on logits split over the tensor axis; false = off.
+    loss_parallel: bool = False
+    # How context ranks exchange keys and values: ring, ulysses or gather.
+    attention: str = "ring"
+    # Deal the sequence so that causal attention costs every context rank the same; false = contiguous parts.
+    balance: bool = True
+    # What the model allows, where it is not found or found wrong: tensor, heads, whole_inputs, first, last, experts.
+    plan: dict[str, Any] = field(default_factory=dict)
+    # Where parameters are: pattern of names -> parameter_server (tables of embeddings), shard or replicate; the first
+    # that matches counts; null = all have the layout. Like {embedding.*:parameter_server,*:shard}.
+    placement: Any = None
+    # With placement: parameter servers, one on each of the first ranks.
+    table_servers: int = 1
+    # With placement: network interface that servers listen at; null = the loopback address alone, for one machine.
+    interface: str | None = None
+
+
+@dataclass
+class AutoConfig:
+    """`strategy=auto`: the planner's choice for this machine; what is given here is not left to it."""
+
+    _target_: str = AUTO_TARGET
+    # Ranks that hold different stages of the model; null = the planner decides, as with all of these.
+    pipeline: int | None = number(None, least=-1)
+    # Number of copies of the state; null = the planner decides.
+    replicate: int | None = number(None, least=-1)
+    # Ranks that share one copy; null = the planner decides.
+    shard: int | None = number(None, least=-1)
+    # Ranks that split the sequence of the same samples; null = the planner decides.
+    context: int | None = number(None, least=-1)
+    # Ranks that split each weight of a layer; null = the planner decides.
+    tensor: int | None = number(None, least=-1)
+    # Ranks that hold different experts; null = the planner decides.
+    expert: int | None = number(None, least=-1)
+    # ZeRO stage, 0 = none of it (single, ddp); null = the planner decides.
+    stage: int | None = None
+    # What lives in host memory between steps: none, optimizer or parameters; null = the planner decides.
+    offload: str | None = None
+    # Recompute activations in the backward pass: none or full; null = the planner decides.
+    activation_checkpointing: str | None = None
+    # Order of the pipeline's work: 1f1b or interleaved_1f1b; null = the planner decides.
+    schedule: str | None = None
+    # Parts that a batch is split into for the pipeline; null = the planner decides.
+    micro_batches: int | None = None
+    # Stages of the pipeline on each rank; null = the planner decides.
+    stages_per_rank: int | None = None
+    # Split activations between cut modules along the sequence over the tensor axis; null = where it is possible.
+    sequence_parallel: bool | None = None
+    # Compute the loss on logits split over the tensor axis; null = where it is possible.
+    loss_parallel: bool | None = None
+    # Largest bucket of gradients that is sent at once (ddp, stages 1 and 2), in MiB; null = what fits the links.
+    bucket_mib: float | None = None
+    # How gradients are averaged over replicas: all_reduce, reduce_scatter or hierarchical; null = what fits the links.
+    average_by: str | None = None
+    # Blocks whose parameters stage 3 gathers ahead; null = what fits the links and the memory.
+    prefetch: int | None = None
+    # Plain keys that are not chosen: micro_batch_size, which is among them where it is typed; [] = none.
+    keep: list[str] = field(default_factory=list)
+    # Names (patterns with *) of the repeated blocks, like model.layers.*; null = found in the model.
+    blocks: list[str] | None = None
+    # Compile each block with torch.compile; false = off.
+    compile: bool = False
+    # The comparison with the module as written before the first step: refuse, warn or off.
+    certificate: str = "refuse"
+    # Tensors of a batch whose samples are not along dim 0: path in the batch -> dim; null = whole for all.
+    batch_dims: dict[str, int | None] = field(default_factory=dict)
+    # How context ranks exchange keys and values: ring, ulysses or gather.
+    attention: str = "ring"
+    # What the model allows, where it is not found or found wrong: tensor, heads, whole_inputs, first, last, experts.
+    plan: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _LocalUpdatesConfig(HybridConfig):
+    """What replicas can do that are brought together now and then only."""
+
+    # Number of replicas; -1 = the rest.
+    replicate: int = number(-1, least=-1)
+    # Ranks that share the state of one replica; -1 = the rest, 1 = nothing is sharded.
+    shard: int = number(1, least=-1)
+    # Optimizer steps from one synchronisation of the replicas to the next.
+    sync_every: int = 10
+    # Optimizer steps at the beginning in which gradients are averaged over all replicas; 0 = off.
+    warmup_steps: int = 0
+
+
+@dataclass
+class LocalSGDConfig(_LocalUpdatesConfig):
+    """`strategy=local_sgd`: replicas step by themselves; now and then their parameters are averaged."""
+
+    _target_: str = "trainwright.strategies.local_updates.strategy.LocalSGDStrategy"
+    # Average what optimizers remember, too; false = each replica keeps its own.
+    average_optimizer: bool = False
+
+
+@dataclass
+class DiLoCoConfig(_LocalUpdatesConfig):
+    """`strategy=diloco`: replicas step by themselves; how far they have gone is the gradient of an outer optimizer."""
+
+    _target_: str = "trainwright.strategies.local_updates.strategy.DiLoCoStrategy"
+    # Optimizer steps from one synchronisation (of a fragment) to the next.
+    sync_every: int = 50
+    # Learning rate of the outer SGD; 1 with outer_momentum 0 = the plain average.
+    outer_lr: float = 0.7
+    # Momentum of the outer SGD; 0 = off.
+    outer_momentum: float = 0.9
+    # Take Nesterov's momentum; false = the classical one.
+    outer_nesterov: bool = True
+    # Parts of the model that are synchronised in turn; 1 = the whole at once.
+    fragments: int = 1
+    # Optimizer steps that an average may take while training goes on; 0 = training waits for it.
+    overlap_steps: int = 0
+    # Part of a replica's own parameters that is kept when such an average is merged; 0 = nothing.
+    mixing: float = 0.5
+    # How outer gradients are sent: a compressor (fp16, bf16, int8, topk, ...) or its name and options, like
+    # {name: topk, ratio: 0.01}; null = as they are.
+    compression: Any = None
+    # Keep the common parameters and the outer momentum in host memory; false = on the device.
+    offload_outer: bool = False
+
+
+@dataclass
+class DeepSpeedJSONConfig:
+    """`strategy=deepspeed_json`: put in place of it is what a DeepSpeed JSON stands for, see docs/deepspeed.md."""
+
+    _target_: str = "trainwright.tools.deepspeed.expand.not_expanded"
+    # Path of the JSON.
+    path: str | None = MISSING
+
+
+@dataclass
+class AccumulationConfig:
+    """`accumulation=auto|fixed`: micro-batches per optimizer step."""
+
+    # Micro-batches per optimizer step; null = follows from global_batch_size (1 when that is null too).
+    steps: int | None = None
+
+
+@dataclass
+class FixedAccumulationConfig(AccumulationConfig):
+    """`accumulation=fixed`: the number is asked for."""
+
+    # Micro-batches per optimizer step; 1 = no accumulation.
+    steps: int | None = MISSING
+
+
+@dataclass
+class BalanceConfig:
+    """`balance=none|auto|fixed`: who computes how much of the global batch, which itself stays what it is."""
+
+    # none = all data ranks the same, auto = by measured speed, fixed = by shares.
+    kind: str = "none"
+    # Parts of the data ranks in any unit, like [3,1] (kind=fixed); null = none.
+    shares: list[float] | None = None
+    # Optimizer steps that are measured before shares are decided upon anew (kind=auto).
+    every_steps: int = 20
+    # Weight of what was measured before, below 1 (kind=auto); 0 = off.
+    smoothing: float = 0.5
+    # Part of an equal share that a rank keeps at least (kind=auto).
+    least_share: float = 0.1
+    # Times an equal share that a rank gets at most: so many times micro_batch_size samples it must be able to hold at
+    # once (kind=auto).
+    most_share: float = 2.0
+    # Part of the time of a step below which a gain is not worth other shares (kind=auto).
+    least_gain: float = 0.05
+
+
+@dataclass
+class CompressionConfig:
+    """`compression=none|fp16|bf16`: how gradients are sent between replicas."""
+
+    # none, fp16, bf16, int8, topk, randomk, powersgd or onebit.
+    name: str = "none"
+
+
+@dataclass
+class Int8CompressionConfig(CompressionConfig):
+    """`compression=int8`: a byte a number."""
+
+    name: str = "int8"
+    # Numbers that share a scale.
+    block: int = 256
+
+
+@dataclass
+class TopKCompressionConfig(CompressionConfig):
+    """`compression=topk`: the largest numbers and their places."""
+
+    name: str = "topk"
+    # Part of the numbers that is sent; 1 = all.
+    ratio: float = 0.01
+    # How they are written: fp32, fp16, bf16 or int8.
+    values: str = "fp32"
+    # What is compressed: gradients, or steps of Adam after the warm-up; auto = steps where there are any.
+    sends: str = "auto"
+    # Optimizer steps at the beginning in which gradients are averaged as they are; 0 = off.
+    warmup_steps: int = 100
+
+
+@dataclass
+class RandomKCompressionConfig(TopKCompressionConfig):
+    """`compression=randomk`: numbers at random places."""
+
+    name: str = "randomk"
+    # Seed of the places.
+    seed: int = number(0, most=2**32 - 1)
+    # What is compressed, as of topk: gradients, steps of Adam, or auto.
+    sends: str = "gradients"
+
+
+@dataclass
+class PowerSGDCompressionConfig(CompressionConfig):
+    """`compression=powersgd`: two thin factors of each matrix."""
+
+    name: str = "powersgd"
+    # Columns of the factors.
+    rank: int = 4
+    # Steps of subspace iteration for each average, each of which sends both factors.
+    iterations: int = 2
+    # Tensors that would not become shorter by this factor are sent as they are.
+    least_gain: float = 2.0
+    # How factors are written: fp32, fp16 or bf16.
+    values: str = "bf16"
+    # What is compressed: gradients, or steps of Adam after the warm-up; auto = steps where there are any.
+    sends: str = "auto"
+    # Optimizer steps at the beginning in which gradients are averaged as they are; 0 = off.
+    warmup_steps: int = 100
+
+
+@dataclass
+class OneBitCompressionConfig(CompressionConfig):
+    """`compression=onebit`: the signs of Adam's momentum."""
+
+    name: str = "onebit"
+    # Numbers that share a scale, a multiple of 8.
+    block: int = 2048
+    # Optimizer steps in which gradients are averaged as they are, while Adam's variance is learned.
+    warmup_steps: int = 100
+
+
+@dataclass
+class LaunchConfig:
+    """`launch=local|torchrun`: who starts the ranks; those of other engines have more keys."""
+
+    # local = this command starts them, torchrun = torchrun or srun does; else the engine, as the yaml has it.
+    kind: str = "local"
+    # TCP port of the rendezvous on 127.0.0.1 (launch=local); null = a free one.
+    port: int | None = None
+    # Seconds that a rank has to end by itself after Ctrl-C, SIGTERM or the failure of another rank; then it is killed.
+    grace_seconds: float = 5.0
+    # CPU threads of each rank; null = OMP_NUM_THREADS when set, else cores divided by the ranks of this machine.
+    threads: int | None = number(None, least=1, most=65536)
+    # How often the ranks of this machine are started again after a failure, from the newest good checkpoint; 0 = off,
+    # null = no limit.
+    max_restarts: int | None = 0
+    # A failure that comes so often in a row (the same error at the same step) ends the run.
+    same_failure_limit: int = 3
+    # Seconds before a second restart without progress; doubles each time, to 60. After progress nothing waits.
+    backoff_seconds: float = 1.0
+    # Fewest devices to go on with when one is lost, with the same global batch; null = always as many as devices says.
+    min_devices: int | None = None
+    # Seconds after which a lost device is asked whether it works again (with min_devices).
+    probe_seconds: float = 60.0
+    # What is done when a rank is lost and may be replaced: restart = all ranks start anew from the newest checkpoint;
+    # replicas = the other replicas go on in their processes, from copies in memory, and a new one joins them;
+    # rejoin = all others go on, and the lost one is started anew and joins them (workers of parameter servers);
+    # auto = what the strategy allows of rejoin and replicas, else restart.
+    recovery: str = "restart"
+    # With recovery=replicas, processes that stand ready to take a lost one's place at once; 0 = one is started then.
+    spares: int = 0
+    # Hours between two failures of the job that are expected: with recovery=replicas, copies in memory are made as
+    # often as loses least time then, by Young's and Daly's formula from what a copy costs.
+    mtbf: float = 3.0
+    # Seconds without progress after which the rank to blame is killed, with a report: auto = learned for each phase of
+    # a step from how long it took before, a number = the same for all, null = off. A run on one device is watched
+    # where a number is given.
+    hang_timeout: Any = "auto"
+    # How much longer than ever before a phase may take (hang_timeout=auto).
+    hang_safety_factor: float = 5.0
+    # Least seconds that a phase may take (hang_timeout=auto).
+    hang_floor_seconds: float = 30.0
+    # Seconds that a phase may take of which nothing is known yet: setup, the first steps, the first validation, the
+    # first checkpoint (hang_timeout=auto).
+    hang_first_timeout: float = 1800.0
+
+
+@dataclass
+class MultinodeLaunchConfig(LaunchConfig):
+    """`launch=multinode`: an agent of torchrun on each host, started over ssh."""
+
+    kind: str = "multinode"
+    # Hosts as ssh calls them, like [a,b], or with the ranks that each has room for, like {a:8,b:8}; localhost = this
+    # machine, without ssh.
+    hosts: Any = MISSING
+    # Command in front of a host and what is run there; [] = none: all hosts are addresses of this machine.
+    ssh: list[str] = field(default_factory=lambda: list(_SSH))
+    # Python on the hosts; null = the path of the one that runs this command.
+    python: str | None = None
+    # Folder that the ranks work in; null = the one that this command runs in.
+    workdir: str | None = None
+    # Address, or address:port, at which agents meet, of the first host or of this machine; null = the first host's
+    # address and a free port.
+    rdzv_endpoint: str | None = None
+    # Network interface of the hosts that agents and ranks talk over, like eth0; null = the one that ssh came by.
+    interface: str | None = None
+    # Variables of this process that the ranks get: names, or patterns with *.
+    forward_env: list[str] = field(default_factory=lambda: ["OMP_NUM_THREADS", "NCCL_*", "GLOO_*", "TORCH_*"])
+    # Variables that the ranks get; they stand in config.yaml, so secrets belong into forward_env.
+    env: dict[str, str] = field(default_factory=dict)
+    # Fewest hosts to go on with when one is lost; null = always all.
+    min_nodes: int | None = None
+    # Seconds that a host has to answer.
+    connect_timeout: float = 60.0
+
+
+@dataclass
+class SlurmLaunchConfig(LaunchConfig):
+    """`launch=slurm`: one SLURM job of this run, with one task on each machine, which starts its ranks."""
+
+    kind: str = "slurm"
+    # slurm, or local = processes of this machine that submitit takes for a job, to try it without SLURM.
+    cluster: str = "slurm"
+    # Partition of the job; null = the default of the cluster, as with all of these.
+    partition: str | None = None
+    # Longest time of the job: minutes, or as sbatch takes it (1-12:00:00); null = that of the partition.
+    time: str | None = None
+    # Account that pays.
+    account: str | None = None
+    # Quality of service.
+    qos: str | None = None
+    # Features that machines must have.
+    constraint: str | None = None
+    # Share machines with no other job; false = off.
+    exclusive: bool = False
+    # GPUs of each machine; null = devices where accelerator=gpu, else none is asked for.
+    gpus_per_node: int | None = None
+    # CPU cores of each machine (of its one task).
+    cpus_per_task: int | None = None
+    # Memory of each machine, GiB.
+    mem_gb: float | None = None
+    # Container of the tasks, for clusters with Pyxis or the like; null = none.
+    container_image: str | None = None
+    # What the container sees of the file system, like [/data:/data]; [] = what the cluster has set.
+    container_mounts: list[str] = field(default_factory=list)
+    # Python of the tasks, as a shell takes it; null = that of this command.
+    python: str | None = None
+    # Lines of the batch script before the tasks start, like [module load cuda]; [] = none.
+    setup: list[str] = field(default_factory=list)
+    # Other options of sbatch, like {reservation: mine, mail-type: END}; {} = none.
+    sbatch: dict[str, Any] = field(default_factory=dict)
+    # Other options of srun, like [--mpi=none]; [] = none.
+    srun: list[str] = field(default_factory=list)
+    # Seconds before the end of the time at which the ranks are told by preemption.signals; null =
+    # preemption.deadline_seconds and 10 more.
+    signal_seconds: int | None = None
+    # Jobs of --multirun, which are one array, that run at once; null = as many as there is room for.
+    array_parallelism: int | None = None
+    # Show the logs until the job ends, and cancel it with Ctrl-C; false = end once it is submitted.
+    wait: bool = True
+    # Seconds between two questions to SLURM for the state of the job.
+    poll_seconds: float = 5.0
+
+
+@dataclass
+class RayLaunchConfig(LaunchConfig):
+    """`launch=ray`: an actor of Ray for each rank."""
+
+    kind: str = "ray"
+    # local = a cluster of this machine for this run, auto = the one that this machine belongs to, or ray://host:port or
+    # host:port.
+    address: str = "local"
+    # CPU cores of each rank.
+    cpus_per_rank: float = 1.0
+    # GPUs of each rank; null = 1 where accelerator=gpu, else none.
+    gpus_per_rank: float | None = None
+    # Memory of each rank, GiB; null = it is not counted.
+    memory_gb_per_rank: float | None = None
+    # Other resources of each rank, as the cluster names them, like {fast_network: 1}; {} = none.
+    resources: dict[str, float] = field(default_factory=dict)
+    # What single ranks need in place of that: rank -> cpus, gpus, memory_gb and names of other resources, like
+    # {3: {cpus: 8, gpus: 0}}; {} = all the same.
+    ranks: dict[int, Any] = field(default_factory=dict)
+    # Where groups of ranks (nodes of them, devices in each) go: PACK (few machines), SPREAD, STRICT_PACK (one machine)
+    # or STRICT_SPREAD (each another one).
+    placement: str = "PACK"
+    # Seconds to wait for room in the cluster; then the run goes on with fewer devices (launch.min_devices), or ends.
+    placement_seconds: float = 300.0
+    # Environment of the actors, as ray.init takes it; {} = as it is, for clusters of one machine or whose machines see
+    # the same files.
+    runtime_env: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class KubernetesLaunchConfig(LaunchConfig):
+    """`launch=kubernetes`: a job of pods, one for each machine; each has an agent of torchrun."""
+
+    kind: str = "kubernetes"
+    # What is rendered: trainjob (Kubeflow Trainer), pytorchjob (Training Operator) or jobset (JobSet alone).
+    job: str = "trainjob"
+    # Image of the containers, with this version of trainwright and your own code in it.
+    image: str | None = MISSING
+    # Claim of the volume (ReadWriteMany on several nodes) that the run directory lies on.
+    claim: str | None = MISSING
+    # Where the pods mount that volume, and work: a relative run_dir lies under it.
+    mount: str = "/workspace"
+    # Send the job to the cluster and show what its pods say; false = write kubernetes.yaml into the run directory.
+    submit: bool = False
+    # Context of the kubeconfig; null = the current one.
+    context: str | None = None
+    # Namespace; null = that of the context (submit=true), or of kubectl.
+    namespace: str | None = None
+    # Name of the job; null = made of the names of run and run directory.
+    job_name: str | None = None
+    # GPUs of each pod; null = as many as devices with accelerator=gpu, else none.
+    gpus: int | None = None
+    # Name of the resource that they are.
+    gpu_resource: str = "nvidia.com/gpu"
+    # CPUs of each pod, like 16 or 500m; null = not said.
+    cpu: str | None = None
+    # Memory of each pod, like 64Gi; null = not said.
+    memory: str | None = None
+    # Shared memory of each pod (/dev/shm), like 16Gi; null = what the cluster gives, 64 MiB.
+    shm: str | None = "8Gi"
+    # More resources of each pod, like {rdma/ib: 1}; {} = none.
+    resources: dict[str, Any] = field(default_factory=dict)
+    # More volumes: claim -> path, like {data: /data}; {} = none.
+    volumes: dict[str, str] = field(default_factory=dict)
+    # Variables of the pods; they stand in the manifest, so no secrets.
+    env: dict[str, str] = field(default_factory=dict)
+    # Variables from secrets of the cluster: variable -> secret/key, like {WANDB_API_KEY: wandb/key}; {} = none.
+    secret_env: dict[str, str] = field(default_factory=dict)
+    # Labels of job and pods, like {kueue.x-k8s.io/queue-name: team}; {} = none.
+    labels: dict[str, str] = field(default_factory=dict)
+    # Annotations of the pods; {} = none.
+    annotations: dict[str, str] = field(default_factory=dict)
+    # Labels that nodes must have; {} = any node.
+    node_selector: dict[str, str] = field(default_factory=dict)
+    # Tolerations, as in a manifest: [{key: gpu, operator: Exists, effect: NoSchedule}]; [] = none.
+    tolerations: list[dict[str, str]] = field(default_factory=list)
+    # Service account of the pods; null = the namespace's own.
+    service_account: str | None = None
+    # Secrets to fetch the image with; [] = none.
+    image_pull_secrets: list[str] = field(default_factory=list)
+    # Always, IfNotPresent or Never; null = what the cluster does.
+    image_pull_policy: str | None = None
+    # Python in the image.
+    python: str = "python"
+    # TCP port of the first pod at which the agents meet.
+    rdzv_port: int = 29400
+    # Seconds that pods wait for the first one, images are fetched meanwhile.
+    start_timeout: float = 1800.0
+    # What becomes of a pod whose ranks have failed for good (job=pytorchjob): Never, or OnFailure = its container is
+    # started again.
+    restart_policy: str = "Never"
+    # How often the operator starts the job's pods again (jobset: all of them together).
+    backoff_limit: int = 0
+    # Fewest pods to go on with (job=pytorchjob); null = always all.
+    min_nodes: int | None = None
+    # Seconds after which the cluster deletes an ended job; null = it stays.
+    ttl_seconds: int | None = None
+    # Kind of the training runtime (job=trainjob): ClusterTrainingRuntime or TrainingRuntime.
+    runtime_kind: str = "ClusterTrainingRuntime"
+    # Its name.
+    runtime: str = "torch-distributed"
+    # With submit=true, what Ctrl-C does: delete the job, or leave it running.
+    on_interrupt: str = "delete"
+    # Seconds between two looks at the job.
+    poll_seconds: float = 2.0
+
+
+@dataclass
+class PreemptionConfig:
+    """`preemption=default|none`: what a run does that is told to end."""
+
+    _target_: str = "trainwright.callbacks.end.preemption.Preemption"
+    # Save the run state before the end, with the callback of the group checkpoint; false = off.
+    save: bool = True
+    # Signals that end the run: SIGTERM, SIGUSR1, SIGUSR2; [] = none.
+    signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGUSR1"])
+    # A path: once it exists, the run ends; null = off.
+    file: str | None = None
+    # An address to ask, such as that of a cloud's metadata: an answer of status 200 that is neither empty nor FALSE nor
+    # NONE ends the run; null = off.
+    url: str | None = None
+    # Headers that the address asks for, like {Metadata-Flavor: Google}; {} = none.
+    url_headers: dict[str, str] = field(default_factory=dict)
+    # Seconds between two looks at file and url.
+    poll_seconds: float = 5.0
+    # Seconds from the notice until the process is gone, saved or not; null = as long as it takes.
+    deadline_seconds: float | None = 120.0
+    # Exit code; null = 128 plus the number of the signal (143 for SIGTERM, file and url).
+    exit_code: int | None = number(None, most=255)
+    # Under SLURM, run scontrol requeue for this job after the save; false = off.
+    requeue: bool = False
+    # About how often the ranks ask each other whether one was told to end, in seconds.
+    check_seconds: float = 1.0
+
+
+@dataclass
+class LossScaleConfig:
+    """`trainer.loss_scale`: how the loss is scaled with precision=16-mixed."""
+
+    # Scale of the first steps.
+    initial: float = 65536.0
+    # Optimizer steps in a row without overflow after which the scale doubles.
+    growth_interval: int = 2000
+    # The scale never falls below this; 0 = no limit.
+    least: float = 0.0
+    # Never change the scale; false = it halves after an overflow and grows again.
+    fixed: bool = False
+
+
+@dataclass
+class TrainerConfig:
+    """`trainer=default|debug|overfit`: everything else that the Trainer takes."""
+
+    # Largest norm (or absolute value, see gradient_clip_algorithm) of the gradients; null = no clipping.
+    gradient_clip_val: float | None = None
+    # How to clip: norm or value; null = norm.
+    gradient_clip_algorithm: str | None = None
+    # With precision=16-mixed: initial, growth_interval, least and fixed of the loss scale.
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    # Stop with an error when the norm of the gradients is infinite or NaN; false = off.
+    error_if_nonfinite: bool = False
+    # Validate after this many training batches (whole number) or this share of an epoch (0.0 to 1.0).
+    val_check_interval: int | float | None = None
+    # Validate every so many epochs; null = count batches across epochs (with a whole val_check_interval).
+    check_val_every_n_epoch: int | None = number(1, least=1)
+    # Validation batches before training starts, to find errors early; 0 = off, -1 = all.
+    num_sanity_val_steps: int | None = number(0, least=-1)
+    # Batches (whole number) or share of them (0.0 to 1.0) used per epoch; null = all.
+    limit_train_batches: int | float | None = None
+    # The same for validation.
+    limit_val_batches: int | float | None = None
+    # The same for test.
+    limit_test_batches: int | float | None = None
+    # The same for predict.
+    limit_predict_batches: int | float | None = None
+    # Train and validate on this many batches (or share of them) over and over; 0.0 = off.
+    overfit_batches: int | float = 0.0
+    # Run this many batches of everything once, without logging or checkpoints; false = off, true = 1.
+    fast_dev_run: bool | int = False
+    # Fewest epochs to train; null = no minimum.
+    min_epochs: int | None = None
+    # Fewest optimizer steps to train; null = no minimum.
+    min_steps: int | None = None
+    # Longest training time as DD:HH:MM:SS; null = no limit.
+    max_time: str | None = None
+    # Optimizer steps between two logged rows.
+    log_every_n_steps: int = 10
+    # Only deterministic algorithms: true, false, or warn (where there is one).
+    deterministic: bool | str | None = None
+    # Let cuDNN time its algorithms and take the fastest; null = Lightning decides.
+    benchmark: bool | None = None
+    # Find the operation that made a NaN (slow); false = off.
+    detect_anomaly: bool = False
+    # Lightning profiler: simple, advanced, pytorch; null = off.
+    profiler: str | None = None
+    # Print Lightning's table of layers at the start.
+    enable_model_summary: bool = False
+    # Make the data loaders again every so many epochs; 0 = never.
+    reload_dataloaders_every_n_epochs: int = 0
+    # Cut the samples over the data ranks; false = the data module does it itself.
+    use_distributed_sampler: bool = True
+    # Wrap evaluation in torch.inference_mode; false = torch.no_grad.
+    inference_mode: bool = True
+    # BatchNorm statistics over all ranks; false = each rank its own.
+    sync_batchnorm: bool = False
+    # What weighs the same in an optimizer step: every micro-batch (micro_batch) or every valid token (tokens: the loss
+    # is the mean over all tokens of the global batch, whatever the layout).
+    loss_weighting: str = "micro_batch"
+    # With loss_weighting=tokens: function from a batch to its number of valid tokens, as package.module:function;
+    # null = the targets of the one cross_entropy or nll_loss in training_step that are not ignore_index.
+    token_count: str | None = None
+    # Seed of the order of the training samples; null = the seed of the run.
+    data_seed: int | None = number(None, most=2**32 - 1)
+    # Which data rank reads which sample: interleave (in turn), range (a contiguous part each) or hash (by data_key, so
+    # that a sample keeps its rank when ranks come and go).
+    data_partition: str = "interleave"
+    # Let the last micro-batches of a step be smaller where global_batch_size is no multiple of those of all data ranks;
+    # false = refuse such a global batch.
+    uneven_steps: bool = False
+    # With data_partition=hash: function from data set and index to what the sample is known by, as
+    # package.module:function; null = the index.
+    data_key: str | None = None
+    # Go on from a checkpoint whose global batch, data set, seed or partition of the data was another; false = refuse.
+    allow_changed_data: bool = False
+    # Draw every sample under random numbers seeded by the seed, the epoch and its index, so that augmentations do not
+    # depend on the layout; false = off.
+    seed_samples: bool = False
+
+
+@dataclass
+class LinkConfig:
+    """What one device sends to another."""
+
+    # Seconds of one message of a ring, without its bytes.
+    latency: float | None = None
+    # Bytes per second that one device sends, in one direction.
+    bandwidth: float | None = None
+    # Seconds of one collective beside its messages; null = they are in latency.
+    call: float | None = None
+
+
+@dataclass
+class DeviceConfig:
+    """`device=auto|h100|...`: the device that plans are made for (docs/planning.md) and `mfu` is held against."""
+
+    # auto = what this machine has: as trainwright profile has measured it in this folder, or published figures.
+    name: str = MISSING
+    # Memory of one device, bytes.
+    memory_bytes: int | None = None
+    # Most floating-point operations per second with dense matrices: float32, tf32, bfloat16, float16.
+    flops: dict[str, float] = field(default_factory=dict)
+    # Bytes per second of the device's own memory.
+    memory_bandwidth: float | None = None
+    # Part of flops that the matrix products of a training step reach.
+    efficiency: float | None = None
+    # Devices of a node, which within connects.
+    devices_per_node: int | None = None
+    # Between two devices of a node.
+    within: LinkConfig = field(default_factory=LinkConfig)
+    # Between nodes, for each device.
+    across: LinkConfig = field(default_factory=LinkConfig)
+    # Bytes per second between a device and the memory of its host, in one direction.
+    host_bandwidth: float | None = None
+    # Memory of the host for each device, bytes.
+    host_memory_bytes: int | None = None
+    # Seconds that starting an operation of torch takes, whatever its size; null = not counted.
+    operation_seconds: float | None = None
+    # Seconds that gathering a block's parameters or reducing its gradients takes beside the collective; null = not
+    # counted.
+    gather_seconds: float | None = None
+    # Part of a core that each rank had, where more ranks than cores were measured; null = 1, a device for each.
+    share: float | None = None
+    # What trainwright profile has measured: the name of the GPU, or the number of cores; null = published or assumed.
+    measured_on: str | None = None
+    # Where the profile is from, which device=auto tells; null = from its name.
+    source: str | None = None
+
+
+@dataclass
+class RunConfig:
+    """One run, whole. A recipe fills `name`, `module` and `data`; groups fill the rest; plain keys are set by hand."""
+
+    # Name of the run: its directories lie under runs/<name>/. The recipe sets it.
+    name: str = MISSING
+    # Processes per machine, one per GPU or CPU share; auto = all GPUs, or 1 on a machine without one.
+    devices: int | str = number(1, least=1, most=4096)
+    # Number of machines.
+    nodes: int = number(1, least=1, most=65536)
+    # auto (GPUs when there are any), cpu or gpu.
+    accelerator: str = "auto"
+    # Seed of everything random: initial weights, order of samples, dropout.
+    seed: int = number(0, most=2**32 - 1)
+    # Optimizer steps to train; null = no limit.
+    max_steps: int | None = None
+    # Passes over the training data; null = no limit.
+    max_epochs: int | None = None
+    # Samples per optimizer step over all ranks; accumulation follows from it. null = what micro-batch, accumulation and
+    # ranks make together.
+    global_batch_size: int | None = number(None, least=1)
+    # Samples that one rank processes at once; auto = as many as fit (docs/planning.md), null = the data module decides.
+    micro_batch_size: int | str | None = number(None, least=1)
+    # Directory of the run; null = runs/<name>/<date>_<time>.
+    run_dir: str | None = None
+    # Write report.html into the run directory when fit ends; false = off.
+    report: bool = True
+    # Checkpoint to go on from: a path, or last (the newest good one of run_dir, or of this recipe); null = start
+    # afresh.
+    ckpt_path: str | None = None
+    # auto = go on from the newest good checkpoint of run_dir (or of this recipe) when there is one, else start afresh;
+    # null = as ckpt_path says.
+    resume: str | None = None
+    # Let the file named by ckpt_path run code when it is a pickle; false = off, nothing that is loaded runs code.
+    trust: bool = False
+    # Names and shapes of what ckpt_path or init_from holds must be those of the module; false = leave out what does not
+    # fit.
+    strict: bool = True
+    # Weights to begin from, nothing else: a .safetensors file, a folder of them, or a checkpoint; null = the module's.
+    init_from: str | None = None
+    # Numeric precision, set by the group: 32, bf16-mixed, bf16-true, 16-mixed.
+    precision: str = "32"
+    # The LightningModule: _target_ and its arguments. Set by the recipe.
+    module: dict[str, Any] = field(default_factory=dict)
+    # The LightningDataModule: _target_ and its arguments; {} = the module brings its own data loaders.
+    data: dict[str, Any] = field(default_factory=dict)
+    # Functions that look at the configuration before a process starts, as package.module:function. Set by the recipe.
+    checks: list[str] = field(default_factory=list)
+    # Lightning callbacks of the recipe: name -> _target_ and arguments; {} = none.
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    # Faults to inject on purpose, as sentences like kill(rank=1, at_step=7), see docs/fault_injection.md; [] = none.
+    inject: list[str] = field(default_factory=list)
+    # DeepSpeed JSON that the configuration was made from, for the record: strategy=deepspeed_json sets it; null = none.
+    deepspeed_json: str | None = None
+    # Folders that ckpt_path=last and resume=auto look through, decided by the command; [] = neither was asked for.
+    resume_folders: list[str] = field(default_factory=list)
+    # Set by the groups of the same name.
+    strategy: Any = MISSING
+    accumulation: Any = MISSING
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    compression: Any = field(default_factory=CompressionConfig)
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    monitor: dict[str, Any] = field(default_factory=dict)
+    guard: dict[str, Any] = field(default_factory=dict)
+    logger: dict[str, Any] = field(default_factory=dict)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    optimizer: Any = MISSING
+    # Set by the group of the same name: the device that plans are made for.
+    device: DeviceConfig = field(default_factory=lambda: DeviceConfig(name="auto"))
+
+
+def register_schema() -> None:
+    """Make the dataclasses known to Hydra; doing it twice changes nothing.
+
+    Names begin with an underscore because they are types to build on, not choices to make: `strategy=_zero` is not
+    offered anywhere.
+    """
+    store = ConfigStore.instance()
+    if f"{SCHEMA_NAME}.yaml" in store.repo:
+        return  # Hydra would make its nodes from the dataclasses once more
+    store.store(name=SCHEMA_NAME, node=RunConfig)
+    store.store(group="strategy", name="_single", node=SingleConfig)
+    store.store(group="strategy", name="_auto", node=AutoConfig)
+    store.store(group="strategy", name="_ddp", node=DDPConfig)
+    store.store(group="strategy", name="_parameter_server", node=ParameterServerConfig)
+    store.store(group="strategy", name="_zero", node=ZeroConfig)
+    store.store(group="strategy", name="_hybrid", node=HybridConfig)
+    store.store(group="strategy", name="_local_sgd", node=LocalSGDConfig)
+    store.store(group="strategy", name="_diloco", node=DiLoCoConfig)
+    store.store(group="strategy", name="_deepspeed_json", node=DeepSpeedJSONConfig)
+    store.store(group="accumulation", name="_auto", node=AccumulationConfig)
+    store.store(group="accumulation", name="_fixed", node=FixedAccumulationConfig)
+    store.store(group="balance", name="_balance", node=BalanceConfig)
+    store.store(group="compression", name="_none", node=CompressionConfig)
+    store.store(group="compression", name="_int8", node=Int8CompressionConfig)
+    store.store(group="compression", name="_topk", node=TopKCompressionConfig)
+    store.store(group="compression", name="_randomk", node=RandomKCompressionConfig)
+    store.store(group="compression", name="_powersgd", node=PowerSGDCompressionConfig)
+    store.store(group="compression", name="_onebit", node=OneBitCompressionConfig)
+    store.store(group="launch", name="_launch", node=LaunchConfig)
+    store.store(group="launch", name="_multinode", node=MultinodeLaunchConfig)
+    store.store(group="launch", name="_slurm", node=SlurmLaunchConfig)
+    store.store(group="launch", name="_ray", node=RayLaunchConfig)
+    store.store(group="launch", name="_kubernetes", node=KubernetesLaunchConfig)
+    store.store(group="preemption", name="_preemption", node=PreemptionConfig)
+    store.store(group="trainer", name="_trainer", node=TrainerConfig)
+    store.store(group="device", name="_device", node=DeviceConfig)

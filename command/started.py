@@ -1,0 +1,88 @@
+"""One rank that an engine has started, of a run whose configuration lies in its run directory.
+
+    python -m trainwright.command.started RUN_DIR VERB
+
+The environment says which rank it is, as torchrun's or SLURM's does. What it prints goes to the end of its log in the
+run directory, compiled code included.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainwright.command.run import begin_or_go_on, run_here
+from trainwright.core.failures.failure import FailureRecorder, log_file
+from trainwright.core.failures.records import write_result
+from trainwright.core.processes.orphans import end_with_agent
+from trainwright.core.run.interrupt import Interrupted, raise_interrupted
+from trainwright.core.run.launcher import detect_launcher
+from trainwright.launch.outcome.ends import forget_end
+from trainwright.launch.ranks.here import tell_here
+from trainwright.launch.ranks.output import Output
+from trainwright.launch.torchrun.external import agree
+
+_NO_RANK = "an engine gives its ranks RANK, WORLD_SIZE and the like"
+
+
+def run_rank(run_dir: Path, verb: str) -> dict[str, float]:
+    """Run the rank that this process is.
+
+    Args:
+        run_dir: with `config.yaml`; all ranks see it.
+        verb: fit, validate, test or predict.
+
+    Returns:
+        The metrics of the end, by name; rank 0 leaves them in the run directory.
+
+    Raises:
+        SystemExit: with exit code 1 after an error, which is written down; as it came if the user's code raised it.
+        Interrupted: if this process was told to end.
+    """
+    launcher = detect_launcher()
+    assert launcher is not None, _NO_RANK
+    ends = forget_end(run_dir, launcher.rank, launcher.world_size)
+    recorder = FailureRecorder(ends, launcher.rank, run_dir)
+    try:
+        cfg = agree(launcher, lambda launcher: begin_or_go_on(run_dir, verb, launcher))
+        if cfg is None:
+            raise SystemExit(1)  # rank 0 says why
+        metrics = run_here(cfg, verb, on_exception=recorder.record)
+    except SystemExit as error:
+        recorder.record(error)
+        raise
+    except Exception as error:
+        recorder.record(error)
+        raise SystemExit(1) from None
+    if launcher.rank == 0:
+        write_result(ends, metrics)
+    return metrics
+
+
+def main(words: Sequence[str]) -> int:
+    """The command above; returns its exit code."""
+    end_with_agent()
+    signal.signal(signal.SIGTERM, raise_interrupted)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as for the command `trainwright`
+    run_dir, verb = words
+    launcher = detect_launcher()
+    assert launcher is not None, _NO_RANK
+    tell_here(Path(run_dir), launcher.rank)
+    Output().to(log_file(Path(run_dir), launcher.rank))
+    try:
+        run_rank(Path(run_dir), verb)
+    except Interrupted as interrupted:
+        return interrupted.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to be ended in order
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,322 @@
+"""What the command `trainwright` does, once its parts are imported."""
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.command.auto import lines_of
+from trainwright.command.run import RunResult, launch, plan, prepare
+from trainwright.command.schema.compose import compose_checked
+from trainwright.core.config.masking import masked
+from trainwright.core.config.missing import resolved
+from trainwright.core.config.references import settled
+from trainwright.core.failures.failure import RankError
+from trainwright.core.failures.uncaught import Uncaught
+from trainwright.core.problems import ConfigError, did_you_mean
+from trainwright.core.run.launcher import Launcher, detect_launcher
+from trainwright.core.run.run_directory import command_words
+from trainwright.launch.torchrun.external import agree
+from trainwright.strategies.compose.world import VERBS, Surroundings, closed_layout
+from trainwright.tools.deepspeed.tell import tell_import
+
+OK, FAILED, REFUSED = 0, 1, 2
+VERIFY, LAYOUT, PLAN, CHECKPOINT = "verify", "layout", "plan", "checkpoint"
+IMPORT_DEEPSPEED, REPORT, WATCH = "import-deepspeed", "report", "watch"
+_OF_THE_MACHINE = ("doctor", "profile")
+_ALL_VERBS = (*VERBS, VERIFY, LAYOUT, PLAN, CHECKPOINT, IMPORT_DEEPSPEED, REPORT, WATCH, *_OF_THE_MACHINE)
+_OPTIONS = (
+    "--help", "--version", "--multirun", "--print-config", "--config-dir", "--json", "--html", "--prove"
+)  # fmt: skip
+
+
+def run_command(words: Sequence[str]) -> int:
+    """Run the command and report its errors.
+
+    Args:
+        words: what was typed after `trainwright`.
+
+    Returns:
+        The exit code; that of the user's own `sys.exit` where it ended the run.
+
+    Raises:
+        Interrupted: if this process was told to end.
+    """
+    try:
+        return _run(_parse(words))
+    except ConfigError as error:
+        print(f"trainwright: {error}", file=sys.stderr)
+        return REFUSED
+    except RankError as error:
+        print(f"trainwright: {error}", file=sys.stderr)
+        return error.exit_code_of_user or FAILED
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.version:
+        print(version("trainwright"))
+        return OK
+    if arguments.help or arguments.verb is None:
+        return _show_help(arguments)
+    if arguments.print_config:
+        return _print_config(arguments)
+    if arguments.verb == VERIFY:
+        return _verify(arguments)
+    if arguments.verb == LAYOUT:
+        return _layout(arguments)
+    if arguments.verb == PLAN:
+        return _plan(arguments)
+    launcher = detect_launcher()
+    if arguments.multirun:
+        return _sweep(arguments, launcher)
+    return _run_once(arguments, launcher)
+
+
+def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
+    verb, overrides, config_dir = arguments.verb, arguments.overrides, arguments.config_dir
+    if launcher is None:
+        cfg = _composed(verb, overrides, config_dir, None)
+    else:
+        agreed = agree(launcher, lambda launcher: _composed(verb, overrides, config_dir, launcher))
+        if agreed is None:
+            return REFUSED  # rank 0 says why
+        cfg = agreed
+    if _speaks(launcher):
+        _say_start(cfg)
+    try:
+        result = launch(cfg, verb, launcher)
+    except SystemExit as error:
+        # In this process: whose exit code is the command's is said, since no traceback shows it.
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        print(f"trainwright: sys.exit({error.code!r}) was called by {where.filename}:{where.lineno}", file=sys.stderr)
+        raise
+    except ConfigError as error:
+        if launcher is None:
+            raise
+        Uncaught(Path(cfg.run_dir)).tell(error)
+        return REFUSED
+    except RankError:
+        raise
+    except Exception as error:
+        Uncaught(Path(cfg.run_dir)).tell(error)  # the run was in this process
+        return FAILED
+    if _speaks(launcher) and verb != "fit" and result.has_ended:  # after fit, the callbacks of the group monitor say it
+        _say_where(result, verb)
+    return OK
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    """Compare a layout with one process; standard output holds the report alone."""
+    from trainwright.command.verify_options import take_options
+    from trainwright.launch.ranks.output import ranks_speak_to_stderr
+    from trainwright.tools.verify.verify import problems_of, verify
+
+    options, overrides, problems = take_options(arguments.overrides)
+    if arguments.multirun:
+        problems.append("--multirun with verify: it compares one layout; start one after the other")
+    composition = compose_checked(overrides, arguments.config_dir)
+    problems += composition.problems
+    if problems or composition.cfg is None:
+        if composition.cfg is not None and composition.guessed:
+            problems += [*problems_of(composition.cfg, options), *plan(composition.cfg, "fit")[1]]
+        raise ConfigError(problems)
+
+    def say(text: str) -> None:
+        print(f"verify: {text}", file=sys.stderr, flush=True)
+
+    tell_import(composition.import_report, sys.stderr)
+
+    with ranks_speak_to_stderr():
+        report = verify(composition.cfg, options, on_progress=say)
+    print(json.dumps(report.to_dict(), allow_nan=False) if arguments.json else report.to_text().rstrip(), flush=True)
+    return OK if report.passed else FAILED
+
+
+def _layout(arguments: argparse.Namespace) -> int:
+    """Show which rank would hold what; nothing is started."""
+    launcher, problems = detect_launcher(), []
+    if launcher is not None:
+        problems.append(f"{launcher.name}: layout starts no ranks; type trainwright layout ... without it")
+    if arguments.multirun:
+        problems.append("--multirun with layout: it shows one layout; ask for one after the other")
+    composition = compose_checked(arguments.overrides, arguments.config_dir)
+    problems += composition.problems
+    planned = None
+    if composition.cfg is not None and composition.guessed:
+        planned, found = plan(composition.cfg, "fit")
+        problems += found
+    if problems or planned is None:
+        raise ConfigError(problems)
+    cfg = resolved(planned)
+    layout = closed_layout(cfg, Surroundings())
+    if layout is None:
+        target = cfg.strategy.get("_target_")
+        raise ConfigError([f"strategy: the layout of {target} is not told by its configuration; fit shows it"])
+
+    from trainwright.planning.layout_report import report
+
+    tell_import(composition.import_report, sys.stderr)
+    print(report(cfg, layout), end="", flush=True)
+    return OK
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    """Rank all layouts by predicted step time; nothing is started."""
+    launcher, problems = detect_launcher(), []
+    if launcher is not None:
+        problems.append(f"{launcher.name}: plan starts no ranks; type trainwright plan ... without it")
+    if arguments.multirun:
+        problems.append("--multirun with plan: it looks at all layouts by itself; plan one recipe after the other")
+    composition = compose_checked(arguments.overrides, arguments.config_dir)
+    problems += composition.problems
+    if problems or composition.cfg is None:
+        raise ConfigError(problems)
+    from trainwright.planning.report.verb import PlanOptions, run_plan
+
+    options = PlanOptions(arguments.json, arguments.html, arguments.prove)
+    return OK if run_plan(composition.cfg, options) else FAILED
+
+
+def _composed(verb: str, overrides: Sequence[str], config_dir: str | None, launcher: Launcher | None) -> DictConfig:
+    """Compose, check everything, make the run directory; all problems are raised together."""
+    composition = compose_checked(overrides, config_dir)
+    problems = list(composition.problems)
+    if composition.cfg is not None and composition.problems and composition.guessed:
+        problems += plan(composition.cfg, verb, launcher)[1]
+    if problems or composition.cfg is None:
+        raise ConfigError(problems)
+    prepared = prepare(composition.cfg, verb, launcher, words=command_words(verb, overrides, config_dir))
+    tell_import(composition.import_report, sys.stdout, Path(prepared.run_dir))
+    return prepared
+
+
+def _sweep(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
+    if launcher is not None:
+        raise ConfigError(
+            [
+                f"--multirun under {launcher.name}: each job needs its own ranks; type trainwright {arguments.verb} -m "
+                f"without {launcher.name}, or start one job after the other with it"
+            ]
+        )
+    from trainwright.command.sweep import run_sweep
+
+    return run_sweep(arguments.verb, arguments.overrides, arguments.config_dir)
+
+
+def _print_config(arguments: argparse.Namespace) -> int:
+    verb, overrides = arguments.verb, arguments.overrides
+    problems: list[str] = []
+    if verb == VERIFY:
+        from trainwright.command.verify_options import take_options
+
+        verb, (_, overrides, problems) = "fit", take_options(overrides)
+    elif verb in (LAYOUT, PLAN):
+        verb = "fit"
+    composition = compose_checked(overrides, arguments.config_dir)
+    if problems or composition.problems or composition.cfg is None:
+        raise ConfigError([*problems, *composition.problems])
+    cfg, problems = plan(composition.cfg, verb)
+    if problems:
+        raise ConfigError(problems)
+    tell_import(composition.import_report, sys.stderr)
+    print(OmegaConf.to_yaml(masked(OmegaConf.to_container(settled(cfg)))), end="")
+    return OK
+
+
+def _show_help(arguments: argparse.Namespace) -> int:
+    from trainwright.command.help import help_of_verb, overview
+
+    asked = arguments.help
+    print(overview() if arguments.verb is None else help_of_verb(arguments.verb, arguments.config_dir), end="")
+    return OK if asked else REFUSED
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors in the form of all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([f"{message}; `trainwright --help` shows how the command is typed"])
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog="trainwright", add_help=False, allow_abbrev=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("--print-config", "--cfg", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--html")
+    parser.add_argument("--prove", action="store_true")
+    arguments, rest = parser.parse_known_intermixed_args(list(words))
+    plain = [*arguments.words, *(word for word in rest if not word.startswith("-"))]
+    problems = [
+        f"{word}: there is no such option; " + did_you_mean(word, _OPTIONS, "options")
+        for word in rest
+        if word.startswith("-")
+    ]
+    arguments.verb = plain.pop(0) if plain and "=" not in plain[0] else None
+    arguments.overrides = plain
+    if arguments.verb is not None and arguments.verb not in _ALL_VERBS:
+        problems.append(f"{arguments.verb}: there is no such verb; {did_you_mean(arguments.verb, _ALL_VERBS, 'verbs')}")
+    elif arguments.verb in (REPORT, WATCH):  # as the first word it does not come here
+        problems.append(f"{arguments.verb} comes first: type trainwright {arguments.verb} RUN_DIR [options]")
+    elif arguments.verb == CHECKPOINT:  # the same
+        problems.append(
+            "checkpoint takes options of its own, behind its verb: type trainwright checkpoint <verb> PATH [options]"
+        )
+    elif arguments.verb == IMPORT_DEEPSPEED:  # as the first word it does not come here
+        problems.append("import-deepspeed comes first: type trainwright import-deepspeed ds_config.json [options]")
+    elif arguments.verb in _OF_THE_MACHINE:
+        problems.append(f"{arguments.verb} comes first, with keys of its own: trainwright {arguments.verb} --help")
+    elif arguments.verb is None and plain:
+        problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")
+    if arguments.json and arguments.verb not in (VERIFY, PLAN) and not arguments.help:
+        problems.append("--json: only verify and plan write their report as JSON; leave it out")
+    for option, is_given in (("--html", arguments.html is not None), ("--prove", arguments.prove)):
+        if is_given and arguments.verb != PLAN and not arguments.help:
+            problems.append(f"{option}: only plan takes it; leave it out")
+    if problems:
+        raise ConfigError(problems)
+    return arguments
+
+
+def _say_start(cfg: DictConfig) -> None:
+    for line in lines_of(Path(cfg.run_dir)):
+        print(line, flush=True)
+    if cfg.ckpt_path is not None:
+        print(f"going on from {_relative(cfg.ckpt_path)}", flush=True)
+    elif cfg.resume is not None and cfg.resume_folders:
+        print(f"resume={cfg.resume}: no good checkpoint among those in {', '.join(cfg.resume_folders)}", flush=True)
+    elif cfg.resume is not None:
+        print(f"resume={cfg.resume}: there is no checkpoint yet; starting afresh", flush=True)
+
+
+def _speaks(launcher: Launcher | None) -> bool:
+    return launcher is None or launcher.rank == 0
+
+
+def _say_where(result: RunResult, verb: str) -> None:
+    run_dir = _relative(result.run_dir)
+    lines = [f"run directory: {run_dir}"]
+    if verb == "predict":
+        lines.append(f"predictions:   torch.load('{run_dir}/predictions.pt')")
+    elif any(result.run_dir.glob("events.out.tfevents.*")):
+        lines.append(f"look at it:    tensorboard --logdir {run_dir}")
+    print("\n".join(lines), flush=True)
+
+
+def _relative(path: Path | str) -> str:
+    """As a person would type it from here."""
+    if "://" in str(path):
+        return str(path)
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

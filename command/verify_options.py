@@ -1,0 +1,82 @@
+"""What `trainwright verify` can be told: `verify.steps=`, `verify.tolerance=`."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from trainwright.core.problems import did_you_mean
+
+PREFIX = "verify"
+# What fp32 keeps on every layout; for other precisions a bound must be given.
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Of the command alone: a run's configuration has no such keys."""
+
+    # Optimizer steps that both runs train, at least 1.
+    steps: int = 4
+    # Largest relative difference that passes, more than 0 and less than 1; null = 1e-5 with precision=32. Any other
+    # precision must be given one.
+    tolerance: float | None = None
+
+    def problems(self, precision: str) -> list[str]:
+        """What is wrong with these options, each with what to type instead.
+
+        Args:
+            precision: of the configuration that is verified.
+        """
+        found = []
+        if not _is_number(self.steps, int) or self.steps < 1:
+            found.append(f"verify.steps={self.steps}: must be a whole number of at least 1; type verify.steps=4")
+        if self.tolerance is not None and not (_is_number(self.tolerance, (int, float)) and 0 < self.tolerance < 1):
+            found.append(
+                f"verify.tolerance={self.tolerance}: must be more than 0 and less than 1, a relative difference; type "
+                f"verify.tolerance={TOLERANCE:g}, or leave it out"
+            )
+        if self.tolerance is None and precision != "32":
+            found.append(
+                f"precision={precision}: rounding differs by layout far more than the {TOLERANCE:g} that precision=32 "
+                "keeps; type precision=32, or say what is to pass, for example verify.tolerance=0.01"
+            )
+        return found
+
+    @property
+    def bound(self) -> float:
+        """The relative difference that passes."""
+        return TOLERANCE if self.tolerance is None else float(self.tolerance)
+
+
+def take_options(overrides: Sequence[str]) -> tuple[VerifyOptions, list[str], list[str]]:
+    """Split off the overrides of this command.
+
+    Args:
+        overrides: as typed, `key=value`.
+
+    Returns:
+        The options, the overrides of the run, and the problems.
+    """
+    own = [text for text in overrides if text.lstrip("+~").split("=", 1)[0].split(".")[0] == PREFIX]
+    names = [item.name for item in fields(VerifyOptions)]
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for text in own:
+        name = text.split("=", 1)[0].removeprefix(f"{PREFIX}.")
+        if name not in names:
+            keys = [f"{PREFIX}.{each}" for each in names]
+            problems.append(f"{text}: there is no such key; {did_you_mean(text.split('=', 1)[0], keys, 'keys')}")
+            continue
+        try:
+            values[name] = OverridesParser.create().parse_override(text).value()
+        except HydraException:
+            problems.append(f"{text}: this is not key=value; type for example verify.steps=4")
+    return VerifyOptions(**values), [text for text in overrides if text not in own], problems
+
+
+def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""A configuration: its values, its references, its targets and its secrets."""

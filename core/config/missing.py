@@ -1,0 +1,63 @@
+"""Values that a configuration lacks, and references that lead nowhere."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+from trainwright.core.config.references import literal
+from trainwright.core.problems import ConfigError
+
+
+def missing_values(cfg: DictConfig) -> list[str]:
+    """Keys that must have a value, and have none."""
+    missing = sorted(_missing_keys(OmegaConf.to_container(cfg, resolve=False)))
+    if "name" in missing:
+        return ["name has no value; the recipe sets it, for example name: mine (its runs then lie under runs/mine/)"]
+    return [f"{key} has no value, but {cfg.name} needs one; type {key}=..." for key in missing]
+
+
+def without_missing(cfg: DictConfig) -> DictConfig:
+    """A copy with null in the place of missing values, so that the rest can be checked."""
+    cfg = cfg.copy()
+    with open_dict(cfg):
+        for key in list(_missing_keys(OmegaConf.to_container(cfg, resolve=False))):
+            OmegaConf.update(cfg, key, "unnamed" if key == "name" else None)
+    return cfg
+
+
+def unresolved(cfg: DictConfig) -> list[str]:
+    """What is missing, once a reference leads nowhere; empty where every reference can be resolved."""
+    try:
+        resolved(without_missing(cfg))
+    except ConfigError as error:
+        return [*missing_values(cfg), *error.problems]
+    except ValidationError:  # of a key that cannot be null
+        return missing_values(cfg)
+    return []
+
+
+def resolved(cfg: DictConfig) -> DictConfig:
+    """A copy with values in the place of references.
+
+    Raises:
+        ConfigError: if one refers to what is not there.
+    """
+    try:
+        found = OmegaConf.create(literal(OmegaConf.to_container(cfg, resolve=True)))
+    except OmegaConfBaseException as error:
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError([f"{key}refers to what is not there: {str(error).splitlines()[0]}"]) from error
+    assert isinstance(found, DictConfig)
+    return found
+
+
+def _missing_keys(node: Any, path: str = "") -> Iterator[str]:
+    """Dotted keys whose own value is missing. (OmegaConf.missing_keys fails where another refers to nothing.)"""
+    if node == MISSING:
+        yield path
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in children:
+        here = f"[{key}]" if isinstance(node, list) else f".{key}" if path else str(key)
+        yield from _missing_keys(value, path + here)

@@ -1,0 +1,198 @@
+"""Does a `_target_` point at something? Answered by reading source, so that nothing heavy is imported for it."""
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from trainwright.core.problems import did_you_mean
+
+
+def targets_in(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Every `_target_` of a plain container with the dotted key it stands under."""
+    if isinstance(node, dict):
+        if isinstance(node.get("_target_"), str):
+            yield path, node["_target_"]
+        for key, value in node.items():
+            yield from targets_in(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(node, list):
+        for number, value in enumerate(node):
+            yield from targets_in(value, f"{path}[{number}]")
+
+
+def class_of(node: Any) -> str:
+    """Name of the class that a part of a configuration builds; empty where it builds none."""
+    return str(node.get("_target_", "")).rsplit(".", 1)[-1] if isinstance(node, DictConfig) else ""
+
+
+def lineage(target: str) -> Iterator[str]:
+    """Dotted paths of a class and of those that it builds on, nearest first, as far as their source tells.
+
+    Args:
+        target: dotted path of the class; where it is only imported there, that import is followed.
+    """
+    waiting, seen = [target], {target}
+    while waiting:
+        path = waiting.pop(0)
+        yield path
+        found = [base for base in _bases(path) if base not in seen]
+        seen.update(found)
+        waiting += found
+
+
+def problem_of_target(key: str, target: str) -> str | None:
+    """Why `target` cannot be found; None when it can, or when only importing could tell.
+
+    Args:
+        key: where the target stands in the configuration.
+        target: dotted path of a class or function.
+    """
+    parts = target.split(".")
+    where = f"{key}._target_={target}"
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        return f"{where}: this is not the path of a class; type package.module.ClassName"
+    spec, consumed = _deepest_module(parts)
+    if spec is None:
+        return (
+            f"{where}: there is no module {parts[0]!r}; it must be installed, or lie in the directory where the "
+            "command is started, or on PYTHONPATH"
+        )
+    rest = parts[consumed:]
+    module = ".".join(parts[:consumed])
+    names = _top_level_names(spec)
+    if names is None or not rest or rest[0] in names:
+        return None
+    defined = sorted(f"{module}.{name}" for name in names.defined if not name.startswith("_"))
+    return f"{where}: {module} has no {rest[0]!r}; {did_you_mean(f'{module}.{rest[0]}', defined, 'it defines')}"
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Names bound at the top of a module: those it defines itself, and those it imports."""
+
+    defined: frozenset[str]
+    imported: frozenset[str]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.defined or name in self.imported
+
+
+def _deepest_module(parts: list[str]) -> tuple[ModuleSpec | None, int]:
+    """The spec of the longest leading part of a path that is a module, and how many parts that took."""
+    found: ModuleSpec | None = None
+    search: Any = None
+    for count in range(1, len(parts) + 1):
+        spec = _find_spec(".".join(parts[:count]), search)
+        if spec is None:
+            return found, count - 1
+        found, search = spec, spec.submodule_search_locations
+        if search is None:
+            return found, count
+    return found, len(parts)
+
+
+def _find_spec(name: str, search: Any) -> ModuleSpec | None:
+    """As importlib.util.find_spec, which however imports the parent packages of a dotted name."""
+    if search is None:
+        try:
+            known = importlib.util.find_spec(name)
+        except (ValueError, ImportError):
+            return None
+        # Of a module that is loaded it repeats where that was found. Where that file is gone, ranks find another one or
+        # none, and so must a run that goes on in a new process.
+        if known is None or not _is_gone(known):
+            return known
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, search)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _is_gone(spec: ModuleSpec) -> bool:
+    return spec.has_location and spec.origin is not None and not Path(spec.origin).exists()
+
+
+def _bases(path: str) -> list[str]:
+    """Dotted paths of what a class is derived from, or of what its name is imported from; [] where nothing tells."""
+    parts = path.split(".")
+    spec, consumed = _deepest_module(parts)
+    tree = None if spec is None or consumed != len(parts) - 1 else _tree(spec)
+    if spec is None or tree is None:
+        return []
+    module, name, imported = ".".join(parts[:-1]), parts[-1], _imported(tree, spec, ".".join(parts[:-1]))
+    for node in _top_level_nodes(tree):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            written = [ast.unparse(base) for base in node.bases if isinstance(base, (ast.Name, ast.Attribute))]
+            heads = [text.partition(".") for text in written]
+            return [imported.get(head, f"{module}.{head}") + dot + rest for head, dot, rest in heads]
+    return [imported[name]] if name in imported else []
+
+
+def _imported(tree: ast.Module, spec: ModuleSpec, module: str) -> dict[str, str]:
+    """What names that a module imports stand for, by dotted path."""
+    package = module if spec.submodule_search_locations is not None else module.rpartition(".")[0]
+    found: dict[str, str] = {}
+    for node in _top_level_nodes(tree):
+        if isinstance(node, ast.ImportFrom):
+            try:
+                source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            except ImportError:
+                continue  # beyond the outermost package
+            found.update({alias.asname or alias.name: f"{source}.{alias.name}" for alias in node.names})
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                head = alias.name.split(".")[0]
+                found[alias.asname or head] = alias.name if alias.asname else head
+    return found
+
+
+def _tree(spec: ModuleSpec) -> ast.Module | None:
+    """The source of a module; None when it cannot be read."""
+    if not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    try:
+        state = Path(spec.origin).stat()
+        return _parsed(spec.origin, state.st_mtime_ns, state.st_size)
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+@lru_cache(maxsize=64)
+def _parsed(origin: str, changed: int, size: int) -> ast.Module:
+    # The last two tell a file from what it was before.
+    return ast.parse(Path(origin).read_bytes())
+
+
+def _top_level_names(spec: ModuleSpec) -> _Names | None:
+    """Names bound at the top of a module's source; None when they cannot be known by reading."""
+    tree = _tree(spec)
+    if tree is None:
+        return None
+    defined: set[str] = set()
+    imported: set[str] = set()
+    for node in _top_level_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            imported.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+    if "*" in imported or "__getattr__" in defined:
+        return None
+    return _Names(frozenset(defined), frozenset(imported))
+
+
+def _top_level_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Everything outside the bodies of functions and classes; conditional and guarded code is included."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            yield from _top_level_nodes(child)

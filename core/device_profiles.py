@@ -1,0 +1,350 @@
+"""What a device, the links between devices and their hosts can do, as far as a plan needs to know.
+
+A profile is a yaml file of the group `device` (`conf/device/`); what published figures they hold, and from where, is
+told in docs/planning.md. `trainwright profile` measures one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+AUTO, CPU = "auto", "cpu"
+MEASURED = Path("conf", "device", "mine.yaml")
+"""Where `trainwright profile` writes unless it is told otherwise, and `device=auto` looks: in the working folder."""
+# Parts of the names that torch gives to GPUs -> profile; the first that a name contains counts.
+_BY_NAME = {
+    "B200": "b200",
+    "H200": "h200",
+    "GH200": "h200",
+    "H100": "h100",
+    "H800": "h100",
+    "A100-SXM4-40GB": "a100_40",
+    "A100-PCIE-40GB": "a100_40",
+    "A100": "a100_80",
+    "A800": "a100_80",
+    "L40S": "l40s",
+}
+# Kinds of numbers that are multiplied, by the precision of a run.
+_ARITHMETIC = {"32": "float32", "bf16-mixed": "bfloat16", "bf16-true": "bfloat16", "16-mixed": "float16"}
+
+
+@dataclass(frozen=True)
+class LinkProfile:
+    """What one device sends to another.
+
+    Args:
+        latency: seconds of one message of a ring, without its bytes.
+        bandwidth: bytes per second that one device sends, in one direction.
+        call: seconds of one collective beside its messages; 0: they are in ``latency``.
+    """
+
+    latency: float
+    bandwidth: float
+    call: float = 0.0
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """A device within a cluster of its like.
+
+    Args:
+        name: of the profile.
+        memory_bytes: memory of one device, bytes.
+        flops: most floating-point operations per second with dense matrices, by kind of number: ``float32``, ``tf32``,
+            ``bfloat16``, ``float16``.
+        memory_bandwidth: of the device's own memory, bytes per second.
+        efficiency: part of ``flops`` that the matrix products of a training step reach.
+        devices_per_node: devices that ``within`` connects.
+        within: between two devices of a node.
+        across: between nodes, for each device.
+        host_bandwidth: between a device and the memory of its host, bytes per second in one direction.
+        host_memory_bytes: memory of the host for each device, bytes.
+        operation_seconds: that starting an operation of torch takes, whatever its size; 0: it is not counted.
+        gather_seconds: that gathering a block's parameters, or reducing its gradients, takes beside the collective,
+            with stage 3; 0: not counted.
+        measured_on: what it was measured on, see :func:`machine_name`; empty: its figures are published or assumed.
+        source: where it is from, for people; empty: from the group ``device``.
+        share: part of a core that each rank has where there are more ranks than cores, which the figures above are of;
+            1: a device for each.
+    """
+
+    name: str
+    memory_bytes: int
+    flops: Mapping[str, float]
+    memory_bandwidth: float
+    efficiency: float
+    devices_per_node: int
+    within: LinkProfile
+    across: LinkProfile
+    host_bandwidth: float
+    host_memory_bytes: int
+    operation_seconds: float = 0.0
+    gather_seconds: float = 0.0
+    measured_on: str = ""
+    source: str = ""
+    share: float = 1.0
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether ranks compute on cores of the host, so that their memory is the host's."""
+        return CPU in self.name.lower()
+
+    def flops_at(self, precision: str) -> float:
+        """Operations per second of a training step under a precision of the group of that name.
+
+        Args:
+            precision: ``32``, ``bf16-mixed``, ``bf16-true`` or ``16-mixed``.
+        """
+        return self.efficiency * self.peak_at(precision)
+
+    def peak_at(self, precision: str) -> float:
+        """Most operations per second with the kind of numbers that a precision of the group of that name multiplies.
+
+        Args:
+            precision: ``32``, ``bf16-mixed``, ``bf16-true`` or ``16-mixed``.
+        """
+        return self.flops.get(_ARITHMETIC[precision]) or self.flops["float32"]
+
+
+def profile_of(cfg: DictConfig) -> DeviceProfile:
+    """The profile that a configuration asks for with the group ``device``.
+
+    Args:
+        cfg: composed, with ``device``, ``devices`` and ``accelerator``.
+
+    Raises:
+        ValueError: if a value is missing or no positive number, or the GPU of this machine has no profile; the message
+            says what to type.
+    """
+    plain: Any = OmegaConf.to_container(cfg.device, resolve=True)
+    if plain.get("name") == AUTO:
+        return _of_this_machine(cfg)
+    return profile_from(plain)
+
+
+def profile_from(values: Mapping[str, Any]) -> DeviceProfile:
+    """A profile from plain values, as a yaml of the group ``device`` holds them.
+
+    Raises:
+        ValueError: see :func:`profile_of`.
+    """
+    name, problems = str(values.get("name")), []
+    numbers = dict(_numbers(values))
+    for key, value in numbers.items():
+        if (
+            not isinstance(value, (int, float))
+            or isinstance(value, bool)
+            or value < 0
+            or (not value and key in _POSITIVE)
+        ):
+            problems.append(f"device.{key}={value} (allowed: a number above 0, without a unit)")
+    flops = {kind: float(value) for kind, value in (values.get("flops") or {}).items() if value}
+    if "float32" not in flops:
+        problems.append("device.flops.float32 is not given (operations per second)")
+    if problems:
+        raise ValueError(f"the profile device={name} cannot be used: " + "; ".join(problems))
+    return DeviceProfile(
+        name=name,
+        memory_bytes=int(values["memory_bytes"]),
+        flops=flops,
+        memory_bandwidth=float(values["memory_bandwidth"]),
+        efficiency=float(values["efficiency"]),
+        devices_per_node=int(values["devices_per_node"]),
+        within=_link(numbers, "within"),
+        across=_link(numbers, "across"),
+        host_bandwidth=float(values["host_bandwidth"]),
+        host_memory_bytes=int(values["host_memory_bytes"]),
+        operation_seconds=float(numbers["operation_seconds"]),
+        gather_seconds=float(numbers["gather_seconds"]),
+        measured_on=str(values.get("measured_on") or ""),
+        source=str(values.get("source") or ""),
+        share=float(values.get("share") or 1.0),
+    )
+
+
+def _link(numbers: Mapping[str, Any], name: str) -> LinkProfile:
+    return LinkProfile(*(float(numbers[f"{name}.{key}"]) for key in ("latency", "bandwidth", "call")))
+
+
+_PLAIN = ("memory_bytes", "memory_bandwidth", "efficiency", "devices_per_node", "host_bandwidth", "host_memory_bytes")
+_POSITIVE = frozenset((*_PLAIN, "within.bandwidth", "across.bandwidth"))
+
+
+def _numbers(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    found = [(key, values.get(key)) for key in _PLAIN]
+    for link in ("within", "across"):
+        given = values.get(link) or {}
+        found += [(f"{link}.{key}", given.get(key)) for key in ("latency", "bandwidth")]
+        found.append((f"{link}.call", given.get("call") or 0.0))
+    return [*found, *((key, values.get(key) or 0.0) for key in ("operation_seconds", "gather_seconds"))]
+
+
+def shared_by(profile: DeviceProfile, ranks: int) -> DeviceProfile:
+    """A profile for nodes of so many ranks. Where these are more than cores, they share them and their memory.
+
+    One that was measured with more ranks than cores is of such shares; fewer ranks have larger ones, up to a core each.
+
+    Args:
+        profile: of the devices of this machine.
+        ranks: that run on it.
+    """
+    most = max(profile.devices_per_node, 1)
+    profile = replace(profile, devices_per_node=ranks)
+    part = min(most / ranks, 1 / profile.share)
+    if part == 1 or not profile.is_cpu:
+        return profile
+    return replace(
+        profile,
+        memory_bytes=int(most / ranks * profile.memory_bytes),
+        host_memory_bytes=int(most / ranks * profile.host_memory_bytes),
+        flops={kind: part * each for kind, each in profile.flops.items()},
+        memory_bandwidth=part * profile.memory_bandwidth,
+        operation_seconds=profile.operation_seconds / part,
+        gather_seconds=profile.gather_seconds / part,
+        within=_slowed(profile.within, part),
+        across=_slowed(profile.across, part),
+        share=part * profile.share,
+    )
+
+
+def _slowed(link: LinkProfile, part: float) -> LinkProfile:
+    """Cores carry messages, too."""
+    return LinkProfile(link.latency / part, link.bandwidth * part, link.call / part)
+
+
+def profile_named(name: str) -> DeviceProfile:
+    """A profile of the package by the name of its file.
+
+    Raises:
+        ValueError: if there is none; the message lists all.
+    """
+    from importlib.resources import files
+
+    from trainwright.core.problems import did_you_mean
+
+    folder = files("trainwright.conf") / "device"
+    names = sorted(each.name.removesuffix(".yaml") for each in folder.iterdir() if each.name.endswith(".yaml"))
+    names = [each for each in names if each != AUTO]
+    if name not in names:
+        raise ValueError(f"device={name}: unknown; {did_you_mean(name, names, 'devices')}")
+    plain: Any = OmegaConf.to_container(OmegaConf.create((folder / f"{name}.yaml").read_text()))
+    return profile_from(plain)
+
+
+def profile_of_gpu(gpu: str) -> DeviceProfile | None:
+    """The profile for the name that torch gives to a GPU; None if there is none for it."""
+    found = next((profile for part, profile in _BY_NAME.items() if part in gpu), None)
+    return None if found is None else profile_named(found)
+
+
+def profile_problems(cfg: DictConfig) -> list[str]:
+    """What is wrong with the profile that a configuration asks for; empty for ``device=auto``."""
+    if cfg.device.name == AUTO:
+        return []
+    try:
+        profile_of(cfg)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def peak_flops_of(cfg: DictConfig) -> float | None:
+    """Most operations per second of one rank of a run; ``None``: nothing is known of its device.
+
+    A profile that was asked for counts as it is. Else it is that of the machine's GPUs; what an unknown GPU or a core
+    of the CPU can do is not assumed.
+
+    Args:
+        cfg: resolved, with ``device``, ``accelerator`` and ``precision``.
+
+    Raises:
+        ValueError: if the profile that was asked for cannot be used, see :func:`profile_of`.
+    """
+    plain: Any = OmegaConf.to_container(cfg.device, resolve=True)
+    profile = _of_gpus(cfg) if plain.get("name") == AUTO else profile_from(plain)
+    return None if profile is None else profile.peak_at(cfg.precision)
+
+
+def _of_gpus(cfg: DictConfig) -> DeviceProfile | None:
+    from trainwright.core.processes.machine import num_gpus
+
+    if cfg.accelerator == "cpu" or not num_gpus():
+        return None
+    import torch
+
+    return profile_of_gpu(torch.cuda.get_device_name(0))
+
+
+def machine_name(on_gpu: bool) -> str:
+    """What a profile of this machine is measured on: the name of its GPU, or the number of its cores."""
+    from trainwright.core.processes.machine import num_cores
+
+    if not on_gpu:
+        return f"{num_cores()} CPU cores"
+    import torch
+
+    return str(torch.cuda.get_device_properties(0).name)
+
+
+def _of_this_machine(cfg: DictConfig) -> DeviceProfile:
+    """As measured here; else published figures of this machine's GPUs, or the profile of CPUs; with its memory."""
+    from trainwright.core.processes.machine import num_gpus
+
+    gpus = num_gpus() if cfg.accelerator != "cpu" else 0
+    measured, instead = _measured(machine_name(gpus > 0))
+    if measured is not None:
+        return measured
+    profile = _of_these_gpus(gpus) if gpus else _this_host(profile_named(CPU))
+    figures = f"published figures of {profile.name}" if gpus else "assumed figures of a core"
+    return replace(profile, source=f"device=auto: {figures}; {instead}")
+
+
+def _measured(here: str) -> tuple[DeviceProfile | None, str]:
+    """The profile that was measured on this machine, or what to do for one."""
+    if not MEASURED.exists():
+        return None, f"there is no {MEASURED}, which trainwright profile writes"
+    try:
+        profile = profile_from(dict(OmegaConf.to_container(OmegaConf.load(MEASURED))))  # type: ignore[arg-type]
+    except (OSError, ValueError, TypeError, YAMLError) as error:
+        why = (str(error).splitlines() or [repr(error)])[0]
+        raise ValueError(
+            f"device=auto: {MEASURED} cannot be used: {why}; measure again with trainwright profile --overwrite, or "
+            "type device=<profile>"
+        ) from error
+    if profile.measured_on != here:
+        of = profile.measured_on or "nobody knows what machine"
+        return None, f"{MEASURED} is of {of}, this is {here}; trainwright profile --overwrite measures it"
+    return replace(profile, source=f"device=auto: {MEASURED}, measured on {here} by trainwright profile"), ""
+
+
+def _of_these_gpus(gpus: int) -> DeviceProfile:
+    import torch
+
+    about = torch.cuda.get_device_properties(0)
+    profile = profile_of_gpu(about.name)
+    if profile is None:
+        raise ValueError(
+            f"device=auto: there is no profile for the GPU of this machine, {about.name}; type device=<profile> of the "
+            "one that is most like it, or measure it with trainwright profile"
+        )
+    return replace(profile, memory_bytes=about.total_memory, devices_per_node=gpus)
+
+
+def _this_host(profile: DeviceProfile) -> DeviceProfile:
+    from trainwright.core.processes.machine import num_cores
+
+    cores = num_cores()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return replace(
+        profile,
+        memory_bytes=memory // cores,
+        host_memory_bytes=memory // cores,
+        devices_per_node=cores,
+    )

@@ -1,0 +1,1 @@
+"""How a rank failed: recorded, explained in one paragraph, reported."""

@@ -1,0 +1,186 @@
+"""What one exception says to a person: who raised it, where in the user's code, and whether it only follows another."""
+
+from __future__ import annotations
+
+import dis
+import errno
+import linecache
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+from trainwright.core.errors import CheckpointError
+from trainwright.core.problems import ChangedDataError, ConfigError
+from trainwright.core.run.diverged import DivergedError
+
+# Words of an error that a rank raises because another one has gone.
+_LOST_PEER = re.compile(
+    r"connection (closed|reset|refused|was)|socket|broken pipe|timed? ?out|gloo|nccl|\bstore\b|aborted|peer",
+    re.IGNORECASE,
+)
+_LOST_PEER_KINDS = (RuntimeError, OSError, EOFError)
+_TOLD = (CheckpointError, ChangedDataError, ConfigError, DivergedError)
+_REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, OSError)
+_ENGINE = frozenset({"torch", "lightning", "lightning_fabric", "pytorch_lightning", "trainwright"})
+_MOST_FRAMES = 5
+_DISK = {
+    errno.ENOSPC: "The disk is full: free space, or choose a folder on another one (run_dir=...)",
+    errno.EDQUOT: "Your quota on the disk is used up: free space, or choose a folder on another one (run_dir=...)",
+    errno.EIO: "The disk has failed: look for its errors (dmesg), or choose a folder on another one (run_dir=...)",
+}
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return whether a `raise` of this package raised `error`: its message says what to type, and no traceback is
+    needed."""
+    if isinstance(error, _TOLD):
+        return True
+    frame, is_raise = _origin(error)
+    ours = frame is not None and _package(frame) == "trainwright" and not _is_recipe(frame)
+    return ours and is_raise and isinstance(error, _REFUSALS) and not is_secondary(error)
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Return whether `error` is what a rank raises because another one has gone."""
+    if not isinstance(error, _LOST_PEER_KINDS) or _LOST_PEER.search(message_of(error)) is None:
+        return False
+    frame, is_raise = _origin(error)
+    if frame is None:
+        return True
+    if _module(frame).startswith("torch.utils.data"):  # its workers end and time out by themselves
+        return False
+    return not is_raise or _package(frame) in _ENGINE and not _is_recipe(frame)
+
+
+def stands_alone(error: BaseException) -> bool:
+    """Return whether a `raise` outside torch raised `error` and no other error led to it, so that it follows nothing.
+
+    Where another rank is gone, compiled code or torch raises the first error.
+    """
+    frame, is_raise = _origin(error)
+    is_first = error.__cause__ is None and error.__context__ is None
+    return is_first and is_raise and frame is not None and _package(frame) != "torch"
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of `error` that are the user's code, innermost last, at most five.
+
+    Where none is, those of other libraries than torch, Lightning and this one. Of a chain of exceptions, the first that
+    has any counts.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        found = [_summary(frame, line) for frame, line in _walk(seen) if _is_users(frame)]
+        found = found or [_summary(frame, line) for frame, line in _walk(seen) if _is_foreign(frame)]
+        if found:
+            return found[-_MOST_FRAMES:]
+        seen = seen.__cause__
+    return []
+
+
+def place(error: BaseException) -> str:
+    """Return `file:line` of the innermost frame of the user's code; empty where there is none."""
+    frames = user_frames(error)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def own_place(error: BaseException) -> str:
+    """Return `file:line` of the innermost frame that is of no installed library; empty where there is none."""
+    found = [_summary(frame, line) for frame, line in _walk(error) if _is_users(frame)]
+    return f"{found[-1].filename}:{found[-1].lineno}" if found else ""
+
+
+def short_traceback(error: BaseException) -> str:
+    """Return the user's frames of `error` as Python prints them; where there are none, the innermost of all."""
+    frames = user_frames(error) or [_summary(frame, line) for frame, line in _walk(error)][-_MOST_FRAMES:]
+    return "".join(traceback.format_list(frames)).rstrip()
+
+
+def message_of(error: BaseException) -> str:
+    """Return the text of `error`, with its notes."""
+    if isinstance(error, SystemExit):
+        return f"sys.exit({error.code!r})"
+    try:
+        said = error.problems if isinstance(error, ConfigError) else (str(error),)
+        return "\n".join([*said, *getattr(error, "__notes__", ()), *_about_disk(error)])
+    except Exception as second:
+        return f"(its text is not known: __str__ of {type(error).__qualname__} raises {type(second).__name__})"
+
+
+def _about_disk(error: BaseException) -> list[str]:
+    advice = _DISK.get(error.errno or 0) if isinstance(error, OSError) else None
+    return [] if advice is None else [f"{advice}. Type ckpt_path=last to resume from the latest checkpoint."]
+
+
+def _walk(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    return traceback.walk_tb(error.__traceback__)
+
+
+def _origin(error: BaseException) -> tuple[FrameType | None, bool]:
+    """The innermost frame of Python, and whether a `raise` there raised the error rather than compiled code."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return None, False
+    code = last.tb_frame.f_code.co_code
+    return last.tb_frame, dis.opname[code[last.tb_lasti]] == "RAISE_VARARGS"
+
+
+def _summary(frame: FrameType, line: int) -> traceback.FrameSummary:
+    filename = frame.f_code.co_filename
+    source = linecache.getline(filename, line, frame.f_globals).strip()
+    return traceback.FrameSummary(_shown(filename), line, frame.f_code.co_name, lookup_line=False, line=source)
+
+
+def _shown(filename: str) -> str:
+    """A file as a person would type it from here."""
+    try:
+        relative = os.path.relpath(filename)
+    except (ValueError, OSError):  # another drive; the working directory is gone
+        return filename
+    return filename if relative.startswith("..") else relative
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _package(frame: FrameType) -> str:
+    return _module(frame).partition(".")[0]
+
+
+def _is_recipe(frame: FrameType) -> bool:
+    return _module(frame).startswith("trainwright.recipes")
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    """Whether a frame is neither torch's, Lightning's nor this package's, and no part of Python itself."""
+    filename = frame.f_code.co_filename
+    if filename.startswith("<") or _is_below(filename, _folders("scripts")):
+        return False
+    if _is_below(filename, _folders("stdlib", "platstdlib")) and not _is_below(
+        filename, _folders("purelib", "platlib")
+    ):
+        return False
+    return _package(frame) not in _ENGINE or _is_recipe(frame)
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether a frame is neither of an installed library nor of Python itself."""
+    return _is_foreign(frame) and not _is_below(frame.f_code.co_filename, _folders("purelib", "platlib"))
+
+
+def _is_below(filename: str, folders: tuple[Path, ...]) -> bool:
+    path = Path(filename)
+    return any(path.is_relative_to(folder) for folder in folders)
+
+
+@cache
+def _folders(*names: str) -> tuple[Path, ...]:
+    return tuple(Path(sysconfig.get_path(name)) for name in names)

@@ -1,0 +1,318 @@
+"""Which rank failed first, and how: written by the ranks, read by the launching process."""
+
+import json
+import signal
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from trainwright.core.failures.error_text import is_refusal, is_secondary, message_of, place, short_traceback
+from trainwright.core.failures.records import write_whole
+
+_EXIT = SystemExit.__name__
+TRACEBACK_MARK = "traceback| "
+"""Begins each line of a traceback in a log, which those who show logs on a terminal leave out."""
+
+
+class Hang(Protocol):
+    """What a monitor has found."""
+
+    @property
+    def rank(self) -> int:
+        """The rank that keeps the others waiting."""
+
+    @property
+    def reason(self) -> str:
+        """In one line."""
+
+    @property
+    def report(self) -> str:
+        """All that is known, for people."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One exception of one rank.
+
+    Attributes:
+        rank: global rank.
+        kind: name of the exception's class.
+        message: its text.
+        time_ns: when it was raised, in nanoseconds since 1970.
+        place: `file:line` of the innermost frame of the user's code; empty where there is none.
+        frames: the user's frames, as Python prints them.
+        is_refusal: whether the message says what is wrong and what to type, so that a traceback would only hide it.
+        is_secondary: whether it was raised because another rank has gone.
+    """
+
+    rank: int
+    kind: str
+    message: str
+    time_ns: int
+    place: str = ""
+    frames: str = ""
+    is_refusal: bool = False
+    is_secondary: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> "Failure":
+        """Return what is told of an exception that a rank has raised now."""
+        return cls(
+            rank,
+            kind=type(error).__name__,
+            message=message_of(error),
+            time_ns=time.time_ns(),
+            place=place(error),
+            frames=short_traceback(error),
+            is_refusal=is_refusal(error),
+            is_secondary=is_secondary(error),
+        )
+
+    def paragraph(self, whom: str, others: str, log: Path) -> str:
+        """Return what a person is told.
+
+        Args:
+            whom: which rank of how many.
+            others: what happened to the other ranks.
+            log: where the whole traceback is.
+        """
+        if self.is_refusal:
+            where = f" at {self.place}" if self.place else ""
+            return f"{self.message}\n(said by {whom}{where}; its traceback is in {log})"
+        frames = f"\n{self.frames}" if self.frames else ""
+        return f"{whom} {_how_it_failed(self, self.message)}{others}{frames}\n(its traceback is in {log})"
+
+
+def write_traceback(error: BaseException, log: Path) -> None:
+    """Append the whole traceback of an error to the log of this rank."""
+    lines = "".join(traceback.format_exception(error)).rstrip().split("\n")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write("".join(f"{TRACEBACK_MARK}{line}\n" for line in lines))
+
+
+class FailureRecorder:
+    """Writes the first exception of this rank to a file of its own.
+
+    It is called when the exception appears, before anything is torn down: tearing down makes the other ranks fail too,
+    and the earliest record tells the cause from the consequences.
+
+    Args:
+        folder: where the records of all ranks lie.
+        rank: global rank.
+        run_dir: the run directory, in whose `logs/` the whole traceback is left; None = not known yet.
+    """
+
+    def __init__(self, folder: Path, rank: int, run_dir: Path | None = None) -> None:
+        self.run_dir = run_dir
+        self._folder = folder
+        self._rank = rank
+        self._written = False
+
+    def record(self, error: BaseException) -> None:
+        """Write `error` down, unless an earlier one was, or it is an interruption and no failure."""
+        if self._written or _is_interruption(error):
+            return
+        self._written = True
+        write_whole(self._folder / f"{self._rank}.json", json.dumps(asdict(Failure.of(error, self._rank))))
+        if self.run_dir is not None:
+            write_traceback(error, log_file(self.run_dir, self._rank))
+
+
+def _is_interruption(error: BaseException) -> bool:
+    """Whether `error` says that this rank was told to end: by Ctrl-C, or as a Trainer ends that has saved."""
+    if isinstance(error, SystemExit):
+        # Lightning answers Ctrl-C with an exit of its own.
+        return isinstance(error.__context__, KeyboardInterrupt) or hasattr(error, "told")
+    return isinstance(error, KeyboardInterrupt)
+
+
+class RankError(RuntimeError):
+    """A rank failed, and the others were ended.
+
+    Args:
+        text: what a person is told.
+        rank: global rank.
+        exit_code: of its process; negative = minus the number of the signal that ended it; None = not known.
+        failure: what the rank raised; None when it ended without a word (killed, crashed, exited).
+        hang: what the monitor found; None: it did not have the rank killed.
+
+    Attributes:
+        is_refused: whether the rank refused the configuration before the run trained anything.
+    """
+
+    is_refused = False
+
+    def __init__(
+        self, text: str, rank: int, exit_code: int | None, failure: Failure | None = None, hang: Hang | None = None
+    ) -> None:
+        self.rank = rank
+        self.exit_code = exit_code
+        self.failure = failure
+        self.hang = hang
+        super().__init__(text)
+
+    @property
+    def kind(self) -> str:
+        """Name of the exception's class, or how the process ended, in a word or two."""
+        if self.hang is not None:
+            return "hang"
+        if self.failure is not None:
+            return self.failure.kind
+        return _kind_of_end(self.exit_code)
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        if self.hang is not None:
+            return f"rank {self.rank} hangs: {_first_line(self.hang.reason)}"
+        if self.failure is not None:
+            return f"rank {self.rank} {_how_it_failed(self.failure, _first_line(self.failure.message))}"
+        return f"rank {self.rank} {how_it_ended(self.exit_code, with_reason=False)}"
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether something is known of it that is not just the end of another rank."""
+        return self.hang is not None or (self.failure is not None and not self.failure.is_secondary)
+
+    @property
+    def exit_code_of_user(self) -> int | None:
+        """The exit code that the user's code chose on this rank; None if it chose none."""
+        chosen = self.failure.kind == _EXIT if self.failure is not None else self.hang is None
+        return self.exit_code if chosen and (self.exit_code or 0) > 0 else None
+
+    def because(self, reason: str) -> "RankError":
+        """The same, with why it ends the run."""
+        return RankError(f"{self}\n\n{reason}", self.rank, self.exit_code, self.failure, self.hang)
+
+
+def first_failure(
+    folder: Path, exit_codes: Mapping[int, int | None], run_dir: Path, hangs: Mapping[int, Hang] | None = None
+) -> RankError:
+    """The error that the others follow from.
+
+    Args:
+        folder: where the ranks wrote their records.
+        exit_codes: of every rank; None where it is not known, or says nothing because the rank was told to end.
+        run_dir: the run directory.
+        hangs: why the monitor had ranks killed, by rank; None = it had none.
+    """
+    world_size = len(exit_codes)
+    for rank, hang in (hangs or {}).items():
+        text = f"rank {rank} of {world_size} hung and was killed; the others were ended\n\n{hang.report.rstrip()}"
+        return RankError(text, rank, exit_codes[rank], hang=hang)
+    failures = sorted(
+        (Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")),
+        key=lambda failure: (failure.is_secondary, failure.time_ns),
+    )
+    # A killed process leaves no record; what the others then say of lost connections is its consequence.
+    told = {failure.rank for failure in failures}
+    silent = [rank for rank, code in exit_codes.items() if rank not in told and _died_by_itself(code)]
+    cause = failures[0] if failures else None
+    if silent and (cause is None or cause.is_secondary):
+        return _error(None, silent[0], exit_codes, run_dir)
+    rank = cause.rank if cause else next((rank for rank, code in exit_codes.items() if code), 0)
+    return _error(cause, rank, exit_codes, run_dir)
+
+
+def failure_of(
+    folder: Path, rank: int, exit_code: int, world_size: int, run_dir: Path, hang: Hang | None = None
+) -> RankError:
+    """The error of one rank that ended while the others go on.
+
+    Args:
+        folder: where the ranks wrote their records.
+        rank: global rank.
+        exit_code: of its process.
+        world_size: number of all ranks.
+        run_dir: the run directory.
+        hang: why the monitor had it killed; None: it did not.
+    """
+    codes = dict.fromkeys(range(world_size)) | {rank: exit_code}
+    if hang is not None:
+        text = f"rank {rank} of {world_size} hung and was killed\n\n{hang.report.rstrip()}"
+        return RankError(text, rank, exit_code, hang=hang)
+    record = folder / f"{rank}.json"
+    failure = Failure(**json.loads(record.read_text(encoding="utf-8"))) if record.is_file() else None
+    return _error(failure, rank, codes, run_dir, others="")
+
+
+def ends(folder: Path, exit_codes: Mapping[int, int | None]) -> list[str]:
+    """How each of these ranks ended, in a line each.
+
+    Args:
+        folder: where the ranks wrote their records.
+        exit_codes: of each rank; None where it is not known.
+    """
+    failures = {rank: folder / f"{rank}.json" for rank in exit_codes}
+    told = {rank: Failure(**json.loads(path.read_text("utf-8"))) for rank, path in failures.items() if path.is_file()}
+    return [RankError("", rank, code, told.get(rank)).summary for rank, code in sorted(exit_codes.items())]
+
+
+def _error(
+    failure: Failure | None,
+    rank: int,
+    exit_codes: Mapping[int, int | None],
+    run_dir: Path,
+    others: str = "; the others were ended",
+) -> RankError:
+    log, whom, exit_code = log_file(run_dir, rank), f"rank {rank} of {len(exit_codes)}", exit_codes.get(rank)
+    if failure is not None:
+        return RankError(failure.paragraph(whom, others, log), rank, exit_code, failure)
+    text = f"{whom} {how_it_ended(exit_code)}{others}"
+    tail = _tail(log)
+    if tail:
+        text += f"\n\nlast lines of {log}:\n{tail}"
+    return RankError(text, rank, exit_code)
+
+
+def log_file(run_dir: Path, rank: int) -> Path:
+    """The log of one rank."""
+    return run_dir / "logs" / f"rank_{rank}.log"
+
+
+def _died_by_itself(exit_code: int | None) -> bool:
+    """Whether a process ended badly without having been told to (SIGTERM is what the others are sent)."""
+    told = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
+    return exit_code is not None and exit_code not in (0, 1, *told)
+
+
+def _how_it_failed(failure: Failure, message: str) -> str:
+    return f"called {message}" if failure.kind == _EXIT else f"failed with {failure.kind}: {message}"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def _kind_of_end(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "end without a word"
+    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+
+
+def how_it_ended(exit_code: int | None, with_reason: bool = True) -> str:
+    """Return how a process ended that has not said so: `was ended by SIGKILL`, and the likely reason."""
+    if exit_code is None:
+        return "ended without a word"
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    reason = {
+        "SIGKILL": " (from outside, or by the kernel when memory ran out: see `dmesg`)",
+        "SIGSEGV": " (a crash in compiled code)",
+        "SIGABRT": " (a crash in compiled code)",
+        "SIGBUS": " (often: shared memory is full; use fewer data loader workers)",
+    }
+    return f"was ended by {name}{reason.get(name, '') if with_reason else ''}"
+
+
+def _tail(path: Path, lines: int = 20) -> str:
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 16384))
+        return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-lines:])

@@ -1,0 +1,1 @@
+"""Processes of this machine: what the kernel knows of them, and how they end together."""

@@ -1,0 +1,1 @@
+"""A run: its directory, its phases, its hooks and how it is interrupted."""

@@ -1,0 +1,169 @@
+"""The run directory: decided once by the launching process, and where a run is found again.
+
+runs/<name>/<date>_<time>/
+    config.yaml        the resolved configuration
+    command.json       the words that the command was given
+    plan.json          what `auto` was decided to be and what it was predicted to need; measured, once it has run
+    metrics.csv        everything logged, one row per logged step
+    summary.json       how it ended
+    events.out.*       the same for TensorBoard
+    checkpoints/       written by the checkpoint group; one folder per checkpoint
+    logs/rank_<n>.log  what rank n had to say (rank 0 also speaks to the terminal)
+    logs/restarts.log  what failed, and how the run went on
+    report.html        all of it as a page
+    predictions.pt     written by `predict`
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.core.config.references import settled
+
+RUNS = Path("runs")
+CONFIG_FILE = "config.yaml"
+COMMAND_FILE = "command.json"
+CHECKPOINTS = "checkpoints"
+PLAN_FILE = "plan.json"
+# A command that goes on in a run's directory keeps these of the run before under other names.
+_OF_ONE_COMMAND = (Path(CONFIG_FILE), Path(COMMAND_FILE), Path(PLAN_FILE), Path("metrics.csv"))
+
+
+def default_run_dir(name: str, now: datetime | None = None) -> Path:
+    """`runs/<name>/<date>_<time>`, with a number behind it when that second already has a run."""
+    return next(path for path in _numbered(RUNS / name / timestamp(now)) if not path.exists())
+
+
+def make_default_run_dir(name: str) -> Path:
+    """Make the default run directory: this process alone gets it, even where others start in the same second."""
+    for path in _numbered(RUNS / name / timestamp()):
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("numbers have no end")
+
+
+def timestamp(now: datetime | None = None) -> str:
+    """Local time as a directory name that sorts: 2026-01-31_14-05-09."""
+    return (now or datetime.now()).strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def holds_run(run_dir: Path) -> bool:
+    """Whether a run was started in this directory before."""
+    return (run_dir / CONFIG_FILE).is_file()
+
+
+def write_config(cfg: DictConfig) -> Path:
+    """Make the run directory and write the resolved configuration there, whole or not at all.
+
+    A run that goes on in its own directory keeps what was there: the old config.yaml, command.json, plan.json and
+    metrics.csv are renamed to config.1.yaml, metrics.1.csv and so on: the new ones would overwrite them.
+
+    Returns:
+        The path of the written file.
+    """
+    run_dir = Path(cfg.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for path in _OF_ONE_COMMAND:
+        _keep(run_dir / path)
+    return write_config_file(cfg, run_dir)
+
+
+class Before:
+    """What there was before a command wrote into its run directory, to go back to when the command is refused.
+
+    Only the directory and the folders in it are looked at: before training begins nothing is written further below.
+
+    Args:
+        run_dir: that the command is about to write to.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir.absolute()
+        self._missing = [path for path in (self.run_dir, *self.run_dir.parents) if not os.path.lexists(path)]
+        self._sizes = {path: path.lstat().st_size for path in self._paths()}
+
+    def restore(self) -> None:
+        """Remove what was written since, and put back what was renamed."""
+        if self._missing:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+            for folder in self._missing[1:]:
+                with contextlib.suppress(OSError):  # another run has written there meanwhile
+                    folder.rmdir()
+            return
+        new = [path for path in self._paths() if path not in self._sizes]
+        for path in _OF_ONE_COMMAND:
+            kept = [each for each in new if each.match(f"{path.stem}.*{path.suffix}") and each.parent == self.run_dir]
+            if kept and self.run_dir / path in self._sizes:
+                kept[0].replace(self.run_dir / path)
+        for path in new:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        for path, size in self._sizes.items():
+            if path.is_file() and path.stat().st_size > size:
+                os.truncate(path, size)  # a log that goes on
+
+    def _paths(self) -> list[Path]:
+        return [path for pattern in ("*", "*/*") for path in self.run_dir.glob(pattern)]
+
+
+def write_config_file(cfg: DictConfig, folder: Path) -> Path:
+    """Write a configuration into a folder, in the place of one that is there; returns the path of the file.
+
+    References to environment variables are written as such, for their values may be secrets.
+    """
+    path = folder / CONFIG_FILE
+    partial = path.with_suffix(".yaml.partial")
+    partial.write_text(OmegaConf.to_yaml(settled(cfg)), encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def command_words(verb: str, overrides: Sequence[str], config_dir: str | Path | None = None) -> list[str]:
+    """What is typed after `trainwright` for one run."""
+    return [verb, *overrides, *([] if config_dir is None else ["--config-dir", str(config_dir)])]
+
+
+def write_command(run_dir: Path, words: Sequence[str]) -> None:
+    """Keep what was typed after `trainwright` in the run directory, for people and for `trainwright report`."""
+    text = json.dumps({"words": list(words)}, indent=1, ensure_ascii=False)
+    (run_dir / COMMAND_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_config(folder: Path | str) -> DictConfig:
+    """The configuration that a folder holds: of a run, as its launching process wrote it, or of one attempt of it."""
+    cfg = OmegaConf.load(Path(folder) / CONFIG_FILE)
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+def runs_of(name: str) -> list[Path]:
+    """The directories of the runs of a recipe under runs/<name>/ that have checkpoints or had them, newest first."""
+    folder = RUNS / name
+    return sorted((path.parent for path in folder.glob(f"*/{CHECKPOINTS}")), reverse=True)
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    yield path
+    for number in itertools.count(1):
+        yield path.with_name(f"{path.name}-{number}")
+
+
+def _keep(path: Path) -> None:
+    number = 1
+    while path.exists():
+        kept = path.with_name(f"{path.stem}.{number}{path.suffix}")
+        if not kept.exists():
+            path.rename(kept)
+        number += 1

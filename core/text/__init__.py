@@ -1,0 +1,1 @@
+"""Text and bytes from others: bounded, printable, authenticated."""

@@ -1,0 +1,1 @@
+"""Run on the devices of this machine."""

@@ -1,0 +1,262 @@
+"""One process of a run whose replicas come and go: from generation to generation, without leaving the process."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.core.failures.error_text import is_secondary, stands_alone
+from trainwright.core.failures.failure import FailureRecorder, log_file
+from trainwright.core.failures.records import StepRecord, write_result
+from trainwright.core.processes.watch import ShutdownWatch
+from trainwright.core.run.run_directory import read_config
+from trainwright.launch.members.mailbox import NOW, Announcement, Left, Mailbox, records_of, waited
+from trainwright.launch.ranks.environment import of_rank
+from trainwright.launch.ranks.forkserver import become_ordinary
+from trainwright.launch.ranks.output import Output
+
+if TYPE_CHECKING:
+    from trainwright.callbacks.end.regrouping import Regrouping
+    from trainwright.checkpoint.memory.held import HeldState
+    from trainwright.checkpoint.memory.snapshots import Snapshots
+
+# How often a member that waits in a collective of NCCL, which nothing interrupts, looks whether it is called.
+_LOOK_SECONDS = 0.5
+_MEET_SECONDS = 300.0
+# How long a member that met an error waits to hear that another one is gone, before the error counts as its own.
+_DOUBT_SECONDS = 1.0
+
+
+def member_main(environment: Mapping[str, str], verb: str, run_dir: Path, records: Path, mailbox: Path) -> None:
+    """Run one member until the run, or its part in it, ends.
+
+    Args:
+        environment: variables of this process; `TRAINWRIGHT_MEMBER` is its number.
+        verb: fit.
+        run_dir: of the run.
+        records: where failures are written down, and by rank 0 the metrics of the end.
+        mailbox: folder of the messages between the members and the launching process.
+
+    Raises:
+        SystemExit: with exit code 1 after an error, which is written down; as it came if the user's code raised it.
+    """
+    os.environ.update(environment)
+    member = Member(int(environment["TRAINWRIGHT_MEMBER"]), verb, run_dir, records, Mailbox(mailbox))
+    try:
+        become_ordinary()
+        launcher = multiprocessing.parent_process()
+        assert launcher is not None
+        ShutdownWatch(read_config(run_dir).launch.grace_seconds, launcher.sentinel).start()
+        member.run()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        member.record(error)
+        raise SystemExit(1) from None  # the launching process tells what was recorded; here it would be told twice
+
+
+class Member:
+    """A process that takes part in generation after generation.
+
+    Args:
+        number: of this member.
+        verb: fit.
+        run_dir: of the run.
+        records: where failures are written down, and by rank 0 the metrics of the end.
+        mailbox: messages.
+    """
+
+    def __init__(self, number: int, verb: str, run_dir: Path, records: Path, mailbox: Mailbox) -> None:
+        self._number = number
+        self._verb = verb
+        self._run_dir = run_dir
+        self._records = records
+        self._mailbox = mailbox
+        self._output = Output()
+        self._recorder = FailureRecorder(records_of(records, None), number)
+        self._snapshots: Snapshots | None = None
+        self._generation = -1
+
+    def run(self) -> None:
+        """Wait to be taken in, and train in each generation until the end of training."""
+        from trainwright.checkpoint.memory.snapshots import Snapshots
+
+        self._snapshots = Snapshots(keep=2)
+        import_module("trainwright.launch.worker")
+        gc.freeze()  # what was imported lives as long as this process; leaving groups looks for garbage, which is slow
+        self._mailbox.say_ready(self._number)
+        while True:
+            announcement = self._next()
+            metrics = self._train(announcement)
+            if metrics is not None:
+                if announcement.members[0] == self._number:
+                    write_result(self._records, metrics)
+                return
+
+    def record(self, error: BaseException) -> None:
+        """Write down what ends this member."""
+        self._recorder.record(error)
+
+    def _next(self) -> Announcement:
+        """Wait for a later generation that has this member; the launching process ends those whom it does not want."""
+        found = self._mailbox.wait_to_be_in(self._number, self._generation)
+        self._generation = found.generation
+        return found
+
+    # ---- one generation ---------------------------------------------------------------------------------------------
+
+    def _train(self, announcement: Announcement) -> dict[str, float] | None:
+        """Train with the members of a generation; the metrics of the end, or ``None`` when the generation ended."""
+        from trainwright.launch.ranks.progress import BeginningReport
+        from trainwright.launch.worker import run_verb
+
+        cfg = OmegaConf.create(announcement.config)
+        assert isinstance(cfg, DictConfig)
+        rank = announcement.members.index(self._number)
+        os.environ.update(of_rank(rank, len(announcement.members), announcement.port, announcement.generation))
+        self._output.to(None if rank == 0 else log_file(self._run_dir, rank))
+        records = records_of(self._records, announcement.generation)
+        self._recorder = FailureRecorder(records, rank, self._run_dir)
+        callbacks = [BeginningReport(records), self._regrouping(cfg, StepRecord(records, rank))]
+        seen: list[BaseException] = []
+        try:
+            held = self._state(announcement, rank)
+            with _interrupted(self._mailbox, announcement.generation):
+                return run_verb(cfg, self._verb, seen.append, held=held, more_callbacks=callbacks)
+        except BaseException as error:
+            if not self._generation_ended(seen[0] if seen else error, announcement.generation):
+                self._recorder.record(seen[0] if seen else error)
+                raise
+            self._leave(error, announcement)
+            return None
+
+    def _regrouping(self, cfg: DictConfig, record: StepRecord) -> Regrouping:
+        from trainwright.callbacks.end.regrouping import Regrouping
+
+        board, generation = self._mailbox.board, self._generation
+
+        def must_leave(step: int) -> bool:
+            called = board.called(generation)
+            return called is not None and step >= called
+
+        assert self._snapshots is not None
+        return Regrouping(self._snapshots, cfg.launch.mtbf, must_leave, record.write)
+
+    def _state(self, announcement: Announcement, rank: int) -> HeldState | None:
+        """The state to go on from: this member's own, or what another one hands over."""
+        from trainwright.checkpoint.memory.handing_over import receive, send
+        from trainwright.strategies.contract.groups import leave_groups
+
+        assert self._snapshots is not None
+        if announcement.step is None:
+            return None
+        held = None
+        if self._number not in announcement.sources:
+            self._snapshots.forget_after(announcement.step)
+            held = self._snapshots.newest(announcement.step)
+            if held is None or held.step != announcement.step:
+                raise RuntimeError(f"member {self._number} has no copy of step {announcement.step} in memory")
+        if not announcement.sources:
+            return held
+        group = _meet(rank, len(announcement.members))
+        try:
+            for member, source in announcement.sources.items():
+                if self._number == source:
+                    assert held is not None
+                    send(held, announcement.members.index(member), group)
+                elif self._number == member:
+                    held = receive(announcement.members.index(source), group)
+        finally:
+            del group
+            leave_groups()
+        return held
+
+    # ---- the end of a generation ------------------------------------------------------------------------------------
+
+    def _generation_ended(self, error: BaseException, generation: int) -> bool:
+        """Whether an error says no more than that the members part; else it is this member's own."""
+        from trainwright.callbacks.end.regrouping import Regroup
+
+        if isinstance(error, Regroup):
+            return True
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            return False
+        if is_secondary(error):
+            return True
+        if stands_alone(error):
+            return False
+        # What breaks because another member is gone need not say so; the launching process calls when one is.
+        called: int | None = waited(lambda: self._mailbox.board.called(generation), _DOUBT_SECONDS)
+        return called == NOW
+
+    def _leave(self, error: BaseException, announcement: Announcement) -> None:
+        """Let go of the other members and say so."""
+        from trainwright.callbacks.end.regrouping import Regroup
+        from trainwright.callbacks.inject.connections import Place, cut_off
+        from trainwright.strategies.contract.groups import leave_groups
+
+        assert self._snapshots is not None
+        text = None if isinstance(error, Regroup) else f"{type(error).__name__}: {error}"
+        _forget_frames(error)
+        if text is not None:
+            # Who waits for this member must not wait longer; its groups are gone only when nothing refers to them.
+            others = [Place("", pid, ()) for pid in announcement.pids if pid != os.getpid()]
+            cut_off(Place("", os.getpid(), ()), others)
+        leave_groups()
+        steps = tuple(self._snapshots.steps())
+        self._mailbox.say_left(self._generation, Left(self._number, steps, text))
+
+
+def _meet(rank: int, size: int) -> Any:
+    """A gloo group of all members of a generation, before training makes its own."""
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=_MEET_SECONDS)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    own = dist.PrefixStore("handing_over", store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timeout)
+    return dist.group.WORLD
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold: strategies, and by them process groups and memory of devices."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
+
+
+class _interrupted:  # noqa: N801 - read as a sentence: with _interrupted(...)
+    """Within, collectives of NCCL are aborted when the members are called to leave at once.
+
+    A broken connection is an error at once for gloo; a kernel of NCCL waits for a peer that is gone.
+    """
+
+    def __init__(self, mailbox: Mailbox, generation: int) -> None:
+        self._mailbox = mailbox
+        self._generation = generation
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="trainwright-regroup", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(_LOOK_SECONDS):
+            if self._mailbox.board.called(self._generation) == NOW:
+                from trainwright.strategies.contract.groups import abort_groups
+
+                abort_groups()
+                return

@@ -1,0 +1,116 @@
+"""What the launching process knows of how ranks end that are told to, from the configuration alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.callbacks.end.options import preemption_problems
+from trainwright.callbacks.end.requeue import job_of
+from trainwright.core.run.interrupt import Interrupted
+
+A_WEEK = 7 * 86400.0
+"""Seconds: what "no limit" is to functions that wait."""
+MARGIN_SECONDS = 2.0
+"""Beyond what a rank gives itself (:class:`~trainwright.core.processes.watch.ShutdownWatch`), so that it ends by itself
+where it can."""
+# Ended by the signal itself, before the rank listened to it or after.
+_BY_SIGNAL = {-int(number): number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+
+
+def seconds_to_end(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> float | None:
+    """Seconds that a rank has to end after a signal; None = as long as it takes.
+
+    Args:
+        cfg: the resolved configuration.
+        verb: fit, validate, test or predict.
+        number: of the signal.
+    """
+    grace = float(cfg.launch.grace_seconds)
+    if verb != "fit" or not cfg.preemption.save or number not in notices(cfg):
+        return grace
+    deadline = cfg.preemption.deadline_seconds
+    return None if deadline is None else max(grace, float(deadline))
+
+
+def patience(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> float:
+    """Seconds that ranks are given to end after a signal; a little more than they give themselves.
+
+    Args:
+        cfg: the resolved configuration.
+        verb: fit, validate, test or predict.
+        number: of the signal.
+    """
+    seconds = seconds_to_end(cfg, verb, number)
+    return A_WEEK if seconds is None else seconds + MARGIN_SECONDS
+
+
+def notices(cfg: DictConfig) -> tuple[signal.Signals, ...]:
+    """The signals that a run heeds by saving and ending; the launching process has to pass them on to the ranks."""
+    return tuple(signal.Signals[name] for name in cfg.preemption.signals)
+
+
+def told_to_end(cfg: DictConfig, exit_codes: Mapping[int, int | None]) -> Interrupted | None:
+    """The signal that ranks were told to end by, if that is what their exit codes say; the first rank's counts.
+
+    Args:
+        cfg: the resolved configuration.
+        exit_codes: of the ranks, by rank.
+    """
+    told = _told_codes(cfg)
+    for code in exit_codes.values():
+        if code is not None and code in told:
+            return Interrupted(told[code], code if code > 0 else None)
+    return None
+
+
+def _told_codes(cfg: DictConfig) -> dict[int, signal.Signals]:
+    code = cfg.preemption.exit_code
+    if code:
+        return {**_BY_SIGNAL, int(code): signal.SIGTERM, 128 + signal.SIGTERM: signal.SIGTERM}
+    return {**_BY_SIGNAL, **{128 + number: number for number in (*notices(cfg), signal.SIGTERM)}}
+
+
+def preemption_refusals(cfg: DictConfig, verb: str, environment: Mapping[str, str] | None = None) -> list[str]:
+    """What is impossible about the group `preemption`, with what to type instead.
+
+    Args:
+        cfg: the resolved configuration.
+        verb: fit, validate, test or predict.
+        environment: variables of this process; None = as they are.
+    """
+    options: Any = OmegaConf.to_container(cfg.preemption)
+    found = [f"preemption.{problem}" for problem in preemption_problems(options)]
+    return found + list(_impossible_here(cfg, verb, os.environ if environment is None else environment))
+
+
+def _impossible_here(cfg: DictConfig, verb: str, environment: Mapping[str, str]) -> Iterator[str]:
+    preemption = cfg.preemption
+    if preemption.file is not None and Path(preemption.file).expanduser().exists():
+        yield (
+            f"preemption.file={preemption.file} exists already, so the run would end at its first step; delete the "
+            "file, or name another one"
+        )
+    if verb != "fit" or not preemption.requeue:
+        return
+    in_job_of_its_own = cfg.launch.kind == "slurm"  # which keeps the run directory, and goes on in it
+    if job_of(environment) is None and not in_job_of_its_own:
+        yield (
+            "preemption.requeue=true outside SLURM (SLURM_JOB_ID is not set): there is no job to requeue; type "
+            "preemption.requeue=false, or launch=slurm"
+        )
+    if cfg.resume is None and not in_job_of_its_own:
+        yield (
+            "preemption.requeue=true without resume=auto: the job that is requeued would not go on from what is saved; "
+            "type resume=auto, with a run_dir=... of its own"
+        )
+    if all(each is None for each in cfg.checkpoint.values()):
+        yield (
+            "preemption.requeue=true without a checkpoint to go on from; type checkpoint=last (or async), or "
+            "preemption.requeue=false"
+        )

@@ -1,0 +1,105 @@
+"""How the part of a job on one machine ended: written there, read by the process that has submitted the job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from trainwright.core.failures.failure import Failure, RankError, first_failure
+from trainwright.core.failures.records import read_result, write_whole
+from trainwright.core.run.interrupt import Interrupted
+from trainwright.launch.outcome.ending import told_to_end
+
+
+@dataclass(frozen=True)
+class NodeEnd:
+    """The end of one machine's ranks.
+
+    Attributes:
+        exit_code: of the task.
+        signal: number of the one that it was told to end by; None: it was not.
+        error: what a person is told of a failure; None: there was none, or the records of the ranks tell it.
+        rank: that failed first, with `error`.
+        rank_exit_code: of its process; None: not known.
+        failure: what it raised; None: it ended without a word.
+        codes: exit codes of the ranks of this machine, by rank, as far as they are known.
+    """
+
+    exit_code: int
+    signal: int | None = None
+    error: str | None = None
+    rank: int = 0
+    rank_exit_code: int | None = None
+    failure: Failure | None = None
+    codes: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_error(cls, error: RankError) -> NodeEnd:
+        """The end by a rank's failure."""
+        code = error.exit_code_of_user or 1
+        return cls(code, error=str(error), rank=error.rank, rank_exit_code=error.exit_code, failure=error.failure)
+
+
+def _path(folder: Path, node: int) -> Path:
+    return folder / f"node_{node}"
+
+
+def forget_node(folder: Path, node: int) -> None:
+    """Make room for the end of a machine's ranks, which begin (again)."""
+    _path(folder, node).unlink(missing_ok=True)
+
+
+def write_node(folder: Path, node: int, end: NodeEnd) -> None:
+    """Write down how the ranks of a machine ended."""
+    write_whole(_path(folder, node), json.dumps(asdict(end)))
+
+
+def read_node(folder: Path, node: int) -> NodeEnd | None:
+    """How the ranks of a machine ended; None: nobody has said so."""
+    path = _path(folder, node)
+    if not path.is_file():
+        return None
+    values = json.loads(path.read_text(encoding="utf-8"))
+    failure = None if values["failure"] is None else Failure(**values["failure"])
+    codes = {int(rank): code for rank, code in values["codes"].items()}
+    return NodeEnd(**(values | {"failure": failure, "codes": codes}))
+
+
+def metrics_of(folder: Path, cfg: DictConfig, ends: Sequence[NodeEnd | None], silence: str) -> dict[str, float]:
+    """The metrics that rank 0 ended with, by name; none where the user's own code ended it well.
+
+    Args:
+        folder: where ranks and machines wrote down how they ended.
+        cfg: the resolved configuration.
+        ends: of all machines, in order; None: nobody has said.
+        silence: what a person is told where a machine says nothing and no rank has failed.
+
+    Raises:
+        RankError: if a rank failed, the first one; or if a machine says nothing.
+        Interrupted: if the ranks were told to end.
+    """
+    said = [end for end in ends if end is not None]
+    for end in said:
+        if end.error is not None:
+            raise RankError(end.error, end.rank, end.rank_exit_code, end.failure)
+    codes: dict[int, int | None] = dict.fromkeys(range(cfg.devices * cfg.nodes))
+    codes |= {rank: code for end in said for rank, code in end.codes.items()}
+    told = next((Interrupted(end.signal, end.exit_code) for end in said if end.signal is not None), None)
+    told = told or told_to_end(cfg, codes)
+    if any(codes.values()) or any(folder.glob("*.json")):
+        failure = first_failure(folder, codes, Path(cfg.run_dir))
+        if failure.is_cause or told is None:
+            raise failure
+    if told is not None:
+        raise told
+    failed = next((end.exit_code for end in said if end.exit_code), None)
+    if len(said) < len(ends) or failed is not None:
+        raise RankError(silence, 0, failed)
+    try:
+        return read_result(folder)
+    except FileNotFoundError:
+        return {}

@@ -1,0 +1,1 @@
+"""Start the processes of ranks and connect them."""

@@ -1,0 +1,65 @@
+"""How far a rank is, written down for the launching process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+
+from trainwright.core.failures.records import Beginning, StepRecord, write_beginning
+from trainwright.core.run.phases import DATA
+from trainwright.trainer.trainer import Trainer
+
+
+class BeginningReport(Callback):
+    """Says where training begins.
+
+    Args:
+        folder: of the records of this attempt.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_start(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
+        """Write it down, on rank 0."""
+        assert isinstance(trainer, Trainer)
+        if trainer.is_global_zero:
+            write_beginning(self._folder, _beginning(trainer))
+
+
+class ProgressReport(BeginningReport):
+    """Notes the step of this rank as well, whenever it reads the next micro-batch.
+
+    Args:
+        folder: of the records of this attempt.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._stop: Callable[[], None] = lambda: None
+
+    def on_train_start(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
+        """Say where training begins, and listen."""
+        assert isinstance(trainer, Trainer)
+        record = StepRecord(self._folder, trainer.global_rank)
+        record.write(trainer.global_step)
+        super().on_train_start(trainer, pl_module)
+
+        def note(phase: str) -> None:
+            if phase == DATA:
+                record.write(trainer.global_step)
+
+        self._stop()
+        self._stop = trainer.phases.listen(note)
+
+    def on_train_end(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
+        """Listen no more."""
+        self._stop()
+
+
+def _beginning(trainer: Trainer) -> Beginning:
+    batch = trainer.global_batch
+    return Beginning(trainer.global_step, None if batch is None else batch.size)

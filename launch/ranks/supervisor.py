@@ -1,0 +1,221 @@
+"""Processes of one machine, one per rank: started from the fork server, waited for, and ended, each for itself."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, Protocol
+
+from trainwright.core.failures.failure import Hang
+from trainwright.core.processes.process import kill_with_workers
+from trainwright.launch.ranks.forkserver import hidden_main, start_forkserver
+
+# Seconds between two questions to a monitor.
+_MONITOR_INTERVAL = 0.5
+# A process in the kernel (a driver that does not answer) outlives SIGKILL; then the launching process goes on alone.
+_SECONDS_TO_DIE = 30.0
+# What multiprocessing says of the processes of a fork server that was killed: nobody knows how they ended, and whether.
+_SERVER_IS_GONE = 255
+
+
+class Monitor(Protocol):
+    """Who finds out that a rank lives but does not get on."""
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Variables by which the process that is to be `rank` knows that it is watched."""
+
+    def watch(self, rank: int, pid: int) -> None:
+        """Hear that `rank` is now the process `pid`, whatever it was before."""
+
+    def check(self) -> Hang | None:
+        """The rank that hangs, if any; asked every half second, so it must answer at once."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One rank's process is gone.
+
+    Attributes:
+        rank: global rank.
+        exit_code: of the process; negative = minus the number of the signal that ended it.
+        asked: whether it had been told to end, so that its end says nothing about it.
+        hang: why the monitor had it killed; None: it was not the monitor.
+    """
+
+    rank: int
+    exit_code: int
+    asked: bool = False
+    hang: Hang | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended badly, and by itself."""
+        return self.exit_code != 0 and not self.asked
+
+
+class Supervisor:
+    """Holds the processes of the ranks of this machine.
+
+    Every rank is a process of its own: one may end, be ended or be started anew while the others live, so what is to
+    be done about a failure is decided elsewhere. Ends are noticed at once, through the kernel, without polling. When
+    the launching process is killed, the kernel kills the fork server and then the ranks
+    (`trainwright.core.processes.orphans`); where it cannot, ranks watch that process themselves
+    (`trainwright.core.processes.watch`).
+
+    As a context manager it leaves nothing behind: processes that still live at its end are killed.
+
+    Args:
+        entry: the function of a module that a rank runs; called with a rank's environment, then `arguments`.
+        arguments: the same for every rank; pickled.
+        monitor: asked about hangs while :meth:`wait` waits; None = off.
+    """
+
+    def __init__(
+        self, entry: Callable[..., None], arguments: tuple[Any, ...] = (), monitor: Monitor | None = None
+    ) -> None:
+        self._entry = entry
+        self._arguments = arguments
+        self._monitor = monitor
+        self._processes: dict[int, BaseProcess] = {}
+        self._asked: set[int] = set()
+        self._hangs: dict[int, Hang] = {}
+        self._context = multiprocessing.get_context("forkserver")
+
+    def __enter__(self) -> "Supervisor":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end(self.living, grace=0.0)
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """Ranks whose end has not been told by :meth:`wait` or :meth:`end` yet."""
+        return tuple(sorted(self._processes))
+
+    def pid(self, rank: int) -> int:
+        """Process id of a living rank."""
+        pid = self._processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def start_rank(self, rank: int, environment: Mapping[str, str]) -> None:
+        """Start the process of a rank that has none; the fork server is started if it does not run.
+
+        Args:
+            rank: global rank.
+            environment: variables of the process, see `trainwright.launch.ranks.environment`.
+
+        Raises:
+            ValueError: if the rank lives.
+        """
+        if rank in self._processes:
+            raise ValueError(f"rank {rank} lives as process {self.pid(rank)}; end it first")
+        start_forkserver()
+        watched = {} if self._monitor is None else self._monitor.environment(rank)
+        process = self._context.Process(target=self._entry, args=({**environment, **watched}, *self._arguments))
+        self._processes[rank] = process
+        try:
+            with hidden_main():
+                process.start()
+        except BaseException:
+            # Interrupted before the fork server answered: the process, if there is one, ends as its parent is gone.
+            if process.pid is None:
+                del self._processes[rank]
+            raise
+        if self._monitor is not None:
+            self._monitor.watch(rank, self.pid(rank))
+
+    def end(self, ranks: tuple[int, ...], grace: float, number: signal.Signals = signal.SIGTERM) -> list[Ended]:
+        """End some ranks together; the others go on.
+
+        Args:
+            ranks: living ranks.
+            grace: seconds that they have to end after the signal; then they are killed. 0 = killed at once.
+            number: the signal.
+        """
+        self._asked.update(ranks)
+        ended: list[Ended] = []
+        if grace > 0:
+            for rank in ranks:
+                self._send(rank, number)
+            ended += self._wait_for(ranks, grace)
+        left = tuple(rank for rank in ranks if rank in self._processes)
+        for rank in left:
+            self._send(rank, signal.SIGKILL)
+        ended += self._wait_for(left, _SECONDS_TO_DIE)
+        return sorted(ended, key=lambda each: each.rank)
+
+    def wait(self, timeout: float | None = None) -> list[Ended]:
+        """Wait until a rank ends.
+
+        Args:
+            timeout: longest wait in seconds; None = no limit.
+
+        Returns:
+            The ranks that have ended since they were last asked for; empty when the time is over or none lives.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while self._processes:
+            rest = None if end is None else max(0.0, end - time.monotonic())
+            ended = self._gone(self.living, self._pause(rest))
+            if ended or rest == 0.0:
+                return ended
+            self._ask_monitor()
+        return []
+
+    def _pause(self, rest: float | None) -> float | None:
+        """How long to wait at once, when there are `rest` seconds left."""
+        if self._monitor is None:
+            return rest
+        return _MONITOR_INTERVAL if rest is None else min(rest, _MONITOR_INTERVAL)
+
+    def _wait_for(self, ranks: tuple[int, ...], seconds: float) -> list[Ended]:
+        """Wait until all of these have ended, at most so long."""
+        end = time.monotonic() + seconds
+        ended: list[Ended] = []
+        while left := tuple(rank for rank in ranks if rank in self._processes):
+            rest = end - time.monotonic()
+            if rest <= 0:
+                break
+            ended += self._gone(left, rest)
+        return ended
+
+    def _gone(self, ranks: tuple[int, ...], seconds: float | None) -> list[Ended]:
+        """Wait until one of these has ended, at most so long, and forget those that have."""
+        sentinels = {self._processes[rank].sentinel: rank for rank in ranks}
+        ready = connection.wait(list(sentinels), seconds)
+        return [self._forget(sentinels[sentinel]) for sentinel in sentinels if sentinel in ready]
+
+    def _forget(self, rank: int) -> Ended:
+        process = self._processes[rank]
+        process.join()
+        code = process.exitcode
+        assert code is not None
+        if code == _SERVER_IS_GONE:
+            self._send(rank, signal.SIGKILL)  # it may live
+        del self._processes[rank]
+        process.close()
+        asked = rank in self._asked
+        self._asked.discard(rank)
+        return Ended(rank, code, asked, self._hangs.pop(rank, None))
+
+    def _ask_monitor(self) -> None:
+        hang = None if self._monitor is None else self._monitor.check()
+        if hang is not None and hang.rank in self._processes and hang.rank not in self._hangs:
+            self._hangs[hang.rank] = hang
+            self._send(hang.rank, signal.SIGKILL)
+
+    def _send(self, rank: int, number: signal.Signals) -> None:
+        if number == signal.SIGKILL:
+            kill_with_workers(self.pid(rank))
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid(rank), number)

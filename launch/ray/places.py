@@ -1,0 +1,148 @@
+"""What ranks ask of a Ray cluster, and what each is told of the others: pure functions of the configuration."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.core.config.references import variables_of
+from trainwright.core.text.messages import token_environment
+
+# Of a rank, under `launch.ranks`; any other name is a resource of the cluster.
+_OWN = ("cpus", "gpus", "memory_gb")
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where Ray has put the actor of a rank.
+
+    Attributes:
+        node: Ray's name of the machine.
+        address: of the machine, for the others.
+        gpus: its GPUs that are the actor's.
+    """
+
+    node: str
+    address: str
+    gpus: tuple[str, ...] = ()
+
+
+def resources_of(cfg: DictConfig, rank: int) -> dict[str, float]:
+    """What Ray sets aside for a rank, under Ray's names; nothing that is 0.
+
+    Args:
+        cfg: the resolved configuration.
+        rank: global rank.
+    """
+    launch = cfg.launch
+    gpus = launch.gpus_per_rank if launch.gpus_per_rank is not None else float(cfg.accelerator == "gpu")
+    given: dict[str, Any] = {"cpus": launch.cpus_per_rank, "gpus": gpus, "memory_gb": launch.memory_gb_per_rank or 0.0}
+    given |= _plain(launch.resources) | _plain(launch.ranks.get(rank, {}))
+    named = {"CPU": given["cpus"], "GPU": given["gpus"], "memory": math.ceil(given["memory_gb"] * _GIB)}
+    others = {str(name): amount for name, amount in given.items() if name not in _OWN}
+    return {name: float(amount) for name, amount in {**named, **others}.items() if amount}
+
+
+def bundles(cfg: DictConfig) -> list[dict[str, float]]:
+    """The bundles of the placement group: one for the ranks of each machine, as Ray keeps a bundle on one machine.
+
+    Args:
+        cfg: the resolved configuration.
+    """
+    found: list[dict[str, float]] = []
+    for node in range(cfg.nodes):
+        bundle: dict[str, float] = {}
+        for rank in range(node * cfg.devices, (node + 1) * cfg.devices):
+            for name, amount in resources_of(cfg, rank).items():
+                bundle[name] = bundle.get(name, 0.0) + amount
+        found.append(bundle)
+    return found
+
+
+def total(cfg: DictConfig) -> dict[str, float]:
+    """What all ranks need together."""
+    found: dict[str, float] = {}
+    for bundle in bundles(cfg):
+        for name, amount in bundle.items():
+            found[name] = found.get(name, 0.0) + amount
+    return found
+
+
+def actor_options(cfg: DictConfig, rank: int) -> dict[str, Any]:
+    """What Ray is told of the actor of a rank, besides its place; it is never started again by Ray.
+
+    Args:
+        cfg: the resolved configuration.
+        rank: global rank.
+    """
+    needs = resources_of(cfg, rank)
+    options: dict[str, Any] = {
+        "num_cpus": needs.pop("CPU", 0.0),
+        "num_gpus": needs.pop("GPU", 0.0),
+        "max_restarts": 0,
+        "max_task_retries": 0,
+    }
+    memory = needs.pop("memory", 0.0)
+    if memory:
+        options["memory"] = int(memory)
+    return {**options, "resources": needs} if needs else options
+
+
+def environment_of(
+    cfg: DictConfig, rank: int, places: Sequence[Place], store: tuple[str, int], attempt: int, threads: str | None
+) -> dict[str, str]:
+    """Variables by which a rank knows which one it is, and where the others are met.
+
+    Args:
+        cfg: the resolved configuration.
+        rank: global rank.
+        places: of all ranks, in order.
+        store: address and port.
+        attempt: how often the ranks were started before.
+        threads: CPU threads of a rank that somebody has asked for; None: as many as it has cores.
+    """
+    local, node = rank % cfg.devices, rank // cfg.devices
+    world, devices = str(len(places)), str(cfg.devices)
+    cores = max(1, int(resources_of(cfg, rank).get("CPU", 1.0)))
+    found = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local),
+        "ROLE_RANK": str(rank),
+        "GROUP_RANK": str(node),
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": devices,
+        "ROLE_WORLD_SIZE": world,
+        "GROUP_WORLD_SIZE": str(cfg.nodes),
+        "ROLE_NAME": "trainwright",
+        "MASTER_ADDR": store[0],
+        "MASTER_PORT": str(store[1]),
+        # The store is there already: rank 0 need not open it.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": str(cfg.name),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        **token_environment(),
+        "OMP_NUM_THREADS": str(cfg.launch.threads or threads or cores),
+    }
+    # What the configuration refers to; a rank may be on another machine.
+    found |= {name: os.environ[name] for name in variables_of(cfg) if name in os.environ and name not in found}
+    if places[0].address.startswith("127.") and all(place.address == places[0].address for place in places):
+        # A cluster of this machine alone: nothing listens to the network.
+        found |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    visible = [gpu for place in places[node * cfg.devices : (node + 1) * cfg.devices] for gpu in place.gpus]
+    if visible:
+        # Ray shows each actor its own alone; ranks of a machine must see each other's, and take theirs by number.
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+    return found
+
+
+def _plain(values: Any) -> dict[str, Any]:
+    plain: Any = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
+    return {str(name): value for name, value in plain.items()}

@@ -1,0 +1,1 @@
+"""Go on after a failure: restart, replace, shrink, resume."""

@@ -1,0 +1,126 @@
+"""What is impossible about recovery without restart, as far as it can be told before a process starts."""
+
+from collections.abc import Iterator
+
+from omegaconf import DictConfig
+
+from trainwright.core.config.option_rules import is_positive
+from trainwright.core.layout import Layout
+from trainwright.strategies.parameter_server.options import OWN
+
+RESTART, REPLICAS, REJOIN, AUTO = "restart", "replicas", "rejoin", "auto"
+RECOVERIES = (RESTART, REPLICAS, REJOIN, AUTO)
+
+
+def replaceable_ranks(cfg: DictConfig, verb: str) -> tuple[int, ...]:
+    """Ranks that a run can lose while the others go on, so that each is started anew for itself and joins them.
+
+    Args:
+        cfg: the resolved configuration of an attempt.
+        verb: fit, validate, test or predict.
+    """
+    launch = cfg.launch
+    if launch.recovery not in (REJOIN, AUTO) or launch.max_restarts == 0 or launch.min_devices is not None:
+        return ()
+    return _workers(cfg) if verb == "fit" else ()
+
+
+def _workers(cfg: DictConfig) -> tuple[int, ...]:
+    """Ranks that hold nothing which is nowhere else, where the strategy has parameter servers.
+
+    The first rank gives those that come the state of the run, beside a server or not.
+    """
+    servers = cfg.strategy.get("servers")
+    if servers is None:
+        return ()
+    devices = int(cfg.devices)
+    return tuple(range(1, devices - servers) if _on_own_ranks(cfg) else range(servers, devices))
+
+
+def _on_own_ranks(cfg: DictConfig) -> bool:
+    return bool(cfg.strategy.get("server_ranks") == OWN)
+
+
+def recovery_problems(
+    cfg: DictConfig, verb: str, layout: Layout | None, has_launcher: bool, tells_layout: bool = True
+) -> list[str]:
+    """What speaks against `launch.recovery`, `launch.spares` and `launch.mtbf`.
+
+    Args:
+        cfg: the resolved configuration.
+        verb: fit, validate, test or predict.
+        layout: closed; None = not known, or refused elsewhere.
+        has_launcher: whether torchrun or SLURM has started this process.
+        tells_layout: whether the configuration of the strategy tells a layout, possible or not.
+    """
+    problems = [] if cfg.launch.recovery != REPLICAS else list(_against_replicas(cfg, verb, layout, has_launcher))
+    if cfg.launch.recovery == REPLICAS and not tells_layout:
+        problems.append(
+            f"launch.recovery=replicas with {cfg.strategy.get('_target_')}: its configuration does not tell which "
+            "ranks hold copies of the same; type launch.recovery=restart, or derive the class from one of Trainwright's"
+        )
+    if cfg.launch.recovery == REJOIN:
+        problems += _against_rejoining(cfg, verb, has_launcher)
+    if not is_positive(cfg.launch.mtbf):
+        problems.append(f"launch.mtbf={cfg.launch.mtbf}: must be a number of hours above 0; 3 is the default")
+    if cfg.launch.spares < 0:
+        problems.append(f"launch.spares={cfg.launch.spares}: must be at least 0, which is none")
+    elif cfg.launch.spares > 0 and cfg.launch.recovery in (RESTART, REJOIN):
+        whom = "all ranks" if cfg.launch.recovery == RESTART else "the lost rank"
+        problems.append(
+            f"launch.spares={cfg.launch.spares} with launch.recovery={cfg.launch.recovery}: it starts {whom} anew, and "
+            "takes none that stands ready; type launch.recovery=replicas, or leave launch.spares out"
+        )
+    return problems
+
+
+def _against_replicas(cfg: DictConfig, verb: str, layout: Layout | None, has_launcher: bool) -> Iterator[str]:
+    yield from _in_any_case(cfg, verb, has_launcher)
+    if layout is not None and layout.replicate < 2:
+        yield (
+            f"launch.recovery=replicas with the layout {layout}: no other replica has the state of a lost rank; type "
+            "launch.recovery=restart, or a layout with several replicas (strategy=ddp, or strategy.replicate=2)"
+        )
+
+
+def _in_any_case(cfg: DictConfig, verb: str, has_launcher: bool) -> Iterator[str]:
+    given = f"launch.recovery={cfg.launch.recovery}"
+    if has_launcher:
+        yield (
+            f"{given} under a launcher: it ends all ranks when one fails; type launch.recovery=restart "
+            "(torchrun --max-restarts=...), or start the run without it"
+        )
+    elif verb != "fit":
+        yield f"{given} with {verb}: only fit goes on after a loss; leave it out"
+    elif cfg.launch.max_restarts == 0:
+        yield (
+            f"{given} with launch.max_restarts=0: nothing is ever replaced; type launch=resilient, or "
+            "launch.max_restarts=null"
+        )
+    elif cfg.launch.min_devices is not None:
+        yield (
+            f"{given} with launch.min_devices={cfg.launch.min_devices}: what is lost is replaced "
+            "without it; leave launch.min_devices out, or type launch.recovery=restart"
+        )
+
+
+def _against_rejoining(cfg: DictConfig, verb: str, has_launcher: bool) -> Iterator[str]:
+    yield from _in_any_case(cfg, verb, has_launcher)
+    if cfg.strategy.get("servers") is None:
+        yield (
+            "launch.recovery=rejoin: under this strategy no rank can be lost while the others go on; type "
+            "launch.recovery=restart, launch.recovery=replicas for a layout with several replicas, or "
+            "strategy=parameter_server"
+        )
+    elif cfg.devices != "auto" and not _workers(cfg) and _on_own_ranks(cfg):
+        yield (
+            f"launch.recovery=rejoin with strategy.servers={cfg.strategy.servers} strategy.server_ranks={OWN} on "
+            f"{cfg.devices} device(s): one worker is left, which would have to give the state of the run to those that "
+            "come; type more devices, or launch.recovery=restart"
+        )
+    elif cfg.devices != "auto" and not _workers(cfg):
+        yield (
+            f"launch.recovery=rejoin with strategy.servers={cfg.strategy.servers} on {cfg.devices} device(s): every "
+            "rank holds a server, and a server that is lost takes its parameters along; type fewer servers, or "
+            "launch.recovery=restart"
+        )

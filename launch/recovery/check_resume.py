@@ -1,0 +1,311 @@
+"""What a run goes on from, decided and checked by the launching process, without torch and without reading tensors."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainwright.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, verify
+from trainwright.checkpoint.read.candidates import AUTO, LAST, RUN_STATE, newest_good
+from trainwright.checkpoint.store.paths import is_remote, local_path
+from trainwright.checkpoint.store.storage import Folder
+from trainwright.checkpoint.store.write_errors import free_bytes
+from trainwright.core.errors import CheckpointError
+from trainwright.core.run.run_directory import CHECKPOINTS, RUNS, runs_of
+from trainwright.core.text.sizes import size_text
+from trainwright.launch.recovery.reachable import connection_problem
+
+_SAFETENSORS = ".safetensors"
+# Files that torch writes and reads; the only thing that can be behind http.
+_TORCH_FILES = (".ckpt", ".pt", ".pth", ".bin")
+
+
+def decide_resume(cfg: DictConfig, verb: str) -> list[str]:
+    """Put what `ckpt_path` and `resume` stand for into the configuration.
+
+    `ckpt_path` becomes the path of the newest checkpoint that nothing speaks against so far, and `resume_folders` the
+    folders in which the ranks find it and, should its contents turn out to be damaged, an older one.
+
+    Args:
+        cfg: the configuration; changed in place.
+        verb: fit, validate, test or predict.
+
+    Returns:
+        What is contradictory, and what was not found.
+    """
+    problems = list(_contradictions(cfg, verb))
+    if cfg.ckpt_path == LAST or (cfg.resume == AUTO and cfg.ckpt_path is None):
+        problems += _find_newest(cfg, verb)
+    else:
+        cfg.resume_folders = []
+        if cfg.ckpt_path is not None and not is_remote(cfg.ckpt_path):
+            cfg.ckpt_path = str(Path(cfg.ckpt_path.removeprefix("file://")).expanduser())
+    return problems
+
+
+def going_on_in_place(cfg: DictConfig, verb: str) -> DictConfig:
+    """The configuration of a run that was begun, for its next attempt: from its newest good checkpoint.
+
+    Args:
+        cfg: the resolved configuration that it was begun with; not changed.
+        verb: fit, validate, test or predict; only fit has saved anything to go on from.
+
+    Returns:
+        A copy. Without a checkpoint of its own the run begins as it did: from `ckpt_path` or `init_from`, if given.
+    """
+    cfg = cfg.copy()
+    if verb != "fit":
+        return cfg
+    folders = _folders(cfg)
+    newest, _ = newest_good(folders)
+    if newest is not None:
+        # What was loaded at first is in it; and it is a run state, in which nothing needs to be trusted.
+        cfg.ckpt_path, cfg.resume, cfg.resume_folders = newest, AUTO, folders
+        cfg.init_from, cfg.trust = None, False
+    return cfg
+
+
+def saved_global_batch(cfg: DictConfig) -> int | None:
+    """Samples per optimizer step, as the newest good checkpoint of this run tells; None if none does.
+
+    Args:
+        cfg: the resolved configuration of a run that was begun.
+    """
+    newest, _ = newest_good(_folders(cfg))
+    if newest is None or not Folder(newest).exists():
+        return None
+    samples = read_manifest(newest).about.get("global_batch_size")
+    return None if samples is None else int(samples)
+
+
+def resume_problems(cfg: DictConfig, verb: str) -> list[str]:
+    """What speaks against going on from `ckpt_path`, or beginning with `init_from`.
+
+    Args:
+        cfg: the resolved configuration, as `decide_resume` left it.
+        verb: fit, validate, test or predict.
+    """
+    problems = []
+    if cfg.ckpt_path is not None:
+        try:
+            problems += _problems_of_checkpoint(cfg, verb)
+        except (CheckpointError, OSError) as error:
+            problems.append(f"ckpt_path={cfg.ckpt_path}: {error}")
+    if cfg.init_from is not None:
+        problems += _problems_of_weights(cfg)
+    return problems
+
+
+def _contradictions(cfg: DictConfig, verb: str) -> Iterator[str]:
+    given = [f"{key}={cfg[key]}" for key in ("ckpt_path", "resume") if cfg[key] is not None]
+    if cfg.resume not in (None, AUTO):
+        yield f"resume={cfg.resume}: unknown; type resume=auto, or resume=null for off"
+    elif cfg.resume is not None and cfg.ckpt_path is not None:
+        yield f"{' with '.join(given)}: both say what to go on from; leave one out"
+    elif cfg.resume is not None and verb != "fit":
+        yield f"resume={cfg.resume} with {verb}: only fit can start afresh; type ckpt_path={LAST}"
+    if cfg.init_from is not None and cfg.ckpt_path is not None:
+        yield (
+            f"init_from={cfg.init_from} with ckpt_path={cfg.ckpt_path}: the weights of the checkpoint would replace "
+            "those of init_from; leave one out"
+        )
+    if cfg.trust and not given:
+        yield "trust=true without a checkpoint: it lets the file named by ckpt_path run code; leave it out"
+    if not cfg.strict and not given and cfg.init_from is None:
+        yield "strict=false without anything to load: it is about ckpt_path and init_from; leave it out"
+    if cfg.resume_folders:
+        yield "resume_folders is decided by the command; type ckpt_path=last or resume=auto, and run_dir=..."
+
+
+def _find_newest(cfg: DictConfig, verb: str) -> list[str]:
+    is_last = cfg.ckpt_path == LAST
+    folders = _folders(cfg)
+    cfg.ckpt_path, reasons = newest_good(folders, for_fit=verb == "fit")
+    cfg.resume_folders = folders if cfg.ckpt_path is not None or reasons else []
+    if cfg.ckpt_path is not None or not is_last:
+        return []
+    if reasons:
+        return [
+            f"ckpt_path={LAST}: there is no good checkpoint; passed over: {'; '.join(reasons)}. Type "
+            "ckpt_path=<path> of another one, or leave it out to start afresh"
+        ]
+    if cfg.run_dir is not None:
+        return [
+            f"ckpt_path={LAST}: there is no checkpoint in {', '.join(folders)}; leave it out to start afresh, or type "
+            f"resume={AUTO} to do so where there is none"
+        ]
+    return [
+        f"ckpt_path={LAST}: no run of {run_name(cfg)} under {RUNS / run_name(cfg)}/ has a checkpoint; leave ckpt_path "
+        "out to start afresh, or type ckpt_path=<path>"
+    ]
+
+
+def _folders(cfg: DictConfig) -> list[str]:
+    """Where to look: folders that the configuration names, then those of `run_dir`, or of all runs of this recipe."""
+    given = cfg.run_dir is not None
+    runs = [Path(cfg.run_dir)] if given else runs_of(run_name(cfg))
+    folders = [*_dirpaths(cfg, of_every_run=not given), *(str(run / CHECKPOINTS) for run in runs)]
+    return list(dict.fromkeys(folders))
+
+
+def _dirpaths(cfg: DictConfig, *, of_every_run: bool) -> Iterator[str]:
+    """`dirpath` of the callbacks of the group checkpoint; of every run: those that do not depend on its directory."""
+    raw: Any = OmegaConf.to_container(cfg.checkpoint, resolve=False)
+    for name, callback in raw.items():
+        dirpath = callback.get("dirpath") if isinstance(callback, dict) else None
+        if dirpath is not None and not (of_every_run and "${" in str(dirpath)):
+            with contextlib.suppress(OmegaConfBaseException):  # `validate` tells what is missing
+                yield str(cfg.checkpoint[name].dirpath)
+
+
+def run_name(cfg: DictConfig) -> str:
+    """What a run is called where its recipe does not say."""
+    return "unnamed" if OmegaConf.is_missing(cfg, "name") else str(cfg.name)
+
+
+# ---- what is at a path ----------------------------------------------------------------------------------------------
+
+
+def _problems_of_checkpoint(cfg: DictConfig, verb: str) -> list[str]:
+    path = str(cfg.ckpt_path)
+    if path.startswith(("http://", "https://")):
+        if path.lower().endswith(_TORCH_FILES):
+            problem = connection_problem(path)  # whether it is there, its reader finds out
+            return [] if problem is None else [f"ckpt_path={path}: {problem}; fetch the file, then type its path"]
+        return [
+            f"ckpt_path={path}: over http only single files can be read ({', '.join(_TORCH_FILES)}); fetch the folder, "
+            "then type its path"
+        ]
+    if is_remote(path):
+        if Folder(path).is_file():
+            return []
+    else:
+        problem = _problem_of_local(cfg, Path(path))
+        if problem is not None:
+            return [f"ckpt_path={path}: {problem}"]
+        if not (Path(path) / MANIFEST).exists():
+            return []  # a file, or a folder that the strategy reads because it was told to trust it
+    return _problems_of_run_state(cfg, verb, read_manifest(path))
+
+
+def _problem_of_local(cfg: DictConfig, path: Path) -> str | None:
+    """Why there is nothing to go on from at a path of this machine."""
+    if not os.path.lexists(path):
+        return f"there is no such file or folder; {_advice(cfg)}"
+    if path.is_symlink() and not os.path.exists(path):
+        return f"is a link to {os.readlink(path)}, which is not there; {_advice(cfg)}"
+    if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+        return "cannot be read by this user; change its permissions (chmod -R u+rX), or type another path"
+    if path.is_dir():
+        return None if (path / MANIFEST).exists() else _problem_of_folder(cfg, path)
+    if (path.parent / MANIFEST).exists():
+        return f"is one file of a checkpoint; type its folder, ckpt_path={path.parent}"
+    if path.suffix == _SAFETENSORS:
+        return f"holds weights alone, training cannot go on from that; type init_from={path} to begin with them"
+    return None
+
+
+def _problem_of_folder(cfg: DictConfig, path: Path) -> str | None:
+    """A folder that is no run state: what it is instead."""
+    inside, _ = newest_good([str(path), str(path / CHECKPOINTS)])
+    if inside is not None:
+        return f"holds checkpoints, but is none; type ckpt_path={inside}, the newest good one in it"
+    if (path / "latest").is_file() or list(path.glob("*_model_states.pt")):
+        return (
+            f"is a DeepSpeed checkpoint; type trainwright checkpoint import {path} --to imported, then "
+            "ckpt_path=imported"
+        )
+    if (path / ".metadata").exists():
+        if cfg.trust:
+            return None
+        return (
+            "is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle and can run code; type "
+            "trust=true if you trust who wrote it"
+        )
+    if list(path.glob(f"*{_SAFETENSORS}")) and not list(path.glob("rank_*")):
+        return f"holds weights alone, training cannot go on from that; type init_from={path} to begin with them"
+    return f"has no {MANIFEST}, so it is no checkpoint, or was never finished; {_advice(cfg)}"
+
+
+def _advice(cfg: DictConfig) -> str:
+    # The directory of the run is decided by now, whether it was given or not.
+    everywhere = [*_folders(cfg), *(str(run / CHECKPOINTS) for run in runs_of(run_name(cfg)))]
+    newest, _ = newest_good(everywhere)
+    return f"the newest of {cfg.name}: ckpt_path={newest}" if newest else f"{cfg.name} has none under runs/ yet"
+
+
+# ---- a run state against the configuration --------------------------------------------------------------------------
+
+
+def _problems_of_run_state(cfg: DictConfig, verb: str, manifest: Manifest) -> list[str]:
+    about, problems = manifest.about, []
+    wrong = verify(cfg.ckpt_path, manifest, deep=False)
+    if wrong:
+        problems.append(f"ckpt_path={cfg.ckpt_path}: is damaged: {'; '.join(wrong)}; {_advice(cfg)}")
+    if verb == "fit" and about.get("kind", RUN_STATE) != RUN_STATE:
+        problems.append(
+            f"ckpt_path={cfg.ckpt_path}: holds {about['kind']} alone, training cannot go on from that; type "
+            f"init_from={cfg.ckpt_path} to begin with them"
+        )
+    if cfg.trust:
+        problems.append(
+            f"trust=true has no effect: nothing in the checkpoint {cfg.ckpt_path} can run code; leave it out"
+        )
+    if verb == "fit":
+        problems += [*_another_batch(cfg, about), *_no_space(cfg, about)]
+    return problems
+
+
+def _another_batch(cfg: DictConfig, about: Any) -> Iterator[str]:
+    saved, given = about.get("global_batch_size"), cfg.global_batch_size
+    if saved is None or given is None or saved == given or cfg.trainer.get("allow_changed_data"):
+        return
+    yield (
+        f"global_batch_size={given}, but {cfg.ckpt_path} was trained with {saved}; type global_batch_size={saved}, or "
+        "trainer.allow_changed_data=true to go on with another one"
+    )
+
+
+def _no_space(cfg: DictConfig, about: Any) -> Iterator[str]:
+    """The next checkpoint has the size of this one. The old one is removed only once the new one is whole."""
+    needed = about.get("bytes")
+    if not needed:
+        return
+    for name, callback in cfg.checkpoint.items():
+        if not isinstance(callback, DictConfig) or callback.get("save_weights_only") or not callback.get("dirpath"):
+            continue
+        free = free_bytes(callback.dirpath)
+        if free is not None and free < needed:
+            yield (
+                f"checkpoint.{name}.dirpath={callback.dirpath}: {size_text(free)} are free there, but a checkpoint of "
+                f"this run takes {size_text(needed)}; free space, or type another checkpoint.{name}.dirpath=..."
+            )
+
+
+# ---- weights to begin with ------------------------------------------------------------------------------------------
+
+
+def _problems_of_weights(cfg: DictConfig) -> list[str]:
+    path = str(cfg.init_from)
+    if path.startswith(("http://", "https://")):
+        return [f"init_from={path}: weights are not read over http; fetch them, then type their path"]
+    if is_remote(path):
+        return []
+    local = Path(local_path(path))
+    if not os.path.lexists(local):
+        return [f"init_from={path}: there is no such file or folder"]
+    if local.is_symlink() and not os.path.exists(local):
+        return [f"init_from={path}: is a link to {os.readlink(local)}, which is not there"]
+    if not os.access(local, os.R_OK):
+        return [f"init_from={path}: cannot be read by this user; change its permissions, or type another path"]
+    is_folder = local.is_dir() and ((local / MANIFEST).exists() or any(local.glob(f"*{_SAFETENSORS}")))
+    if is_folder or (local.is_file() and local.suffix == _SAFETENSORS):
+        return []
+    return [
+        f"init_from={path}: is neither a .safetensors file, a folder of them, nor a checkpoint; type trainwright "
+        f"checkpoint import {path} --to imported, then init_from=imported"
+    ]

@@ -1,0 +1,100 @@
+"""Ranks that a run can lose while the others go on: each is started anew for itself, and joins them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from trainwright.core.failures.failure import RankError, failure_of
+from trainwright.core.failures.records import read_steps
+from trainwright.launch.ranks.supervisor import Ended
+from trainwright.launch.recovery.restart_log import RestartLog
+from trainwright.launch.recovery.restarts import RestartPolicy, Stop, setback_of
+from trainwright.strategies.parameter_server.options import INCARNATION
+
+
+class Replacements:
+    """Decides about lost ranks, and knows when their replacements are due.
+
+    Args:
+        ranks: those that can be lost while the others train; empty = none.
+        world_size: number of all ranks.
+        records: where the ranks write down how they failed.
+        run_dir: of the run.
+        policy: asked about every lost rank, as about a restart.
+        log: told of every one.
+    """
+
+    def __init__(
+        self,
+        ranks: Collection[int],
+        world_size: int,
+        records: Path,
+        run_dir: Path,
+        policy: RestartPolicy,
+        log: RestartLog,
+    ) -> None:
+        self._ranks = frozenset(ranks)
+        self._world_size = world_size
+        self._records = records
+        self._run_dir = run_dir
+        self._policy = policy
+        self._log = log
+        self._due: dict[int, float] = {}
+        self._starts: Counter[int] = Counter()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What tells a rank that it is the first of its number, and that lost ones are started anew."""
+        return {INCARNATION: "0"}
+
+    @property
+    def pause(self) -> float | None:
+        """Seconds until the next replacement is due; None: there is none."""
+        return max(0.0, min(self._due.values()) - time.monotonic()) if self._due else None
+
+    def take(self, failed: Sequence[Ended], begun: int | None) -> bool:
+        """Whether the others go on without these; then their replacements become due.
+
+        Args:
+            failed: ranks that ended badly, at about the same time.
+            begun: optimizer steps that were done when training began; None: it has not, so that all still set up
+                together, and none can be lost.
+
+        Raises:
+            RankError: if one may not be replaced any more.
+        """
+        if begun is None or not {each.rank for each in failed} <= self._ranks:
+            return False
+        for each in failed:
+            self._replace(each, begun)
+        return True
+
+    def due(self) -> list[tuple[int, dict[str, str]]]:
+        """Ranks to start now, and what tells each that it is not the first of its number."""
+        now = time.monotonic()
+        ranks = sorted(rank for rank, moment in self._due.items() if moment <= now)
+        for rank in ranks:
+            del self._due[rank]
+            self._starts[rank] += 1
+        return [(rank, {INCARNATION: str(self._starts[rank])}) for rank in ranks]
+
+    def _replace(self, ended: Ended, begun: int) -> None:
+        error = self._error(ended)
+        setback = setback_of(error, read_steps(self._records).get(ended.rank), begun)
+        decision = self._policy.decide(setback)
+        self._log.tell(f"{error.summary} ({setback.when})", str(error))
+        if isinstance(decision, Stop):
+            self._log.tell(f"given up: {decision.reason}")
+            raise error.because(f"the run was given up: {decision.reason}")
+        wait = f" in {decision.seconds:g} s" if decision.seconds else ""
+        self._log.tell(f"the others go on; rank {ended.rank} is started anew{wait} and joins them")
+        self._due[ended.rank] = time.monotonic() + decision.seconds
+
+    def _error(self, ended: Ended) -> RankError:
+        error = failure_of(self._records, ended.rank, ended.exit_code, self._world_size, self._run_dir, ended.hang)
+        # What a later failure is blamed on must not be this one.
+        (self._records / f"{ended.rank}.json").unlink(missing_ok=True)
+        return error

@@ -1,0 +1,171 @@
+"""What is done when an attempt of a run has failed: it is restarted after a while, or given up with a reason."""
+
+import re
+from dataclasses import dataclass
+
+from trainwright.core.failures.failure import RankError
+from trainwright.core.run.diverged import DivergedError
+
+# Longest wait before a restart, in seconds.
+_LONGEST_WAIT = 60.0
+# What differs between two tellings of the same error: numbers, addresses, paths of temporary files.
+_INCIDENTAL = re.compile(r"0x[0-9a-f]+|\d+|/tmp/\S+", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Setback:
+    """What ended an attempt.
+
+    Attributes:
+        rank: that failed first.
+        kind: name of an exception's class, or how the process ended: a signal (SIGKILL), exit code 7, hang.
+        message: of the exception or about the hang; empty for a process that ended without a word.
+        step: optimizer steps that were done when it failed; None: it failed before training.
+        begun: optimizer steps that were done when the attempt began to train; None: it did not come to that.
+        raised: whether the code ended the process itself, by an exception or an exit code.
+    """
+
+    rank: int
+    kind: str
+    message: str = ""
+    step: int | None = None
+    begun: int | None = None
+    raised: bool = False
+
+    @property
+    def trained(self) -> bool:
+        """Whether the attempt made at least one optimizer step."""
+        return self.step is not None and self.begun is not None and self.step > self.begun
+
+    @property
+    def when(self) -> str:
+        """In words."""
+        return "before training" if self.step is None else f"at step {self.step}"
+
+    def is_same_as(self, other: "Setback") -> bool:
+        """Whether both are probably the same fault: the same error at the same step.
+
+        An exception that all ranks raise is told by any of them; a process that is killed is known by its rank.
+        """
+        return self.step == other.step and self._fault == other._fault
+
+    @property
+    def _fault(self) -> tuple[str, str, int | None]:
+        return self.kind, _INCIDENTAL.sub("#", self.message), None if self.raised else self.rank
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Go on.
+
+    Attributes:
+        number: of the restart, from 1.
+        seconds: to wait before.
+    """
+
+    number: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Give up.
+
+    Attributes:
+        reason: why, as a sentence that says what to do.
+    """
+
+    reason: str
+
+
+def setback_of(failure: RankError, step: int | None, begun: int | None) -> Setback:
+    """What the policy must know of a failure.
+
+    Args:
+        failure: of a rank.
+        step: optimizer steps that were done then; None: it failed before training.
+        begun: optimizer steps that were done when the ranks began to train; None: they did not.
+    """
+    raised = failure.failure
+    return Setback(
+        rank=failure.rank,
+        kind=failure.kind,
+        message=raised.message if raised else failure.hang.reason if failure.hang else "",
+        step=step,
+        begun=begun,
+        raised=raised is not None or (failure.exit_code or -1) > 0,
+    )
+
+
+class RestartPolicy:
+    """Decides after each failure; knows nothing of processes and reads no clock.
+
+    Progress is a step that no attempt had reached before. After it, a restart waits not at all; without it, waits grow
+    from `backoff_seconds`, twice as long each time, to a minute.
+
+    Args:
+        max_restarts: restarts of a run; None = no limit, 0 = off.
+        same_failure_limit: a failure that comes so often in a row, the same error at the same step, is a crash loop and
+            ends the run; 1 = at its first time.
+        backoff_seconds: seconds before a second restart without progress; 0 = no wait.
+    """
+
+    def __init__(self, max_restarts: int | None = 0, same_failure_limit: int = 3, backoff_seconds: float = 1.0) -> None:
+        self._max_restarts = max_restarts
+        self._same_failure_limit = same_failure_limit
+        self._backoff_seconds = backoff_seconds
+        self._restarts = 0
+        self._farthest = -1
+        self._fruitless = 0
+        self._same = 0
+        self._last: Setback | None = None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is ever restarted."""
+        return self._max_restarts == 0
+
+    def decide(self, setback: Setback) -> Restart | Stop:
+        """What to do about a failure."""
+        self._count(setback)
+        reason = self._reason_to_stop(setback)
+        if reason is not None:
+            return Stop(reason)
+        self._restarts += 1
+        return Restart(self._restarts, self._seconds())
+
+    def forgive(self) -> None:
+        """Forget how often the last failure came: what caused it has been taken out of the run."""
+        self._same = 0
+        self._fruitless = 0
+        self._last = None
+
+    def _count(self, setback: Setback) -> None:
+        step = -1 if setback.step is None else setback.step
+        progressed = setback.trained and step > self._farthest
+        self._farthest = max(self._farthest, step)
+        self._fruitless = 0 if progressed else self._fruitless + 1
+        repeated = self._last is not None and setback.is_same_as(self._last)
+        self._same = self._same + 1 if repeated else 1
+        self._last = setback
+
+    def _reason_to_stop(self, setback: Setback) -> str | None:
+        if setback.kind == DivergedError.__name__:
+            return "it is not restarted, because the guard of the loss ended it on purpose (guard=rollback goes on)"
+        if setback.raised and not setback.trained and self._restarts == 0:
+            return "it is not restarted, because it failed by itself before its first step; correct that first"
+        if self._same >= self._same_failure_limit:
+            times = "once" if self._same == 1 else f"{self._same} times in a row"
+            return (
+                f"crash loop: the same failure ({setback.kind} {setback.when}) came {times}, so another restart "
+                f"would meet it again (launch.same_failure_limit={self._same_failure_limit})"
+            )
+        if self._max_restarts is not None and self._restarts >= self._max_restarts:
+            return f"it was restarted {self._restarts} time(s) already (launch.max_restarts={self._max_restarts})"
+        return None
+
+    def _seconds(self) -> float:
+        if self._fruitless == 0:
+            return 0.0
+        doublings = min(self._fruitless - 1, 30)
+        return float(min(self._backoff_seconds * 2**doublings, _LONGEST_WAIT))

@@ -1,0 +1,94 @@
+"""With how many devices a run can go on, and what its configuration is then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from omegaconf import DictConfig
+
+from trainwright.checkpoint.read.candidates import AUTO
+from trainwright.command.checks.validate import validate
+from trainwright.core.config.references import settled
+from trainwright.strategies.compose.world import Surroundings, num_data_ranks
+
+
+def resized(cfg: DictConfig, devices: int, samples: int | None, nodes: int = 1) -> DictConfig:
+    """The configuration for another number of ranks, with the same samples in every optimizer step.
+
+    Args:
+        cfg: the resolved configuration that the run was begun with.
+        devices: ranks of each machine.
+        samples: per optimizer step, as the first attempt has told; None = what `cfg` says, if it does.
+        nodes: machines.
+    """
+    cfg = settled(cfg)
+    if (devices, nodes) == (cfg.devices, cfg.nodes):
+        return cfg
+    samples = global_batch(cfg) or samples
+    cfg.devices, cfg.nodes = devices, nodes
+    if samples is not None:
+        cfg.global_batch_size, cfg.accumulation.steps = samples, None
+        # Has no effect where the ranks can share the batch evenly.
+        cfg.trainer.uneven_steps = True
+    return cfg
+
+
+def global_batch(cfg: DictConfig) -> int | None:
+    """Samples per optimizer step of a resolved configuration that is possible; None if only its data module knows."""
+    if cfg.global_batch_size is not None:
+        return int(cfg.global_batch_size)
+    if cfg.micro_batch_size is None:
+        return None
+    return int(cfg.micro_batch_size * (cfg.accumulation.steps or 1) * num_data_ranks(cfg, cfg.devices * cfg.nodes))
+
+
+def problems_of_size(cfg: DictConfig, verb: str, devices: int, samples: int | None = None) -> list[str]:
+    """Why a run cannot go on with so many devices of this machine; empty when it can.
+
+    Args:
+        cfg: the resolved configuration that the run was begun with.
+        verb: fit, validate, test or predict.
+        devices: ranks of this machine.
+        samples: per optimizer step; None = what `cfg` says, if it does.
+    """
+    changed = resized(cfg, devices, samples)
+    # What it goes on from is decided when it does, and the port is taken: by this run.
+    changed.ckpt_path, changed.resume_folders, changed.trust, changed.strict = None, [], False, True
+    changed.resume = AUTO if verb == "fit" else None
+    changed.launch.port = changed.launch.min_devices = None
+    return validate(changed, Surroundings(verb))
+
+
+def feasible(cfg: DictConfig, verb: str, sizes: Iterable[int], samples: int | None) -> int | None:
+    """The first of these sizes with which the run can go on with the same samples per step; None if there is none.
+
+    Args:
+        cfg: the resolved configuration that the run was begun with.
+        verb: fit, validate, test or predict.
+        sizes: numbers of devices, the best first.
+        samples: per optimizer step; None = what `cfg` says. Where nobody says it, the number must stay as it is.
+    """
+    known = verb != "fit" or samples is not None or global_batch(cfg) is not None
+    possible = (size for size in sizes if known or size == cfg.devices)
+    return next((size for size in possible if not problems_of_size(cfg, verb, size, samples)), None)
+
+
+def size_problems(cfg: DictConfig, verb: str) -> list[str]:
+    """What is wrong with `launch.min_devices`, given that the configuration is possible as it is."""
+    fewest = cfg.launch.min_devices
+    if fewest is None:
+        return []
+    if fewest >= cfg.devices:
+        smaller = f"type launch.min_devices={cfg.devices - 1}, or " if cfg.devices > 1 else ""
+        return [
+            f"launch.min_devices={fewest} with devices={cfg.devices}: there is no smaller number to go on with; "
+            f"{smaller}leave it out"
+        ]
+    problems = [problems_of_size(cfg, verb, size) for size in range(cfg.devices - 1, fewest - 1, -1)]
+    if not all(problems):
+        return []
+    return [
+        f"launch.min_devices={fewest}: the run is possible with none of {fewest} to {cfg.devices - 1} devices, so it "
+        f"could not go on with fewer ({problems[0][0]}); type -1 for an axis of the layout that may shrink, or leave "
+        "launch.min_devices out"
+    ]

@@ -1,0 +1,71 @@
+"""Which run the ranks of a launcher were in before it started them again.
+
+Every machine's agent (the torchrun process) has a name that no other ever has. Its ranks leave it as an empty file in
+the run directory; ranks that find the name of one of their agents there go on with that run, instead of beginning
+another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainwright.core.run.run_directory import RUNS, holds_run
+
+_FOLDER = Path("logs") / "torchrun"
+
+
+def agent_id(environment: Mapping[str, str]) -> str | None:
+    """The name of the agent that has started this process; None where no agent starts ranks again.
+
+    Args:
+        environment: variables of the process.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment or "GROUP_RANK" not in environment:
+        return None
+    error_file = environment.get("TORCHELASTIC_ERROR_FILE", "")
+    if error_file:
+        # <folder of the agent>/attempt_<n>/<rank>/error.json; the folder has a random name, in every attempt the same.
+        process = str(Path(error_file).parents[2])
+    else:
+        process = f"{os.getppid()} {_start_time(os.getppid())}"
+    text = "\n".join((environment["TORCHELASTIC_RUN_ID"], socket.gethostname(), process))
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def remember(run_dir: Path, agent: str) -> None:
+    """Leave the name of an agent in the directory of the run that its ranks are in."""
+    folder = run_dir / _FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / agent).touch()
+
+
+def begun_run(name: str, run_dir: str | None, agents: Sequence[str]) -> Path | None:
+    """The directory of the run that ranks of these agents were in; None when they begin their first.
+
+    Args:
+        name: of the recipe.
+        run_dir: as the user has given it; None = it was left to the command.
+        agents: of all machines.
+    """
+    if run_dir is not None:
+        places = [Path(run_dir)]
+    else:
+        places = [path.parents[2] for agent in agents for path in (RUNS / name).glob(f"*/{_FOLDER}/{agent}")]
+    begun = [place for place in places if holds_run(place) and _names(place, agents)]
+    return max(begun, default=None)
+
+
+def _names(run_dir: Path, agents: Sequence[str]) -> bool:
+    return any((run_dir / _FOLDER / agent).exists() for agent in agents)
+
+
+def _start_time(pid: int) -> str:
+    """When a process was started, in ticks of its machine; empty where the system does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""

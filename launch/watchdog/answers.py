@@ -1,0 +1,196 @@
+"""A rank answers who asks what it is doing, whatever its main thread is busy with.
+
+The question comes through a named pipe, so that waiting for it costs nothing. A daemon thread answers with a JSON file:
+stacks of all threads, the last collective calls, the process groups. A rank in which native code holds Python's lock
+cannot; a signal then makes the interpreter's own C handler write the stacks.
+"""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainwright.launch.watchdog import calls
+from trainwright.launch.watchdog.calls import Call, Group
+from trainwright.launch.watchdog.report.stacks import Thread, own_threads, raised
+
+# Real-time signals are for programs to use; by this one a rank writes down its stacks. None where there are none.
+SIGNAL: int | None = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else None
+_STOP = "stop"
+# In place of the number of a question: what a rank says when an error ends its run.
+FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says of itself.
+
+    Attributes:
+        threads: the main thread first.
+        calls: its last collective calls, oldest first.
+        groups: by name.
+        on_accelerator: whether it computes on another device, which its threads do not show.
+    """
+
+    threads: tuple[Thread, ...]
+    calls: tuple[Call, ...]
+    groups: dict[str, Group]
+    on_accelerator: bool
+
+    @property
+    def main(self) -> Thread:
+        """The main thread."""
+        return self.threads[0]
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Answer:
+        """From plain values."""
+        groups = [Group.of(group) for group in plain["groups"]]
+        return cls(
+            threads=tuple(Thread.of(thread) for thread in plain["threads"]),
+            calls=tuple(Call.of(call) for call in plain["calls"]),
+            groups={group.name: group for group in groups},
+            on_accelerator=plain["on_accelerator"],
+        )
+
+
+def own_answer(threads: list[Thread]) -> dict[str, Any]:
+    """What this process is doing, as plain values; see :class:`Answer`."""
+    try:
+        made, groups = calls.own_calls(), calls.own_groups()
+    except Exception:  # a torch that records otherwise: stacks are worth something without calls
+        made, groups = [], []
+    return {
+        "threads": [thread.plain() for thread in threads],
+        "calls": calls.plain(made),
+        "groups": calls.plain(groups),
+        "on_accelerator": _computes_elsewhere(),
+    }
+
+
+class Answerer:
+    """Answers for this rank, from :meth:`start` to :meth:`stop`.
+
+    Args:
+        folder: of this machine, where questions and answers lie.
+        box: number of this rank's box.
+    """
+
+    def __init__(self, folder: Path, box: int) -> None:
+        self._folder = folder
+        self._box = box
+        self._pipe = folder / f"ask_{box}"
+        self._stacks: Any = None
+        self._tells_crashes = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to answer."""
+        with suppress(FileExistsError):  # of the process that was this rank before
+            os.mkfifo(self._pipe, 0o600)
+        # Open on both ends: it then never ends, whoever comes and goes.
+        descriptor = os.open(self._pipe, os.O_RDWR)
+        self._stacks = stacks_file(self._folder, self._box).open("a")
+        if not faulthandler.is_enabled():
+            faulthandler.enable(self._stacks)  # so that the Python line is known in which native code crashes
+            self._tells_crashes = True
+        if SIGNAL is not None:
+            faulthandler.register(SIGNAL, file=self._stacks, all_threads=True, chain=False)
+        self._thread = threading.Thread(
+            target=self._answer, args=(descriptor,), name="trainwright-watchdog", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End answering."""
+        if self._thread is None:
+            return
+        ask(self._folder, self._box, _STOP)
+        self._thread.join(5.0)
+        self._thread = None
+        if SIGNAL is not None:
+            # What comes now must not end the process.
+            faulthandler.unregister(SIGNAL)
+            signal.signal(SIGNAL, signal.SIG_IGN)
+        if self._tells_crashes:
+            faulthandler.disable()
+        self._stacks.close()
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Write down what this rank was doing when an error ended its run: the process may be gone when it is asked."""
+        self._write(FAILED, [raised(error)])
+
+    def _answer(self, descriptor: int) -> None:
+        with os.fdopen(descriptor) as questions:
+            for question in questions:
+                if question.strip() == _STOP:
+                    return
+                self._write(question.strip())
+
+    def _write(self, question: str, threads: list[Thread] | None = None) -> None:
+        answer = own_answer(own_threads() if threads is None else threads)
+        path = answer_file(self._folder, self._box, question)
+        partial = path.with_suffix(".partial")
+        with suppress(OSError):  # who asked is gone, and the folder with it
+            partial.write_text(json.dumps(answer), encoding="utf-8")
+            os.replace(partial, path)
+
+
+def ask(folder: Path, box: int, question: str) -> bool:
+    """Put a question to a rank; whether there is somebody to answer it."""
+    try:
+        descriptor = os.open(folder / f"ask_{box}", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ENOENT):
+            return False
+        raise
+    try:
+        os.write(descriptor, f"{question}\n".encode())
+    except BlockingIOError:
+        return False  # nobody has read for so long that the pipe is full
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def read_answer(folder: Path, box: int, question: str) -> Answer | None:
+    """The answer to a question; ``None`` = not yet. It is removed."""
+    path = answer_file(folder, box, question)
+    try:
+        answer = Answer.of(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    path.unlink()
+    return answer if answer.threads else None
+
+
+def answer_file(folder: Path, box: int, question: str) -> Path:
+    """Where a rank writes its answer."""
+    return folder / f"answer_{box}_{question}.json"
+
+
+def stacks_file(folder: Path, box: int) -> Path:
+    """Where a rank's interpreter writes stacks when it gets :data:`SIGNAL`, and those of processes forked from it."""
+    return folder / f"stacks_{box}.txt"
+
+
+def stacks_text(folder: Path, box: int) -> str:
+    """All that a rank's interpreter has written of stacks; ``""`` = nothing."""
+    try:
+        return stacks_file(folder, box).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _computes_elsewhere() -> bool:
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())

@@ -1,0 +1,211 @@
+"""The watchdog's part in each rank: saying what it does, and answering who asks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from trainwright.core.run import phases
+from trainwright.launch.watchdog.answers import Answerer
+from trainwright.launch.watchdog.boxes import ENDING, EVALUATION, EVALUATION_END, FIRST_DATA, WARM_UP_STEPS, Box
+from trainwright.launch.watchdog.calls import keep_traces_in, remember_calls
+from trainwright.launch.watchdog.limits import HangLimits
+from trainwright.launch.watchdog.monitor import VARIABLE
+
+
+class Watchdog(Callback):
+    """Find a rank that hangs, write down who keeps whom waiting in which call, and end it.
+
+    Every phase of a run has its own limit, learned from how long it took before; see :class:`HangLimits`. What stands
+    still for longer is looked at: stacks and collective calls of all ranks of the machine. So is at once a rank that a
+    signal has stopped (SIGSTOP) while another one of the machine runs. The report goes to ``logs/hang_1.txt`` in the
+    run directory, its first lines to standard error, and the rank to blame is killed (SIGKILL), so that a launcher that
+    restarts (``torchrun --max-restarts``) can do so, and any other ends the run.
+
+    The ``trainwright`` command has this callback in every rank, and watches by itself (``launch.hang_timeout``). In a
+    script of your own, under any launcher, give it to the Trainer: local rank 0 of each machine then starts a process
+    that watches, which costs no more than itself. To be made before the process group is, as Trainers do, so that torch
+    remembers the calls; a Trainer of Lightning's own is watched less closely (a step is one phase).
+
+    Costs about a microsecond for each phase of a step, and no communication but one exchange of names at setup.
+
+    Args:
+        hang_timeout: ``"auto"`` = learned; or the seconds that any phase may take; ``None`` = off.
+        safety_factor: how much longer than ever before a phase may take.
+        floor_seconds: least limit.
+        first_timeout: limit in seconds of a phase of which nothing is known yet: setup, the first steps, the first
+            validation, the first checkpoint.
+
+    Raises:
+        ValueError: if one of them is out of range.
+    """
+
+    def __init__(
+        self,
+        hang_timeout: str | float | None = "auto",
+        safety_factor: float = 5.0,
+        floor_seconds: float = 30.0,
+        first_timeout: float = 1800.0,
+    ) -> None:
+        self.limits = (
+            None if hang_timeout is None else HangLimits.of(hang_timeout, safety_factor, floor_seconds, first_timeout)
+        )
+        self._box: Box | None = None
+        self._answerer: Answerer | None = None
+        self._end_listening: Callable[[], None] = _nothing
+        self._guardian: Any = None
+        if self.limits is not None:
+            remember_calls()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take this rank's box, and have a process that watches it, where the launching process does not."""
+        global _active
+        if self.limits is None or self._box is not None:
+            return
+        if _active is not None:
+            _active._stop()  # of a run that an error has ended in this process
+        _active = self
+        place = json.loads(os.environ[VARIABLE]) if VARIABLE in os.environ else self._start_guardian(trainer)
+        try:
+            box = Box(place["boxes"], place["box"], trainer.global_rank)
+        except FileNotFoundError as error:
+            raise RuntimeError(
+                f"rank {trainer.global_rank} does not see the process that watches the ranks of its machine "
+                f"({place['boxes']}); it is gone, or each rank is in a container of its own. Turn the watchdog off: "
+                "Watchdog(hang_timeout=None), or launch.hang_timeout=null."
+            ) from error
+        self._answerer = Answerer(Path(place["folder"]), place["box"])
+        self._answerer.start()
+        keep_traces_in(Path(trainer.default_root_dir) / "logs")
+        self._listen(trainer, box)
+        self._box = box
+
+    def _listen(self, trainer: Trainer, box: Box) -> None:
+        told: phases.Phases | None = getattr(trainer, "phases", None)
+        if told is None:
+            trainer.callbacks.append(_CoarseMarks(box))  # type: ignore[attr-defined]
+            return
+        loop = trainer.fit_loop.epoch_loop
+        first = None
+
+        def begin(phase: str) -> None:
+            nonlocal first
+            if phase == phases.DATA:
+                step = loop._batches_that_stepped
+                first = step if first is None else first
+                box.learning = step >= first + WARM_UP_STEPS
+                box.count(step)
+                # At the beginning of an epoch workers are started, which takes its own time.
+                phase = phases.DATA if box.phase == phases.HOOKS else FIRST_DATA
+            box.begin(phase)
+
+        self._end_listening = told.listen(begin)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """End being watched."""
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Say in which calls this rank was; then cleaning up takes as long as it takes."""
+        if self._answerer is not None:
+            self._answerer.tell_failure(exception)
+        self._begin(ENDING)
+
+    # ---- outside of training ----------------------------------------------------------------------------------------
+
+    def on_sanity_check_start(self, *_: Any) -> None:
+        """A batch of an evaluation is progress."""
+        self._begin(EVALUATION)
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        """A batch of an evaluation is progress."""
+        self._begin(EVALUATION)
+
+    def on_test_batch_start(self, *_: Any) -> None:
+        """A batch of an evaluation is progress."""
+        self._begin(EVALUATION)
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        """A batch of an evaluation is progress."""
+        self._begin(EVALUATION)
+
+    def on_validation_epoch_end(self, *_: Any) -> None:
+        """What metrics do at the end of an evaluation is not a batch of it."""
+        self._begin(EVALUATION_END)
+
+    def on_test_epoch_end(self, *_: Any) -> None:
+        """What metrics do at the end of an evaluation is not a batch of it."""
+        self._begin(EVALUATION_END)
+
+    def on_predict_epoch_end(self, *_: Any) -> None:
+        """What metrics do at the end of an evaluation is not a batch of it."""
+        self._begin(EVALUATION_END)
+
+    def on_fit_end(self, *_: Any) -> None:
+        """Loggers and strategies end their work."""
+        self._begin(ENDING)
+
+    def _begin(self, phase: str) -> None:
+        if self._box is not None:
+            self._box.begin(phase)
+
+    # ---- the process that watches -----------------------------------------------------------------------------------
+
+    def _start_guardian(self, trainer: Trainer) -> dict[str, Any]:
+        from trainwright.launch.watchdog.outside import Guardian, agree
+
+        assert self.limits is not None
+        if trainer.local_rank == 0:
+            self._guardian = Guardian(trainer, self.limits)
+        return agree(trainer, None if self._guardian is None else self._guardian.places)
+
+    def _stop(self) -> None:
+        self._end_listening()
+        self._end_listening = _nothing
+        if self._answerer is not None:
+            self._answerer.stop()
+        if self._box is not None:
+            self._box.close()
+        if self._guardian is not None:
+            self._guardian.stop()
+        self._box = self._answerer = self._guardian = None
+
+
+class _CoarseMarks(Callback):
+    """What a Trainer that tells no phases can be watched by: its hooks."""
+
+    # A strategy may have the weights of a step on their way while this one is called.
+    looks_at_parameters = False
+
+    def __init__(self, box: Box) -> None:
+        self._box = box
+        self._first: int | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        self._first = step if self._first is None else self._first
+        self._box.learning = step >= self._first + WARM_UP_STEPS
+        self._box.count(step)
+        self._box.begin(phases.FORWARD)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._box.begin(phases.DATA)
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self._box.begin(phases.IDLE)
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self._box.begin(phases.SAVING)
+
+
+# A process is watched for one run at a time.
+_active: Watchdog | None = None
+
+
+def _nothing() -> None:
+    pass

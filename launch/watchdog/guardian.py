@@ -1,0 +1,56 @@
+"""The program of the process that watches the ranks of one machine; see :mod:`trainwright.launch.watchdog.outside`.
+
+It imports neither torch nor Lightning, sleeps between two looks, and lives as long as the process that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from trainwright.core.processes.process import kill_with_workers
+from trainwright.core.processes.scratch import scratch
+from trainwright.launch.watchdog.limits import HangLimits
+from trainwright.launch.watchdog.monitor import VARIABLE, FoundHang, HangMonitor
+
+_INTERVAL = 0.5
+
+
+def main() -> None:
+    """Watch until told to stop, or until the parent is gone."""
+    # A signal for the whole job is for the ranks, which may want to save; this process is watching them then, too.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    parent = os.getppid()
+    task = json.loads(sys.argv[1])
+    folder = Path(tempfile.mkdtemp(prefix="watch-", dir=scratch()))
+    monitor = HangMonitor(task["count"], folder, Path(task["run_dir"]), HangLimits(**task["limits"]), node=task["node"])
+    print(json.dumps([json.loads(monitor.environment(rank)[VARIABLE]) for rank in range(task["count"])]), flush=True)
+    while os.getppid() == parent and not _told_to_stop():
+        hang = monitor.check()
+        if hang is not None:
+            _end(hang, monitor)
+    explanation = monitor.explain()
+    if explanation is not None:
+        print(f"trainwright: {explanation}", file=sys.stderr, flush=True)
+    monitor.close()
+
+
+def _told_to_stop() -> bool:
+    """Wait for a while; whether the parent has said that this is enough, or closed the pipe."""
+    ready, _, _ = select.select([sys.stdin], [], [], _INTERVAL)
+    return bool(ready)
+
+
+def _end(hang: FoundHang, monitor: HangMonitor) -> None:
+    print(f"\n{hang.report}\n\nEnding rank {hang.rank} (SIGKILL).", file=sys.stderr, flush=True)
+    kill_with_workers(monitor.process_of(hang.rank))
+
+
+if __name__ == "__main__":
+    main()

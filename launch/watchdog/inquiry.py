@@ -1,0 +1,131 @@
+"""Asks every rank of a machine what it is doing, without waiting for anybody."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainwright.core.processes.process import STOPPED, catches, children_of, name_of, state_of
+from trainwright.core.run import phases
+from trainwright.launch.watchdog.answers import SIGNAL, ask, read_answer, stacks_file
+from trainwright.launch.watchdog.boxes import FIRST_DATA
+from trainwright.launch.watchdog.evidence import Child, Evidence
+from trainwright.launch.watchdog.report import waits
+
+# A rank that is well answers in milliseconds; on a machine that is busy to the last core, in a second.
+ANSWER_SECONDS = 3.0
+# For the interpreter's C handler to write.
+_STACK_SECONDS = 0.5
+
+
+@dataclass
+class _Asked:
+    """A process that was sent the signal, and where in the file its stacks begin."""
+
+    process: int
+    path: Path
+    begin: int
+
+    def text(self) -> str:
+        """What it has written."""
+        with suppress(OSError), self.path.open("rb") as file:
+            file.seek(self.begin)
+            return file.read().decode("utf-8", "replace")
+        return ""
+
+
+class Inquiry:
+    """One question to all ranks of a machine. It is begun when made, and asked now and then whether it has ended.
+
+    Args:
+        folder: where questions and answers lie.
+        number: of the question; no other of the run has it.
+        ranks: what is known already, by the number of the box.
+    """
+
+    def __init__(self, folder: Path, number: int, ranks: dict[int, Evidence]) -> None:
+        self._folder = folder
+        self._question = f"{number}"
+        self._ranks = dict(ranks)
+        self._open = {box for box in ranks if ask(folder, box, self._question)}
+        for box in ranks:
+            self._ranks[box] = replace(ranks[box], asked=box in self._open)
+        self._end = time.monotonic() + ANSWER_SECONDS
+        self._signals: dict[tuple[int, int], _Asked] | None = None
+
+    def advance(self) -> list[Evidence] | None:
+        """All that is known, by the number of the box; ``None`` = not all have answered yet."""
+        if self._signals is None:
+            self._read()
+            if self._open and time.monotonic() < self._end and not self._only_halted():
+                return None
+            self._signals = self._send_signals()
+            self._end = time.monotonic() + _STACK_SECONDS
+        if self._signals and time.monotonic() < self._end:
+            return None
+        return [self._complete(box) for box in sorted(self._ranks)]
+
+    def _read(self) -> None:
+        for box in sorted(self._open):
+            answer = read_answer(self._folder, box, self._question)
+            if answer is not None:
+                self._open.discard(box)
+                self._ranks[box] = replace(self._ranks[box], answer=answer)
+
+    def _only_halted(self) -> bool:
+        return all(state_of(self._ranks[box].progress.process) == STOPPED for box in self._open)
+
+    def _send_signals(self) -> dict[tuple[int, int], _Asked]:
+        """Ask the interpreters of silent ranks, and the worker processes of those that wait for data."""
+        found: dict[tuple[int, int], _Asked] = {}
+        for box, one in self._ranks.items():
+            process = one.progress.process
+            silent = one.answer is None and one.asked and one.progress.running
+            self._ranks[box] = one = replace(one, state=state_of(process))
+            asked = [process] if silent else []
+            if self._waits_for_data(one):
+                asked += children_of(process)
+            for each in asked:
+                if (sent := self._signal(box, each)) is not None:
+                    found[box, each] = sent
+        return found
+
+    def _signal(self, box: int, process: int) -> _Asked | None:
+        # Without a handler the signal would end it; a stopped process would get it when it goes on.
+        if SIGNAL is None or not catches(process, SIGNAL) or state_of(process) == STOPPED:
+            return None
+        path = stacks_file(self._folder, box)
+        begin = path.stat().st_size if path.is_file() else 0
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(process, SIGNAL)
+        # One after the other, or their lines would mix: it writes within a millisecond, if it can.
+        end = time.monotonic() + 0.05
+        while time.monotonic() < end and path.is_file() and path.stat().st_size == begin:
+            time.sleep(0.002)
+        return _Asked(process, path, begin)
+
+    def _complete(self, box: int) -> Evidence:
+        one = self._ranks[box]
+        signals = self._signals or {}
+        own = signals.get((box, one.progress.process))
+        children = tuple(
+            Child(each, name_of(each), state_of(each), _until_next(signals, box, each))
+            for each in (children_of(one.progress.process) if self._waits_for_data(one) else ())
+        )
+        return replace(one, stacks=own.text() if own is not None else "", children=children)
+
+    def _waits_for_data(self, one: Evidence) -> bool:
+        return one.progress.phase in (phases.DATA, FIRST_DATA) or one.wait.kind == waits.DATA
+
+
+def _until_next(signals: dict[tuple[int, int], _Asked], box: int, process: int) -> str:
+    """What a process has written into the file that it shares, up to where the next one began."""
+    asked = signals.get((box, process))
+    if asked is None:
+        return ""
+    later = [other.begin for key, other in signals.items() if key[0] == box and other.begin > asked.begin]
+    text = asked.text().encode()
+    return text[: min(later) - asked.begin].decode("utf-8", "replace") if later else text.decode("utf-8", "replace")

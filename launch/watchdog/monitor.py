@@ -1,0 +1,259 @@
+"""Watches the ranks of one machine: by their progress, not by whether they live."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainwright.core.processes.process import is_alive
+from trainwright.launch.watchdog.answers import FAILED, read_answer, stacks_text
+from trainwright.launch.watchdog.boxes import Boxes, Progress
+from trainwright.launch.watchdog.crashes import crash_in, place_of
+from trainwright.launch.watchdog.evidence import Evidence
+from trainwright.launch.watchdog.inquiry import Inquiry
+from trainwright.launch.watchdog.limits import HangLimits
+from trainwright.launch.watchdog.report.report import first_lines, report_of
+from trainwright.launch.watchdog.report.verdict import Verdict, differing_calls, judge, last_call
+from trainwright.launch.watchdog.report.watched import Watched, any_gets_on, are_suspended
+
+# How a rank learns where its box is and where it is asked.
+VARIABLE = "TRAINWRIGHT_WATCHDOG"
+# Of the time between two looks this much counts, so that a machine or a job that was put to sleep is no hang.
+_LONGEST_LOOK = 2.0
+
+
+@dataclass(frozen=True)
+class FoundHang:
+    """A rank that keeps the others waiting.
+
+    Attributes:
+        rank: which to end, by the number that the monitor knows it by.
+        reason: in one line, the same each time that this hang comes again.
+        report: what a terminal shows: who keeps whom waiting in what, a line for each rank, where the rest is.
+        path: of the whole report; ``None`` = it could not be written.
+    """
+
+    rank: int
+    reason: str
+    report: str
+    path: Path | None
+
+
+class HangMonitor:
+    """Finds a hang among the ranks of this machine.
+
+    Each rank says in its box (:mod:`trainwright.launch.watchdog.boxes`) which phase it has begun, and when. One that
+    stays in a phase for too long raises a suspicion, and so does one that a signal has stopped while others of the
+    machine run, whatever the limits are; then all ranks are asked what they are doing, and the one to blame is found
+    (``verdict``). Nobody waits in here: a question is put in one call of :meth:`check`,
+    its answers are read in later ones.
+
+    Processes are known by numbers, which may be ranks or anything else that tells them apart.
+
+    Args:
+        count: processes that may live at the same time.
+        folder: of this machine, private to this process and its ranks; what lies there is whoever made it's to remove.
+        run_dir: reports are written to ``logs/`` in it.
+        limits: how long is too long.
+        node: number of this machine; ``None`` = there is only one, and reports do not name it.
+    """
+
+    def __init__(
+        self, count: int, folder: Path, run_dir: Path, limits: HangLimits | None = None, node: int | None = None
+    ) -> None:
+        self._limits = limits or HangLimits()
+        self._folder, self._run_dir, self._node = folder, run_dir, node
+        self._count = count
+        self._boxes = Boxes(count, folder)
+        self._watched: dict[int, Watched] = {}
+        self._looked_at: float | None = None
+        self._questions = 0
+        self._inquiry: Inquiry | None = None
+        self._not_before = 0.0
+        self._suspects: frozenset[int] = frozenset()
+        self._asked_stops: frozenset[tuple[int, int | None]] = frozenset()
+
+    def environment(self, number: int) -> dict[str, str]:
+        """Variables that a process must have to be watched; they name its box, which is free from then on.
+
+        Raises:
+            RuntimeError: if more processes live than there are boxes.
+        """
+        box = self._watched[number].box if number in self._watched else self._free_box()
+        self._watched[number] = Watched(number, box)
+        place = {"boxes": self._boxes.address, "box": box, "folder": str(self._folder)}
+        return {VARIABLE: json.dumps(place)}
+
+    def _free_box(self) -> int:
+        taken = {one.box for one in self._watched.values()}
+        free = next((box for box in range(self._count) if box not in taken), None)
+        if free is not None:
+            return free
+        gone = next((one for one in self._watched.values() if one.process and not is_alive(one.process)), None)
+        if gone is None:
+            raise RuntimeError(f"there are boxes for {self._count} processes, and all of them live")
+        del self._watched[gone.number]
+        return gone.box
+
+    def watch(self, number: int, process: int) -> None:
+        """Hear that a process has been started as ``number``, with its :meth:`environment`."""
+        self._watched[number].process = process
+        self._forget()
+
+    def process_of(self, number: int) -> int:
+        """Process id of a number; 0 = it has not said so yet."""
+        one = self._watched[number]
+        return one.process or one.progress.process
+
+    def check(self) -> FoundHang | None:
+        """The process to end, if any. To be asked about twice a second; it answers at once."""
+        now = time.monotonic()
+        passed = 0.0 if self._looked_at is None else min(now - self._looked_at, _LONGEST_LOOK)
+        self._looked_at = now
+        same = [one for one in self._watched.values() if not one.look(self._boxes.read(one.box))]
+        running = self._running()
+        self._count_stops(running, passed)
+        if are_suspended(running):
+            self._inquiry = None
+            return None
+        for one in same:
+            one.stalled += passed
+        if self._inquiry is not None:
+            return self._go_on()
+        if self._is_suspicious(running, now):
+            self._questions += 1
+            self._inquiry = Inquiry(self._folder, self._questions, self._known())
+        return None
+
+    def explain(self) -> str | None:
+        """What is known of the calls of ranks that an error or a crash has ended, when that tells something.
+
+        All processes may be gone: each rank has written down what it was doing when the error came, and Python what it
+        was doing when native code ended it, as gloo does where a rank receives more than it asked for.
+        """
+        slow = self._limits.slow_limit()
+        failed, crashed, crashes = [], [], []
+        for one in self._watched.values():
+            progress = self._boxes.read(one.box)
+            answer = read_answer(self._folder, one.box, FAILED)
+            if answer is not None:
+                failed.append(Evidence(progress, 0.0, slow, slow, answer))
+            crash = crash_in(stacks_text(self._folder, one.box))
+            if crash is not None:
+                crashed.append(f"rank {progress.rank} crashed in compiled code: {place_of(crash)}")
+                crashes.append(f"---- rank {progress.rank}\n{crash}")
+        differing = differing_calls(failed)
+        if differing is not None:
+            return f"calls that do not fit together: {differing}"
+        if not crashed:
+            return None
+        path = _written(self._run_dir / "logs", "crash", self._node, "\n".join(crashes))
+        stacks = "" if path is None else f"; the stacks: {path}"
+        return "; ".join(filter(None, [*crashed, *map(last_call, failed)])) + stacks
+
+    def close(self) -> None:
+        """Give the boxes back."""
+        self._boxes.close()
+
+    def _running(self) -> list[Watched]:
+        return [one for one in self._watched.values() if one.runs]
+
+    def _count_stops(self, running: Sequence[Watched], passed: float) -> None:
+        """See who is stopped while others are not; a monitor that was put to sleep begins anew."""
+        counts = passed < _LONGEST_LOOK and any_gets_on(running)
+        for one in running:
+            one.count_stop(passed if counts else None)
+
+    def _is_suspicious(self, running: Sequence[Watched], now: float) -> bool:
+        """Whether somebody is stopped alone, or still, for too long, and has not been asked about just now."""
+        stops = frozenset((one.progress.process, one.stop) for one in running if one.stopped_alone)
+        if now >= self._not_before:
+            found = bool(stops) or any(one.stalled > self._limit(one.progress) for one in running)
+        else:
+            # The pause is for those who were seen to have a reason; a stop that came since was not seen.
+            found = bool(stops - self._asked_stops)
+            if found:
+                self._suspects = frozenset()  # too short a time ago to count as seen before
+        if found:
+            self._asked_stops = stops
+        return found
+
+    def _is_halted(self, one: Watched) -> bool:
+        """Whether a stop has lasted for too long; where nobody else runs, its own limit tells."""
+        return one.stopped_alone or (len(self._running()) == 1 and one.stalled > self._limit(one.progress))
+
+    def _known(self) -> dict[int, Evidence]:
+        """What the boxes tell of every rank that has begun, by box."""
+        slow = self._limits.slow_limit()
+        running = self._running()
+        # Who has left the others may have had a number that another one has now.
+        taken = {one.progress.rank for one in running}
+        ended = [
+            one
+            for one in self._watched.values()
+            if one.progress.process and not one.progress.running and one.progress.rank not in taken
+        ]
+        return {
+            one.box: Evidence(one.progress, one.stalled, self._limit(one.progress), slow) for one in (*running, *ended)
+        }
+
+    def _limit(self, progress: Progress) -> float:
+        return self._limits.limit(progress.phase, [one.progress for one in self._watched.values()])
+
+    def _go_on(self) -> FoundHang | None:
+        assert self._inquiry is not None
+        found = self._inquiry.advance()
+        if found is None:
+            return None
+        self._inquiry = None
+        ranks = [one for one in map(self._still_there, found) if one is not None]
+        suspects = frozenset(one.rank for one in ranks if one.is_over)
+        verdict = judge(ranks, seen_before=bool(suspects) and suspects == self._suspects)
+        self._suspects = suspects
+        self._not_before = time.monotonic() + self._limits.pause()
+        return None if verdict is None else self._tell(verdict, ranks)
+
+    def _still_there(self, one: Evidence) -> Evidence | None:
+        """What was found, unless the rank has got on or gone meanwhile."""
+        now = next((each for each in self._watched.values() if each.progress.process == one.progress.process), None)
+        if now is None or not is_alive(one.progress.process):
+            return None
+        stalled = now.stalled if now.progress.changes == one.progress.changes else 0.0
+        return replace(one, stalled=stalled, halted=self._is_halted(now))
+
+    def _tell(self, verdict: Verdict, ranks: Sequence[Evidence]) -> FoundHang:
+        report = report_of(verdict, ranks)
+        path = _written(self._run_dir / "logs", "hang", self._node, report)
+        where = "" if path is None else f"\n\nThe whole report, with the stacks of every rank: {path}"
+        process = next(one.progress.process for one in ranks if one.rank == verdict.ends)
+        number = next(one.number for one in self._watched.values() if one.progress.process == process)
+        self._forget()
+        return FoundHang(number, verdict.reason, first_lines(report) + where, path)
+
+    def _forget(self) -> None:
+        self._inquiry, self._suspects, self._not_before = None, frozenset(), 0.0
+        self._asked_stops = frozenset()
+
+
+def _written(folder: Path, kind: str, node: int | None, report: str) -> Path | None:
+    """Write a report under the next free name; ``None`` where that is not possible."""
+    suffix = "" if node is None else f"_node_{node}"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            path = folder / f"{kind}_{number}{suffix}.txt"
+            try:
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            except FileExistsError:
+                number += 1
+                continue
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(report)
+            return path
+    return None

@@ -1,0 +1,77 @@
+"""A process that watches the ranks of this machine, where another launcher started them: torchrun, SLURM, a script."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.launch.watchdog.limits import HangLimits
+
+_SECONDS_TO_END = 5.0
+
+
+class Guardian:
+    """The process, seen from local rank 0 that starts it. It ends with :meth:`stop`, or when this process is gone.
+
+    Args:
+        trainer: of this rank.
+        limits: how long is too long.
+
+    Attributes:
+        places: for each rank of this machine, where its box is and where it is asked.
+
+    Raises:
+        RuntimeError: if the process could not be started.
+    """
+
+    def __init__(self, trainer: Trainer, limits: HangLimits) -> None:
+        task = {
+            "count": max(1, trainer.world_size // max(1, trainer.num_nodes)),
+            "run_dir": str(Path(trainer.default_root_dir).absolute()),
+            "node": trainer.node_rank if trainer.num_nodes > 1 else None,
+            "limits": asdict(limits),
+        }
+        self._process = subprocess.Popen(  # noqa: S603 - our own program
+            [sys.executable, "-m", "trainwright.launch.watchdog.guardian", json.dumps(task)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(
+                f"the process that watches this machine's ranks ended with exit code {self._process.wait()} before it "
+                "began; standard error says why. Without it: Watchdog(hang_timeout=None), or launch.hang_timeout=null."
+            )
+        self.places: list[dict[str, Any]] = json.loads(line)
+
+    def stop(self) -> None:
+        """End the process."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended by itself
+            self._process.communicate("stop\n", timeout=_SECONDS_TO_END)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+def agree(trainer: Trainer, places: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """Tell every rank where its box is. A collective of all ranks, once a run.
+
+    Args:
+        trainer: of this rank.
+        places: of the ranks of this machine, which local rank 0 has; ``None`` on the others.
+    """
+    own = None if places is None else (trainer.node_rank, places)  # one rank of a machine speaks for it
+    told = [own] if trainer.world_size == 1 else of_all_ranks(own, device=trainer.strategy.root_device)
+    of_nodes = dict(found for found in told if found is not None)
+    place: dict[str, Any] = of_nodes[trainer.node_rank][trainer.local_rank]
+    return place

@@ -1,0 +1,1 @@
+"""Report a hang: who keeps the others waiting, and why."""

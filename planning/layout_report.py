@@ -1,0 +1,327 @@
+"""What `trainwright layout` prints: which rank does what, where the model is cut, and the bytes that each rank holds.
+
+Everything is computed on the meta device by the rules that the strategies follow; no process is started and no weight
+gets memory. The bytes are those of `strategy.held_bytes()` once the optimizer has stepped and gradients are there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from omegaconf import DictConfig
+from torch import nn
+from torch.optim import Optimizer
+
+from trainwright.strategies.compose.world import server_ranks
+from trainwright.core.layout import Layout
+from trainwright.planning.check_layout import build_on_meta, engine_options
+from trainwright.strategies.compose.cuts_of import shapes_along_pipeline
+from trainwright.strategies.compose.engines import EngineOptions, plan_for
+from trainwright.strategies.compose.model_plan import describe_plan
+from trainwright.strategies.compose.rules import cuts_module
+from trainwright.strategies.parameter_server.server.shard import Plan
+from trainwright.strategies.plan.model_plan import ModelPlan
+
+MIB = 2**20
+# Lines of the table of bytes before it only counts the rest.
+_SHOWN_LINES = 32
+_Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StateRules:
+    """How ranks of the shard axis split what a rank holds.
+
+    Args:
+        stage: of ZeRO; 0 splits nothing (`ddp`, `single`).
+        offload: none, optimizer or parameters.
+        halves: whether floating-point weights become bf16 (`precision=bf16-true`).
+        servers: parameter servers, which hold parameters and the optimizer's state; 0 = there are none.
+        server_ranks: ranks that only serve, one server each; 0 = servers are beside the first ranks.
+    """
+
+    stage: int = 0
+    offload: str = "none"
+    halves: bool = False
+    servers: int = 0
+    server_ranks: int = 0
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes that one rank holds, without buffers of collectives and activations.
+
+    Args:
+        parameters: parameters, rows that an offloaded optimizer steps included.
+        gradients: gradients, averaged.
+        optimizer: state of all optimizers; None if it cannot be told.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int | None
+
+    @property
+    def total(self) -> int:
+        """Sum of what is known."""
+        return self.parameters + self.gradients + (self.optimizer or 0)
+
+
+def bytes_of_ranks(
+    module: LightningModule, layout: Layout, options: EngineOptions, rules: StateRules
+) -> list[RankBytes]:
+    """What each rank of `layout` holds of `module`, in the order of the ranks.
+
+    Args:
+        module: whole, on the meta device or real; unchanged afterwards.
+        layout: closed.
+        options: how the module is cut.
+        rules: how the state is split.
+
+    Raises:
+        ValueError: if the module cannot be cut so.
+    """
+    plan = plan_for(module, layout, options) if cuts_module(layout) else ModelPlan()
+    scale = _Scale(module, plan, layout, options, rules)
+    known: dict[tuple[int, int], RankBytes] = {}
+    held = []
+    for rank in range(layout.world_size):
+        place = layout.coordinates(rank)
+        key = place["pipeline"], place["shard"] * layout.context + place["context"]
+        if key not in known:
+            known[key] = scale.weigh(*key)
+        held.append(known[key])
+    return held if not rules.servers else _with_servers(module, held, rules)
+
+
+def _with_servers(module: LightningModule, held: Sequence[RankBytes], rules: StateRules) -> list[RankBytes]:
+    """Workers of parameter servers have no state of an optimizer; who holds a server has that of its rows."""
+    states, parameters = OptimizerStates(module), dict(module.named_parameters())
+    held = [replace(each, optimizer=0) for each in held] + [RankBytes(0, 0, 0)] * rules.server_ranks
+    first = len(held) - rules.server_ranks if rules.server_ranks else 0
+    for number, served in enumerate(_served_bytes(states, parameters, rules)):
+        beside = held[first + number]
+        held[first + number] = replace(
+            beside, parameters=beside.parameters + served.parameters, optimizer=served.optimizer
+        )
+    return held
+
+
+def _served_bytes(states: OptimizerStates, parameters: dict[str, nn.Parameter], rules: StateRules) -> list[RankBytes]:
+    if states.problem is not None or not states.optimizers:
+        return [RankBytes(0, 0, None if states.problem else 0)] * rules.servers
+    plan = Plan.of(states.optimizers[0], {id(p): name for name, p in parameters.items()}, rules.servers)
+    found = []
+    for slices in plan.held:
+        sent = optimizer = 0
+        is_known = True
+        for piece in slices:
+            parameter = parameters[plan.names[piece.parameter]]
+            halves = rules.halves and parameter.is_floating_point()
+            dtype = torch.bfloat16 if halves else parameter.dtype
+            # What is sent is float32; a parameter of another type is kept beside it.
+            sent += piece.numel * (plan.dtype.itemsize + (dtype.itemsize if dtype != plan.dtype else 0))
+            state = states.bytes_of(parameter, piece.shape, dtype) if parameter.requires_grad else 0
+            is_known, optimizer = is_known and state is not None, optimizer + (state or 0)
+        found.append(RankBytes(sent, 0, optimizer if is_known else None))
+    return found
+
+
+class _Scale:
+    """Weighs what a rank holds, by its place along the pipeline and among the ranks that share a copy of the state.
+
+    Ranks that differ along other axes hold as much.
+    """
+
+    def __init__(
+        self, module: LightningModule, plan: ModelPlan, layout: Layout, options: EngineOptions, rules: StateRules
+    ) -> None:
+        self._parameters = dict(module.named_parameters())
+        self._held = shapes_along_pipeline(module, plan, layout, options)
+        self._experts = {n for n in self._parameters if any(n.startswith(f"{e}.") for e in plan.experts)}
+        self._layout, self._rules = layout, rules
+        self._is_cut = cuts_module(layout)
+        self._states = OptimizerStates(module)
+
+    def weigh(self, stage: int, index: int) -> RankBytes:
+        parameters = gradients = optimizer = 0
+        is_known = self._states.problem is None
+        for name, shape in self._held[stage].items():
+            parameter = self._parameters[name]
+            dtype = torch.bfloat16 if self._rules.halves and parameter.is_floating_point() else parameter.dtype
+            kept, averaged, stepped = self._numbers(shape, name in self._experts, index)
+            parameters += kept * dtype.itemsize
+            if self._rules.offload == "optimizer":
+                parameters += math.prod(stepped) * dtype.itemsize
+            if not parameter.requires_grad:
+                continue
+            gradients += averaged * dtype.itemsize
+            state = self._states.bytes_of(parameter, stepped, dtype)
+            is_known = is_known and state is not None
+            optimizer += state or 0
+        return RankBytes(parameters, gradients, optimizer if is_known else None)
+
+    def _numbers(self, shape: _Shape, is_expert: bool, index: int) -> tuple[int, int, _Shape]:
+        """Elements of the parameter and of its gradient that stay here, and the shape that the optimizer steps."""
+        layout, numel = self._layout, math.prod(shape)
+        spread = layout.expert if is_expert else 1
+        ranks, index = layout.state_ranks // spread, index // spread
+        splits_parameters = self._rules.stage == 3 and (layout.replicate * layout.state_ranks > 1 or not self._is_cut)
+        alone = self._is_cut and layout.replicate * ranks == 1 and not splits_parameters
+        if not self._rules.stage or alone or not shape:
+            return numel, numel, shape
+        rows = -(-shape[0] // ranks)
+        chunk = rows * math.prod(shape[1:])  # the last ranks' are padded to the same length
+        mine = min((index + 1) * rows, shape[0]) - min(index * rows, shape[0])
+        return chunk if splits_parameters else numel, chunk, (mine, *shape[1:])
+
+
+class OptimizerStates:
+    """Bytes of state that a module's optimizers make for a part of a parameter, found by stepping one without memory.
+
+    Attributes:
+        problem: why the optimizers cannot be built here; None if they can.
+        optimizers: those of the module.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self.problem: str | None = None
+        self.optimizers: Sequence[Optimizer] = ()
+        self._groups: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
+        self._known: dict[tuple[int, _Shape, torch.dtype], int | None] = {}
+        try:
+            made: Any = module.configure_optimizers()
+            self.optimizers = _configure_optimizers(made)[0] if made is not None else ()
+        except Exception as error:  # whatever a user's code raises that wants a Trainer
+            self.problem = (
+                f"configure_optimizers needs more than the module: {(str(error).splitlines() or [repr(error)])[0]}"
+            )
+            return
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                self._groups |= {id(parameter): (optimizer, group) for parameter in group["params"]}
+
+    def bytes_of(self, parameter: nn.Parameter, shape: _Shape, dtype: torch.dtype) -> int | None:
+        """Bytes of state for the part of `parameter` that has this shape; None if that cannot be told.
+
+        Args:
+            parameter: of the module.
+            shape: of the part.
+            dtype: that the parameter has in the run.
+        """
+        if self.problem is not None:
+            return None
+        if id(parameter) not in self._groups:
+            return 0
+        optimizer, group = self._groups[id(parameter)]
+        key = (id(group), shape, dtype)
+        if key not in self._known:
+            self._known[key] = _state_bytes(
+                optimizer, group, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+            )
+        return self._known[key]
+
+
+def _state_bytes(optimizer: Optimizer, group: dict[str, Any], part: nn.Parameter) -> int | None:
+    groups, state = optimizer.param_groups, optimizer.state
+    part.grad = torch.empty_like(part)
+    try:
+        optimizer.param_groups, optimizer.state = [{**group, "params": [part]}], defaultdict(dict)
+        type(optimizer).step(optimizer)  # past what a scheduler has wrapped around it
+        made = optimizer.state[part].values()
+        return sum(value.numel() * value.element_size() for value in made if isinstance(value, torch.Tensor))
+    except Exception:  # an optimizer that reads values, which the meta device does not have
+        return None
+    finally:
+        optimizer.param_groups, optimizer.state = groups, state
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def report(cfg: DictConfig, layout: Layout) -> str:
+    """The whole text for a resolved configuration that was found possible.
+
+    Args:
+        cfg: with `module`, `strategy` and `precision`.
+        layout: closed.
+    """
+    rules = rules_of(cfg)
+    parts = [layout.picture() + _servers(layout, rules)]
+    try:
+        module = build_on_meta(cfg)
+    except Exception as error:  # whatever a user's constructor raises without memory
+        why = (str(error).splitlines() or [repr(error)])[0]
+        return (
+            "\n\n".join([*parts, f"The module cannot be built without memory, so its plan is not known: {why}"]) + "\n"
+        )
+    options = engine_options(cfg.strategy)
+    plan = plan_for(module, layout, options)
+    parts.append(f"plan of {type(module).__name__}\n{describe_plan(plan, module)}")
+    held = bytes_of_ranks(module, layout, options, rules)
+    parts.append(_table(module, held, rules))
+    return "\n\n".join(parts) + "\n"
+
+
+def rules_of(cfg: DictConfig) -> StateRules:
+    """How the state is split, from a configuration."""
+    strategy = cfg.strategy
+    return StateRules(
+        stage=int(strategy.get("stage", 0)),
+        offload=str(strategy.get("offload", "none")),
+        halves=cfg.precision == "bf16-true",
+        servers=int(strategy.get("servers", 0)),
+        server_ranks=server_ranks(cfg),
+    )
+
+
+def _servers(layout: Layout, rules: StateRules) -> str:
+    """A line for each parameter server, after those of the ranks that train."""
+    first = layout.world_size if rules.server_ranks else 0
+    what = "on a rank of its own, which does not train" if rules.server_ranks else "beside the worker of that rank"
+    return "".join(f"\nparameter server {number}: rank {first + number}, {what}" for number in range(rules.servers))
+
+
+def _table(module: LightningModule, held: Sequence[RankBytes], rules: StateRules) -> str:
+    whole = bytes_of_ranks(module, Layout(), EngineOptions(), StateRules(halves=rules.halves))[0]
+    groups: dict[RankBytes, list[int]] = defaultdict(list)
+    for rank, each in enumerate(held):
+        groups[each].append(rank)
+    rows: list[tuple[str, ...]] = [("ranks", "parameters", "gradients", "optimizer", "together", "")]
+    rows += [(_ranks(ranks), *_cells(each)) for each, ranks in list(groups.items())[:_SHOWN_LINES]]
+    rows.append(("the whole model", *_cells(whole)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["bytes that each rank holds, without activations and buffers of collectives"]
+    for first, *cells in rows:
+        numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        lines.append("  ".join([first.ljust(widths[0]), *numbers]).rstrip())
+    if len(groups) > _SHOWN_LINES:
+        lines.insert(-1, f"... and {len(groups) - _SHOWN_LINES} more kinds of ranks")
+    if whole.optimizer is None:
+        why = OptimizerStates(module).problem or "the optimizer reads values, which there are none of here"
+        lines.append(f"optimizer: unknown, because {why}")
+    return "\n".join(lines)
+
+
+def _cells(held: RankBytes) -> tuple[str, ...]:
+    optimizer = "unknown" if held.optimizer is None else f"{held.optimizer:,}"
+    return f"{held.parameters:,}", f"{held.gradients:,}", optimizer, f"{held.total:,}", f"{held.total / MIB:,.2f} MiB"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``0-3, 8`` for ascending ranks."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return ", ".join("-".join(map(str, span)) for span in spans)

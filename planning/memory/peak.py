@@ -1,0 +1,180 @@
+"""Bytes that a rank needs under a layout, at the moment of a step at which it needs most.
+
+What a rank holds of parameters, gradients and optimizer is in :mod:`~trainwright.planning.memory.state`, what it keeps
+for backward in :mod:`~trainwright.planning.memory.activations`; how much of both there is at a time follows from the
+order of a step. docs/planning.md has the formulas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from trainwright.planning.memory.activations import Kept
+from trainwright.planning.memory.buffers import Buffers
+from trainwright.planning.memory.in_flight import AtBackward, in_flight, passes_of
+from trainwright.planning.memory.share import Share
+from trainwright.planning.memory.state import StateTable, UnitState, state_of
+from trainwright.planning.search.work import Work
+from trainwright.planning.time.cost import Pass
+
+# Schedules whose backwards come in an order for which there is no formula here.
+_SIMULATED = ("interleaved_zero_bubble", "zbv", "dualpipev")
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+"""Kinds of bytes on a device: fields of :class:`Held`."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one rank at one moment.
+
+    Args:
+        parameters: as they are held between steps.
+        gradients: those that are there.
+        optimizer: state of the optimizers.
+        activations: what forward keeps for backward, and what is computed with it at the moment.
+        buffers: of collectives: gathered parameters, whole gradients before they are averaged, buckets.
+        host: bytes in the memory of the host, where parts are offloaded.
+        moment: of the step.
+    """
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    buffers: float = 0.0
+    host: float = 0.0
+    moment: str = ""
+
+    @property
+    def total(self) -> float:
+        """Bytes on the device."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+def held_by(table: StateTable, cost: Pass, work: Work, share: Share) -> Held:
+    """What a rank holds at the moment at which it holds most.
+
+    Args:
+        table: of the module's parameters.
+        cost: of a pass, cut as the layout cuts it.
+        work: layout and step.
+        share: what the rank has of the model.
+    """
+    found = moments(table, cost, work, share)
+    return replace(max(found, key=lambda held: held.total), host=max(held.host for held in found))
+
+
+def moments(table: StateTable, cost: Pass, work: Work, share: Share) -> list[Held]:
+    """What a rank holds at each moment of a step that may be the one at which it holds most.
+
+    Args:
+        table: of the module's parameters.
+        cost: of a pass, cut as the layout cuts it.
+        work: layout and step.
+        share: what the rank has of the model.
+
+    Returns:
+        In the order of a step; the last is when the optimizer steps.
+    """
+    blocks, heaviest, outside = state_of(table, work, share)
+    state = blocks + outside
+    rest = _at_rest(work, state)
+    kept = Kept(cost, work, share)
+    averaged = 0.0 if work.offload != "none" else state.gradients
+    buffers = Buffers(work, blocks, heaviest, outside)
+    if work.has_pipeline:
+        return _moments_of_pipeline(rest, kept, buffers, work, share, state, averaged)
+    # Gradients of the step before are dropped when the first forward of the next has run, as Lightning does.
+    before = buffers.persisting(averaged, state.whole_gradients)
+    forward = averaged if work.rounds == 1 else max(averaged, before)
+    middle = kept.blocks(buffers.ahead), buffers.in_middle_block
+    return [
+        replace(rest, gradients=forward, activations=middle[0], buffers=middle[1], moment="blocks ahead"),
+        replace(rest, gradients=forward, activations=kept.blocks(), buffers=buffers.in_last_block, moment="last block"),
+        replace(rest, gradients=forward, activations=kept.forward(), buffers=buffers.in_forward, moment="forward"),
+        replace(rest, gradients=before, activations=kept.head(), buffers=buffers.in_head, moment="loss"),
+        replace(rest, gradients=before, activations=kept.block(), buffers=buffers.in_block, moment="backward"),
+        replace(rest, gradients=before, activations=kept.reduced(), buffers=buffers.reducing, moment="reducing"),
+        replace(rest, gradients=before, activations=kept.first(), buffers=buffers.in_first, moment="first block"),
+        replace(rest, gradients=max(averaged, before), buffers=buffers.at_end, moment="averaging"),
+        _stepping(rest, averaged, state),
+    ]
+
+
+def _moments_of_pipeline(
+    rest: Held,
+    kept: Kept,
+    buffers: Buffers,
+    work: Work,
+    share: Share,
+    state: UnitState,
+    averaged: float,
+) -> list[Held]:
+    """Before the first backward there are no gradients yet, afterwards whole ones until all passes are done."""
+    live = in_flight(work.schedule, work.layout.pipeline, work.stages_per_rank, work.parts, share.place)
+    # Ranks that train alone accumulate in the whole gradients themselves.
+    persisting = averaged if work.rounds > 1 and work.stage != 1 and not buffers.is_alone else 0.0
+    is_whole = work.rounds > 1 and (work.stage == 1 or buffers.is_alone or work.no_sync)
+    # Offloaded gradients are dropped as others are, and made again when the passes are done.
+    is_dropped = work.offload != "none" and work.rounds == 1
+    early = replace(rest, host=rest.host - state.gradients) if is_dropped else rest
+    found = [_first_backward(early, kept, buffers, persisting, live, is_whole)]
+    passes, stages = work.parts * work.stages_per_rank, work.stages_per_rank
+    steady: list[tuple[float, float, float]]  # passes held, of these without gradients of weights, stages with them
+    if work.schedule == "looped_bfs":
+        # All micro-batches go backward through one stage before the next, whose gradients are not there yet.
+        steady = [(passes - n * work.parts - 1, 0, n + 1) for n in range(stages)]
+    elif work.schedule in _SIMULATED:
+        at = passes_of(work.schedule, work.layout.pipeline, stages, work.parts, share.place)
+        steady = [each[:3] for each in at if is_whole or not each.is_first]
+        for each in () if is_whole else (each for each in at if each.is_first):
+            found += _first_of_stage(each, early, kept, buffers, persisting, stages)
+    else:
+        steady = [(live if passes > live else live - 1, 0, stages)]
+    for passed, deferred, made in steady:
+        activations = kept.pipeline(passed, is_accumulating=True) + kept.deferred(deferred)
+        step = buffers.whole_of_stages(1.0 if is_whole else made / stages)
+        found.append(replace(early, gradients=persisting, activations=activations, buffers=step, moment="pipeline"))
+    return [
+        *found,
+        replace(rest, gradients=persisting, buffers=buffers.at_end, moment="averaging"),
+        _stepping(rest, averaged, state),
+    ]
+
+
+def _first_backward(rest: Held, kept: Kept, buffers: Buffers, persisting: float, live: float, is_whole: bool) -> Held:
+    """The first of a round: whole gradients are there if those of earlier rounds were left whole."""
+    held = buffers.whole_step if is_whole else buffers.gathered_whole
+    activations = kept.pipeline(live, is_accumulating=is_whole)
+    return replace(rest, gradients=persisting, activations=activations, buffers=held, moment="first backward")
+
+
+def _first_of_stage(
+    at: AtBackward, rest: Held, kept: Kept, buffers: Buffers, persisting: float, stages: int
+) -> list[Held]:
+    """When the first backward of a stage begins, and within its last block, when the gradients of all others are there.
+
+    Activations of a block are gone when its gradients are there; in between there is something of both.
+    """
+    begins = kept.pipeline(at.live) + kept.deferred(at.deferred)
+    ends = kept.pipeline(at.live - 1) + kept.heaviest_block + kept.deferred(at.deferred)
+    others = buffers.whole_of_stages((at.graded + 1) / stages) - buffers.whole_of_block
+    held = ((begins, buffers.whole_of_stages(at.graded / stages)), (ends, others))
+    return [
+        replace(rest, gradients=persisting, activations=activations, buffers=size, moment="first of a stage")
+        for activations, size in held
+    ]
+
+
+def _at_rest(work: Work, state: UnitState) -> Held:
+    if work.offload == "parameters":
+        return Held(host=state.kept + state.gradients + state.optimizer)
+    if work.offload == "optimizer":
+        return Held(parameters=state.kept, host=state.stepped + state.gradients + state.optimizer)
+    return Held(parameters=state.kept, optimizer=state.optimizer)
+
+
+def _stepping(rest: Held, gradients: float, state: UnitState) -> Held:
+    """Optimizers compute with a number or two for each that they step: tensor by tensor, or all at once (foreach)."""
+    return replace(rest, gradients=gradients, buffers=min(state.largest, state.stepped), moment="optimizer step")

@@ -1,0 +1,250 @@
+"""What parameters, gradients and the optimizer weigh on a rank.
+
+They follow the rules of the strategies, as in :mod:`trainwright.planning.layout_report`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+
+from trainwright.planning.layout_report import OptimizerStates
+from trainwright.planning.memory.share import Share
+from trainwright.planning.model.facts import ModelFacts
+from trainwright.planning.search.work import Work
+from trainwright.strategies.compose.rules import cuts_module
+from trainwright.strategies.pipeline.cut import PipelineCut
+from trainwright.strategies.plan.model_plan import ModelPlan
+from trainwright.strategies.plan.tensor_rules import plan_splits
+
+FIRST, LAST, BOTH = "first", "last", "both"
+Unit = int | str
+"""A kind of block, or parameters outside of the blocks: used before them, after them, or in both places (tied)."""
+
+
+@dataclass(frozen=True)
+class UnitState:
+    """Bytes that the parameters of a unit take on a rank.
+
+    Args:
+        kept: parameters between steps.
+        whole: parameters before ZeRO splits them.
+        gradients: averaged.
+        whole_gradients: before they are averaged and split.
+        optimizer: state.
+        stepped: what the optimizer steps.
+        largest: of the whole parameters, the largest.
+        reduced: of the whole gradients, those that other ranks of the state's axes have too.
+    """
+
+    kept: float = 0.0
+    whole: float = 0.0
+    gradients: float = 0.0
+    whole_gradients: float = 0.0
+    optimizer: float = 0.0
+    stepped: float = 0.0
+    largest: float = 0.0
+    reduced: float = 0.0
+
+    def __add__(self, other: UnitState) -> UnitState:
+        return UnitState(
+            self.kept + other.kept,
+            self.whole + other.whole,
+            self.gradients + other.gradients,
+            self.whole_gradients + other.whole_gradients,
+            self.optimizer + other.optimizer,
+            self.stepped + other.stepped,
+            max(self.largest, other.largest),
+            self.reduced + other.reduced,
+        )
+
+    def times(self, count: float) -> UnitState:
+        """Of so many equal units."""
+        if not count:
+            return UnitState()
+        return UnitState(
+            self.kept * count,
+            self.whole * count,
+            self.gradients * count,
+            self.whole_gradients * count,
+            self.optimizer * count,
+            self.stepped * count,
+            self.largest,
+            self.reduced * count,
+        )
+
+
+class _Division(NamedTuple):
+    """How a layout divides parameters among ranks.
+
+    Args:
+        tensor, expert: sizes of these axes.
+        ranks: that share a copy of the state.
+        stage: of ZeRO.
+        splits: whether parameters are split, see :attr:`Work.splits_parameters`.
+        alone: whether no other rank trains the same parameters, in a layout that cuts the module.
+    """
+
+    tensor: int
+    expert: int
+    ranks: int
+    stage: int
+    splits: bool
+    alone: bool
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A parameter: ``dim`` is that which the tensor axis splits; ``None``: none."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    is_trained: bool
+    is_expert: bool
+    dim: int | None
+    dtype: torch.dtype
+    name: str
+
+
+class StateTable:
+    """What the parameters of a module weigh on a rank, unit by unit.
+
+    Args:
+        facts: of the module.
+        plans: gives the plan of ``small`` for a size of the tensor axis.
+        small: the module with a few of its blocks, see :meth:`ModelFacts.reduced`.
+        halves: whether floating-point weights become bf16 (``precision=bf16-true``).
+    """
+
+    def __init__(
+        self, facts: ModelFacts, plans: Callable[[int], ModelPlan], small: LightningModule, halves: bool = False
+    ) -> None:
+        self.facts, self._plans, self._small, self._halves = facts, plans, small, halves
+        self._states = OptimizerStates(facts.module)
+        self._weights: dict[int, dict[Unit, list[_Weight]]] = {}
+        self._linear: dict[tuple[str, torch.dtype], tuple[float, float] | None] = {}
+        self._of_unit = cache(self._unit_state)
+        self.of_share = cache(self._of_share)
+
+    def _units(self, tensor: int) -> dict[Unit, list[_Weight]]:
+        if tensor not in self._weights:
+            self._weights[tensor] = self._sorted(tensor)
+        return self._weights[tensor]
+
+    def _sorted(self, tensor: int) -> dict[Unit, list[_Weight]]:
+        module, blocks = self.facts.module, self.facts.blocks
+        plan = self._plans(tensor)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        aliases = {alias: names[id(p)] for alias, p in module.named_parameters(remove_duplicate=False)}
+        dims = {aliases[a]: split.dim for a, split in plan_splits(module, plan).items()} if tensor > 1 else {}
+        sides = _sides(self._small, plan)
+        seen: dict[int, str] = {}  # kind -> the block that stands for all
+        for name, kind in zip(blocks, self.facts.kinds, strict=True):
+            seen.setdefault(kind, name)
+        prefixes = {f"{name}.": kind for kind, name in seen.items()}
+        others = [f"{name}." for name in blocks if name not in seen.values()]
+        found: dict[Unit, list[_Weight]] = {}
+        for name, parameter in module.named_parameters():
+            if name.startswith(tuple(others)) and others:
+                continue
+            unit: Unit = next(
+                (kind for prefix, kind in prefixes.items() if name.startswith(prefix)), sides.get(name, BOTH)
+            )
+            is_float = parameter.is_floating_point()
+            dtype = torch.bfloat16 if self._halves and is_float else parameter.dtype
+            is_expert = any(name.startswith(f"{expert}.") for expert in plan.experts)
+            weight = _Weight(
+                tuple(parameter.shape), dtype.itemsize, parameter.requires_grad, is_expert, dims.get(name), dtype, name
+            )
+            found.setdefault(unit, []).append(weight)
+        return found
+
+    def _unit_state(self, unit: Unit, division: _Division) -> UnitState:
+        """Bytes of a kind of block, or of a place outside, on the rank that holds most."""
+        return _sum(self._weigh(weight, division) for weight in self._units(division.tensor).get(unit, ()))
+
+    def _of_share(self, share: Share, division: _Division) -> tuple[UnitState, UnitState, UnitState]:
+        """See :func:`state_of`."""
+
+        def each(unit: Unit) -> UnitState:
+            return self._of_unit(unit, division)
+
+        blocks = _sum(each(kind).times(count) for kind, count in share.blocks.items())
+        heaviest = max((each(kind) for kind in share.blocks), key=lambda state: state.whole, default=UnitState())
+        outside = [each(FIRST)] if share.has_first else []
+        outside += [each(LAST)] if share.has_last else []
+        outside += [each(BOTH)] if share.has_first or share.has_last else []
+        return blocks, heaviest, _sum(outside)
+
+    def _weigh(self, weight: _Weight, division: _Division) -> UnitState:
+        shape, ranks = list(weight.shape), division.ranks
+        if weight.dim is not None:
+            shape[weight.dim] //= division.tensor
+        if weight.is_expert and division.expert > 1:
+            shape[0] //= division.expert
+            ranks //= division.expert
+        whole = math.prod(shape) * weight.itemsize
+        chunk, mine = whole, math.prod(shape)
+        if division.stage and shape and not (division.alone and ranks == 1 and not division.splits):
+            rows = -(-shape[0] // ranks)
+            chunk = rows * math.prod(shape[1:]) * weight.itemsize
+            mine = min(rows, shape[0]) * math.prod(shape[1:])
+        trained = 1 if weight.is_trained else 0
+        return UnitState(
+            kept=chunk if division.splits and shape else whole,
+            whole=whole,
+            gradients=trained * chunk,
+            whole_gradients=trained * whole,
+            optimizer=self._optimizer(weight, mine) if trained else 0.0,
+            stepped=trained * mine * weight.itemsize,
+            largest=whole,
+            reduced=trained * whole if ranks > 1 or not weight.is_expert else 0.0,
+        )
+
+    def _optimizer(self, weight: _Weight, numel: int) -> float:
+        """Bytes of state; in the number of elements, which is exact for optimizers that work element by element."""
+        parameter = self.facts.module.get_parameter(weight.name)
+        key = (weight.name, weight.dtype)
+        if key not in self._linear:
+            sizes = [self._states.bytes_of(parameter, (n, 8), weight.dtype) for n in (8, 16)]
+            if sizes[0] is None or sizes[1] is None:
+                self._linear[key] = None
+            else:
+                slope = (sizes[1] - sizes[0]) / 64
+                self._linear[key] = (sizes[0] - 64 * slope, slope)
+        linear = self._linear[key]
+        # Without an optimizer that can be asked, Adam's two numbers are the cautious guess.
+        return 8.0 * numel if linear is None else linear[0] + linear[1] * numel
+
+
+def _sides(module: LightningModule, plan: ModelPlan) -> dict[str, str]:
+    """For parameters outside of the blocks: whether they are used before the blocks, after them, or in both places."""
+    if len(plan.blocks) < 2:
+        return {}
+    spans = [range(1), range(1, len(plan.blocks))]
+    try:
+        holders = PipelineCut(module, plan, spans, []).holders
+    except ValueError:  # nothing tells; no pipeline is possible then, and the place does not matter
+        return {}
+    return {name: BOTH if len(at) > 1 else (FIRST, LAST)[at[0]] for name, at in holders.items()}
+
+
+def state_of(table: StateTable, work: Work, share: Share) -> tuple[UnitState, UnitState, UnitState]:
+    """What the parameters of a rank weigh: its blocks, the heaviest block, and what is outside of them."""
+    layout = work.layout
+    alone = cuts_module(layout) and layout.replicate == 1
+    ranks, splits = layout.state_ranks, work.splits_parameters
+    return table.of_share(share, _Division(layout.tensor, layout.expert, ranks, work.stage, splits, alone))
+
+
+def _sum(states: Iterable[UnitState]) -> UnitState:
+    total = UnitState()
+    for state in states:
+        total = total + state
+    return total

@@ -1,0 +1,1 @@
+"""Measure what one pass of a module costs."""

@@ -1,0 +1,245 @@
+"""One forward and one backward of a module, and what was counted while they ran, by the part of the module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from trainwright.callbacks.monitor.flops import operations_of
+from trainwright.core.layout import Layout
+from trainwright.planning.model.live import LiveCounter, local
+from trainwright.planning.model.without_memory import autocast_of, loss_of
+from trainwright.strategies.contract.communication.axes import name_of
+from trainwright.strategies.contract.communication.calls import Call, listen
+from trainwright.strategies.contract.communication.costs import least_bytes
+from trainwright.strategies.contract.communication.meter import Sent
+
+BEFORE, AFTER = "before", "after"
+"""Phases of a run beside the places of its blocks: what stands before the blocks, and what stands after them."""
+
+
+class CountedRun:
+    """One forward and one backward, and what was counted.
+
+    Args:
+        module: whose `training_step` is run; it is changed, and of no use afterwards.
+        blocks: of it, with their places.
+        batch: that it is run with.
+        layout: of the ranks that it is cut for.
+        precision: of the group of that name.
+
+    Attributes:
+        phase: where the run is: :data:`BEFORE`, the place of a block, or :data:`AFTER`.
+        in_backward: whether it is in its second half.
+        counter: of its operations.
+        kept: bytes alive when the loss is there, by the phase that made them.
+        boundaries: bytes of what a block has returned, by its place.
+        outputs: bytes that layers with weights of their own have returned, by place.
+        sent: by phase, then by axis and kind of collective; of that ``sent_forward`` by forward alone.
+        at_loss: bytes alive when the loss is there.
+        entry: bytes alive when backward enters the last block.
+        forward_block: most bytes within the forward of the last block, beyond those that are alive after it.
+        forward_peak: most bytes alive in forward.
+        head_peak: most bytes alive before backward enters the last block.
+        block_peak, accumulating_peak: most bytes alive from there on; the second without gradients of weights.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        blocks: Sequence[tuple[int, nn.Module]],
+        batch: Any,
+        layout: Layout,
+        precision: str,
+    ) -> None:
+        self.blocks, self._layout = blocks, layout
+        self.phase: Any = BEFORE if blocks else AFTER
+        self.in_backward = False
+        self.counter = OperationCounter(self)
+        self.kept: dict[Any, int] = {}
+        self.boundaries: dict[int, int] = {}
+        self.outputs: dict[int, int] = {}
+        self.sent: dict[Any, dict[tuple[str, str], Sent]] = {}
+        self.sent_forward: dict[Any, dict[tuple[str, str], Sent]] = {}
+        self.at_loss = self.entry = self.forward_block = 0
+        self.forward_peak = self.head_peak = self.block_peak = self.accumulating_peak = 0
+        self._graded: list[Tensor] = []
+        for place, block in blocks:
+            self._watch(place, block)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._graded.append)
+        self.counter.ignore([*module.parameters(), *module.buffers(), *_tensors_in(batch)])
+        self._run(module, batch, precision)
+
+    def _run(self, module: LightningModule, batch: Any, precision: str) -> None:
+        counter = self.counter
+        with _heard(self._hear), counter:
+            with autocast_of(precision):
+                loss = loss_of(module.training_step(batch, 0))
+            self.kept = counter.alive()
+            self.sent_forward = {phase: dict(counts) for phase, counts in self.sent.items()}
+            self.at_loss = counter.now
+            self.forward_peak = counter.peak
+            counter.reset_peak()
+            self.phase = AFTER
+            self.in_backward = True
+            loss.backward()
+        self._close_peaks()
+
+    def _hear(self, call: Call) -> None:
+        ranks = call.group.size()
+        if ranks == 1 or call.kind == "barrier":
+            return
+        counts = self.sent.setdefault(self.phase, {})
+        key = name_of(dist.get_process_group_ranks(call.group), call.kind, self._layout), call.kind
+        least = least_bytes(call.kind, call.size, ranks, call.place)
+        counts[key] = counts.get(key, Sent()) + Sent(1, least, least)
+
+    def _watch(self, place: int, block: nn.Module) -> None:
+        inner = block.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.in_backward:
+                return inner(*args, **kwargs)
+            self.phase = place
+            self.counter.block_peak = self.counter.now
+            args, kwargs = pytree.tree_map(lambda leaf: self._leaving(place, leaf), (args, kwargs))
+            output = inner(*args, **kwargs)
+            self.phase = AFTER
+            self.forward_block = self.counter.block_peak - self.counter.now
+            self.boundaries[place] = _bytes_in(output)
+            first = next((leaf for leaf in _tensors_in(output) if leaf.requires_grad), None)
+            if first is not None:
+                first.register_hook(lambda gradient: self._entering(place))
+            return output
+
+        block.forward = forward
+        for part in block.modules():
+            if any(parameter is not None for parameter in part._parameters.values()):
+                part.register_forward_hook(lambda module, args, output: self._returned(place, output))
+
+    def _returned(self, place: int, output: Any) -> None:
+        if not self.in_backward:
+            self.outputs[place] = self.outputs.get(place, 0) + _bytes_in(output)
+
+    def _leaving(self, place: int, leaf: Any) -> Any:
+        """Backward leaves a block when it has the gradient of the block's input."""
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad or leaf.is_leaf:
+            return leaf
+        leaf.register_hook(lambda gradient: self._left(place))
+        return leaf
+
+    def _entering(self, place: int) -> None:
+        self._drop()
+        self.phase = place
+        if place == self.blocks[-1][0]:
+            self.head_peak = self.counter.peak
+            self.entry = self.counter.now
+            self.counter.peak = self.counter.accumulating_peak = self.counter.now
+
+    def _left(self, place: int) -> None:
+        if self.phase == place:
+            self._drop()
+            self.phase = BEFORE
+
+    def _drop(self) -> None:
+        """Gradients are there until a block has gone backward; who keeps them longer counts them himself."""
+        for parameter in self._graded:
+            parameter.grad = None
+        self._graded.clear()
+
+    def _close_peaks(self) -> None:
+        if not self.blocks or not self.entry:
+            self.head_peak, self.entry, self.block_peak = self.counter.peak, self.at_loss, self.counter.peak
+            self.accumulating_peak = self.counter.peak
+        else:
+            self.block_peak, self.accumulating_peak = self.counter.peak, self.counter.accumulating_peak
+
+    @property
+    def graded_bytes(self) -> int:
+        """Of gradients of weights that are there."""
+        return sum(local(each.grad).nbytes for each in self._graded if each.grad is not None)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was counted of the operations of forward, or of backward, by phase.
+
+    Args:
+        flops: arithmetic operations.
+        calls: operations of torch that they are in, and all others.
+        moved: bytes that operations without arithmetic of matrices read and write.
+    """
+
+    flops: defaultdict[Any, float] = field(default_factory=lambda: defaultdict(float))
+    calls: defaultdict[Any, float] = field(default_factory=lambda: defaultdict(float))
+    moved: defaultdict[Any, float] = field(default_factory=lambda: defaultdict(float))
+
+
+class OperationCounter(LiveCounter):
+    """Counts operations too, by phase of a run.
+
+    Attributes:
+        forward, backward: what was counted; in backward also what is computed again.
+        block_peak: most bytes alive since the forward of a block began.
+        accumulating_peak: most bytes alive in backward, gradients of weights left out.
+    """
+
+    def __init__(self, run: CountedRun) -> None:
+        super().__init__()
+        self._run = run
+        self.forward, self.backward = Counts(), Counts()
+        self.accumulating_peak = self.block_peak = 0
+
+    @property
+    def phase(self) -> Any:
+        """Where the run is."""
+        return self._run.phase
+
+    def _notice(self, now: int) -> None:
+        super()._notice(now)
+        self.block_peak = max(self.block_peak, now)
+        if self._run.in_backward:
+            self.accumulating_peak = max(self.accumulating_peak, now - self._run.graded_bytes)
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        counts = self.backward if self._run.in_backward else self.forward
+        counts.calls[self.phase] += 1
+        operations = operations_of(func, args, kwargs, output, halve_causal=True)
+        if operations:
+            counts.flops[self.phase] += operations
+        elif not _is_view(func):
+            counts.moved[self.phase] += _bytes_in((args, kwargs, output))
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operation only looks at memory in another way, or sends it, which is counted elsewhere."""
+    schema = func._schema
+    aliases = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+    return aliases or func.namespace in ("c10d", "_c10d_functional", "fsdp") or not schema.returns
+
+
+@contextlib.contextmanager
+def _heard(listener: Callable[[Call], None]) -> Iterator[None]:
+    """Tell of every collective; where there is no process group there are none."""
+    with contextlib.ExitStack() as stack:
+        if dist.is_initialized():
+            stack.callback(listen(listener))
+        yield
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _bytes_in(tree: Any) -> int:
+    return sum(tensor.nbytes for tensor in _tensors_in(tree))

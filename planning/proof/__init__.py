@@ -1,0 +1,1 @@
+"""Build planned ranks at full size, without memory."""

@@ -1,0 +1,222 @@
+"""A plan as text for a terminal, and as plain values."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from trainwright.core.config.override_words import in_shell
+from trainwright.planning.memory.peak import KINDS
+from trainwright.planning.search.plan import USABLE, Candidate, Plan, Refusal
+
+SHOWN = 10
+_SHOWN_REASONS, _SHOWN_NAMES = 6, 3
+# More columns than any table has.
+_NO_WIDTH = 10_000
+_GIB = 2**30
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print the answer of `trainwright plan`: on a terminal as wide as that is, elsewhere as wide as the tables are."""
+    tables = [_layouts(plan), _details(plan)] if plan.ranked else []
+    if not console.is_terminal:  # a file or a pipe has no width
+        console.width = max([console.width, *(_width_of(table, console) for table in tables)])
+    for line in headline(plan):
+        console.print(line, soft_wrap=True)
+    if plan.ranked:
+        for table in tables:
+            console.print(table)
+        console.print("\nwhat to type for the first:", style="bold")
+        assert plan.best is not None
+        console.print(f"  {command_of(plan.best)}", soft_wrap=True, markup=False)
+    for note in plan.notes:
+        console.print(f"\n{note}", soft_wrap=True, markup=False)
+    if plan.refused:
+        console.print("\nnot possible:", style="bold")
+        for line in reasons(plan.refused):
+            console.print(f"  {line}", soft_wrap=True, markup=False)
+
+
+def _width_of(table: Table, console: Console) -> int:
+    """Columns that a table takes with one line to a row."""
+    return Measurement.get(console, console.options.update(max_width=_NO_WIDTH), table).maximum
+
+
+def headline(plan: Plan) -> list[str]:
+    """What was asked, and how much was found."""
+    batch = "each layout's own batch" if plan.global_batch_size is None else f"{plan.global_batch_size} samples a step"
+    return [
+        f"{plan.name}: {plan.parameters:,} parameters, {plan.precision}, {batch}, {plan.world_size} x "
+        f"{plan.profile.name} ({USABLE * plan.profile.memory_bytes / _GIB:.1f} GiB usable of each)",
+        *([plan.profile.source] if plan.profile.source else []),
+        f"{len(plan.ranked)} layouts possible, {len(plan.refused)} not; {plan.considered} ways weighed in "
+        f"{plan.seconds:.1f} s",
+    ]
+
+
+def command_of(candidate: Candidate) -> str:
+    """The overrides of a candidate in one line."""
+    return " ".join(in_shell(word) for word in candidate.overrides)
+
+
+def _layouts(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table.add_column("#", justify="right")
+    table.add_column("layout", min_width=24)
+    for name in ("s/step", "samples/s", "MFU", "waits", "bubble", "GiB", "micro", "accum."):
+        table.add_column(name, justify="right", overflow="fold")
+    table.add_column("with")
+    for number, each in enumerate(plan.ranked[:SHOWN], 1):
+        table.add_row(str(number), *cells_of(plan, each))
+    return table
+
+
+def cells_of(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
+    """A row of the table of layouts, behind its number: what the candidate is, takes and needs, for people."""
+    time, work = candidate.time, candidate.work
+    return (
+        candidate.title,
+        f"{time.total:.3g}",
+        f"{candidate.samples_per_second:.4g}",
+        f"{100 * utilization(plan, candidate):.0f} %",
+        f"{100 * time.exposed / time.total:.0f} %",
+        f"{100 * time.bubble / time.total:.0f} %",
+        f"{candidate.memory.total / _GIB:.1f}",
+        str(work.micro_batch),
+        str(candidate.accumulation) if work.parts == 1 else f"{candidate.accumulation} x {work.parts}",
+        ", ".join(extras(candidate)),
+    )
+
+
+def extras(candidate: Candidate) -> list[str]:
+    """What a candidate does beside its axes."""
+    work, cut = candidate.work, candidate.cut
+    found = [f"{work.schedule} of {work.stages_per_rank}" if work.stages_per_rank > 1 else work.schedule]
+    found = found if work.has_pipeline else []
+    found += ["checkpointing"] if cut.checkpointing == "full" else []
+    found += [f"offload of {work.offload}"] if work.offload != "none" else []
+    found += ["sequence parallel"] if cut.sequence_parallel else []
+    return found
+
+
+def utilization(plan: Plan, candidate: Candidate) -> float:
+    """Model operations per second as a part of what the devices can do at most."""
+    peak = plan.profile.peak_at(plan.precision) * plan.world_size
+    return candidate.time.flops / candidate.time.total / peak
+
+
+def _details(plan: Plan) -> Table:
+    shown = plan.ranked[:SHOWN]
+    axes = sorted({axis for each in shown for axis, traffic in each.time.traffic.items() if traffic.seconds})
+    table = Table(
+        box=None, pad_edge=False, padding=(0, 1), title_justify="left",
+        title="\nGiB of the fullest rank at its fullest moment, and seconds of waiting (of sending) by axis in a step",
+    )  # fmt: skip
+    table.add_column("#", justify="right")
+    for name in (*KINDS, "moment"):
+        table.add_column(name, justify="right", overflow="fold")
+    for axis in axes:
+        table.add_column(axis, justify="right", overflow="fold")
+    for number, each in enumerate(shown, 1):
+        memory = [f"{getattr(each.memory, kind) / _GIB:.1f}" for kind in KINDS]
+        waits = [_wait(each, axis) for axis in axes]
+        table.add_row(str(number), *memory, each.memory.moment, *waits)
+    return table
+
+
+def _wait(candidate: Candidate, axis: str) -> str:
+    traffic = candidate.time.traffic.get(axis)
+    if traffic is None or not traffic.seconds:
+        return "-"
+    return f"{traffic.exposed:.2g} ({traffic.seconds:.2g})"
+
+
+def reasons(refused: Sequence[Refusal]) -> list[str]:
+    """Why layouts are not possible: equal reasons once, with those that they hold for."""
+    lines = []
+    for kind, group in grouped(refused).items():
+        shown = group[:_SHOWN_REASONS]
+        lines += [f"{each.what}: {each.reason}" for each in shown]
+        rest = len(group) - len(shown)
+        if rest > 0:
+            names = "; ".join(each.what for each in group[len(shown) : len(shown) + _SHOWN_NAMES])
+            lines.append(
+                f"... and {rest} more for want of {_WANT[kind]}: {names}{'; ...' if rest > _SHOWN_NAMES else ''}"
+            )
+    return lines
+
+
+_WANT = {"layout": "a module that can be cut so", "batch": "samples", "memory": "memory"}
+
+
+def grouped(refused: Sequence[Refusal]) -> dict[str, list[Refusal]]:
+    """By kind: what the strategies refuse, then batches, then memory, those first that lack least."""
+    found: dict[str, list[Refusal]] = defaultdict(list)
+    for kind in ("layout", "batch", "memory"):
+        found[kind] = sorted((each for each in refused if each.kind == kind), key=lambda each: each.needed)
+    return {kind: group for kind, group in found.items() if group}
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """Plain values; bytes and seconds."""
+    return {
+        "recipe": plan.name,
+        "world_size": plan.world_size,
+        "device": plan.profile.name,
+        "device_source": plan.profile.source or f"device={plan.profile.name}",
+        "usable_bytes": USABLE * plan.profile.memory_bytes,
+        "precision": plan.precision,
+        "parameters": plan.parameters,
+        "global_batch_size": plan.global_batch_size,
+        "seconds_of_planning": plan.seconds,
+        "considered": plan.considered,
+        "notes": list(plan.notes),
+        "best": candidate_as_dict(plan, plan.best) if plan.best is not None else None,
+        "ranked": [candidate_as_dict(plan, each) for each in plan.ranked],
+        "refused": [
+            {"what": each.what, "kind": each.kind, "reason": each.reason, "overrides": list(each.overrides)}
+            for each in plan.refused
+        ],
+    }
+
+
+def candidate_as_dict(plan: Plan, candidate: Candidate) -> dict[str, Any]:
+    """Plain values of one layout; bytes and seconds."""
+    work, time, memory = candidate.work, candidate.time, candidate.memory
+    return {
+        "strategy": candidate.strategy,
+        "layout": {**candidate.layout.sizes, "expert": candidate.layout.expert},
+        "stage": work.stage,
+        "schedule": work.schedule if work.has_pipeline else None,
+        "stages_per_rank": work.stages_per_rank if work.has_pipeline else None,
+        "micro_batches": work.parts if work.has_pipeline else None,
+        "micro_batch_size": candidate.micro_batch_size,
+        "accumulation": candidate.accumulation,
+        "activation_checkpointing": candidate.cut.checkpointing,
+        "offload": work.offload,
+        "seconds": {
+            "step": time.total,
+            "compute": time.compute,
+            "bubble": time.bubble,
+            "optimizer": time.optimizer,
+            "exposed": time.exposed,
+        },
+        "communication": {
+            axis: {"bytes": each.bytes, "seconds": each.seconds, "exposed": each.exposed}
+            for axis, each in time.traffic.items()
+        },
+        "samples_per_second": candidate.samples_per_second,
+        "mfu": utilization(plan, candidate),
+        "bytes": {
+            **{kind: getattr(memory, kind) for kind in KINDS},
+            "host": memory.host,
+            "total": memory.total,
+            "moment": memory.moment,
+        },
+        "overrides": list(candidate.overrides),
+    }

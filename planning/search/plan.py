@@ -1,0 +1,139 @@
+"""What a plan answers: layouts that are possible, ranked, and why others are not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trainwright.core.device_profiles import DeviceProfile
+from trainwright.core.layout import Layout
+from trainwright.planning.memory.peak import Held
+from trainwright.planning.memory.state import UnitState
+from trainwright.planning.search.work import Work
+from trainwright.planning.time.cost import Cut
+from trainwright.planning.time.step import StepTime
+
+USABLE = 0.92
+"""Part of a device's memory that tensors may take; the rest is for its context, communicators, and gaps."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that is possible, how it is run, and what is predicted of it.
+
+    Args:
+        strategy: name: ``single``, ``ddp``, ``zero1`` to ``zero3``, ``hybrid``.
+        work: layout and step.
+        cut: how a pass is split.
+        memory: of the rank that needs most, at the moment at which it does.
+        time: of an optimizer step.
+        samples: of an optimizer step.
+        overrides: what to type behind the recipe to have it.
+        at_step: most of each kind on any rank when the optimizer steps; what can be seen of it in a run.
+        blocks: of the module that a rank has.
+        block: the heaviest of them.
+    """
+
+    strategy: str
+    work: Work
+    cut: Cut
+    memory: Held
+    time: StepTime
+    samples: int
+    overrides: tuple[str, ...] = ()
+    at_step: Held = field(default_factory=Held)
+    blocks: int = 0
+    block: UnitState = field(default_factory=UnitState)
+
+    @property
+    def layout(self) -> Layout:
+        """Its axes, closed."""
+        return self.work.layout
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches that a data rank accumulates."""
+        return self.work.rounds
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples that a data rank reads at a time; a pipeline splits them."""
+        return self.work.micro_batch * self.work.parts
+
+    @property
+    def samples_per_second(self) -> float:
+        """Predicted."""
+        return self.samples / self.time.total
+
+    @property
+    def title(self) -> str:
+        """The strategy and its axes, for people."""
+        return describe(self.strategy, self.layout, self.work.stage)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A layout that cannot be had.
+
+    Args:
+        what: strategy and axes.
+        kind: ``"layout"`` (a strategy refuses it), ``"batch"`` or ``"memory"``.
+        reason: what was given, what is allowed, what to type.
+        overrides: what would be refused so if it was typed.
+        needed: bytes a rank, where that is the reason.
+    """
+
+    what: str
+    kind: str
+    reason: str
+    overrides: tuple[str, ...] = ()
+    needed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found.
+
+    Args:
+        name: of the recipe.
+        world_size: ranks.
+        profile: of their devices.
+        precision: of the run.
+        global_batch_size: samples of a step; None: each layout its own.
+        ranked: possible layouts, the fastest first; one for each set of axes and stage.
+        refused: all others.
+        parameters: elements of the module.
+        seconds: that planning took.
+        considered: ways to run that were weighed.
+        notes: what the first layout's bytes depend on beside sizes; sentences.
+    """
+
+    name: str
+    world_size: int
+    profile: DeviceProfile
+    precision: str
+    global_batch_size: int | None
+    ranked: tuple[Candidate, ...]
+    refused: tuple[Refusal, ...]
+    parameters: int = 0
+    seconds: float = 0.0
+    considered: int = 0
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest; None if nothing is possible."""
+        return self.ranked[0] if self.ranked else None
+
+
+def describe(strategy: str, layout: Layout, stage: int) -> str:
+    """``hybrid, stage 1: pipeline 8 x shard 16 x tensor 8``."""
+    sizes = {**layout.sizes, "expert": layout.expert}
+    axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    named = strategy if strategy != "hybrid" or layout.state_ranks == 1 else f"{strategy}, stage {stage}"
+    return f"{named}: {axes}" if axes else named
+
+
+def describe_data(layout: Layout) -> str:
+    """``16 data ranks x pipeline 8 x tensor 8``: the data ranks of a layout, however they share state."""
+    axes = {axis: getattr(layout, axis) for axis in ("pipeline", "context", "tensor")}
+    return f"{layout.data_ranks} data ranks" + "".join(f" x {axis} {size}" for axis, size in axes.items() if size > 1)

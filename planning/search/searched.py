@@ -1,0 +1,185 @@
+"""What is known of a configuration before layouts are looked at: its module, what that costs, and the devices."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch import LightningModule
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.core.device_profiles import profile_of
+from trainwright.core.layout import Layout
+from trainwright.core.problems import ConfigError
+from trainwright.planning.check_layout import build_on_meta, meta_module
+from trainwright.planning.memory.peak import Held, held_by, moments
+from trainwright.planning.memory.share import Share, share_of
+from trainwright.planning.memory.state import StateTable, state_of
+from trainwright.planning.model.batches import one_batch
+from trainwright.planning.model.facts import ModelFacts
+from trainwright.planning.search.plan import USABLE, Candidate
+from trainwright.planning.search.work import Work
+from trainwright.planning.time.cost import Cut, Pass
+from trainwright.planning.time.step import StepTime, step_time
+from trainwright.strategies.compose.engines import EngineOptions, plan_for, stage_spans
+from trainwright.strategies.compose.world import Surroundings, world_size_of
+from trainwright.strategies.plan.model_plan import ModelPlan
+
+
+class Searched:
+    """What is known of a configuration before layouts are looked at.
+
+    Args:
+        cfg: resolved.
+
+    Attributes:
+        profile: of the devices.
+        world_size: ranks.
+        module: on the meta device.
+        parameters: elements of it.
+        said: what ``strategy`` says about the model.
+        facts: what a pass of the module costs.
+        small: the module with two blocks of each kind, for questions whose answer is the same for all of them.
+        table: what its parameters weigh.
+        capacity: bytes of a device that tensors may take.
+
+    Raises:
+        ConfigError: if the module cannot be built without memory, its data cannot be read, or the profile is unknown.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.cfg = cfg
+        try:
+            self.profile = profile_of(cfg)
+        except ValueError as error:
+            raise ConfigError([str(error)]) from error
+        self.world_size = world_size_of(cfg, Surroundings())
+        self.module = _built(cfg)
+        plain: Any = OmegaConf.to_container(cfg.strategy)
+        self.said = {key: plain[key] for key in ("plan", "blocks", "batch_dims") if plain.get(key)}
+        self.attention = plain.get("attention") or "ring"
+        batch, samples = one_batch(cfg, self.module)
+        self.facts = ModelFacts(
+            self.module,
+            batch,
+            samples,
+            cfg.precision,
+            plan=self.said.get("plan"),
+            blocks=self.said.get("blocks"),
+            real=lambda: _real(cfg),
+        )
+        self.small, self._small_blocks = self.facts.reduced()
+        self.table = StateTable(self.facts, self.plan_of, self.small, cfg.precision == "bf16-true")
+        self.parameters = sum(parameter.numel() for parameter in self.module.parameters())
+        self.capacity = USABLE * self.profile.memory_bytes
+        self._spans: dict[int, list[range]] = {}
+
+    @cache  # noqa: B019 - lives as long as one search
+    def plan_of(self, tensor: int) -> ModelPlan:
+        """The plan of :attr:`small` with this size of the tensor axis."""
+        return plan_for(self.small, Layout(tensor=tensor), self.options())
+
+    def options(self, **given: Any) -> EngineOptions:
+        """How the engines are told to cut :attr:`small`, with what the configuration says about the model."""
+        plan = (
+            {**self.said.get("plan", {}), "blocks": self._small_blocks} if self._small_blocks else self.said.get("plan")
+        )
+        dims = self.said.get("batch_dims", {})
+        return EngineOptions(plan=plan or {}, batch_dims=dims, attention=self.attention, **given)
+
+    def spans(self, stages: int) -> list[range]:
+        """Blocks of each stage of a pipeline."""
+        if stages not in self._spans:
+            self._spans[stages] = stage_spans(
+                self.module, ModelPlan(blocks=tuple(self.facts.blocks)), stages, "balanced"
+            )
+        return self._spans[stages]
+
+    def shares(self, work: Work) -> tuple[Share, ...]:
+        """What the first and the last rank of a pipeline have."""
+        return self._shares_of(work.layout.pipeline, work.stages_per_rank, work.schedule)
+
+    @cache  # noqa: B019 - lives as long as one search
+    def _shares_of(self, pipeline: int, per_rank: int, schedule: str) -> tuple[Share, ...]:
+        kinds = self.facts.kinds
+        if pipeline == 1:
+            return (share_of(kinds, [range(len(kinds))], 1, schedule, 0),)
+        spans = self.spans(pipeline * per_rank)
+        return tuple(share_of(kinds, spans, pipeline, schedule, rank) for rank in (0, pipeline - 1))
+
+    def held(self, work: Work, cost: Pass) -> Held:
+        """What the first or the last rank of a pipeline holds at its fullest moment, whichever is more.
+
+        Args:
+            work: layout and step.
+            cost: of a pass, cut as the layout cuts it.
+        """
+        return max((held_by(self.table, cost, work, share) for share in self.shares(work)), key=lambda held: held.total)
+
+    def fits(self, held: Held) -> bool:
+        """Whether a device and its host have so much memory."""
+        return held.total <= self.capacity and held.host <= self.profile.host_memory_bytes
+
+    def time_of(self, work: Work, cost: Pass) -> StepTime:
+        """Seconds of a step."""
+        return step_time(self.table, cost, work, self.shares(work), self.profile, self.cfg.precision)
+
+    def candidate(self, strategy: str, work: Work, cut: Cut, cost: Pass, held: Held) -> Candidate:
+        """A way to run a layout, with what is predicted of it.
+
+        Args:
+            strategy: name.
+            work: layout and step.
+            cut: how a pass is split.
+            cost: of a pass that is split so.
+            held: by the rank that needs most.
+        """
+        shares = self.shares(work)
+        _, heaviest, _ = state_of(self.table, work, shares[0])
+        return Candidate(
+            strategy,
+            work,
+            cut,
+            memory=held,
+            time=self.time_of(work, cost),
+            samples=work.micro_batch * work.rounds * work.parts * work.layout.data_ranks,
+            at_step=self._held_at_step(work, cost),
+            blocks=sum(shares[0].blocks.values()),
+            block=heaviest,
+        )
+
+    def _held_at_step(self, work: Work, cost: Pass) -> Held:
+        """What the first and the last rank of a pipeline hold when the optimizer steps; of each kind the most."""
+        last = [moments(self.table, cost, work, share)[-1] for share in self.shares(work)]
+        kinds = ("parameters", "gradients", "optimizer", "host")
+        most = {kind: max(getattr(held, kind) for held in last) for kind in kinds}
+        return Held(**most, moment=last[0].moment)
+
+
+def _built(cfg: DictConfig) -> LightningModule:
+    module = meta_module(cfg)
+    if module is not None:
+        return module
+    try:
+        return build_on_meta(cfg)
+    except Exception as error:
+        why = (str(error).splitlines() or [repr(error)])[0]
+        raise ConfigError(
+            [f"module: it cannot be built without memory, so nothing can be planned for it: {why}"]
+        ) from error
+
+
+def _real(cfg: DictConfig) -> LightningModule:
+    """The module of a configuration with memory on the CPU."""
+    module: LightningModule = instantiate(cfg.module, _convert_="all")
+    module.configure_model()
+    if any(parameter.is_meta for parameter in module.parameters()):
+        module.to_empty(device="cpu")
+        for part in module.modules():
+            reset = getattr(part, "reset_parameters", None)
+            if callable(reset):
+                with torch.no_grad():
+                    reset()
+    return module

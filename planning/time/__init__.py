@@ -1,0 +1,1 @@
+"""Predict the seconds of an optimizer step."""

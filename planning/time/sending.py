@@ -1,0 +1,125 @@
+"""How a layout sends over the links of a profile, where several ways compute the same."""
+
+from __future__ import annotations
+
+from trainwright.core.device_profiles import DeviceProfile
+from trainwright.core.layout import Layout
+from trainwright.planning.search.plan import USABLE, Candidate, Plan
+from trainwright.planning.time.step import collective, link_of
+from trainwright.strategies.contract.communication.advice import FASTER, Link, best_bucket_bytes
+from trainwright.strategies.contract.communication.ahead import BlockTimes, best_depth
+from trainwright.strategies.contract.communication.options import HIERARCHICAL, copies_of_a_node
+
+_MIB = 2**20
+# Bytes; smaller buckets cost more in calls than the model of links knows.
+_LEAST_BUCKET = 2**18
+# Of ZeRO: one that is packed, and those on their way.
+_BUCKETS_AT_ONCE = 3
+
+
+def bucket_mib(plan: Plan, candidate: Candidate) -> float | None:
+    """The size of buckets of gradients for which a step waits least over the links of the profile, in MiB.
+
+    Small ones leave little to send when backward has ended, large ones pay latency less often, see
+    ``best_bucket_bytes``. ZeRO packs gradients into some of them at
+    once, for which there must be memory.
+
+    Args:
+        plan: of the candidate.
+        candidate: of its layouts.
+
+    Returns:
+        None where gradients are not sent in buckets: one rank, stage 3, layouts that cut the module.
+    """
+    if candidate.strategy not in ("ddp", "zero1", "zero2"):
+        return None
+    axis = "replicate" if candidate.strategy == "ddp" else "state"
+    size = 4.0 * plan.parameters
+    best = max(best_bucket_bytes(link_of(plan.profile, candidate.layout, axis), size), _LEAST_BUCKET)
+    if candidate.strategy != "ddp":
+        free = max(USABLE * plan.profile.memory_bytes - candidate.memory.total, 0.0)
+        best = min(best, candidate.work.bucket_bytes + free / _BUCKETS_AT_ONCE)
+    return float(f"{best / _MIB:.3g}")
+
+
+def average_by(plan: Plan, candidate: Candidate) -> str | None:
+    """How to average replicas: in two levels where that takes at most 90 % of the time of an all-reduce.
+
+    Reduce-scatter and all-gather send in as many rounds as many bytes as an all-reduce, so they are never better here.
+
+    Args:
+        plan: of the candidate.
+        candidate: of its layouts.
+
+    Returns:
+        None: one all-reduce, which is the default; in any case where there are no two levels, and with stage 3, which
+        hides an all-reduce behind backward but not two levels.
+    """
+    layout, profile = candidate.layout, plan.profile
+    copies = copies_of_a_node(layout, max(profile.devices_per_node, 1))
+    if candidate.work.stage == 3 or not 1 < copies < layout.replicate:
+        return None
+    size = 4.0 * plan.parameters * layout.replicate / layout.world_size
+    flat = one_level(profile, layout, size)
+    return HIERARCHICAL if two_levels(profile, layout.replicate, copies, size) <= FASTER * flat else None
+
+
+def one_level(profile: DeviceProfile, layout: Layout, size: float) -> float:
+    """Seconds of one all-reduce over all replicas, of which nodes hold several.
+
+    NCCL lays rings and trees over the network cards of all devices of a node. gloo has one ring, in the order of the
+    ranks: it leaves a node from one of them, and no message goes faster than between nodes.
+
+    Args:
+        profile: of the devices.
+        layout: closed.
+        size: bytes of gradients.
+    """
+    if not profile.is_cpu:
+        return collective(link_of(profile, layout, "replicate"), "all_reduce", size)[1]
+    bandwidth = min(profile.within.bandwidth, profile.across.bandwidth)
+    latency = max(profile.within.latency, profile.across.latency)
+    return Link("replicate", layout.replicate, latency, bandwidth).seconds("all_reduce", size)
+
+
+def two_levels(profile: DeviceProfile, replicas: int, copies: int, size: float) -> float:
+    """Seconds of an average within nodes, then across them.
+
+    Args:
+        profile: of the devices.
+        replicas: of the same state.
+        copies: of these in a node.
+        size: bytes of gradients.
+    """
+    within = Link("within", copies, profile.within.latency, profile.within.bandwidth)
+    across = Link("across", replicas // copies, profile.across.latency, profile.across.bandwidth)
+    seconds = sum(collective(within, kind, size)[1] for kind in ("reduce_scatter", "all_gather"))
+    return seconds + collective(across, "all_reduce", size / copies)[1]
+
+
+def prefetch(plan: Plan, candidate: Candidate) -> int | None:
+    """Blocks that stage 3 gathers ahead, as many as wait least and have memory.
+
+    Args:
+        plan: of the candidate.
+        candidate: of its layouts.
+
+    Returns:
+        None: one, which is the default, or nothing is gathered block by block.
+    """
+    work, block, count = candidate.work, candidate.block, candidate.blocks
+    if not work.splits_parameters or work.has_pipeline or work.layout.state_ranks == 1 or not block.whole:
+        return None
+    link = link_of(plan.profile, work.layout, "state")
+    compute = candidate.time.compute / work.rounds / count
+    reduces = work.rounds == 1 or not work.no_sync
+    times = BlockTimes(
+        blocks=count,
+        forward=compute / 3,
+        backward=2 * compute / 3,
+        gather=collective(link, "all_gather", block.whole)[1],
+        reduce=collective(link, "reduce_scatter", block.whole_gradients)[1] if reduces else 0.0,
+    )
+    free = USABLE * plan.profile.memory_bytes - candidate.memory.total
+    depth = best_depth(times, 1 + int(max(free, 0.0) // block.whole))
+    return depth if depth > 1 else None

@@ -1,0 +1,178 @@
+"""Windows of text as a LightningDataModule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from trainwright.recipes.data.corpus import (
+    CorpusError,
+    default_cache_dir,
+    find_corpus,
+    join_files,
+    num_windows,
+    problems_of_size,
+    split_by_position,
+)
+from trainwright.recipes.gpt.prompts import Prompt, PromptSet, decode_bytes
+
+
+class TextWindows(Dataset[Tensor]):
+    """Windows of ``seq_len + 1`` bytes, or other symbols, of a part of a memory-mapped file.
+
+    Window i begins at ``begin + i * seq_len``: every symbol but the first is predicted exactly once.
+
+    Args:
+        file: the text.
+        begin: first symbol of the part.
+        end: symbol after its last.
+        seq_len: symbols that a window predicts.
+        dtype: of a symbol in the file; ``uint8``: bytes.
+    """
+
+    def __init__(self, file: Path, begin: int, end: int, seq_len: int, dtype: str = "uint8") -> None:
+        self.file = file
+        self.begin = begin
+        self.seq_len = seq_len
+        self.dtype = dtype
+        self.windows = num_windows(end - begin, seq_len)
+        self._symbols: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return self.windows
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Symbols of window ``index``, ``(seq_len + 1,)``."""
+        if not 0 <= index < self.windows:
+            raise IndexError(f"window {index} of {self.windows}")
+        if self._symbols is None:
+            self._symbols = np.memmap(self.file, dtype=self.dtype, mode="r")
+        start = self.begin + index * self.seq_len
+        return torch.from_numpy(self._symbols[start : start + self.seq_len + 1].copy())
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled map would carry the whole text into every loader process.
+        return {**self.__dict__, "_symbols": None}
+
+
+class TextCorpus(LightningDataModule):
+    """Text in windows of bytes, uint8 ``(B, seq_len + 1)``, split by position.
+
+    The first part trains (shuffled); of the last ``held_out`` part, the first half validates, the second tests and is
+    what ``predict`` reads. One file is mapped where it lies; a folder is joined once into a file under ``cache_dir``.
+
+    Args:
+        path: a UTF-8 text file, or a folder of them; ``None``: the source text of the running Python's standard
+            library (about 11 MiB).
+        seq_len: bytes that a window predicts.
+        batch_size: windows per micro-batch.
+        held_out: part of the text that is not trained on, more than 0, less than 1.
+        pattern: shell-style pattern of the names of a folder's files.
+        cache_dir: where a folder's joined text is kept; ``None``: ``~/.cache/trainwright/corpora``.
+        num_workers: processes per rank that read ahead; 0: the rank itself reads (mapped text is quick).
+        prompts: texts that ``predict`` goes on from, instead of reading the test windows; none is off.
+        generate: bytes that it adds to each.
+
+    Raises:
+        ValueError: (in ``setup``) if the path is missing, empty, not text, or too short.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        seq_len: int = 128,
+        batch_size: int = 16,
+        held_out: float = 0.05,
+        pattern: str = "*",
+        cache_dir: str | os.PathLike[str] | None = None,
+        num_workers: int = 0,
+        prompts: Sequence[str] = (),
+        generate: int = 100,
+    ) -> None:
+        super().__init__()
+        self.path = path
+        self.seq_len = seq_len
+        self.batch_size = batch_size
+        self.held_out = held_out
+        self.pattern = pattern
+        self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+        self.num_workers = num_workers
+        self.prompts = tuple(prompts)
+        self.generate = generate
+        self.train: TextWindows | None = None
+        self.validation: TextWindows | None = None
+        self.test: TextWindows | None = None
+
+    dtype = "uint8"
+    """Of a symbol."""
+
+    def encode(self, text: str) -> list[int]:
+        """The symbols of ``text``."""
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of symbols; what is not UTF-8 becomes ``\\xff`` and the like."""
+        return decode_bytes(ids)
+
+    def file(self) -> Path:
+        """The file of symbols, made if it is not there."""
+        return join_files(find_corpus(self.path, self.pattern), self.cache_dir)
+
+    def prepare_data(self) -> None:
+        """Join a folder's files, on one rank of each node."""
+        self.file()
+
+    def setup(self, stage: str) -> None:
+        """Map the text and split it."""
+        if self.train is not None:
+            return
+        # Only reads: prepare_data has joined the files unless someone calls setup alone.
+        file = self.file()
+        size = file.stat().st_size // np.dtype(self.dtype).itemsize
+        ranks = self.trainer.world_size if self.trainer is not None else 1
+        strategy = self.trainer.strategy if self.trainer is not None else None
+        problems = problems_of_size(size, self.seq_len, self.held_out, getattr(strategy, "num_data_ranks", ranks))
+        if problems:
+            raise CorpusError(" ".join(problems))
+        split = split_by_position(size, self.held_out)
+        self.train = TextWindows(file, *split.train, self.seq_len, self.dtype)
+        self.validation = TextWindows(file, *split.validation, self.seq_len, self.dtype)
+        self.test = TextWindows(file, *split.test, self.seq_len, self.dtype)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Training windows, shuffled."""
+        return self._loader(self.train, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        """Validation windows, in order."""
+        return self._loader(self.validation)
+
+    def test_dataloader(self) -> DataLoader[Tensor]:
+        """Test windows, in order."""
+        return self._loader(self.test)
+
+    def predict_dataloader(self) -> DataLoader[Tensor] | DataLoader[Prompt]:
+        """The prompts if there are any, else the test windows, in order."""
+        if not self.prompts:
+            return self._loader(self.test)
+        prompts = PromptSet(self.prompts, self.seq_len, self.generate, self.encode)
+        return DataLoader(prompts, batch_size=self.batch_size)
+
+    def _loader(self, windows: TextWindows | None, shuffle: bool = False) -> DataLoader[Tensor]:
+        assert windows is not None, "setup has not run"
+        return DataLoader(
+            windows,
+            batch_size=self.batch_size,
+            shuffle=shuffle,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )

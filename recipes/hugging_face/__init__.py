@@ -1,0 +1,1 @@
+"""The `hf_causal_lm` recipe."""

@@ -1,0 +1,1 @@
+"""Average gradients over replicas, compressed or not."""

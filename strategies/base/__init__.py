@@ -1,0 +1,1 @@
+"""The base class of all strategies, and what it shows user code."""

@@ -1,0 +1,142 @@
+"""Random numbers that do not depend on how a batch, or the work on it, is divided."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainwright.strategies.contract.randomness.state import random_state, set_random_state
+
+_SEED = 20_260_101
+_IDENTITY = {torch.ops.aten.native_dropout, torch.ops.aten._fused_dropout}
+# Operators with a dropout inside: name of its argument -> the value that turns it off.
+_DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
+
+
+class Deterministic(TorchDispatchMode):
+    """Turns dropout off and gives every sample the same random numbers, as long as it is entered.
+
+    A pipeline draws per micro-batch what one process draws per batch, and ranks that split activations draw masks of
+    their own, so runs that shall be compared cannot draw as they would. Here a Bernoulli draw gives its probability
+    (which makes every form of dropout the identity); any other draw is made for one sample and repeated along dim 0,
+    from a seed that depends on the operator, the shape of a sample and how many such draws were made before.
+    Generators of torch, Python and NumPy are as before once it is left.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Run ``func``, or what stands for it where it draws."""
+        kwargs = dict(kwargs or {})
+        name = func._schema.name.removeprefix("aten::")
+        if func.overloadpacket in _IDENTITY:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if name.startswith("bernoulli"):
+            return _probability(func, args, kwargs)
+        if any(argument.name in _DROPOUT_ARGUMENTS for argument in func._schema.arguments):
+            args, kwargs = _without_dropout(func, args, kwargs)
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            return self._drawn_once(func, name, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _drawn_once(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        if "generator" in kwargs:  # one of the user's own would go on
+            kwargs["generator"] = None
+        target = args[0] if args else None
+        if isinstance(target, Tensor) and name.endswith("_"):
+            with self._seeded(name, target.shape[1:]):
+                if not target.dim() or not target.numel():
+                    return func(*args, **kwargs)
+                row = func(torch.empty_like(target[:1]).copy_(target[:1]), *args[1:], **kwargs)
+            target.copy_(row.expand_as(target))
+            return target
+        place = _size_argument(func, args)
+        if place is not None:
+            size = tuple(args[place])
+            if size and size[0] > 0:
+                with self._seeded(name, size[1:]):
+                    one = func(*args[:place], [1, *size[1:]], *args[place + 1 :], **kwargs)
+                return one.repeat(size[0], *[1] * (len(size) - 1))
+        if isinstance(target, Tensor) and name.endswith("_like") and target.dim() and target.numel():
+            with self._seeded(name, target.shape[1:]):
+                row = func(target[:1], *args[1:], **kwargs)
+            return row.repeat(target.shape[0], *[1] * (target.dim() - 1))
+        with self._seeded(name, ()):
+            return func(*args, **kwargs)
+
+    def drawn(self) -> Counter[tuple[str, tuple[int, ...]]]:
+        """How often was drawn so far."""
+        return self._drawn.copy()
+
+    @contextmanager
+    def going_on_from(self, drawn: Counter[tuple[str, tuple[int, ...]]]) -> Iterator[None]:
+        """Draw as after ``drawn``: what backward recomputes draws again what forward drew."""
+        later = self._drawn
+        self._drawn = drawn.copy()
+        try:
+            yield
+        finally:
+            self._drawn |= later
+
+    @contextmanager
+    def _seeded(self, name: str, shape: tuple[int, ...]) -> Iterator[None]:
+        key = (name.removesuffix("_like"), tuple(shape))
+        count = self._drawn[key]
+        self._drawn[key] += 1
+        torch.manual_seed((_SEED + 1_000_003 * count + hash(key[1]) + sum(map(ord, key[0]))) % 2**62)
+        yield
+
+
+def _probability(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """What a Bernoulli draw gives on average."""
+    target: Tensor = args[0]
+    given = next((v for v in (*args[1:], kwargs.get("p")) if isinstance(v, float | int | Tensor)), None)
+    if func._schema.name.endswith("_"):
+        if isinstance(given, Tensor):
+            target.copy_(given)
+        else:
+            target.fill_(0.5 if given is None else given)
+        return target
+    return target.clone() if given is None else torch.full_like(target, float(given))
+
+
+def _without_dropout(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Arguments of an operator (attention, a recurrent layer) that has a dropout inside, with probability 0."""
+    args = list(args)
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in _DROPOUT_ARGUMENTS and isinstance(argument.default_value, float | type(None)):
+            if place < len(args) and isinstance(args[place], float):
+                args[place] = 0.0
+            elif argument.name in kwargs:
+                kwargs[argument.name] = 0.0
+    return tuple(args), kwargs
+
+
+def _size_argument(func: Any, args: Any) -> int | None:
+    for place, argument in enumerate(func._schema.arguments[: len(args)]):
+        if argument.name == "size":
+            return place
+    return None
+
+
+@contextmanager
+def held_randomness(device: torch.device) -> Iterator[None]:
+    """Leave generators of torch, Python and NumPy as they were; inside, they begin from one seed."""
+    before = random_state(device)
+    try:
+        torch.manual_seed(_SEED)
+        random.seed(_SEED)
+        np.random.seed(_SEED)
+        yield
+    finally:
+        set_random_state(before, device)

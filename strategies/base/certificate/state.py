@@ -1,0 +1,181 @@
+"""The state of a module beside its parameters, kept so that a trial leaves no trace in it."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from trainwright.strategies.base.certificate.written import _Looks, _put
+from trainwright.strategies.contract.gradients import local_tensor
+
+# Exactly these: a subclass may refuse to be cleared.
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+# Instances of classes from here are shared with the trainer, or cannot be looked into.
+_FOREIGN = ("builtins", "torch", "lightning", "lightning_fabric", "pytorch_lightning", "trainwright", "numpy")
+# A trial looks into so many objects at most; what lies deeper is not a module's state but data that it refers to.
+_MOST_OBJECTS = 100_000
+
+
+class KeptObjects:
+    """What containers and plain objects hold, with all that they refer to.
+
+    Args:
+        values: where to begin; modules are passed over.
+        tensors: whether to keep the values of tensors as well, and not only which they are.
+    """
+
+    def __init__(self, values: Iterable[Any], *, tensors: bool = False) -> None:
+        self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._begun = WeakIdKeyDictionary()
+        self._containers: list[tuple[Any, Any]] = []
+        self._objects: list[tuple[Any, dict[str, Any]]] = []
+        self._seen: set[int] = set()
+        self._copies_tensors = tensors
+        for value in values:
+            self._keep(value)
+
+    def _keep(self, value: Any) -> None:
+        if id(value) in self._seen or len(self._seen) > _MOST_OBJECTS:
+            return
+        if isinstance(value, Tensor):
+            self._seen.add(id(value))
+            if self._copies_tensors and _has_own_memory(value):
+                self._tensors.append((value, value.detach().clone()))
+                self._begun[value] = value._version
+        elif type(value) in _CONTAINERS:
+            self._seen.add(id(value))
+            self._containers.append((value, value.copy()))
+            for item in list(value.values() if isinstance(value, dict) else value):
+                self._keep(item)
+        elif isinstance(value, tuple):
+            for item in value:
+                self._keep(item)
+        elif _is_plain_object(value):
+            self._seen.add(id(value))
+            self._objects.append((value, dict(vars(value))))
+            for item in list(vars(value).values()):
+                self._keep(item)
+
+    def forget_unchanged(self) -> None:
+        """Drop the values of tensors that nobody has written to since."""
+        self._tensors = [(tensor, value) for tensor, value in self._tensors if tensor._version != self._begun[tensor]]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back."""
+        for tensor, value in self._tensors:
+            if tensor.shape != value.shape:
+                tensor.set_(value.clone())  # type: ignore[call-overload]
+            else:
+                tensor.detach().copy_(value)
+        for container, content in self._containers:
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(content)
+        for held, attributes in self._objects:
+            vars(held).clear()
+            vars(held).update(attributes)
+
+
+class KeptState:
+    """Copies of all that a step may change in a module: buffers, attributes, containers, plain objects within them.
+
+    What user code changes elsewhere (files, global variables) is not kept.
+
+    Args:
+        module: the whole module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = [(sub, _Looks.of(sub)) for sub in module.modules()]
+        self._trained = [(p, p.requires_grad, p.grad) for p in module.parameters()]
+        looks = [looks for _, looks in self._modules]
+        values = (v for each in looks for v in (*each.attributes.values(), *each.tables.get("_buffers", {}).values()))
+        self._objects = KeptObjects(values, tensors=True)
+
+    def forget_unchanged(self) -> None:
+        """Drop the values of tensors that nobody has written to since."""
+        self._objects.forget_unchanged()
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for sub, looks in self._modules:
+            _put(sub, looks, vars(sub))
+        self._objects.restore()
+        for parameter, requires_grad, gradient in self._trained:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = gradient
+
+
+def _has_own_memory(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a plain one of which each element can be written."""
+    if type(tensor) is not Tensor or not tensor.is_leaf or tensor.is_meta or tensor.layout is not torch.strided:
+        return False
+    return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _is_plain_object(value: Any) -> bool:
+    kind = type(value)
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, type | nn.Module)
+        and kind.__module__.partition(".")[0] not in _FOREIGN
+    )
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an operator writes to, as this rank holds them."""
+    if not func._schema.is_mutable:
+        return
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (local_tensor(leaf) for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
+
+
+class WrittenWeights:
+    """Undoes what user code writes into parameters during a trial (an average of weights, say).
+
+    Args:
+        tensors: parameters as this rank holds them, by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._watched = {
+            t.untyped_storage().data_ptr(): (name, t) for name, t in tensors.items() if t.numel() and not t.is_meta
+        }
+        self._saved: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def before(self, written: Iterable[Tensor]) -> None:
+        """Save every watched parameter that an operator is about to write to."""
+        for tensor in written:
+            name, held = self._watched.get(tensor.untyped_storage().data_ptr(), ("", tensor))
+            if name and name not in self._saved:
+                self._saved[name] = held, held.detach().clone()
+
+    def changed(self) -> set[str]:
+        """Names of those that have other values since they were written to."""
+        return {name for name, (held, value) in self._saved.items() if not torch.equal(held, value)}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back the parameters that were written to."""
+        for tensor, value in self._saved.values():
+            tensor.detach().copy_(value)
+        self._saved.clear()
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Leave ``module`` as it was, but for its parameters' values."""
+    kept = KeptState(module)
+    try:
+        yield
+    finally:
+        kept.restore()

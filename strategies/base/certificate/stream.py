@@ -1,0 +1,294 @@
+"""Whole parameters of a module of which ranks hold parts, one block at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint
+
+from trainwright.strategies.base.certificate.determinism import Deterministic
+from trainwright.strategies.base.certificate.state import KeptObjects, KeptState
+from trainwright.strategies.base.certificate.written import WrittenParameter
+from trainwright.strategies.state.assemble import Assembly
+from trainwright.strategies.state.wholes import whole_on_device
+
+_END = -1
+
+
+class Supply:
+    """Gives whole values of parameters, unit by unit, to the first rank of each group of ranks that share samples.
+
+    Args:
+        parameters: of the module as written.
+        units: names of the parameters of each unit.
+        held: this rank's part of a parameter by name, between two steps; ``None``: another stage holds it.
+        dtypes: of the parameters by name.
+        assembly: where parts are; ``None``: every rank holds wholes, or DTensors.
+        group: ranks that share samples, the one that asks first; ``None``: this rank alone.
+        device: of the values.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[WrittenParameter],
+        units: Sequence[Sequence[str]],
+        held: Callable[[str], Tensor | None],
+        dtypes: Mapping[str, torch.dtype],
+        assembly: Assembly | None,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self.units = units
+        self._shapes = {written.name: written.shape for written in parameters}
+        self._held, self._dtypes, self._assembly = held, dtypes, assembly
+        self._group, self._device = group, device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank asks, rather than answers."""
+        return self._group is None or dist.get_rank(self._group) == 0
+
+    def ask(self, unit: int) -> Iterator[tuple[str, Tensor]]:
+        """On a rank that leads: name and whole value of each parameter of ``unit``; iterate to the end."""
+        self._announce(unit)
+        for name in self.units[unit]:
+            whole = self._gather(name)
+            assert whole is not None
+            yield name, whole
+
+    def end(self) -> None:
+        """On a rank that leads: let the others go."""
+        self._announce(_END)
+
+    def serve(self) -> None:
+        """On a rank that does not lead: answer until the one that leads has ended."""
+        while (unit := self._announce(_END)) != _END:
+            for name in self.units[unit]:
+                self._gather(name)
+
+    def _announce(self, unit: int) -> int:
+        if self._group is None:
+            return unit
+        said = torch.tensor([unit], device=self._device)
+        dist.broadcast(said, group=self._group, group_src=0)
+        return int(said.item())
+
+    @torch.no_grad()
+    def _gather(self, name: str) -> Tensor | None:
+        """The whole of a parameter, on the rank that leads at least."""
+        assembly = self._assembly
+        if assembly is None:
+            return self._whole_here(name)
+        whole = self._cut_whole(name) if assembly.owns(name) else None
+        owner = assembly.owners.get(name, 0)
+        if assembly.pipeline is None or owner == 0 or not self._is_with_leader(assembly.pipeline):
+            return whole
+        # The rank that leads is on the first stage.
+        if whole is not None:
+            dist.send(whole.contiguous(), group=assembly.pipeline, group_dst=0)
+        elif self.leads:
+            whole = torch.empty(self._shapes[name], dtype=self._dtypes[name], device=self._device)
+            dist.recv(whole, group=assembly.pipeline, group_src=owner)
+        return whole
+
+    def _is_with_leader(self, pipeline: dist.ProcessGroup) -> bool:
+        """Whether a rank of this rank's pipeline leads; others share its samples along other axes."""
+        assert self._group is not None
+        return dist.get_global_rank(pipeline, 0) == dist.get_global_rank(self._group, 0)
+
+    def _whole_here(self, name: str) -> Tensor:
+        held = self._held(name)
+        assert held is not None
+        whole = whole_on_device(held) if isinstance(held, DTensor) else held
+        return whole.detach().to(self._device)
+
+    def _cut_whole(self, name: str) -> Tensor:
+        assert self._assembly is not None
+        part, cut = self._whole_here(name), self._assembly.cuts.get(name)
+        return part if cut is None else cut.whole(part)
+
+
+class Streamed:
+    """Parameters that stand for those of the module as written and have memory only while they are needed.
+
+    Those outside of the blocks are there all the time. A block's are fetched before its forward, dropped after it, and
+    fetched again when backward recomputes the block. What user code reads of a block elsewhere stays until the end.
+
+    Args:
+        supply: where values come from; unit 0 is what is outside of the blocks.
+        parameters: of the module as written.
+        trained: whether a parameter is trained, by name.
+        dtypes: of the parameters by name.
+        device: of the values.
+        take: called with the name and the gradient of a parameter, or a part of the sum that the gradient is.
+    """
+
+    def __init__(
+        self,
+        supply: Supply,
+        parameters: Sequence[WrittenParameter],
+        trained: Mapping[str, bool],
+        dtypes: Mapping[str, torch.dtype],
+        device: torch.device,
+        take: Callable[[str, Tensor], None],
+    ) -> None:
+        self._supply, self._take = supply, take
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._hooks = []
+        for written in parameters:
+            tensor = torch.empty(written.shape, dtype=dtypes[written.name], device=device)
+            tensor.untyped_storage().resize_(0)
+            parameter = nn.Parameter(tensor, requires_grad=trained[written.name])
+            if parameter.requires_grad:
+                self._hooks += [parameter.register_hook(hook) for hook in written.hooks]
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._taking(written.name)))
+            self.parameters[written.name] = parameter
+        self._before_writes: dict[str, Tensor] = {}
+        self._places = {
+            self.parameters[name].untyped_storage()._cdata: (unit, name)
+            for unit, names in enumerate(supply.units)
+            for name in names
+        }
+        self._filled: set[int] = set()
+        self._pinned: set[int] = set()
+
+    def _taking(self, name: str) -> Callable[[Tensor], None]:
+        def take(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self._take(name, parameter.grad)
+            parameter.grad = None
+
+        return take
+
+    def fill(self, unit: int) -> None:
+        """Give the parameters of ``unit`` memory and values, and drop those of other units that are not pinned."""
+        if unit in self._filled:
+            return
+        for other in self._filled - self._pinned:
+            self.release(other)
+        with _disable_current_modes():  # these are no writes of the user's
+            for name, value in self._supply.ask(unit):
+                parameter = self.parameters[name]
+                storage = parameter.untyped_storage()
+                storage.resize_(parameter.numel() * parameter.element_size())
+                parameter.data.copy_(value)
+        self._filled.add(unit)
+
+    def release(self, unit: int) -> None:
+        """Drop the values of ``unit``, unless they are pinned."""
+        if unit in self._pinned or unit not in self._filled:
+            return
+        for name in self._supply.units[unit]:
+            self.parameters[name].untyped_storage().resize_(0)
+        self._filled.discard(unit)
+
+    def close(self) -> None:
+        """Give all memory back; Python's collector does not see through hooks on tensors."""
+        self._pinned.clear()
+        for unit in list(self._filled):
+            self.release(unit)
+        for hook in self._hooks:
+            hook.remove()
+        self.parameters.clear()
+
+    def pin(self, unit: int) -> None:
+        """Fetch ``unit`` and keep it until the end."""
+        self.fill(unit)
+        self._pinned.add(unit)
+
+    def before(self, arguments: Iterable[Tensor], written: Iterable[Tensor]) -> None:
+        """Pin the units of all arguments of an operator that have no memory at present, and of what it writes to."""
+        for tensor in arguments:
+            if tensor.numel() and not tensor.is_meta and tensor.untyped_storage().nbytes() == 0:
+                unit, _ = self._places.get(tensor.untyped_storage()._cdata, (None, ""))
+                if unit is not None:
+                    self.pin(unit)
+        for tensor in written:
+            unit, name = self._places.get(tensor.untyped_storage()._cdata, (None, ""))
+            if unit is not None and name not in self._before_writes:
+                self.pin(unit)
+                self._before_writes[name] = self.parameters[name].detach().clone()
+
+    def changed(self) -> set[str]:
+        """Names of the parameters that have other values since user code wrote to them."""
+        return {name for name, value in self._before_writes.items() if not torch.equal(self.parameters[name], value)}
+
+    @contextmanager
+    def around(self, blocks: Sequence[nn.Module], randomness: Deterministic) -> Iterator[None]:
+        """Fetch the parameters of each block, which are units 1, 2, ... in order, around its forward."""
+        before = [block.__dict__.get("forward") for block in blocks]
+        for unit, block in enumerate(blocks, 1):
+            block.forward = self._streaming(unit, block, randomness)
+        try:
+            yield
+        finally:
+            for block, forward in zip(blocks, before, strict=True):
+                del block.forward
+                if forward is not None:
+                    block.forward = forward
+
+    def _streaming(self, unit: int, block: nn.Module, randomness: Deterministic) -> Callable[..., Any]:
+        forward = block.forward
+
+        def run(before: _Before, *args: Any, **kwargs: Any) -> Any:
+            self.fill(unit)
+            with before.again(), randomness.going_on_from(before.drawn):
+                return forward(*args, **kwargs)
+
+        def streamed(*args: Any, **kwargs: Any) -> Any:
+            before = _Before(randomness, block, (args, kwargs))
+            try:
+                if not torch.is_grad_enabled():
+                    return run(before, *args, **kwargs)
+                return checkpoint(
+                    run,
+                    before,
+                    *args,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    determinism_check="none",
+                    **kwargs,
+                )
+            finally:
+                self.release(unit)
+
+        return streamed
+
+
+class _Before:
+    """What was there before a block ran: backward runs it once more, and caches and buffers have changed since.
+
+    Args:
+        randomness: of the run.
+        block: that runs.
+        arguments: of it.
+    """
+
+    def __init__(self, randomness: Deterministic, block: nn.Module, arguments: Any) -> None:
+        self.drawn = randomness.drawn()
+        self._block, self._arguments = block, arguments
+        self._kept: tuple[KeptState, KeptObjects] | None = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Nothing to do around the first run; around later ones, state and arguments are as before it."""
+        now = KeptState(self._block), KeptObjects(self._arguments)
+        if self._kept is None:
+            yield
+            self._kept = now
+            now[0].forget_unchanged()
+            return
+        for kept in self._kept:
+            kept.restore()
+        try:
+            yield
+        finally:
+            for kept in now:
+                kept.restore()

@@ -1,0 +1,628 @@
+"""What every strategy of this project shares, and what the Trainer and callbacks may read of it."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainwright.checkpoint.exchange.distinct import from_rank
+from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.core.config.options import refuse
+from trainwright.core.layout import Layout
+from trainwright.core.rendezvous import first_store, is_loopback, loopback_interfaces
+from trainwright.strategies.base.certificate.certificate import Certificate
+from trainwright.strategies.base.certificate.options import validate_certificate
+from trainwright.strategies.base.whole.view import end_view
+from trainwright.strategies.contract.collectives.data import forget_groups, gather_stacked
+from trainwright.strategies.contract.communication.meter import CommunicationMeter
+from trainwright.strategies.contract.gradients import local_tensor, squares_by_block
+from trainwright.strategies.contract.precision import FullPrecision, adapt_precision
+from trainwright.strategies.contract.same_model import refuse_other_models
+from trainwright.strategies.contract.waits.timeline import HearsStages, StageTimeline
+from trainwright.strategies.contract.waits.waiting import Waits
+from trainwright.strategies.contract.word_of_end import EndNotice, HeardNotice
+from trainwright.strategies.plan.blocks import (
+    ActivationCheckpointing,
+    checkpoint_activations,
+    compile_blocks,
+    find_blocks,
+    validate_checkpointing,
+)
+from trainwright.strategies.plan.deferred import Piece, deferred_pieces, is_deferred
+from trainwright.strategies.state.assemble import Assembly
+from trainwright.strategies.state.checkpointing import RunStateStrategy
+from trainwright.strategies.state.held import trained_boxes
+from trainwright.strategies.state.loading import teach_lightning
+from trainwright.strategies.state.wholes import whole_tensor
+
+# Before anybody can have written a run state with a strategy.
+teach_lightning()
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes that one rank holds now, without buffers of collectives.
+
+    Args:
+        parameters: parameters, master copies included.
+        gradients: gradients.
+        optimizer: state of all optimizers.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Sum of the three."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+class LayoutStrategy(RunStateStrategy):
+    """Mixin before one of Lightning's strategies.
+
+    Args:
+        blocks: patterns of the names of the repeated blocks, one star per level (``["model.layers.*"]``); ``None``
+            finds them, see :func:`~trainwright.strategies.plan.blocks.find_blocks`.
+        activation_checkpointing: ``"none"`` (off), ``"full"`` (every block) or ``"selective"``.
+        checkpoint_modules: patterns of module names for ``"selective"``.
+        compile: ``False`` is off; ``True`` or a mapping of ``torch.compile`` options compiles block by block.
+        certificate: before the first optimizer step, compare the numbers of a layout that splits the module with those
+            of the module as written, see ``certify``: ``"refuse"`` ends the run
+            where they differ by more than rounding, ``"warn"`` goes on, ``"off"`` does not look.
+        **kwargs: ``init_from``, see ``RunStateStrategy``; the others are for
+            Lightning's strategy.
+
+    Raises:
+        ValueError: if the options contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        blocks: Sequence[str] | None = None,
+        activation_checkpointing: ActivationCheckpointing = "none",
+        checkpoint_modules: Sequence[str] | None = None,
+        compile: bool | dict[str, Any] = False,
+        certificate: str = "refuse",
+        **kwargs: Any,
+    ) -> None:
+        refuse(validate_checkpointing(activation_checkpointing, checkpoint_modules))
+        refuse(validate_certificate(certificate))
+        super().__init__(**kwargs)
+        self._certificate = Certificate(certificate)
+        self._block_patterns = blocks
+        self._activation_checkpointing = activation_checkpointing
+        self._checkpoint_modules = checkpoint_modules
+        self._compile = compile
+        self._restores_late: bool | None = None
+        self._block_names: tuple[str, ...] = ()
+        self._frozen: list[nn.Parameter] = []
+        # Weight of this rank's loss in manual optimization; the Trainer sets it where ranks have unequal batches.
+        self.loss_factor = 1.0
+        # What the loss of this micro-batch is divided by; the Trainer sets it where `backward_in_step`, else it divides
+        # the loss itself. None: the number of accumulated micro-batches.
+        self.loss_divisor: float | None = None
+
+    # ---- what others may read -------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """Sizes of the mesh axes of this run, closed."""
+        return Layout(replicate=self.num_data_ranks)
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank among the ranks that read different samples."""
+        return self._rank
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of ranks that read different samples."""
+        return int(getattr(self, "world_size", 1))
+
+    @property
+    def serves(self) -> bool:
+        """Whether this rank only serves the others, which are all of ``world_size``, and is no data rank.
+
+        Then the Trainer calls :meth:`serve` in ``fit``, in place of training, and does nothing else here.
+        """
+        return False
+
+    def serve(self) -> None:
+        """On a rank that only serves, once it is set up: do so until the other ranks have ended their ``fit``.
+
+        Raises:
+            SystemExit, RuntimeError: as they have ended, if not well.
+        """
+        raise NotImplementedError
+
+    def server_bytes(self) -> dict[int, int]:
+        """Bytes of parameters that parameter servers hold while training goes on, by rank; empty: there are none."""
+        return {}
+
+    def server_traffic(self) -> dict[int, tuple[int, int]]:
+        """Messages and bytes sent so far by ranks that only serve, by rank, while training goes on; no collective.
+
+        What servers beside data ranks send is in what these measure, see :meth:`measure_communication`.
+        """
+        return {}
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that read different samples, this one among them; ``None``: all ranks."""
+        return None
+
+    @property
+    def backward_in_step(self) -> bool:
+        """Whether ``training_step`` runs backward too, so that gradients must be zeroed before it."""
+        return False
+
+    def conclude(self) -> None:
+        """Let every rank hold the trained weights, where ranks have trained by themselves; a collective.
+
+        The Trainer calls it when training has ended, before the hooks that tell so.
+        """
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Whether a forward pass needs all ranks, so that none may leave one out."""
+        return False
+
+    @property
+    def steps_are_collective(self) -> bool:
+        """Whether all ranks are at the same optimizer step, so that something may run a collective at every step.
+
+        ``False``: ranks step by themselves. Only where :meth:`meet` has brought them together may a collective run.
+        """
+        return True
+
+    @property
+    def leases_samples(self) -> str | None:
+        """Whether ranks lease the samples of an epoch chunk by chunk, so that a fast one reads more than a slow one.
+
+        ``None`` (off): samples are dealt in equal shares. Else what becomes of the chunks of a rank that died:
+        ``"at_least_once"`` or ``"at_most_once"``. Only where ranks step by themselves.
+        """
+        return None
+
+    @property
+    def averages_every_step(self) -> bool:
+        """Whether each step is made with the mean gradient of all data ranks, so that they may share it unequally."""
+        return self.steps_are_collective
+
+    @property
+    def holds_step_gradients(self) -> bool:
+        """Whether ranks hold, split or whole, the gradients that a step is made with (``named_gradients``)."""
+        return True
+
+    @property
+    def gradients_agree(self) -> bool:
+        """Whether all ranks have the same averaged gradients (``named_gradients``), so that each sees what all see."""
+        return False
+
+    @property
+    def communication(self) -> str:
+        """Whether ways to average gradients are compared in the first steps: ``"none"``, ``"advise"`` or ``"auto"``."""
+        return "none"
+
+    @property
+    def joins(self) -> bool:
+        """Whether this rank was started anew while the others train; then it goes on from a state that they give it.
+
+        ``fit`` is to be told so by ``ckpt_path=PENDING`` (:data:`~trainwright.checkpoint.memory.held.PENDING`).
+        """
+        return False
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether this rank makes a state of the run while the others do not, to give it to one that joins.
+
+        Nothing may be gathered then: what is kept of every data rank is this one's for all.
+        """
+        return False
+
+    @property
+    def fit_store(self) -> dist.Store | None:
+        """Where ranks leave word for each other in the present ``fit`` alone; ``None``: the process group's store.
+
+        Of a strategy whose ranks may be started anew while the others train: theirs has no process group in common.
+        """
+        return None
+
+    def meet(self) -> None:
+        """Bring ranks that step by themselves to the same parameters, waiting for the slowest; a collective.
+
+        The Trainer calls it where all ranks pass in the same order: before a validation, at the end of an epoch, and
+        before a state is saved. Does nothing where ranks hold the same anyway.
+        """
+
+    def tell_of_end(self, notice: Callable[[], EndNotice | None]) -> None:
+        """Where ranks step by themselves: let the others hear with this rank's steps of a notice to end.
+
+        Args:
+            notice: what this rank was told, ``None``: nothing; asked at every step.
+        """
+
+    @property
+    def heard_of_end(self) -> HeardNotice | None:
+        """Where ranks step by themselves: that one of them was told to end, and after which step all do.
+
+        ``None``: nothing was heard, or ranks have no way to tell each other between two meetings.
+        """
+        return None
+
+    @property
+    def least_batch_size(self) -> int:
+        """Samples that a data rank needs at a time: 1, or as many as a step is cut into."""
+        return 1
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of elements of all parameters of the unmodified module."""
+        assert self.lightning_module is not None
+        return sum(parameter.numel() for parameter in self.lightning_module.parameters())
+
+    def held_bytes(self) -> HeldBytes:
+        """Bytes that this rank holds now; memory that two tensors share counts once."""
+        assert self.lightning_module is not None
+        parameters = [*self.lightning_module.parameters(), *self._optimized_parameters()]
+        states = [t for o in self.optimizers for s in o.state.values() for t in s.values() if isinstance(t, Tensor)]
+        return HeldBytes(
+            parameters=_storage_bytes(parameters),
+            gradients=_storage_bytes(p.grad for p in parameters if p.grad is not None),
+            optimizer=_storage_bytes(states),
+        )
+
+    def measure_waits(self) -> Waits:
+        """Begin to measure how long this rank waits for others; to be stopped by whoever asked. Free while nobody does.
+
+        Called once the strategy is set up.
+        """
+        return Waits(self.root_device)
+
+    def measure_communication(self) -> CommunicationMeter:
+        """Begin to count what this rank sends, by mesh axis and kind of collective; to be stopped by whoever asked.
+
+        Called once the strategy is set up. Free while nobody does.
+        """
+        return CommunicationMeter(self.layout)
+
+    def pipeline_timeline(self) -> StageTimeline | None:
+        """What takes the times at which this rank's stages of a pipeline work; ``None``: there is no pipeline.
+
+        Called once the strategy is set up. Free until it is started.
+        """
+        return None
+
+    def listen_to_stages(self, listener: HearsStages) -> Callable[[], None]:
+        """Have ``listener`` told when this rank's stages of a pipeline work; returns how to end that.
+
+        Called once the strategy is set up. Nothing is told without a pipeline, and it is free while nobody listens.
+        """
+        return _nothing
+
+    def routing_balance(self) -> dict[str, float]:
+        """How evenly tokens went to experts in training since the last call; no collective, but a wait for the device.
+
+        Of :meth:`~trainwright.strategies.expert.engine.ExpertParallel.statistics`; empty where no ranks share experts.
+        """
+        return {}
+
+    def trained_boxes(self) -> dict[str, TensorParts]:
+        """What this rank holds of parameters and optimizer states, as boxes of the whole by key; views, no collective.
+
+        Ranks that hold the same box under the same key must have the same bytes in it, between two optimizer steps.
+        """
+        assert self.lightning_module is not None
+        return trained_boxes(
+            self.lightning_module, self.optimizers, self.placement, self._name_of(), self._state_owners
+        )
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and averaged gradient (a DTensor where it is sharded) of each parameter that has one.
+
+        Valid between backward and the next ``zero_grad``.
+        """
+        assert self.lightning_module is not None
+        for name, parameter in self.lightning_module.named_parameters():
+            if parameter.grad is not None:
+                yield name, parameter.grad
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Names of the module's blocks in order, those that other ranks hold among them; the same on every rank."""
+        return self._block_names
+
+    def squares_by_block(self, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
+        """This rank's part of the squared L2 norm of each block, and of the rest; no collective.
+
+        Added up over all ranks, it is what one process would have that held all of the module. Where replicas differ,
+        it is the mean of theirs.
+
+        Args:
+            tensors: names of parameters and, for each, it or its averaged gradient, as this rank holds it.
+
+        Returns:
+            float64 of shape ``(blocks + 1,)``, the rest last, on this rank's device.
+        """
+        return squares_by_block(tensors, self.block_names, self._parts_of, self.root_device)
+
+    def _parts_of(self, name: str) -> int:
+        """Over how many ranks a parameter is spread, besides the mesh of its DTensor; 0: another rank counts it."""
+        return 1
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole value on the CPU of every parameter of the unmodified module.
+
+        A collective: all ranks iterate to the end. What other ranks than the first get is unspecified.
+        """
+        assert self.lightning_module is not None
+        for name, parameter in self.lightning_module.named_parameters():
+            yield name, self._whole(name, parameter)
+
+    def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole averaged gradient on the CPU of every parameter that has one.
+
+        A collective, as :meth:`whole_parameters`. Valid between backward and the next ``zero_grad``.
+        """
+        for name, gradient in self.named_gradients():
+            yield name, self._whole(name, gradient)
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of what this rank holds a part of, under the name of a parameter; on the CPU."""
+        tensor = tensor.detach()
+        return whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor.to("cpu", copy=True)
+
+    def _optimized_parameters(self) -> Iterable[Tensor]:
+        return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
+
+    # ---- the certificate ------------------------------------------------------------------------------------------
+
+    @property
+    def certificate(self) -> Certificate:
+        """The comparison with the module as written, made before the first optimizer step of a run."""
+        return self._certificate
+
+    @property
+    def certificate_key(self) -> str:
+        """What the certificate of this run holds for, as a run state keeps it; empty without one."""
+        return self._certificate.key
+
+    @property
+    def splits_module(self) -> bool:
+        """Whether ranks that step together hold parts of the module, so that there is something to certify."""
+        return False
+
+    def certificate_remedy(self, module: str) -> str:
+        """What to type where the layout computes other numbers than the module as written.
+
+        Args:
+            module: name of the first module or parameter that differs; empty: it is not known.
+        """
+        return "Use strategy=ddp."
+
+    def held_parameter(self, name: str) -> Tensor | None:
+        """This rank's part of a parameter between two steps; ``None``: another rank holds it."""
+        assert self.lightning_module is not None
+        return dict(self.lightning_module.named_parameters()).get(name)
+
+    def certified_shares(self, batch: Any) -> list[tuple[Any, float]]:
+        """The parts of a batch of which the user has said that their losses are weighed one by one, and their weights.
+
+        The certificate compares with their weighted mean, else with the loss of the whole batch.
+        """
+        return [(batch, 1.0)]
+
+    def certified_parts(self) -> tuple[Assembly | None, dist.ProcessGroup | None]:
+        """Where parts of parameters are, and the ranks that share this rank's samples; ``None``: whole, no others."""
+        return None, None
+
+    # ---- what Lightning calls -------------------------------------------------------------------------------------
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of the rank ``src`` on every rank; plain values, arrays, tensors and records of these.
+
+        Raises:
+            CheckpointError: on every rank, if it is something else: a pickle could run code on the ranks that read it.
+        """
+        return from_rank(obj, src, device=self.root_device) if dist.is_initialized() else obj
+
+    if not TYPE_CHECKING:  # Lightning's own, read ten times a step, without a frame of Python for each
+        lightning_module = property(attrgetter("_lightning_module"))
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision plugin; Lightning's own are exchanged for those that know of sharded gradients."""
+        plugin = self._precision_plugin
+        return super().precision_plugin if plugin is None else plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = adapt_precision(plugin)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``training_step``."""
+        module = self.lightning_module
+        if module is not None and self.model is module and type(self._precision_plugin) is FullPrecision:
+            return module.training_step(*args, **kwargs)  # without the contexts that would do nothing
+        return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward of one micro-batch, weighted by ``loss_factor``."""
+        if self.loss_factor != 1:
+            closure_loss = closure_loss * self.loss_factor
+        return super().backward(closure_loss, *args, **kwargs)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all ranks of ``group``, or of all data ranks, stacked: ``(ranks, *tensor.shape)``.
+
+        Raises:
+            ValueError: on every rank, if shapes or dtypes differ between the ranks.
+        """
+        if getattr(self, "world_size", 1) == 1:
+            return super().all_gather(tensor, group=group, sync_grads=sync_grads)  # type: ignore[safe-super]
+        assert self.lightning_module is not None
+        is_even = getattr(self.lightning_module.trainer, "reads_evenly", False)
+        return gather_stacked(tensor, group, sync_grads, is_even)
+
+    @contextmanager
+    def among_data_ranks(self) -> Iterator[None]:
+        """Around user code that one rank of those that share samples runs: what it asks of all ranks, data ranks do."""
+        yield
+
+    @property
+    def leads_data_rank(self) -> bool:
+        """Whether this rank is the first of those that share its samples, which writes what is made of them."""
+        return True
+
+    def connect(self, model: LightningModule) -> None:
+        """Take the module of the run that begins, with this rank's parts in place."""
+        end_view(model)
+        forget_groups(model)
+        super().connect(model)
+        self._restores_late = None
+        self.certified_before = ""
+
+    def setup_environment(self) -> None:
+        """Let the processes meet.
+
+        Raises:
+            RuntimeError: if the port at which they are to meet is taken by another program.
+        """
+        environment, nodes = getattr(self, "cluster_environment", None), getattr(self, "num_nodes", 1)
+        store = None if dist.is_initialized() else first_store(environment, nodes)
+        if nodes == 1 and environment is not None and is_loopback(environment.main_address):
+            os.environ.update(loopback_interfaces())
+        try:
+            super().setup_environment()
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            port = os.environ.get("MASTER_PORT", "of this run")
+            raise RuntimeError(
+                f"The ranks cannot meet at port {port}: another program uses it. Free it, or choose another one with "
+                "launch.port=<number> (in a plain script: the environment variable MASTER_PORT)."
+            ) from error
+        del store  # torch has shared it by now
+        atexit.register(_leave_group)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether weights can be loaded only once they have their final place."""
+        # Asked once before and once after setup, which itself changes the answer: the first one counts for both.
+        if self._restores_late is None:
+            self._restores_late = self._must_restore_late()
+        return self._restores_late
+
+    def _must_restore_late(self) -> bool:
+        assert self.lightning_module is not None
+        return is_deferred(self.lightning_module)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Before a step: take up parameters that were frozen until now (a finetuning callback's)."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._certificate.is_due:
+            self._certificate.make(self, batch, batch_idx)
+        if batch_idx == 0 or self._frozen:
+            thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
+            if self._any_thawed(bool(thawed), batch_idx):
+                self._know_frozen()
+                self._take_up(thawed)
+
+    def _any_thawed(self, here: bool, batch_idx: int) -> bool:
+        """Whether parameters were thawed on any rank, known from those of this one where all hold the same."""
+        return here
+
+    def _know_frozen(self) -> None:
+        """Remember what is not trained; at the end of setup, by strategies that look at ``requires_grad`` in it."""
+        assert self.lightning_module is not None
+        self._frozen = [parameter for parameter in self.lightning_module.parameters() if not parameter.requires_grad]
+
+    def _take_up(self, thawed: Sequence[nn.Parameter]) -> None:
+        """Average the gradients of parameters too that were frozen when that was set up; all ranks thaw the same."""
+
+    # ---- steps of setup -------------------------------------------------------------------------------------------
+
+    def _refuse_other_models(self) -> None:
+        """Have ranks hold their modules against each other, where each still has the whole; a collective."""
+        assert self.lightning_module is not None
+        if getattr(self.lightning_module, "_trainwright_layout", None) is None:
+            refuse_other_models(self.lightning_module, self.root_device)
+
+    def _find_blocks(self) -> dict[str, nn.Module]:
+        assert self.lightning_module is not None
+        return find_blocks(self.lightning_module, self._block_patterns)
+
+    def _prepare_blocks(self, blocks: dict[str, nn.Module]) -> None:
+        """Checkpoint activations, then compile: the order that lets the compiler see the recomputation."""
+        module = self.lightning_module
+        assert module is not None
+        self._block_names = tuple(blocks)
+        if getattr(module, "_trainwright_prepared", False):
+            return  # a second fit or a test after fit with the same module
+        checkpoint_activations(module, self._activation_checkpointing, blocks.values(), self._checkpoint_modules)
+        compile_blocks(module, blocks.values(), self._compile)
+        object.__setattr__(module, "_trainwright_prepared", True)
+
+    def _materialise(self) -> None:
+        """Give a deferred model memory on this rank's device and its initial weights."""
+        assert self.lightning_module is not None
+        if is_deferred(self.lightning_module):
+            self._fill(deferred_pieces(self.lightning_module), self._agreed_seed(), {})
+
+    def _fill(self, pieces: Iterable[Piece], seed: int, real: dict[Tensor, Tensor]) -> None:
+        """Exchange the meta tensors of ``pieces`` for real ones; ``real`` remembers them, so that ties are kept."""
+        for piece in pieces:
+            for owner, name, value in piece.values(seed):
+                meta = getattr(owner, name)
+                if meta not in real:
+                    real[meta] = self._real(owner, name, meta, value)
+                _replace(owner, name, real[meta])
+
+    def _real(self, owner: nn.Module, name: str, meta: Tensor, value: Tensor) -> Tensor:
+        """What this rank holds of the tensor ``name`` of ``owner``, whose whole initial value is ``value``."""
+        tensor = value.to(device=self.root_device, dtype=meta.dtype)
+        return nn.Parameter(tensor, requires_grad=meta.requires_grad) if isinstance(meta, nn.Parameter) else tensor
+
+    def _agreed_seed(self) -> int:
+        return int(self.broadcast(torch.initial_seed()))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _leave_group() -> None:
+    """Leave the process group before the interpreter ends: gloo's threads abort a process that they outlive."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        gc.collect()  # DistributedDataParallel holds on to the group
+        dist.destroy_process_group()
+
+
+def _replace(owner: nn.Module, name: str, tensor: Tensor) -> None:
+    holder = owner._parameters if name in owner._parameters else owner._buffers
+    holder[name] = tensor  # type: ignore[assignment]
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {}
+    for tensor in tensors:
+        part = local_tensor(tensor)
+        storage = (part._values() if part.is_sparse else part).untyped_storage()
+        storages[storage.data_ptr() or id(storage)] = storage.nbytes()
+    return sum(storages.values())

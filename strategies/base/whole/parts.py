@@ -1,0 +1,155 @@
+"""Parameters of which this rank holds parts, by the names of the unmodified module, and the way to wholes and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainwright.strategies.contract.cuts import Cut
+from trainwright.strategies.contract.gradients import local_tensor
+from trainwright.strategies.state.wholes import part_like, whole_on_device
+
+# A place where a parameter is registered: the module and the name in it.
+Slot = tuple[nn.Module, str]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank holds of one parameter.
+
+    Args:
+        slots: where the unmodified module registers it; several if it is tied.
+        shape: of the whole.
+        part: as it is registered here, or a ghost of its dtype and device on another stage's rank.
+        is_here: whether this rank holds any of it.
+        cut: how it is split along axes other than the data axes; ``None``: not at all.
+    """
+
+    slots: Sequence[Slot]
+    shape: torch.Size
+    part: Tensor
+    is_here: bool = True
+    cut: Cut | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of it."""
+        return self.is_here and self.cut is None and not isinstance(self.part, DTensor)
+
+
+class ModuleParts:
+    """Gathers wholes from shares, and takes shares of wholes.
+
+    Args:
+        shares: by the name of each parameter, in the order of the unmodified module; the same names on every rank.
+        pipeline: ranks of this rank's pipeline; ``None``: one stage.
+        owners: name -> place in the pipeline of a rank that holds it; 0 without an entry.
+        device: where collectives run.
+    """
+
+    def __init__(
+        self,
+        shares: Mapping[str, Share],
+        pipeline: dist.ProcessGroup | None,
+        owners: Mapping[str, int],
+        device: torch.device,
+    ) -> None:
+        self.shares = shares
+        self._pipeline, self._owners, self.device = pipeline, owners, device
+
+    def is_whole(self, name: str) -> bool:
+        """Whether every rank holds the whole parameter anyway."""
+        return self._pipeline is None and self.shares[name].is_whole
+
+    @torch.no_grad()
+    def whole(self, name: str, part: Tensor | None) -> Tensor:
+        """Return the whole of a parameter, or of its gradient, in memory of its own; a collective.
+
+        Args:
+            name: of the parameter.
+            part: what this rank holds of it; not read where the rank holds nothing.
+        """
+        share = self.shares[name]
+        joined = self._joined(share, part) if share.is_here and part is not None else None
+        if self._pipeline is not None:
+            owner = self._owners.get(name, 0)
+            if dist.get_rank(self._pipeline) != owner:
+                dtype = share.part.dtype if part is None else part.dtype
+                joined = torch.empty(share.shape, dtype=dtype, device=self.device)
+            assert joined is not None
+            joined = joined.contiguous()
+            dist.broadcast(joined, group=self._pipeline, group_src=owner)
+        assert joined is not None
+        return joined.to(share.part.device)
+
+    def _joined(self, share: Share, part: Tensor) -> Tensor:
+        """Return the whole, from the ranks of this stage."""
+        own = local_tensor(part)
+        whole = whole_on_device(part) if isinstance(part, DTensor) else part.detach()
+        if share.cut is not None:
+            whole = share.cut.whole(whole.to(self.device))
+        shares_memory = whole.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+        return whole.clone() if shares_memory else whole
+
+    def part(self, name: str, whole: Tensor, like: Tensor | None = None) -> Tensor:
+        """Return what this rank holds of a whole.
+
+        Args:
+            name: of the parameter.
+            whole: all of it, or of its gradient.
+            like: what is split in the same way; ``None``: the parameter.
+        """
+        share = self.shares[name]
+        like = share.part if like is None else like
+        part = whole if share.cut is None else share.cut.part(whole)
+        return part_like(part, like) if isinstance(like, DTensor) else part
+
+    def facts(self, trained: Iterable[str], with_gradient: Iterable[str]) -> tuple[set[str], set[str]]:
+        """Return which parameters are trained and which have a gradient, on whatever stage; a collective of stages.
+
+        Args:
+            trained: names of those of this rank that are trained.
+            with_gradient: names of those of this rank that have a gradient.
+        """
+        found = set(trained), set(with_gradient)
+        if self._pipeline is None:
+            return found
+        names = list(self.shares)
+        flags = torch.tensor([[name in each for name in names] for each in found], dtype=torch.int32)
+        flags = flags.to(self.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._pipeline)
+        trained, with_gradient = ({n for n, flag in zip(names, row, strict=True) if flag} for row in flags.tolist())
+        return trained, with_gradient
+
+
+def find_slots(module: nn.Module) -> dict[int, list[Slot]]:
+    """Return, by the id of each parameter, where it is registered in ``module``."""
+    slots: dict[int, list[Slot]] = {}
+    for owner in module.modules():
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                slots.setdefault(id(parameter), []).append((owner, key))
+    return slots
+
+
+def differ_between_ranks(wholes: Sequence[tuple[str, Tensor]], device: torch.device) -> list[str]:
+    """Return the names of tensors whose bits are not the same on all ranks; a collective of all ranks."""
+    if not wholes or not dist.is_initialized() or dist.get_world_size() == 1:
+        return []
+    sums = torch.stack([_bit_sum(tensor).to(device) for _, tensor in wholes])
+    bounds = torch.cat([sums, -sums])
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    most, least = bounds.chunk(2)
+    return [name for (name, _), same in zip(wholes, (most == -least).tolist(), strict=True) if not same]
+
+
+def _bit_sum(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits as integers, exact in any order of addition."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    integers: Callable[[int], torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.__getitem__
+    return tensor.detach().contiguous().view(integers(tensor.element_size())).sum(dtype=torch.int64)

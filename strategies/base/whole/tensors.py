@@ -1,0 +1,176 @@
+"""Stand-ins for parameters and gradients of which this rank holds a part: whole as soon as their values are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_Call = Callable[..., Any]
+
+
+class Wholes(Protocol):
+    """What stand-ins ask for values; see :class:`~trainwright.strategies.base.whole.view.WholeView`."""
+
+    def parameter(self, name: str) -> Tensor:
+        """Return the whole parameter, gathered when it is first asked for; a collective."""
+
+    def gradient(self, name: str) -> Tensor:
+        """Return the whole averaged gradient; a collective."""
+
+    def gradient_stand_in(self, name: str) -> Tensor | None:
+        """Return what stands for the gradient, ``None`` if there is none."""
+
+    def set_gradient(self, name: str, value: Tensor | None) -> None:
+        """Replace the gradient by a whole one, or drop it."""
+
+    def requires_grad(self, name: str) -> bool:
+        """Return whether the parameter is trained."""
+
+    def set_requires_grad(self, name: str, value: bool) -> None:
+        """Freeze or thaw the parameter."""
+
+    def refuse(self, name: str, what: str) -> None:
+        """Raise, as ``what`` cannot be done with a part."""
+
+
+class WholeTensor(Tensor):
+    """Stands in user code for the parameter ``name``, or for its gradient, with the shape of the whole.
+
+    Metadata is answered at once. Any other function of torch gets the whole tensor in its place, which
+    :class:`Wholes` gathers; what user code writes into that is put back into the parts later.
+    """
+
+    whole_name: str
+    whole_kind: str
+    wholes: Wholes
+
+    @staticmethod
+    def of(wholes: Wholes, name: str, like: Tensor, shape: torch.Size, kind: str = "parameter") -> WholeTensor:
+        """Return a stand-in.
+
+        Args:
+            wholes: gives values.
+            name: of the parameter.
+            like: dtype and device are its.
+            shape: of the whole.
+            kind: ``"parameter"``, ``"gradient"`` or ``"value"``, which is the parameter as ``state_dict`` has it.
+        """
+        made: WholeTensor = Tensor._make_wrapper_subclass(
+            WholeTensor, shape, dtype=like.dtype, device=like.device, requires_grad=False
+        )
+        made.whole_name, made.whole_kind, made.wholes = name, kind, wholes
+        if kind == "parameter":
+            made._is_param = True
+        return made
+
+    def whole(self) -> Tensor:
+        """Return the whole tensor that this stands for; a collective."""
+        if self.whole_kind == "gradient":
+            return self.wholes.gradient(self.whole_name)
+        whole = self.wholes.parameter(self.whole_name)
+        return whole if self.whole_kind == "parameter" else whole.detach()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Run ``func`` on whole tensors in place of stand-ins."""
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], WholeTensor):
+            if func in METADATA:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            special = _SPECIAL.get(func)
+            if special is not None and args[0].whole_kind == "parameter":
+                return special(*args, **kwargs)
+        args, kwargs = pytree.tree_map_only(WholeTensor, lambda tensor: tensor.whole(), (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse what reached torch's kernels past :meth:`__torch_function__`."""
+        raise RuntimeError(f"{func} was called on the stand-in of a parameter; use the parameter's own methods.")
+
+
+def stand_ins_to_wholes(value: Any) -> Any:
+    """Return ``value`` with every stand-in in it exchanged for its whole tensor."""
+    return pytree.tree_map_only(WholeTensor, lambda tensor: tensor.whole(), value)
+
+
+def _of_class(name: str) -> Any:
+    return getattr(Tensor, name)
+
+
+def _getters(*names: str) -> set[Any]:
+    return {_of_class(name).__get__ for name in names}
+
+
+# Answered by the stand-in itself: no value is needed.
+METADATA = {
+    *_getters("shape", "dtype", "device", "ndim", "is_cuda", "is_leaf", "layout", "is_sparse", "is_meta", "itemsize"),
+    *_getters("is_quantized", "is_mkldnn", "is_xla", "is_mps", "is_cpu", "is_nested", "grad_fn", "output_nr"),
+    Tensor.size,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.is_contiguous,
+    Tensor.get_device,
+    Tensor.stride,
+    Tensor.__len__,
+    Tensor.__hash__,
+}
+
+
+def _grad(tensor: WholeTensor) -> Tensor | None:
+    return tensor.wholes.gradient_stand_in(tensor.whole_name)
+
+
+def _set_grad(tensor: WholeTensor, value: Tensor | None) -> None:
+    tensor.wholes.set_gradient(tensor.whole_name, stand_ins_to_wholes(value))
+
+
+def _requires_grad(tensor: WholeTensor) -> bool:
+    return tensor.wholes.requires_grad(tensor.whole_name)
+
+
+def _set_requires_grad(tensor: WholeTensor, value: bool = True) -> WholeTensor:
+    tensor.wholes.set_requires_grad(tensor.whole_name, value)
+    return tensor
+
+
+def _set_data(tensor: WholeTensor, value: Tensor) -> None:
+    whole, value = tensor.whole().detach(), stand_ins_to_wholes(value)
+    if value.shape != whole.shape or value.dtype != whole.dtype:
+        tensor.wholes.refuse(tensor.whole_name, "it gets data of another shape or dtype")
+    whole.copy_(value)
+
+
+def _refuse_hook(tensor: WholeTensor, *_: Any) -> None:
+    tensor.wholes.refuse(tensor.whole_name, "a gradient hook is registered on it during a run")
+
+
+def _refuse_copy(tensor: WholeTensor, *_: Any) -> None:
+    tensor.wholes.refuse(tensor.whole_name, "it, or a module around it, is copied with copy.deepcopy")
+
+
+# Of a parameter only: what concerns more than its values.
+_SPECIAL: dict[Any, _Call] = {
+    _of_class("grad").__get__: _grad,
+    _of_class("grad").__set__: _set_grad,
+    _of_class("grad").__delete__: lambda tensor: _set_grad(tensor, None),
+    _of_class("requires_grad").__get__: _requires_grad,
+    _of_class("requires_grad").__set__: _set_requires_grad,
+    Tensor.requires_grad_: _set_requires_grad,
+    _of_class("data").__set__: _set_data,
+    Tensor.register_hook: _refuse_hook,
+    Tensor.register_post_accumulate_grad_hook: _refuse_hook,
+    Tensor.__deepcopy__: _refuse_copy,
+}

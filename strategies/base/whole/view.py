@@ -1,0 +1,541 @@
+"""Shows user code a module whole, while ranks hold parts of it."""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from trainwright.checkpoint.exchange.distinct import from_rank
+from trainwright.checkpoint.exchange.groups import all_come
+from trainwright.strategies.base.whole.parts import ModuleParts, Share, differ_between_ranks
+from trainwright.strategies.base.whole.tensors import WholeTensor
+from trainwright.strategies.contract.gradients import local_tensor
+
+# The view that stands in a module between two runs.
+_STAYING = "_trainwright_view"
+# How long a rank waits for the others where it needs a whole tensor, before it says so.
+PATIENCE = timedelta(seconds=60)
+
+
+class Gradients(Protocol):
+    """A strategy's gradients, by name; each as the optimizer sees it."""
+
+    def gradient_parts(self) -> Mapping[str, Tensor]:
+        """Return this rank's averaged gradients.
+
+        Raises:
+            RuntimeError: if they are not averaged now.
+        """
+
+    def set_gradient_part(self, name: str, part: Tensor | None) -> None:
+        """Replace this rank's part of a gradient, or drop the gradient."""
+
+    def parameters_written(self) -> None:
+        """Take note that parameters have been changed beside the optimizer."""
+
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Return the names of the parameters of each group of ``optimizer`` on all stages; a collective."""
+
+    def held_in_optimizer(self, name: str) -> Tensor | None:
+        """Return what an optimizer of this rank holds of a parameter."""
+
+
+class WholeView:
+    """Exchanges parameters of a module and its optimizers for stand-ins of the whole ones, and back.
+
+    While shown, all ranks see the same names, shapes and gradients as on one process. What is used is gathered, by all
+    ranks together; what is written is put back when the view ends. Calls of the module, or of a method of
+    ``surroundings``, run on the parts as ever.
+
+    Args:
+        module: the user's.
+        parts: what this rank holds.
+        gradients: of the strategy.
+        surroundings: objects whose methods of these names need the parts.
+        agrees: whether all ranks run user code alike; ``False``: replicas differ, and nothing is compared.
+        like: one of the same ranks, with which nothing has to be agreed upon anew; ``None``: making it is a collective.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: ModuleParts,
+        gradients: Gradients,
+        surroundings: Mapping[Any, Mapping[str, Callable[..., Any]]],
+        agrees: bool = True,
+        like: WholeView | None = None,
+    ) -> None:
+        self._module, self._parts, self._gradients, self._agrees = module, parts, gradients, agrees
+        self._surroundings = [
+            (target, {name: self._hidden_for(method) for name, method in methods.items()})
+            for target, methods in surroundings.items()
+        ]
+        self._stand_ins = {
+            name: WholeTensor.of(self, name, share.part, share.shape) for name, share in parts.shares.items()
+        }
+        for name, share in parts.shares.items():
+            self._stand_ins[name].__dict__.update(share.part.__dict__)
+        self._trained = {name for name, share in parts.shares.items() if share.part.requires_grad}
+        self._tables = _whole_tables(module, parts.shares, self._stand_ins)
+        self._optimizers: list[Optimizer] = []
+        self._groups: dict[int, list[list[str]]] = {}
+        # Of each group: what it held when it was last shown, and what was shown.
+        self._shown_groups: dict[int, tuple[list[Any], list[Any]]] = {}
+        self._saved_groups: list[tuple[dict[str, Any], Any, list[Any]]] = []
+        self._saved_states: list[tuple[Optimizer, Any]] = []
+        self._where = ""
+        self._is_shown = False
+        self._modules = frozenset(module.modules())
+        self._listening: list[RemovableHandle] = []
+        weakref.finalize(self, _end_listening, self._listening)
+        self._caller: nn.Module | None = None
+        self._forget()
+        self._meetings = 0
+        self._prefix = like._after() if like is not None else _common_prefix(parts.device) if agrees else None
+
+    def _after(self) -> str | None:
+        return None if self._prefix is None else f"{self._prefix}/after"
+
+    def _forget(self) -> None:
+        self._parameters: dict[str, Tensor] = {}
+        self._gradient_parts: Mapping[str, Tensor] | None = None
+        self._whole_gradients: dict[str, Tensor] = {}
+        self._facts: tuple[set[str], set[str]] | None = None
+        self._graded: list[str] = []
+        self._met = self._used_in_place = False
+
+    # ---- showing and hiding ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def showing(self, where: str, optimizers: list[Optimizer]) -> Iterator[None]:
+        """Show wholes inside, unless they are shown already.
+
+        Args:
+            where: what runs inside, for messages.
+            optimizers: of the strategy; their groups hold stand-ins meanwhile.
+        """
+        if self._is_shown:
+            yield
+            return
+        self._where, self._optimizers = where, optimizers
+        self.show()
+        try:
+            yield
+        except BaseException:
+            self._restore()
+            raise
+        self.hide()
+
+    @contextmanager
+    def hiding(self) -> Iterator[None]:
+        """Let the parts stand inside, with what was written so far."""
+        if not self._is_shown:
+            yield
+            return
+        self.hide()
+        try:
+            yield
+        finally:
+            self.show()
+
+    def show(self) -> None:
+        """Let stand-ins stand in the module and its optimizers."""
+        for optimizer in self._optimizers:
+            self._show_optimizer(optimizer)
+        for owner, table, ghosts in self._tables:
+            table.real = owner._parameters
+            owner.__dict__["_parameters"] = table
+            for key in ghosts:
+                ghosts[key] = owner.__dict__.pop(key)
+        for target, methods in self._surroundings:
+            target.__dict__.update(methods)
+        # One hook for all modules: to put one on each takes most of the time of a short hook of the user's.
+        self._listening.append(register_module_forward_pre_hook(_entering(weakref.ref(self))))
+        self._is_shown = True
+
+    def stay(self, and_then: Callable[[], None]) -> None:
+        """Show wholes until :func:`end_view` ends that, and calls ``and_then``."""
+        object.__setattr__(self._module, _STAYING, (self, and_then))
+        self.show()
+
+    def hide(self) -> None:
+        """Let the parts stand again, and put into them what was written into wholes."""
+        self._restore()
+        self._write_back()
+
+    def _restore(self) -> None:
+        if not self._is_shown:
+            return
+        self._is_shown = False
+        _end_listening(self._listening)
+        for target, methods in self._surroundings:
+            for name in methods:
+                target.__dict__.pop(name, None)
+        for owner, table, ghosts in self._tables:
+            owner.__dict__["_parameters"] = table.real
+            for key, ghost in ghosts.items():
+                owner.__dict__[key] = ghost
+        self._hide_optimizers()
+
+    def _hidden_for(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.hiding():
+                result = method(*args, **kwargs)
+            return self._step_by_step(result) if isinstance(result, Iterator) else result
+
+        return run
+
+    def _step_by_step(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        nothing = object()
+        while True:
+            with self.hiding():
+                item = next(iterator, nothing)
+            if item is nothing:
+                return
+            yield item
+
+    # ---- calls of modules -----------------------------------------------------------------------------------------
+
+    def _enter_call(self, module: nn.Module, args: Any) -> None:
+        if self._is_shown and module in self._modules:
+            self.hide()
+            self._caller = module
+            module._forward_hooks[id(self)] = self._leave_call
+            module._forward_hooks_always_called[id(self)] = True
+
+    def _leave_call(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._caller is module:
+            self._caller = None
+            del module._forward_hooks[id(self)], module._forward_hooks_always_called[id(self)]
+            self.show()
+
+    # ---- optimizers -----------------------------------------------------------------------------------------------
+
+    def _show_optimizer(self, optimizer: Optimizer) -> None:
+        names = self._groups.get(id(optimizer), [])
+        if len(names) != len(optimizer.param_groups):
+            names = self._groups[id(optimizer)] = self._gradients.group_names(optimizer)
+        for group, within in zip(optimizer.param_groups, names, strict=True):
+            held, shown = self._shown_groups.get(id(group), ((), []))
+            if list(map(id, held)) != list(map(id, group["params"])):
+                shown = self._instead_of(group["params"], within)
+                self._shown_groups[id(group)] = list(group["params"]), shown
+            self._saved_groups.append((group, group["params"], shown))
+            group["params"] = list(shown)
+        self._saved_states.append((optimizer, optimizer.state))
+        optimizer.state = _Unreadable(optimizer.state, self)  # type: ignore[assignment]
+
+    def _instead_of(self, params: list[Any], within: list[str]) -> list[Any]:
+        """What a group shows: stand-ins of the parameters of these names, and others as they are."""
+        held = {id(self._gradients.held_in_optimizer(name)) for name in within if name in self._stand_ins}
+        others = [parameter for parameter in params if id(parameter) not in held]
+        return [*(self._stand_ins[name] for name in within if name in self._stand_ins), *others]
+
+    def _hide_optimizers(self) -> None:
+        for optimizer, state in self._saved_states:
+            optimizer.state = state
+        for group, params, shown in self._saved_groups:
+            if list(map(id, group["params"])) != list(map(id, shown)):
+                params = self._held(group["params"])
+            group["params"] = params
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:  # of which some may be new
+                if any(isinstance(p, WholeTensor) for p in group["params"]):
+                    group["params"] = self._held(group["params"])
+        self._saved_groups, self._saved_states = [], []
+
+    def _held(self, parameters: list[Any]) -> list[Any]:
+        """Return what this rank's optimizer holds for parameters that user code put into a group."""
+        held = [
+            self._gradients.held_in_optimizer(p.whole_name) if isinstance(p, WholeTensor) else p for p in parameters
+        ]
+        return [parameter for parameter in held if parameter is not None]
+
+    def state_stand_ins(self) -> dict[str, WholeTensor]:
+        """Return, by key of the whole module's ``state_dict``, what stands for each parameter as a plain tensor."""
+        names = {id(module): path for path, module in reversed(list(self._module.named_modules()))}
+        return {
+            ".".join(filter(None, (names[id(owner)], key))): WholeTensor.of(
+                self, name, share.part, share.shape, "value"
+            )
+            for name, share in self._parts.shares.items()
+            for owner, key in share.slots
+        }
+
+    # ---- what stand-ins ask for -----------------------------------------------------------------------------------
+
+    def parameter(self, name: str) -> Tensor:
+        """Return the whole parameter, gathered when it is first asked for; a collective."""
+        share, is_whole = self._parts.shares[name], self._parts.is_whole(name)
+        if is_whole and not self._is_shown:
+            return share.part
+        self._check_shown(name)
+        if name not in self._parameters:
+            if is_whole:
+                whole, self._used_in_place = share.part.detach(), True
+            else:
+                self._meet(name)
+                whole = self._parts.whole(name, share.part if share.is_here else None)
+            parameter = nn.Parameter(whole, requires_grad=self.requires_grad(name))
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _: self._graded.append(name))
+            self._parameters[name] = parameter
+        return self._parameters[name]
+
+    def gradient_stand_in(self, name: str) -> Tensor | None:
+        """Return what stands for the gradient, ``None`` if there is none."""
+        self._check_shown(name)
+        self._take_own_gradients()
+        if name not in self._known_facts()[1]:
+            return None
+        share = self._parts.shares[name]
+        like = self._own_gradients().get(name, share.part)
+        return WholeTensor.of(self, name, like, share.shape, "gradient")
+
+    def gradient(self, name: str) -> Tensor:
+        """Return the whole averaged gradient; a collective."""
+        self._check_shown(name)
+        if name not in self._whole_gradients:
+            self._meet(name)
+            self._whole_gradients[name] = self._parts.whole(name, self._own_gradients().get(name))
+        return self._whole_gradients[name]
+
+    def set_gradient(self, name: str, value: Tensor | None) -> None:
+        """Replace the gradient by a whole one, or drop it."""
+        self._check_shown(name)
+        self._take_own_gradients()
+        with_gradient = self._known_facts()[1]
+        is_here = self._parts.shares[name].is_here
+        if value is None:
+            with_gradient.discard(name)
+            self._whole_gradients.pop(name, None)
+            if is_here:
+                self._gradients.set_gradient_part(name, None)
+                self._gradient_parts = None
+        elif name in with_gradient:
+            self.gradient(name).copy_(value)
+        else:
+            with_gradient.add(name)
+            if is_here:
+                self._gradients.set_gradient_part(name, self._parts.part(name, value.detach()))
+                self._gradient_parts = None
+            self._whole_gradients[name] = value.detach()
+
+    def requires_grad(self, name: str) -> bool:
+        """Return whether the parameter is trained."""
+        return name in self._known_facts(gradients=False)[0] if self._is_shown else name in self._trained
+
+    def set_requires_grad(self, name: str, value: bool) -> None:
+        """Freeze or thaw the parameter."""
+        share = self._parts.shares[name]
+        if self._facts is not None:
+            (self._facts[0].add if value else self._facts[0].discard)(name)
+        (self._trained.add if value else self._trained.discard)(name)
+        if share.is_here:
+            share.part.requires_grad_(value)
+
+    def refuse(self, name: str, what: str) -> None:
+        """Raise, as ``what`` cannot be done with a part.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"Ranks hold parts of the parameter {name!r}, and {self._where or 'user code'} does what parts do not "
+            f"allow: {what}. Change values in place (copy_, mul_, clamp_ under torch.no_grad()), do this in __init__ "
+            f"or configure_model, or use strategy=ddp."
+        )
+
+    def _check_shown(self, name: str) -> None:
+        if not self._is_shown:
+            raise RuntimeError(
+                f"The parameter {name!r}, kept since a hook looked it up, is used in a step, where this rank holds a "
+                f"part of it. Look parameters up where they are used (self.parameters() in the hook itself), or use "
+                f"strategy=ddp."
+            )
+
+    def _own_gradients(self) -> Mapping[str, Tensor]:
+        if self._gradient_parts is None:
+            self._gradient_parts = self._gradients.gradient_parts()
+        return self._gradient_parts
+
+    def _known_facts(self, gradients: bool = True) -> tuple[set[str], set[str]]:
+        if self._facts is None:
+            self._meet("")
+            own = self._parts.shares.items()
+            trained = [name for name, share in own if share.is_here and share.part.requires_grad]
+            self._facts = self._parts.facts(trained, self._own_gradients() if gradients else ())
+        return self._facts
+
+    def _meet(self, name: str) -> None:
+        """Wait for the other ranks before the first collective, so that code of one rank alone is told."""
+        if self._met or self._prefix is None:
+            return
+        self._met, self._meetings = True, self._meetings + 1
+        if not all_come(f"{self._prefix}/{self._meetings}", PATIENCE):
+            raise RuntimeError(
+                f"{self._where or 'Code after a run'} of rank {dist.get_rank()} uses the parameter {name!r}, of which "
+                f"ranks hold parts, and other ranks did not within {PATIENCE.seconds} s. Run it on all ranks "
+                f"(not under rank_zero_only or `if trainer.is_global_zero`) and use the result on one; "
+                f"trainer.save_checkpoint and `trainwright export` write whole weights too."
+            )
+
+    # ---- writing --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        parameters = {name: whole for name, whole in self._parameters.items() if not self._parts.is_whole(name)}
+        gradients = self._whole_gradients
+        if self._graded:
+            self._is_shown = True  # gradients are asked for as by user code
+            self._take_own_gradients()
+            self._is_shown = False
+        found = [(f"{name}", whole) for name, whole in parameters.items()]
+        found += [(f"{name} (gradient)", gradient) for name, gradient in gradients.items()]
+        differing = differ_between_ranks(found, found[0][1].device) if found and self._agrees else []
+        own = self._own_gradients() if gradients else {}
+        wrote = False
+        for name, whole in parameters.items():
+            share = self._parts.shares[name]
+            wrote |= share.is_here and _copy_changed(share.part, self._parts.part(name, whole.detach()))
+        for name, gradient in gradients.items():
+            if name in own:
+                _copy_changed(own[name], self._parts.part(name, gradient, own[name]))
+        wrote |= self._used_in_place
+        self._forget()
+        if wrote:
+            self._gradients.parameters_written()
+        if differing:
+            raise RuntimeError(
+                f"{self._where or 'User code'} wrote values into {', '.join(differing[:4])} that are not the same on "
+                f"all ranks. Write the same on every rank: without `if trainer.is_global_zero`, and random numbers "
+                f"from a torch.Generator with the same seed everywhere."
+            )
+
+    def _take_own_gradients(self) -> None:
+        """Add what backward passes of user code's own have left since the last call."""
+        graded, self._graded = self._graded, []
+        for name in dict.fromkeys(graded):
+            own, self._parameters[name].grad = self._parameters[name].grad, None
+            if own is not None:
+                self.set_gradient(name, self.gradient(name) + own if name in self._known_facts()[1] else own)
+
+
+def end_view(module: nn.Module) -> None:
+    """Let the parts of a module stand in it again, if code after a run has been shown wholes."""
+    view, and_then = module.__dict__.pop(_STAYING, (None, None))
+    if isinstance(view, WholeView):
+        view.hide()
+        and_then()
+
+
+class _Table(dict[str, Any]):
+    """The ``_parameters`` of a module while stand-ins are shown: may be read, and given no other parameters."""
+
+    def __init__(self, items: Mapping[str, Any], view_of: Callable[[str, str], None]) -> None:
+        super().__init__(items)
+        self._refuse = view_of
+        self.real: dict[str, Any] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if value is None and key not in self or self.get(key) is value:
+            super().__setitem__(key, value)
+            return
+        self._refuse(key, "a module gets another parameter (pruning, weight_norm, or assigning an nn.Parameter)")
+
+    def __delitem__(self, key: str) -> None:
+        self._refuse(key, "a parameter is removed from its module (pruning or weight_norm)")
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Refuse to lose a parameter."""
+        if key in self:
+            del self[key]
+        return super().pop(key, *default)
+
+
+class _Unreadable(dict[Any, Any]):
+    """Stands for the state of an optimizer, whose tensors are parts."""
+
+    def __init__(self, state: Any, view: WholeView) -> None:
+        super().__init__()
+        self._state, self._view = state, view
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(
+            f"{self._view._where} reads the state of an optimizer, of which ranks hold parts. Read it from a "
+            f"checkpoint (trainer.save_checkpoint), or use strategy=ddp."
+        )
+
+    __getitem__ = __iter__ = __len__ = items = keys = values = get = __contains__ = _refuse
+
+
+def _whole_tables(
+    module: nn.Module, shares: Mapping[str, Share], stand_ins: Mapping[str, WholeTensor]
+) -> list[tuple[nn.Module, _Table, dict[str, Any]]]:
+    """Return each module that registers shared parameters, what it shows, and the names of its ghosts."""
+    shown: dict[nn.Module, dict[str, WholeTensor]] = {}
+    name_in: dict[tuple[int, str], str] = {}
+    for name, share in shares.items():
+        for owner, key in share.slots:
+            shown.setdefault(owner, {})[key] = stand_ins[name]
+            name_in[id(owner), key] = name
+    tables = []
+    for owner in module.modules():
+        if owner not in shown:
+            continue
+        held = owner._parameters
+        # Names of the module itself first, in its own order; ghosts stand where the whole module has them.
+        ghosts = dict.fromkeys(key for key in shown[owner] if key not in held)
+        order = {**shown[owner], **held} if ghosts else held
+        items = {key: shown[owner].get(key, held.get(key)) for key in order}
+
+        def refuse(key: str, what: str, owner: nn.Module = owner) -> None:
+            name = name_in.get((id(owner), key), key)
+            first = next(iter(stand_ins.values()))
+            first.wholes.refuse(name, what)
+
+        tables.append((owner, _Table(items, refuse), ghosts))
+    return tables
+
+
+def _entering(view: weakref.ref[WholeView]) -> Callable[[nn.Module, Any], None]:
+    """A hook of all modules, which must not keep a view, its module and the groups of its ranks alive."""
+
+    def enter(module: nn.Module, args: Any) -> None:
+        shown = view()
+        if shown is not None:
+            shown._enter_call(module, args)
+
+    return enter
+
+
+def _end_listening(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
+def _copy_changed(part: Tensor, value: Tensor) -> bool:
+    """Copy ``value`` into ``part`` if its bits differ; return whether they did."""
+    mine, given = local_tensor(part).detach(), local_tensor(value).detach()
+    if torch.equal(mine, given.to(mine.device)):
+        return False
+    mine.copy_(given)
+    return True
+
+
+def _common_prefix(device: torch.device) -> str | None:
+    """Return a text that all ranks share; ``None`` on one rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return f"trainwright/whole/{from_rank(uuid.uuid4().hex, 0, device=device)}"

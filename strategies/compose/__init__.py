@@ -1,0 +1,1 @@
+"""Compose the axes of a layout into one strategy."""

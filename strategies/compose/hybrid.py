@@ -1,0 +1,829 @@
+"""Any layout for the same module: pipeline, tensor, expert and context parallelism with ZeRO below them.
+
+How a module is cut, in this order:
+
+1. pipeline: parameters of other stages are given away, their blocks are skipped,
+2. tensor, expert: parameters are exchanged for this rank's parts,
+3. context: blocks work on this rank's part of the sequence,
+4. activation checkpointing, then compilation, block by block,
+5. ZeRO over ``replicate x (shard, context)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from trainwright.checkpoint.exchange.distinct import from_rank
+from trainwright.core.config.options import refuse
+from trainwright.core.layout import Layout
+from trainwright.strategies.base.whole.parts import ModuleParts
+from trainwright.strategies.base.whole.watch import PartsWatch
+from trainwright.strategies.compose.engines import EngineOptions, Engines
+from trainwright.strategies.compose.layout_placement import LayoutPlacement
+from trainwright.strategies.compose.mixed_placement import MixedPlacement
+from trainwright.strategies.compose.rules import (
+    averaging_problem,
+    cuts_module,
+    manual_optimization_problems,
+    micro_batches_for,
+    sync_batchnorm_problem,
+    validate_hybrid,
+)
+from trainwright.strategies.compose.shared_gradients import SharedGradients
+from trainwright.strategies.contract.collectives.data import DataCollectives, metric_states, set_metric_states
+from trainwright.strategies.contract.gradients import local_tensor
+from trainwright.strategies.contract.groups import LayoutGroups
+from trainwright.strategies.contract.optimization import optimize_after_zero_grad
+from trainwright.strategies.contract.precision import AgreedGradScaler
+from trainwright.strategies.contract.randomness.state import random_state, set_random_state
+from trainwright.strategies.contract.waits.timeline import HearsStages, StageTimeline, listen_to_stages
+from trainwright.strategies.data.gathering import parameter_groups
+from trainwright.strategies.data.zero import averaged_copies
+from trainwright.strategies.plan.deferred import Piece
+from trainwright.strategies.plan.names import parent_of, starred, within
+from trainwright.strategies.state.assemble import Assembly
+from trainwright.strategies.state.run_state import (
+    CURRENT_WEIGHTS,
+    OPTIMIZERS,
+    WEIGHTS,
+    Placement,
+    is_stored,
+    misfit,
+    mismatch,
+)
+from trainwright.strategies.state.wholes import whole_on_device
+
+# Options of the classes above that may contradict those of a layout.
+_JUDGED_OPTIONS = (
+    "blocks",
+    "offload",
+    "find_unused_parameters",
+    "compile",
+    "placement",
+    "table_servers",
+    "interface",
+    "prefetch",
+)
+
+
+class HybridStrategy(DataCollectives, MixedPlacement):
+    """Any layout: the axes of :class:`~trainwright.core.layout.Layout` in any combination.
+
+    The user's module stays as it is; names of parameters never change. What may be cut where comes from a
+    :class:`~trainwright.strategies.plan.model_plan.ModelPlan`.
+
+    Args:
+        pipeline: ranks that hold different stages of the model; 1 is off.
+        replicate: ranks that hold copies; 1 is off.
+        shard: ranks over which ZeRO splits the state; -1 takes the rest of the world.
+        context: ranks that split the sequence; 1 is off.
+        tensor: ranks that split each weight; 1 is off.
+        expert: ranks that hold different experts, a divisor of ``shard x context``; 1 is off, -1 takes all of them.
+        stage: ZeRO stage on ``shard x context``, 1, 2 or 3.
+        schedule: of the pipeline: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``looped_bfs``,
+            ``interleaved_zero_bubble``, ``zbv`` or ``dualpipev``.
+        micro_batches: parts that a batch is split into for the pipeline; ``None``: as many as pipeline ranks, twice as
+            many for schedules in the shape of a V.
+        stages_per_rank: stages of the pipeline on each rank; ``None``: 1, or 2 for schedules that need several.
+        split: blocks per stage, such as ``[3, 5]``, or ``"balanced"``: by their number of parameters.
+        batch_dims: how to split odd tensors of a batch into micro-batches: path in the batch -> dim, or ``None`` to
+            give the whole tensor to every micro-batch.
+        sequence_parallel: split activations between cut modules along the sequence over the tensor axis.
+        loss_parallel: compute the loss on logits that stay split over the tensor axis.
+        attention: how context ranks exchange keys and values: ``"ring"``, ``"ulysses"`` or ``"gather"``.
+        balance: deal the sequence to context ranks so that causal attention costs each the same; ``False`` deals
+            contiguous parts.
+        plan: parts of the :class:`ModelPlan` that are not found in the model, or found wrong.
+        **kwargs: ``placement`` of tables on parameter servers, see
+            :class:`~trainwright.strategies.compose.mixed_placement.MixedPlacement`, and others of
+            :class:`~trainwright.strategies.data.zero.ZeroStrategy`.
+
+    Raises:
+        ValueError: if the options contradict each other.
+    """
+
+    strategy_name = "hybrid"
+    # A pipeline weighs the loss of each of its micro-batches by tokens, if that is asked for.
+    weighs_micro_batches = True
+
+    def __init__(
+        self,
+        *,
+        pipeline: int = 1,
+        replicate: int = 1,
+        shard: int = -1,
+        context: int = 1,
+        tensor: int = 1,
+        expert: int = 1,
+        stage: int = 3,
+        schedule: str = "1f1b",
+        micro_batches: int | None = None,
+        stages_per_rank: int | None = None,
+        split: str | Sequence[int] = "balanced",
+        batch_dims: Mapping[str, int | None] | None = None,
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
+        attention: str = "ring",
+        balance: bool = True,
+        plan: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(stage, replicate=replicate, shard=shard, **kwargs)
+        self._open_layout = Layout(
+            pipeline=pipeline, replicate=replicate, shard=shard, context=context, tensor=tensor, expert=expert
+        )
+        self._given = {
+            **{name: kwargs[name] for name in _JUDGED_OPTIONS if name in kwargs},
+            "stage": stage,
+            "schedule": schedule,
+            "micro_batches": micro_batches,
+            "stages_per_rank": stages_per_rank,
+            "split": split,
+            "batch_dims": batch_dims,
+            "sequence_parallel": sequence_parallel,
+            "loss_parallel": loss_parallel,
+            "attention": attention,
+            "balance": balance,
+            "plan": plan,
+        }
+        refuse(validate_hybrid(self._open_layout, self._given))
+        self._options = EngineOptions(
+            schedule=schedule,
+            micro_batches=micro_batches,
+            stages_per_rank=stages_per_rank,
+            split=split if isinstance(split, str) else tuple(split),
+            batch_dims=dict(batch_dims or {}),
+            sequence_parallel=sequence_parallel,
+            loss_parallel=loss_parallel,
+            attention=attention,
+            balance=balance,
+            plan=dict(plan or {}),
+            blocks=self._block_patterns,
+        )
+        self._groups: LayoutGroups | None = None
+        self._engines: Engines | None = None
+        self._watch: PartsWatch | None = None
+        self._assembly: Assembly | None = None
+        self._shared = SharedGradients({})
+        self._expert_mesh: DeviceMesh | None = None
+        self._num_parameters = 0
+        self._evaluation = ExitStack()
+        self._evaluates = False  # an evaluation has begun, but none of its steps
+
+    # ---- what others may read -------------------------------------------------------------------------------------
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank among those that read different samples; ranks of other axes share one."""
+        return self.layout.data_rank(self.global_rank)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of ranks that read different samples."""
+        return self.layout.data_ranks
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How Lightning's own Trainer deals samples: to the data ranks, not to all."""
+        return {"num_replicas": self.num_data_ranks, "rank": self.data_rank}
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that read different samples and else do the same as this one."""
+        if self._groups is None or self.layout.data_ranks == self.world_size:
+            return None
+        return self._groups.of(self.layout.groups("replicate", "shard"))
+
+    @property
+    def leads_data_rank(self) -> bool:
+        """Whether this rank is the first along the pipeline, context and tensor axes."""
+        place = self.layout.coordinates(self.global_rank)
+        return not (place["pipeline"] or place["context"] or place["tensor"])
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks hold different parts of the module along another axis than replicate and shard."""
+        return cuts_module(self._open_layout)
+
+    def certificate_remedy(self, module: str) -> str:
+        """See the base class."""
+        layout = self.layout
+        plan = None if self._engines is None else self._engines.plan
+        if plan is not None and layout.tensor > 1:
+            split = dict.fromkeys(starred(name) for name in plan.tensor if within(name, parent_of(module) or module))
+            whole = ", ".join(f"{name}: none" for name in split)
+            if whole:
+                return f"Leave it whole: 'strategy.plan.tensor={{{whole}}}', or use tensor=1."
+        axes = ("pipeline", "context", "tensor", "expert")
+        used = [axis for axis in axes if getattr(layout, axis) > 1]
+        return f"Use {' or '.join(f'{axis}=1' for axis in used)}." if used else super().certificate_remedy(module)
+
+    def certified_shares(self, batch: Any) -> list[tuple[Any, float]]:
+        """See the base class: the micro-batches of a pipeline, with ``loss_weighting="tokens"``."""
+        if self._engines is None or not self._weighs_tokens:
+            return super().certified_shares(batch)
+        return self._engines.micro_batches_of(batch)
+
+    @property
+    def _weighs_tokens(self) -> bool:
+        weights = getattr(self.lightning_module.trainer, "token_weights", None)  # type: ignore[union-attr]
+        return self.backward_in_step and weights is not None
+
+    def certified_parts(self) -> tuple[Assembly | None, dist.ProcessGroup | None]:
+        """See the base class."""
+        assert self._groups is not None
+        return self._assembly, self._groups.along("pipeline", "context", "tensor")
+
+    @property
+    def least_batch_size(self) -> int:
+        """As many samples as the micro-batches of a pipeline."""
+        layout, options = self.layout, self._options
+        if layout.pipeline == 1:
+            return 1
+        return micro_batches_for(options.schedule, options.micro_batches, layout.pipeline)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of elements of all parameters of the unmodified module."""
+        return super().num_parameters if self._engines is None else self._num_parameters
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Every axis but replicate communicates in forward."""
+        return self.is_cut or super().forward_is_collective
+
+    @property
+    def backward_in_step(self) -> bool:
+        """A pipeline interleaves forward and backward."""
+        return self._engines is not None and self._engines.has_pipeline
+
+    def pipeline_timeline(self) -> StageTimeline | None:
+        """What takes the times at which this rank's stages of a pipeline work; ``None``: there is no pipeline."""
+        stages = [] if self._engines is None else self._engines.pipeline_stages
+        return StageTimeline(stages, self.root_device) if stages else None
+
+    def routing_balance(self) -> dict[str, float]:
+        """See the base class."""
+        return {} if self._engines is None else self._engines.routing_balance()
+
+    def listen_to_stages(self, listener: HearsStages) -> Callable[[], None]:
+        """See the base class."""
+        return listen_to_stages([] if self._engines is None else self._engines.pipeline_stages, listener)
+
+    # ---- setup ----------------------------------------------------------------------------------------------------
+
+    def _make_mesh(self) -> DeviceMesh:
+        refuse(validate_hybrid(self.layout, self._given))  # once more, now that open axes have their sizes
+        groups = self._groups = LayoutGroups(self.layout, self.root_device.type)
+        mesh = self._mesh_over(groups, "shard", "context")
+        if self.layout.expert > 1:
+            self._expert_mesh = self._mesh_over(groups, "expert_shard")
+        return mesh
+
+    def _mesh_over(self, groups: LayoutGroups, *axes: str) -> DeviceMesh:
+        """The ranks that average gradients at every step; the last mesh axis is of those that share one state."""
+        return groups.mesh(("replicate",), axes)
+
+    def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
+        if self._engines is not None and parameter in self._engines.expert_parameters:
+            assert self._expert_mesh is not None
+            return self._expert_mesh
+        return self.mesh
+
+    @property
+    def _splits_parameters(self) -> bool:
+        return super()._splits_parameters and (self.mesh.size() > 1 or not self.is_cut)
+
+    def _is_trained_alone(self, parameter: nn.Parameter) -> bool:
+        return self.is_cut and self._mesh_of(parameter).size() == 1
+
+    def _must_restore_late(self) -> bool:
+        return self.is_cut or super()._must_restore_late()
+
+    def _cut_module(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if not self.is_cut or (self._engines is not None and self._engines.module is module):
+            return
+        _refuse_cut_before(module)
+        assert self._groups is not None
+        self._refuse_companions(module)
+        self._num_parameters = sum(parameter.numel() for parameter in module.parameters())
+        names = [name for name, _ in module.named_parameters()]
+        keys = list(module.state_dict())
+        engines = Engines(module, self.layout, self._groups, self._options, self.root_device)
+        self._broadcast_whole(module)
+        self._agree_on_randomness()
+        engines.apply()
+        engines.place_ghosts(self._dtype_of)
+        self._engines = engines
+        object.__setattr__(module, "_trainwright_layout", str(self.layout))
+        self._assembly = Assembly(
+            names, keys, engines.cuts, engines.owners, self._groups.along("pipeline"), self.root_device
+        )
+        self._assembly.take_parts_on_load(module)
+        for copy in averaged_copies(module.trainer):
+            engines.cut_copy(copy)
+            self._assembly.take_parts_on_load(copy)
+
+    def _broadcast_whole(self, module: nn.Module) -> None:
+        """Give every rank the weights of rank 0, before parts are taken; tensor by tensor through the device."""
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                if not tensor.is_meta and tensor.numel():
+                    sent = tensor.detach().to(self.root_device).contiguous()
+                    dist.broadcast(sent, src=0)
+                    tensor.copy_(sent)
+
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """The dtype that the precision gives to a parameter like ``tensor``."""
+        probe = nn.Module()
+        probe.parameter = nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
+        converted = self.precision_plugin.convert_module(probe)
+        return next(converted.parameters()).dtype
+
+    def _agree_on_randomness(self) -> None:
+        """Ranks that work on the same samples draw the same numbers, except where an engine says otherwise."""
+        assert self._groups is not None
+        group = self._groups.along("pipeline", "context", "tensor")
+        if group is None:
+            return
+        # Those of python and numpy, too: data sets that the ranks read by themselves may draw from them.
+        state = from_rank(random_state(self.root_device), 0, group, self.root_device)
+        set_random_state(state, self.root_device)
+
+    def _refuse_companions(self, module: LightningModule) -> None:
+        """Refuse what beside the strategy cannot work with a module that is cut."""
+        problems = []
+        if not module.automatic_optimization:
+            problems += manual_optimization_problems(self.layout, self._given)
+        synchronised = sync_batchnorm_problem(self.layout) if self._layer_sync else None
+        problems += [synchronised] if synchronised else []
+        for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and self.layout.expert > 1:
+                problems.append(averaging_problem(type(callback).__name__))
+        refuse(problems)
+
+    @property
+    def _in_words(self) -> str:
+        sizes = {**self.layout.sizes, "expert": self.layout.expert}
+        return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+
+    @property
+    def _divides(self) -> bool:
+        return self.is_cut or super()._divides
+
+    def _whole_shape(self, name: str, parameter: Tensor) -> torch.Size:
+        cut = None if self._assembly is None else self._assembly.cuts.get(name)
+        return parameter.shape if cut is None else cut.whole_shape(parameter.shape)
+
+    def _shared_by(self) -> dist.ProcessGroup | None:
+        if not self.is_cut:
+            return super()._shared_by()
+        assert self._groups is not None
+        return self._groups.along("shard", "context", "tensor")
+
+    def _make_optimizers(self, trainer: Any) -> None:
+        """Show a stage of a pipeline the parameters of all; what it does not hold leaves its optimizers again."""
+        if self._engines is None:
+            super()._make_optimizers(trainer)
+            return
+        with self._engines.registered_ghosts() as ghosts:
+            super()._make_optimizers(trainer)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["params"][:] = [parameter for parameter in group["params"] if parameter not in ghosts]
+            for ghost in ghosts & optimizer.state.keys():
+                del optimizer.state[ghost]
+
+    def _broadcast_from_first(self, module: nn.Module) -> None:
+        if self._engines is None:
+            super()._broadcast_from_first(module)
+        # else it was done before the module was cut; now ranks hold different parts
+
+    def _find_blocks(self) -> dict[str, nn.Module]:
+        return super()._find_blocks() if self._engines is None else self._engines.owned_blocks
+
+    def _fill(self, pieces: Iterable[Piece], seed: int, real: dict[Tensor, Tensor]) -> None:
+        engines = self._engines
+        super()._fill(pieces if engines is None else [p for p in pieces if engines.holds(p.name)], seed, real)
+
+    def _real(self, owner: nn.Module, name: str, meta: Tensor, value: Tensor) -> Tensor:
+        cut = None if self._engines is None else self._engines.cut_of(owner, name)
+        return super()._real(owner, name, meta, value if cut is None else cut.part(value))
+
+    def _shard_within(self, block: nn.Module, options: Mapping[str, Any]) -> None:
+        if self._engines is None or self._expert_mesh is None:
+            return
+        for experts in self._engines.expert_modules_in(block):
+            fully_shard(experts, **{**options, "mesh": self._splitting(self._expert_mesh)})
+
+    def _fsdp_options(self, module: nn.Module) -> dict[str, Any]:
+        options = super()._fsdp_options(module)
+        if self.backward_in_step:
+            # Gathered once a step instead of for every micro-batch and direction.
+            options["reshard_after_forward"] = False
+        return options
+
+    def _split_parameters(self, trainer: Any) -> None:
+        super()._split_parameters(trainer)
+        if self._step is not None and self._engines is not None:
+            self._step.guard = self._engines.guard
+
+    def _make_exchanges(self) -> None:
+        super()._make_exchanges()
+        if self._engines is not None:
+            self._shared = SharedGradients(self._engines.shared_parameters())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Before a step; at the beginning of an epoch stages of a pipeline may have been frozen or thawed."""
+        if "training" not in self._compared:
+            self._compare_first("training", batch)
+        super().on_train_batch_start(batch, batch_idx)
+        if batch_idx == 0 and self._engines is not None:
+            self._engines.refresh()
+
+    def _any_thawed(self, here: bool, batch_idx: int) -> bool:
+        """See the base class; stages hold different parameters, and ask each other at the beginning of an epoch."""
+        if self._engines is None or not self._engines.has_pipeline:
+            return here
+        if batch_idx == 0:
+            return self.reduce_boolean_decision(here, all=False)
+        if here:
+            raise RuntimeError(
+                f"Parameters were thawed before batch {batch_idx} of an epoch. Stages of a pipeline hold different "
+                "parameters, and take up what was thawed when an epoch begins: thaw in on_train_epoch_start, or use "
+                "pipeline=1."
+            )
+        return False
+
+    def _level_groups(self) -> None:
+        """See the base class; where other stages have added a group, this one adds an empty one. A collective."""
+        assembly = self._assembly
+        if assembly is None or assembly.pipeline is None:
+            return
+        for optimizer in self.optimizers:
+            mine = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            longest = max(assembly.gathered(mine), key=len)
+            for settings in longest[len(mine) :]:
+                optimizer.add_param_group({**settings, "params": []})
+
+    def on_train_end(self) -> None:
+        """Have every rank know the buffers of all stages."""
+        super().on_train_end()
+        if self._engines is not None:
+            self._engines.share_buffers()
+
+    def setup_precision_plugin(self) -> None:
+        """Let the precision plugin know over which ranks gradients are spread; then attach the pipeline."""
+        super().setup_precision_plugin()
+        self._sync_metrics(self._take_metric if self.backward_in_step else None)
+        engines = self._engines
+        if engines is None:
+            return
+        source = {id(shard.optimized): parameter for parameter, shard in self._shards.items()}
+        self.precision_plugin.scope = engines.gradient_scope(source)  # type: ignore[attr-defined]
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if isinstance(scaler, AgreedGradScaler):
+            scaler.always_agrees = True
+        self._watch = engines.parts_watch()
+        engines.attach(self._run, self._look, self._whole_here)
+        if engines.has_pipeline:
+            optimize_after_zero_grad(self.lightning_module.trainer)  # type: ignore[union-attr]
+
+    # ---- the step -------------------------------------------------------------------------------------------------
+
+    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method of the user's module on one micro-batch, for the pipeline."""
+        assert self._engines is not None
+        with self.precision_plugin.train_step_context(), self._observed(args[0]), self.among_data_ranks():
+            if self._step is not None:
+                return self._step(method, *args, **kwargs)
+            return self._engines.guard(partial(getattr(self.lightning_module, method), *args, **kwargs))
+
+    def _look(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method of the user's module without gradients on all stages of the pipeline together."""
+        try:
+            with self.among_data_ranks():
+                return super()._evaluate(method, self.precision_plugin.train_step_context, *args, **kwargs)
+        finally:
+            self._split_blocks_again()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``training_step``; in a pipeline forward and backward of all micro-batches."""
+        if self._watch is None:
+            return self._training_step(args, kwargs)
+        module: Any = self.lightning_module
+        attributes = module.__dict__
+        users, watched = attributes.get("training_step"), self._watch.around(module.training_step)
+        attributes["training_step"] = watched
+        try:
+            return self._training_step(args, kwargs)
+        finally:
+            self._watch = None  # as it costs at every operation, the first step alone is watched
+            if attributes["training_step"] is watched:
+                del attributes["training_step"]
+                if users is not None:
+                    attributes["training_step"] = users
+
+    def _training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.backward_in_step:
+            return super().training_step(*args, **kwargs)
+        assert self._engines is not None
+        with self._local_gradients():
+            output = self._engines.train(args, kwargs, self._scaled, self._samples_of_loader())
+        self._average_gradients()
+        self._hand_over_gradients()
+        self._sum_shared_gradients()
+        self._average_replicas()
+        return output
+
+    def _take_metric(self, metric: Metric) -> None:
+        """Take a metric's states from the last stage, the only one that reaches the update in a training step."""
+        if self._apart:
+            return
+        assert self._engines is not None
+        set_metric_states(metric, self._engines.from_last_stage(metric_states(metric), type(metric).__name__))
+
+    def _samples_of_loader(self) -> int | None:
+        """Samples of a batch, by the loader that made it; ``None``: it does not say."""
+        assert self.lightning_module is not None
+        loader = getattr(self.lightning_module.trainer, "train_dataloader", None)
+        sampler = getattr(loader, "batch_sampler", None)
+        size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        return size if isinstance(size, int) else None
+
+    def _observed(self, batch: Any) -> AbstractContextManager[Any]:
+        """Within it tokens are counted, if the Trainer weighs losses by them."""
+        assert self.lightning_module is not None
+        weights = getattr(self.lightning_module.trainer, "token_weights", None)
+        return nullcontext() if weights is None else weights.observe(batch)
+
+    def _scaled(self, loss: Tensor, share: float) -> Tensor:
+        """What is differentiated for the loss of a micro-batch that holds this share of the samples."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        divisor = self.loss_divisor or trainer.accumulate_grad_batches
+        weights = getattr(trainer, "token_weights", None)
+        if weights is None:
+            loss = loss * (self.loss_factor / divisor * share)
+        else:
+            loss = weights.weight(loss, padding=math.isinf(divisor))
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return scaler.scale(loss) if scaler is not None else loss
+
+    @contextmanager
+    def _local_gradients(self) -> Iterator[None]:
+        """Backward passes inside leave whole gradients of this rank."""
+        with ExitStack() as stack:
+            for reducer in self._reducers:
+                reducer.begin()
+                stack.enter_context(reducer.accumulate(shards_too=True))
+            if self._step is not None:
+                self._step.set_is_last_backward(False)
+                self._step.set_reshard_after_backward(False)
+                self._step.set_requires_gradient_sync(False)
+            yield
+
+    def _average_gradients(self) -> None:
+        for reducer in self._reducers:
+            reducer.finish()
+        if self._step is None:
+            return
+        step = self._step
+        step.set_is_last_backward(True)
+        step.set_reshard_after_backward(True)
+        step.set_requires_gradient_sync(not (self._accumulates_gradients and self._holds_whole_gradients))
+        state = step._get_fsdp_state()
+        for each in state._state_ctx.all_states:
+            for group in parameter_groups(each):
+                group.post_backward()
+        state._root_post_backward_final_callback()
+        step.set_requires_gradient_sync(True)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward of one micro-batch; a pipeline has run it already and only those who listen are told."""
+        if not self.backward_in_step:
+            with self._of_strategy():
+                return super().backward(closure_loss, *args, **kwargs)
+        assert self.lightning_module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step this rank's rows."""
+        with self._of_strategy():
+            return super().optimizer_step(*args, **kwargs)
+
+    def _of_strategy(self) -> AbstractContextManager[None]:
+        """Within the user's step of manual optimization: what runs inside works with parts."""
+        return nullcontext() if self._watch is None else self._watch.resting()
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Complete gradients that several ranks hold parts of."""
+        super().post_backward(closure_loss)
+        if not self._averages_after_backward:
+            self._sum_shared_gradients()
+        # else they were summed before the average
+
+    def _complete_gradients(self) -> None:
+        super()._complete_gradients()
+        self._sum_shared_gradients()
+
+    def _kin_of(self, name: str) -> str:
+        return "" if self._engines is None else self._engines.kin_of(name)
+
+    def _sum_shared_gradients(self) -> None:
+        if self._shared and not self._accumulates_gradients:
+            self._shared.sum(self._gradient_of)
+
+    def _gradient_of(self, parameter: nn.Parameter) -> tuple[Tensor | None, Tensor]:
+        shard = self._shards.get(parameter)
+        optimized = parameter if shard is None else shard.optimized
+        gradient = optimized.grad
+        return (None if gradient is None else local_tensor(gradient)), local_tensor(optimized).detach()
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Names of the module's blocks in order, those of other stages among them."""
+        return super().block_names if self._engines is None else tuple(self._engines.plan.blocks)
+
+    def _parts_of(self, name: str) -> int:
+        return 1 if self._engines is None else self._engines.parts_of(name)
+
+    # ---- evaluation -----------------------------------------------------------------------------------------------
+
+    def _evaluate(self, method: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if method not in self._compared:
+            self._compare_first(method, args[0] if args else kwargs)
+        if not self.backward_in_step:
+            return super()._evaluate(method, context, *args, **kwargs)
+        assert self._engines is not None
+        step = partial(super()._evaluate, method, context, *args, **kwargs)
+        if self._evaluates:
+            self._evaluation.enter_context(self._engines.evaluating(self._whole_here))
+            self._evaluates = False
+        with self._engines.evaluating(self._whole_here):  # entered already, unless a callback asks in between
+            try:
+                return self._engines.relay(step, method)
+            finally:
+                self._split_blocks_again()
+
+    def _split_blocks_again(self) -> None:
+        """No backward follows that would, and callbacks may look at the parameters."""
+        if self._step is not None:
+            for state in self._step._get_fsdp_state()._state_ctx.all_states:
+                for group in parameter_groups(state):
+                    group.reshard()
+            self._let_go_of_gathered()
+
+    def _begin_evaluation(self) -> None:
+        # Entered by the first step: callbacks may exchange weights at the start (averages).
+        self._evaluates = self.backward_in_step
+
+    def _end_evaluation(self) -> None:
+        self._evaluates = False
+        self._evaluation.close()
+
+    def on_validation_start(self) -> None:
+        """Gather what is outside of the blocks on every stage of a pipeline."""
+        self._begin_evaluation()
+        super().on_validation_start()
+
+    def on_test_start(self) -> None:
+        """Gather what is outside of the blocks on every stage of a pipeline."""
+        self._begin_evaluation()
+        super().on_test_start()
+
+    def on_predict_start(self) -> None:
+        """Gather what is outside of the blocks on every stage of a pipeline."""
+        self._begin_evaluation()
+        super().on_predict_start()
+
+    def on_validation_end(self) -> None:
+        """Let go of what other stages own."""
+        super().on_validation_end()
+        self._end_evaluation()
+
+    def on_test_end(self) -> None:
+        """Let go of what other stages own."""
+        super().on_test_end()
+        self._end_evaluation()
+
+    def on_predict_end(self) -> None:
+        """Let go of what other stages own."""
+        super().on_predict_end()
+        self._end_evaluation()
+
+    def teardown(self) -> None:
+        """Detach from the module; each rank's module keeps the part of the weights that the rank held."""
+        self._end_evaluation()
+        self._leave_metrics()
+        self._compared = frozenset()
+        if self._engines is not None:
+            self._engines.detach()
+        super().teardown()
+
+    # ---- the whole ------------------------------------------------------------------------------------------------
+
+    def _whole_here(self, name: str) -> Tensor:
+        """The whole value of a parameter of this stage, as this stage's ranks hold it along the tensor axis."""
+        assert self.lightning_module is not None
+        parameter = self.lightning_module.get_parameter(name).detach()
+        return whole_on_device(parameter) if isinstance(parameter, DTensor) else parameter
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole value of every parameter of the unmodified module, on every rank; a collective."""
+        assert self.lightning_module is not None
+        if self._assembly is None:
+            yield from super().whole_parameters()
+            return
+        yield from self._assembly.wholes(dict(self.lightning_module.named_parameters()), self._assembly.names)
+
+    def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole averaged gradient of every parameter that has one, on every rank; a collective."""
+        if self._assembly is None:
+            yield from super().whole_gradients()
+            return
+        yield from self._assembly.wholes(dict(self.named_gradients()), self._assembly.names)
+
+    @property
+    def placement(self) -> Placement:
+        """How the ranks of this layout hold the module."""
+        if self._assembly is None:
+            return super().placement
+        place = self.layout.coordinates(self.global_rank)
+        leads = all(index == 0 for axis, index in place.items() if axis != "pipeline")
+        return LayoutPlacement(self._assembly, self.is_global_zero, leads)
+
+    def _module_parts(self) -> ModuleParts | None:
+        if self._engines is None or self._assembly is None:
+            return super()._module_parts()
+        assembly, shares = self._assembly, super()._shares()
+        return ModuleParts(
+            self._engines.shares(shares, assembly.names), assembly.pipeline, assembly.owners, self.root_device
+        )
+
+    def _group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        if self._assembly is None:
+            return super()._group_names(optimizer)
+        return self._assembly.group_names(optimizer, self._name_of())
+
+    def _whole_keys(self) -> list[str]:
+        return super()._whole_keys() if self._assembly is None else list(self._assembly.keys)
+
+    def _with_whole_states(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Put the whole module and optimizer states together on rank 0."""
+        checkpoint = super()._with_whole_states(checkpoint)
+        if self._assembly is not None:
+            keep, assembly, owners = self.is_global_zero, self._assembly, self._state_owners
+            for key in (WEIGHTS, CURRENT_WEIGHTS):
+                if key in checkpoint:
+                    checkpoint[key] = assembly.whole_state(checkpoint[key], keep)
+            if OPTIMIZERS in checkpoint:
+                checkpoint[OPTIMIZERS] = [
+                    assembly.whole_optimizer(optimizer, state, self._name_of(), keep, owners)
+                    for optimizer, state in zip(self.optimizers, checkpoint[OPTIMIZERS], strict=True)
+                ]
+        return checkpoint
+
+    def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._assembly is not None:
+            states = [
+                self._assembly.optimizer_parts(optimizer, state, self._name_of(), self._state_owners)
+                for optimizer, state in zip(self.optimizers, checkpoint[OPTIMIZERS], strict=True)
+            ]
+            checkpoint = {**checkpoint, OPTIMIZERS: states}
+        super()._load_plain_optimizers(checkpoint)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load, by name, what this rank holds of whole saved weights."""
+        if self._assembly is not None and strict and not is_stored(checkpoint[WEIGHTS]):
+            unexpected = sorted(set(checkpoint[WEIGHTS]) - set(self._assembly.keys))
+            if unexpected:  # each stage knows its own names only, and leaves out all others
+                raise misfit("The checkpoint", mismatch([], unexpected, []))
+        super().load_model_state_dict(checkpoint, strict)
+
+
+def _refuse_cut_before(module: LightningModule) -> None:
+    before = getattr(module, "_trainwright_layout", None)
+    if before is not None:
+        raise ValueError(
+            f"{type(module).__name__} has been cut for the layout {before} by another strategy and holds a part of its "
+            "parameters only. Build the module anew, or go on with the same Trainer."
+        )

@@ -1,0 +1,299 @@
+"""A ``ModelPlan``, put together from what the user and the model say and show."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from trainwright.checkpoint.foreign.hugging_face import is_pretrained_model
+from trainwright.strategies.plan.blocks import find_blocks
+from trainwright.strategies.plan.model_plan import ModelPlan, PlanConfig
+from trainwright.strategies.plan.names import folded, matched, parent_of, starred, within
+from trainwright.strategies.plan.outside import find_experts, split_outside, tied_groups
+from trainwright.strategies.plan.proof.trace import trace
+from trainwright.strategies.plan.structure import features_of
+from trainwright.strategies.plan.tensor_rules import indivisible
+from trainwright.strategies.tensor.plan import TensorDraft, sequence_problems
+
+_NEEDS = ("blocks", "tensor", "experts")
+# A list of blocks is taken for the model's trunk if it holds this many times the parameters of any other list.
+_CLEARLY_HEAVIER = 2
+
+
+def make_plan(
+    module: nn.Module,
+    config: PlanConfig | Mapping[str, Any] | None = None,
+    *,
+    needs: Collection[str] = (),
+    tensor_size: int | None = None,
+    sequence_parallel: bool = False,
+) -> ModelPlan:
+    """Find out where ``module`` can be cut.
+
+    Sources in order, for each part: ``config``; the mapping of the same form that a ``parallel_plan()`` method of the
+    module or of a submodule returns (names relative to it; the outer one counts); Hugging Face metadata; structure.
+
+    Args:
+        module: the whole model, before anything is cut; it may be on the meta device.
+        config: what the user says, see ``PlanConfig``; ``None`` is nothing.
+        needs: parts that the layout cannot do without: ``"blocks"``, ``"tensor"``, ``"experts"``.
+        tensor_size: size of the tensor axis. Embeddings and heads that nobody configured stay whole if their length
+            does not divide by it; ``None``: they are cut anyway, and proofs take two ranks; 1: nothing is proven.
+        sequence_parallel: whether blocks must compute the same on slices of the sequence between split projections.
+
+    Raises:
+        ValueError: if a block does not compute the same on a slice though it must, if the configuration contradicts
+            itself or names what does not exist, or if a needed part is not found; the message then says what was
+            tried, with lines to start from, or which sizes of the tensor axis are possible.
+    """
+    unknown = sorted(set(needs) - set(_NEEDS))
+    if unknown:
+        raise ValueError(f"needs={unknown} (allowed: {', '.join(_NEEDS)}).")
+    said = PlanConfig.of(config)
+    own = own_plan(module)
+    blocks, candidates, sources = _choose_blocks(module, said, own)
+    experts, sources["experts"] = _choose_experts(module, said, own)
+    seen = trace(module, candidates, tensor_size or 2)
+    draft = TensorDraft(module, said, own, tuple(candidates), tuple(experts), tensor_size, seen)
+    tensor, sources["tensor"] = draft.styles(), draft.source()
+    heads = _merge_heads(module, {n: h for n, h in draft.heads.items() if n in tensor or _holds(tensor, n)}, own, said)
+    first, last = split_outside(module, blocks, [*own.first, *said.first], [*own.last, *said.last], seen)
+    asked = ", configuration" if said.first or said.last else ""
+    sources["first"] = sources["last"] = (
+        f"{'use in a forward' if seen.uses else 'order of registration, names'}{asked}" if blocks else "needs blocks"
+    )
+    whole_inputs = _whole_inputs(module, tensor, blocks, said, own)
+    problems = sequence_problems(draft, whole_inputs, blocks) if sequence_parallel else []
+    if problems:
+        raise ValueError("; ".join(problems))
+    plan = ModelPlan(
+        blocks=blocks,
+        tensor=MappingProxyType(tensor),
+        heads=MappingProxyType(heads),
+        narrow=tuple(n for n in draft.narrow if _holds(tensor, n)),
+        summed=tuple(dict.fromkeys(draft.summed)),
+        whole_inputs=whole_inputs,
+        first=first,
+        last=last,
+        tied=tied_groups(module),
+        experts=MappingProxyType(experts),
+        sources=MappingProxyType(sources),
+    )
+    if "tensor" in needs and tensor_size is not None and not _splits_weights(plan):
+        _check_size(module, config, tensor_size)
+    _check_needs(module, plan, needs)
+    return plan
+
+
+def own_plan(module: nn.Module) -> PlanConfig:
+    """What the ``parallel_plan()`` methods of ``module`` and its submodules say, with fully qualified names.
+
+    Raises:
+        ValueError: if one returns what is no plan.
+    """
+    merged: dict[str, Any] = {}
+    for name, sub in reversed(list(module.named_modules())):  # the outer ones come last and count
+        method = getattr(type(sub), "parallel_plan", None)
+        if not callable(method):
+            continue
+        origin = f"{type(sub).__name__}.parallel_plan()" + (f" of {name}" if name else "")
+        plan = PlanConfig.of(sub.parallel_plan(), origin)
+        prefix = f"{name}." if name else ""
+        for part in ("tensor", "heads", "experts"):
+            said = {prefix + key: value for key, value in getattr(plan, part).items()}
+            merged[part] = {**merged.get(part, {}), **said}
+        for part in ("blocks", "whole_inputs"):
+            if getattr(plan, part) is not None:
+                merged[part] = [prefix + pattern for pattern in getattr(plan, part)]
+        for part in ("first", "last"):
+            merged[part] = [*merged.get(part, []), *(prefix + pattern for pattern in getattr(plan, part))]
+    return PlanConfig(**merged)
+
+
+# ---- blocks -------------------------------------------------------------------------------------------------------
+
+
+def _choose_blocks(
+    module: nn.Module, said: PlanConfig, own: PlanConfig
+) -> tuple[tuple[str, ...], list[str], dict[str, str]]:
+    """The blocks, the blocks of all lists that compete for it, and the source."""
+    for source, patterns in (("configuration", said.blocks), ("parallel_plan()", own.blocks)):
+        if patterns is not None:
+            chosen = list(find_blocks(module, patterns))
+            return tuple(chosen), chosen, {"blocks": source}
+    found = find_blocks(module)
+    runs: dict[str, list[str]] = {}
+    for name in found:
+        runs.setdefault(parent_of(name), []).append(name)
+    repeated = {parent: names for parent, names in runs.items() if len(names) > 1} or runs
+    candidates = [name for names in repeated.values() for name in names]
+    weights = {p: sum(x.numel() for n in names for x in found[n].parameters()) for p, names in repeated.items()}
+    ranked = sorted(repeated, key=lambda parent: -weights[parent])
+    if len(ranked) > 1 and weights[ranked[0]] < _CLEARLY_HEAVIER * weights[ranked[1]]:
+        lists = ", ".join(f"{_span(repeated[parent])} ({weights[parent]:,} parameters)" for parent in ranked)
+        return (), candidates, {"blocks": f"ambiguous: {lists}"}
+    from_metadata = any(getattr(sub, "_no_split_modules", None) for sub in module.modules())
+    source = "Hugging Face's _no_split_modules" if from_metadata else "structure"
+    return tuple(repeated[ranked[0]]) if ranked else (), candidates, {"blocks": source if ranked else "not found"}
+
+
+def _span(names: Sequence[str]) -> str:
+    """``layers.0..3`` for consecutive names."""
+    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rpartition('.')[2]}"
+
+
+# ---- experts, heads, whole inputs ---------------------------------------------------------------------------------
+
+
+def _choose_experts(module: nn.Module, said: PlanConfig, own: PlanConfig) -> tuple[dict[str, str], str]:
+    names = [name for name, _ in module.named_modules() if name]
+    experts = find_experts(module)
+    sources = ["structure"] if experts else []
+    for source, patterns, option in (
+        ("parallel_plan()", own.experts, "parallel_plan() experts"),
+        ("configuration", said.experts, "plan.experts"),
+    ):
+        for pattern, kind in patterns.items():
+            experts.update(dict.fromkeys(matched(names, [pattern], option), kind))
+        sources += [source] if patterns else []
+    return {name: kind for name, kind in experts.items() if kind != "none"}, ", ".join(sources) or "not found"
+
+
+def _merge_heads(
+    module: nn.Module, found: Mapping[str, tuple[str, ...]], own: PlanConfig, said: PlanConfig
+) -> dict[str, tuple[str, ...]]:
+    names = [name for name, _ in module.named_modules() if name]
+    heads = dict(found)
+    for patterns, option in ((own.heads, "parallel_plan() heads"), (said.heads, "plan.heads")):
+        for pattern, attributes in patterns.items():
+            for name in matched(names, [pattern], option):
+                wrong = [a for a in attributes if not isinstance(getattr(module.get_submodule(name), a, None), int)]
+                if wrong:
+                    raise ValueError(
+                        f"{option}: {name} ({type(module.get_submodule(name)).__name__}) has no integer attribute "
+                        f"{', '.join(wrong)} (it has: {', '.join(_integers(module.get_submodule(name))) or 'none'})."
+                    )
+                heads[name] = tuple(attributes)
+    return {name: attributes for name, attributes in heads.items() if attributes}
+
+
+def _holds(tensor: Mapping[str, str], name: str) -> bool:
+    return any(within(other, name) for other in tensor)
+
+
+def _integers(sub: nn.Module) -> list[str]:
+    return [name for name, value in vars(sub).items() if isinstance(value, int) and not isinstance(value, bool)]
+
+
+def _whole_inputs(
+    module: nn.Module, tensor: Mapping[str, str], blocks: Collection[str], said: PlanConfig, own: PlanConfig
+) -> tuple[str, ...]:
+    names = [name for name, _ in module.named_modules() if name]
+    for patterns, option in (
+        (said.whole_inputs, "plan.whole_inputs"),
+        (own.whole_inputs, "parallel_plan() whole_inputs"),
+    ):
+        if patterns is not None:
+            return tuple(matched(names, patterns, option))
+    split = [name for name, style in tensor.items() if style == "colwise" or style.startswith("packed_colwise")]
+    holders = [
+        name if isinstance(module.get_submodule(name), nn.MultiheadAttention) else parent_of(name) for name in split
+    ]
+    inside = {h for h in holders if any(h != block and within(h, block) for block in blocks)}
+    return tuple(name for name in names if name in inside)
+
+
+# ---- messages -----------------------------------------------------------------------------------------------------
+
+
+def _check_needs(module: nn.Module, plan: ModelPlan, needs: Collection[str]) -> None:
+    problems = []
+    if "blocks" in needs and not plan.blocks:
+        problems.append(
+            f"this layout needs repeated blocks, and the model has several lists of them, {plan.sources['blocks']}"
+            if plan.sources["blocks"].startswith("ambiguous")
+            else "this layout needs repeated blocks, and the model has none that could be told"
+        )
+    if "tensor" in needs and not _splits_weights(plan):
+        problems.append(
+            "strategy.tensor needs weights that can be split by columns and rows, and none were recognised "
+            f"({plan.sources['tensor']})"
+        )
+    if "experts" in needs and not plan.experts:
+        problems.append("strategy.expert needs experts, and the model has none that could be told")
+    if problems:
+        missing = [part for part in _NEEDS if part in needs]
+        raise ValueError(
+            f"{'; '.join(problems)}. Tried on {type(module).__name__}, in order: {_tried(module)}. "
+            f"To start from: {_example(module, plan, missing)}"
+        )
+
+
+def _splits_weights(plan: ModelPlan) -> bool:
+    return any(style in ("colwise", "rowwise") or ":" in style for style in plan.tensor.values())
+
+
+def _check_size(module: nn.Module, config: PlanConfig | Mapping[str, Any] | None, size: int) -> None:
+    """Of a module that ``size`` ranks cannot split at all, tell which sizes can."""
+    plan = make_plan(module, config)
+    if _splits_weights(plan):
+        problems = indivisible(module, plan, size)
+        if problems:
+            raise ValueError("; ".join(dict.fromkeys(problems)))
+
+
+def _tried(module: nn.Module) -> str:
+    has_own = any(callable(getattr(type(sub), "parallel_plan", None)) for sub in module.modules())
+    has_metadata = any(is_pretrained_model(sub) or hasattr(sub, "_no_split_modules") for sub in module.modules())
+    return (
+        "the configuration (strategy.plan), "
+        f"a parallel_plan() method ({'there is one' if has_own else 'there is none'}), "
+        f"Hugging Face metadata ({'there is some' if has_metadata else 'there is none'}), "
+        "what computes the same when it is split"
+    )
+
+
+def _example(module: nn.Module, plan: ModelPlan, missing: Iterable[str]) -> str:
+    lines = []
+    if "blocks" in missing:
+        lists = [name for name, sub in module.named_modules() if isinstance(sub, nn.ModuleList | nn.Sequential)]
+        lines.append(f"'strategy.plan.blocks=[{f'{lists[0]}.*' if lists and lists[0] else '*'}]'")
+    if "tensor" in missing:
+        lines.append(f"'strategy.plan.tensor={{{', '.join(_tensor_lines(module, plan.blocks))}}}'")
+    if "experts" in missing:
+        lines.append("'strategy.plan.experts={<name of the module that holds the experts>: stacked}'")
+    return " ".join(lines)
+
+
+def _tensor_lines(module: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Real linear layers of one block: in each module the last one ``rowwise``, those before it ``colwise``."""
+    scope = blocks[:1] or ("",)
+    groups: dict[str, list[str]] = {}
+    for name, sub in module.named_modules():
+        if features_of(sub) is not None and within(name, scope[0]):
+            groups.setdefault(parent_of(name), []).append(name)
+    lines = []
+    for group in [names for names in groups.values() if len(names) > 1] or list(groups.values()):
+        lines += [f"{starred(name)}: colwise" for name in group[:-1]] + [f"{starred(group[-1])}: rowwise"]
+    return list(dict.fromkeys(lines))[:8] or ["<name of a linear layer>: colwise", "<the next one>: rowwise"]
+
+
+def describe_plan(plan: ModelPlan, module: nn.Module) -> str:
+    """A short table of ``plan``: one line per part and pattern of names, with the source of the part."""
+    rows: list[tuple[str, str, str]] = []
+    if plan.blocks:
+        kinds = dict.fromkeys(type(module.get_submodule(name)).__name__ for name in plan.blocks)
+        rows.append(("blocks", _span(plan.blocks), f"{len(plan.blocks)} x {' | '.join(kinds)}"))
+    for part, styles in (("tensor", plan.tensor), ("experts", plan.experts)):
+        rows += [(part, name, style) for name, style in dict.fromkeys((starred(n), s) for n, s in styles.items())]
+    heads = dict.fromkeys((starred(n), ", ".join(a)) for n, a in plan.heads.items())
+    rows += [("heads", name, attributes) for name, attributes in heads]
+    for part, names in (("whole_inputs", plan.whole_inputs), ("first", plan.first), ("last", plan.last)):
+        rows += [(part, name, "") for name in folded(names)]
+    rows += [("tied", " = ".join(group), "") for group in plan.tied]
+    rows += [("source", part, source) for part, source in plan.sources.items()]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    return "\n".join(f"{part:<{widths[0]}}  {name:<{widths[1]}}  {what}".rstrip() for part, name, what in rows)

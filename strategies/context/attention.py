@@ -1,0 +1,501 @@
+"""Exact attention of the whole sequence when each rank holds some of its positions.
+
+Three ways to bring queries and keys together, with ``c`` ranks, KV the bytes of one rank's keys and values and Q those
+of its queries; what a rank sends:
+
+=========  ==============================================  ==========================  =============================
+method     how                                             forward                     memory of keys and values
+=========  ==============================================  ==========================  =============================
+ring       keys and values go round, results are merged    (c - 1) KV                  those of two ranks
+ulysses    all-to-all: from positions to heads and back    (c - 1) / c (2 Q + KV)      all positions, 1 / c of heads
+gather     all-gather of keys and values                   (c - 1) KV                  all positions
+=========  ==============================================  ==========================  =============================
+
+Ring: Liu et al., https://arxiv.org/abs/2310.01889. Ulysses: Jacobs et al., https://arxiv.org/abs/2309.14509.
+"""
+
+# Shape suffixes as in the comments: B = sequences, H = query heads, K = key/value heads, S = positions of a rank,
+# T = positions of the whole sequence, d = width of a head.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainwright.strategies.context.kernels import attend, attend_backward
+from trainwright.strategies.context.order import SequenceOrder
+from trainwright.strategies.contract.collectives.flat import gather_parts, reduce_scatter
+
+Method = Literal["ring", "ulysses", "gather"]
+METHODS: tuple[Method, ...] = ("ring", "ulysses", "gather")
+
+
+class DistributedAttention:
+    """Stands in for ``scaled_dot_product_attention`` where each rank holds its positions of queries, keys and values.
+
+    Args:
+        group: the ranks that share a sequence.
+        order: which positions they hold.
+        method: one of :data:`METHODS`.
+        local: the attention of one process, ``torch.nn.functional.scaled_dot_product_attention``.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, order: SequenceOrder, method: Method, local: Callable[..., Tensor]
+    ) -> None:
+        self.group = group
+        self.order = order
+        self.method = method
+        self._local = local
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """The rows of this rank's queries of the attention over the whole sequence.
+
+        Args:
+            query: ``(B, H, S, d)``, or ``(N, S, d)``.
+            key, value: as ``query`` with as many positions; with another number they are those of another sequence
+                (cross-attention), whole on every rank.
+            attn_mask: boolean or added to the scores; its rows are this rank's, the whole sequence's or one for all,
+                its columns the whole sequence's, or this rank's if it has one row.
+            dropout_p: of attention weights; not with ``ring``. The pattern differs from that of one process.
+            is_causal: position t sees positions 0 to t of the whole sequence.
+            scale: of the scores; ``None``: one over the root of ``d``.
+            enable_gqa: ``K`` may be a divisor of ``H``.
+
+        Raises:
+            ValueError: for a mask of another shape, dropout or a mask with a gradient under ``ring``, or heads that
+                ``ulysses`` cannot divide.
+        """
+        if query.ndim == 3:  # as the math of torch: one head
+            mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
+            q, k, v = (tensor.unsqueeze(1) for tensor in (query, key, value))
+            return self(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
+        if is_causal and attn_mask is not None:
+            raise ValueError("attn_mask with is_causal=True (allowed: one of them; put causality into the mask).")
+        # Fused kernels read rows of features as if they were contiguous.
+        query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in _autocast(query, key, value))
+        if query.size(2) != key.size(2):
+            return self._cross(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        mask = None if attn_mask is None else self._whole_columns(attn_mask, query.size(2))
+        if self.method == "ulysses":
+            return self._by_heads(query, key, value, mask, dropout_p, is_causal, scale)
+        if mask is not None:
+            mask = self._own_rows(mask, query.size(2))
+        if self.method == "gather" and (mask is not None or dropout_p):
+            return self._by_rows(query, key, value, mask, dropout_p, is_causal, scale)
+        if dropout_p:
+            raise ValueError(
+                f"Attention dropout {dropout_p} with the context method 'ring' (allowed: 0). Set the model's attention "
+                "dropout to 0, or use the method 'gather' or 'ulysses'."
+            )
+        if mask is not None and mask.requires_grad:
+            raise ValueError(
+                "The context method 'ring' has no gradient for an attention mask, but this one is learned (a position "
+                "bias). Use the method 'gather' or 'ulysses'."
+            )
+        scale = query.size(-1) ** -0.5 if scale is None else scale
+        job = _Job(self.group, self.order, self.method == "ring", is_causal, scale)
+        # Scores and what is merged stay exact: autocast would round the products of the plain kernel.
+        with torch.autocast(query.device.type, enabled=False):
+            out: Tensor = _SplitAttention.apply(query, key, value, mask, job)
+        return out
+
+    def _cross(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor:
+        if is_causal:
+            raise ValueError(
+                f"Causal attention of {query.size(2)} queries of this rank over {key.size(2)} keys (allowed: keys of "
+                "the same sequence). With a cache of earlier keys, pass use_cache=False while context is split."
+            )
+        if mask is not None and mask.size(-2) == query.size(2) * self.order.size:
+            mask = self.order.part(mask, mask.ndim - 2)
+        return self._local(query, key, value, mask, dropout_p, False, scale=scale, enable_gqa=enable_gqa)
+
+    def _by_rows(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        """All keys and values, against the rows of this rank."""
+        key, value = (_Gathered.apply(tensor, self.group, self.order) for tensor in (key, value))
+        if is_causal:
+            length = key.size(2)
+            rows = self.order.positions(length, key.device)
+            mask = rows[:, None] >= torch.arange(length, device=key.device)
+        gqa = key.size(1) != query.size(1)
+        return self._local(query, key, value, mask, dropout_p, False, scale=scale, enable_gqa=gqa)
+
+    def _by_heads(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        """All positions of some heads."""
+        size = self.order.size
+        if problem := heads_problem(query.size(1), key.size(1), size):
+            raise ValueError(problem)
+        if mask is not None and mask.size(-2) not in (1, mask.size(-1)):
+            raise ValueError(
+                f"An attention mask of shape {tuple(mask.shape)} with the context method 'ulysses' (allowed: rows of "
+                "the whole sequence, or one row for all). Pass the whole mask to the block."
+            )
+        if mask is not None and mask.ndim == 4 and mask.size(1) > 1:
+            mask = mask.chunk(size, 1)[self.order.rank]
+        if key.size(1) % size:
+            key, value = (tensor.repeat_interleave(size // tensor.size(1), 1) for tensor in (key, value))
+        query, key, value = _ToHeads.apply(self.group, self.order, query, key, value)
+        gqa = query.size(1) != key.size(1)
+        out = self._local(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=gqa)
+        (local,) = _ToPositions.apply(self.group, self.order, out)
+        result: Tensor = local
+        return result
+
+    def _whole_columns(self, mask: Tensor, held: int) -> Tensor:
+        """``mask`` as ``(B | 1, H | 1, rows, T)`` or ``(rows, T)``."""
+        columns, length = mask.size(-1), held * self.order.size
+        if columns == length and mask.size(-2) in (1, held, length):
+            return mask
+        if columns == held and mask.size(-2) == 1:  # a mask of padding that was cut with the hidden states
+            if mask.requires_grad:
+                whole: Tensor = _Gathered.apply(mask, self.group, self.order, mask.ndim - 1)
+                return whole
+            sent = mask.to(torch.uint8) if mask.dtype is torch.bool else mask  # NCCL has no booleans
+            whole = self.order.whole(gather_parts(sent, self.group).unbind(), mask.ndim - 1)
+            return whole.to(mask.dtype)
+        raise ValueError(
+            f"An attention mask of shape {tuple(mask.shape)} for {held} of {length} positions (allowed: "
+            f"{length} columns with 1, {held} or {length} rows). A mask that a block builds from the length of its "
+            "input knows this rank's positions only: build it before the blocks and pass it in, or use is_causal=True."
+        )
+
+    def _own_rows(self, mask: Tensor, held: int) -> Tensor:
+        return mask if mask.size(-2) in (1, held) else self.order.part(mask, mask.ndim - 2)
+
+
+def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values in the one dtype that attention gets under autocast."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return query.to(dtype), key.to(dtype), value.to(dtype)
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            f"Queries, keys and values of {query.dtype}, {key.dtype} and {value.dtype} (allowed: one dtype for all)."
+        )
+    return query, key, value
+
+
+def heads_problem(heads: int, kv_heads: int, size: int) -> str | None:
+    """Why ``ulysses`` cannot give each of ``size`` ranks as many heads, with what is possible; ``None``: it can.
+
+    Key/value heads are repeated if there are fewer than ranks.
+    """
+    if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0):
+        return None
+    possible = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    return (
+        f"context={size} with the method 'ulysses' and {heads} query heads, {kv_heads} key/value heads (allowed: "
+        f"context of {', '.join(map(str, possible))}; or the method 'ring' or 'gather', which do not divide heads)"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ring and gather: merged pieces
+
+
+class _Piece(NamedTuple):
+    """What one rank's queries do with another rank's keys: rows and columns ``(start, length)``, and causality."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    causal: bool
+
+
+class _Job(NamedTuple):
+    """One call of attention."""
+
+    group: dist.ProcessGroup
+    order: SequenceOrder
+    ring: bool
+    causal: bool
+    scale: float
+
+    def piece(self, source: int, held: int) -> _Piece | None:
+        """What to compute with the keys of rank ``source``; ``None``: causality masks out all of it."""
+        rank, everything = self.order.rank, (0, held)
+        if not self.causal or source == rank:
+            return _Piece(everything, everything, self.causal)
+        if not self.order.balance:
+            return _Piece(everything, everything, False) if source < rank else None
+        half = held // 2
+        # The second chunk of every rank comes after the first chunk of all, and the order of second chunks is reversed.
+        if source < rank:
+            return _Piece(everything, (0, half), False)
+        return _Piece((half, half), everything, False)
+
+    def source(self, step: int) -> int:
+        """The rank whose keys are here at ``step``; at first this one's own."""
+        return (self.order.rank - step) % self.order.size
+
+    def send_on(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
+        """Begin to pass ``tensor`` to the next rank; what the rank before passes, and what to wait for."""
+        arriving = torch.empty_like(tensor)
+        after, before = ((self.order.rank + step) % self.order.size for step in (1, -1))
+        ranks = [dist.get_global_rank(self.group, peer) for peer in (after, before)]
+        sending = dist.P2POp(dist.isend, tensor, ranks[0], self.group)
+        return arriving, dist.batch_isend_irecv([sending, dist.P2POp(dist.irecv, arriving, ranks[1], self.group)])
+
+    def visits(self, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Keys and values of all ranks, this one's first: ``(rank, packed)``. The next are on their way meanwhile."""
+        for step in range(self.order.size):
+            more = step < self.order.size - 1
+            arriving, works = self.send_on(packed) if more else (packed, [])
+            yield self.source(step), packed
+            for work in works:
+                work.wait()
+            packed = arriving
+
+
+class _SplitAttention(torch.autograd.Function):
+    """Attention of this rank's queries, piece by piece, merged by the log-sum-exp of the scores of each piece."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, job: _Job) -> Tensor:
+        packed = _pack(key, value)
+        gathered = None if job.ring else gather_parts(packed, job.group)
+        merged = _Merged()
+        for source, flat in job.visits(packed) if gathered is None else _from_own(gathered, job):
+            piece = job.piece(source, query.size(2))
+            if piece is None:
+                continue
+            k, v = (tensor.narrow(2, *piece.columns) for tensor in _unpack(flat, key, value))
+            out, lse = attend(query.narrow(2, *piece.rows), k, v, _columns(mask, source, job), piece.causal, job.scale)
+            merged.add(out, lse, *piece.rows)
+        out = merged.out.to(query.dtype)
+        ctx.job = job
+        ctx.save_for_backward(query, key, value, mask, out, merged.lse, gathered)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, out, lse, gathered = ctx.saved_tensors
+        job: _Job = ctx.job
+        gradient = _Gradient(job, query, key, value, mask, out, lse, grads[0].contiguous())
+        with torch.autocast(query.device.type, enabled=False):
+            if gathered is None:
+                flat = _return_round(gradient, _pack(key, value))
+            else:
+                flat = _return_at_once(gradient, gathered)
+        d_key, d_value = _unpack(flat, key, value)
+        return gradient.query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None
+
+
+def _return_round(gradient: _Gradient, packed: Tensor) -> Tensor:
+    """Gradient of this rank's packed keys and values; it begins at the next rank, travels behind them and ends here."""
+    job = gradient.job
+    total: Tensor | None = None
+    flat, works = packed, list[Any]()  # of the gradient that arrives
+    for source, keys in job.visits(packed):
+        own = gradient.add(source, keys)
+        if total is None:
+            total = own  # of this rank's own keys, which come first; the others' part arrives at the end
+            continue
+        for work in works:
+            work.wait()
+        sent = flat.add_(own) if works else own
+        flat, works = job.send_on(sent)
+    assert total is not None
+    for work in works:
+        work.wait()
+    return total.add_(flat) if works else total
+
+
+def _return_at_once(gradient: _Gradient, gathered: Tensor) -> Tensor:
+    """As :func:`_return_round`, from all keys and values."""
+    rows = torch.empty(gathered.shape, dtype=gradient.dtype, device=gathered.device)
+    for source, packed in _from_own(gathered, gradient.job):
+        rows[source] = gradient.add(source, packed)
+    flat = rows.new_empty(rows.size(1))
+    reduce_scatter(flat, rows.view(-1), group=gradient.job.group)
+    return flat
+
+
+class _Gradient:
+    """Adds up the gradient of the queries and gives that of each rank's keys and values."""
+
+    def __init__(
+        self,
+        job: _Job,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+    ) -> None:
+        self.job = job
+        # Pieces of many ranks are added: in half precision each addition would round.
+        self.dtype = lse.dtype
+        self.query = torch.zeros_like(query, dtype=self.dtype)
+        self._rows = (grad, query, out)
+        self._lse = lse
+        self._like = (key, value)
+        self._mask = mask
+
+    def add(self, source: int, packed: Tensor) -> Tensor:
+        """The part of this rank's rows in the gradient of the keys and values of ``source``, packed as these."""
+        flat = torch.zeros(packed.shape, dtype=self.dtype, device=packed.device)
+        piece = self.job.piece(source, self.query.size(2))
+        if piece is None:
+            return flat
+        k, v = (tensor.narrow(2, *piece.columns) for tensor in _unpack(packed, *self._like))
+        grad, query, out = (tensor.narrow(2, *piece.rows) for tensor in self._rows)
+        mask = _columns(self._mask, source, self.job)
+        lse = self._lse.narrow(2, *piece.rows)
+        d_query, *d_packed = attend_backward(grad, query, k, v, out, lse, mask, piece.causal, self.job.scale)
+        self.query.narrow(2, *piece.rows).add_(d_query)
+        for total, part in zip(_unpack(flat, *self._like), d_packed, strict=True):
+            total.narrow(2, *piece.columns).copy_(part)
+        return flat
+
+
+class _Merged:
+    """Attention over several sets of keys from that over each of them."""
+
+    out: Tensor
+    lse: Tensor
+
+    def add(self, out: Tensor, lse: Tensor, start: int, length: int) -> None:
+        """Merge rows ``start`` to ``start + length``; the first call must hold all rows.
+
+        Args:
+            out: ``(B, H, length, d)``.
+            lse: log of the sum of the exponentials of the scores, ``(B, H, length)``; -inf where all is masked out.
+        """
+        if not hasattr(self, "out"):
+            self.out, self.lse = out.to(lse.dtype, copy=True), lse.clone(memory_format=torch.contiguous_format)
+            return
+        so_far, seen = self.out.narrow(2, start, length), self.lse.narrow(2, start, length)
+        both = torch.logaddexp(seen, lse)
+        # Rows that no key is visible to yet: -inf minus -inf would be NaN.
+        reference = both.masked_fill(both == -torch.inf, 0.0)
+        so_far.mul_((seen - reference).exp().unsqueeze(-1)).addcmul_(out, (lse - reference).exp().unsqueeze(-1))
+        seen.copy_(both)
+
+
+def _from_own(gathered: Tensor, job: _Job) -> Iterator[tuple[int, Tensor]]:
+    for step in range(job.order.size):
+        yield job.source(step), gathered[job.source(step)]
+
+
+def _pack(key: Tensor, value: Tensor) -> Tensor:
+    return torch.cat((key.reshape(-1), value.reshape(-1)))
+
+
+def _unpack(packed: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of ``packed`` in the shapes of ``key`` and ``value``."""
+    return packed[: key.numel()].view(key.shape), packed[key.numel() :].view(value.shape)
+
+
+def _columns(mask: Tensor | None, source: int, job: _Job) -> Tensor | None:
+    return None if mask is None else job.order.part(mask, mask.ndim - 1, source)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Collectives with a gradient
+
+
+class _Gathered(torch.autograd.Function):
+    """The whole sequence along ``dim``; backward adds up the gradients that all ranks have of this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, order: SequenceOrder, dim: int = 2) -> Tensor:
+        ctx.group, ctx.order, ctx.dim = group, order, dim
+        return order.whole(gather_parts(part, group).unbind(), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        order: SequenceOrder = ctx.order
+        rows = torch.stack([order.part(grads[0], ctx.dim, rank) for rank in range(order.size)])
+        own = torch.empty_like(rows[0])
+        reduce_scatter(own.view(-1), rows.view(-1), group=ctx.group)
+        return own, None, None, None
+
+
+class _ToHeads(torch.autograd.Function):
+    """From ``(B, H, S, d)`` to ``(B, H / c, T, d)``, several tensors in one exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, order: SequenceOrder, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.order = group, order
+        return _to_heads(tensors, group, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *_to_positions(grads, ctx.group, ctx.order))
+
+
+class _ToPositions(torch.autograd.Function):
+    """From ``(B, H / c, T, d)`` to ``(B, H, S, d)``, several tensors in one exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, order: SequenceOrder, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.order = group, order
+        return _to_positions(tensors, group, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *_to_heads(grads, ctx.group, ctx.order))
+
+
+def _to_heads(tensors: tuple[Tensor, ...], group: dist.ProcessGroup, order: SequenceOrder) -> tuple[Tensor, ...]:
+    sent = [tensor.unflatten(1, (order.size, -1)).movedim(1, 0) for tensor in tensors]
+    return tuple(order.whole(part.unbind(), 2) for part in _exchange(sent, group))
+
+
+def _to_positions(tensors: tuple[Tensor, ...], group: dist.ProcessGroup, order: SequenceOrder) -> tuple[Tensor, ...]:
+    sent = [torch.stack([order.part(tensor, 2, rank) for rank in range(order.size)]) for tensor in tensors]
+    return tuple(part.movedim(0, 1).flatten(1, 2) for part in _exchange(sent, group))
+
+
+def _exchange(sent: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Row ``r`` of each tensor goes to rank ``r``; row ``r`` of each result came from rank ``r``."""
+    packed = torch.cat([tensor.flatten(1) for tensor in sent], 1)
+    arrived = torch.empty_like(packed)
+    dist.all_to_all_single(arrived, packed, group=group)
+    pieces = arrived.split([tensor[0].numel() for tensor in sent], 1)
+    return [piece.unflatten(1, tensor.shape[1:]) for piece, tensor in zip(pieces, sent, strict=True)]

@@ -1,0 +1,515 @@
+"""Context parallelism: each rank of a group holds some positions of every sequence while it is in the blocks.
+
+The sequence is cut where hidden states enter the first block and made whole where they leave the last one. In between
+everything but attention works on each position alone; attention is exchanged for one that sees the whole sequence
+(:mod:`trainwright.strategies.context.attention`). Outside of the blocks all ranks of the group compute the same.
+
+Gradients: what leaves is used by every rank of the group alike, so its gradient is this rank's rows times the number of
+ranks; and what enters gets zeros where other ranks' rows are. Averaged over the group, gradients of parameters inside
+and outside of the blocks are those of one process.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from trainwright.strategies.context.attention import METHODS, DistributedAttention, Method, heads_problem
+from trainwright.strategies.context.order import SequenceOrder
+from trainwright.strategies.context.slices import Rows, SequenceSlice, make_whole
+from trainwright.strategies.contract.randomness.split import SplitRandomness, draws_randomly
+from trainwright.strategies.plan.model_plan import ModelPlan
+from trainwright.strategies.plan.tensor_rules import head_counts
+
+__all__ = ["METHODS", "ContextParallel", "validate_context"]
+
+_ATTENTION = F.scaled_dot_product_attention
+
+
+def validate_context(module: nn.Module, plan: ModelPlan, size: int, method: str, tensor: int = 1) -> list[str]:
+    """Problems of splitting the sequences of ``module`` over ``size`` ranks; empty when it is possible.
+
+    Args:
+        module: the whole model, possibly on the meta device.
+        plan: its blocks.
+        size: ranks of the context axis; 1 is off.
+        method: how attention is computed, one of :data:`METHODS`.
+        tensor: size of the tensor axis, which divides heads first; 1 is off. Heads are those of attentions that
+            tell them (:func:`~trainwright.strategies.plan.tensor_rules.head_counts`); of others, the first step does.
+    """
+    if size == 1:
+        return []
+    if method not in METHODS:
+        return [f"context method {method!r} (allowed: {', '.join(map(repr, METHODS))})"]
+    problems = []
+    if not plan.blocks:
+        problems.append(
+            f"context={size}, but no repeated blocks were found in {type(module).__name__}. Name them: "
+            "strategy.blocks=['model.layers.*']"
+        )
+    if method == "ulysses":
+        for heads, kv_heads in sorted(set(head_counts(module, plan).values())):
+            problems += filter(None, [heads_problem(heads // tensor, max(kv_heads // tensor, 1), size)])
+    for name, submodule in module.named_modules():
+        config = getattr(submodule, "config", None)
+        chosen = getattr(config, "_attn_implementation", None)
+        if chosen not in (None, "sdpa"):
+            problems.append(
+                f"attn_implementation={chosen!r} of {name or type(module).__name__} with context={size} (allowed: "
+                "'sdpa'; build the model with attn_implementation='sdpa')"
+            )
+        dropout = getattr(config, "attention_dropout", None)
+        if method == "ring" and isinstance(dropout, float) and dropout > 0:
+            problems.append(
+                f"attention_dropout={dropout} of {name or type(module).__name__} with the context method 'ring' "
+                "(allowed: 0; or use the method 'gather' or 'ulysses')"
+            )
+    return list(dict.fromkeys(problems))
+
+
+class ContextParallel:
+    """Splits the sequences of a model over the ranks of a group while they are in its blocks.
+
+    What a block is given besides its hidden states is cut like them where it has the whole sequence's length: tables of
+    positions ``(T, d)`` or ``(1 | B, T, d)``, ids ``(B, T)`` or ``(T,)``, other states ``(B, T, ...)``, also within
+    tuples, lists and mappings. Square masks ``(..., T, T)`` and masks of columns ``(B, 1, 1, T)`` stay whole, for
+    attention needs all columns. A square tensor counts as a mask if it is boolean, has four dims or its argument's name
+    contains ``mask`` or ``bias``.
+
+    Passes without gradient (validation, prediction, generation) whose length cannot be cut, or that fill a cache of
+    keys and values, run whole on every rank. Blocks with dropout draw other random numbers on each rank in training, so
+    that no two parts of a sequence are dropped alike; the numbers differ from those of one process.
+
+    Args:
+        module: the whole model.
+        blocks: those that this rank owns, in the order in which they run.
+        group: the ranks that share sequences.
+        method: how attention is computed, see :data:`METHODS`.
+        balance: deal out positions so that all ranks work alike under causal attention; lengths must be a multiple of
+            ``2 x size`` then, else of ``size``.
+        enters: whether this rank owns the model's first block, so hidden states arrive whole.
+        leaves: whether this rank owns the model's last block, after which they are made whole. Between the blocks
+            of other pipeline stages they travel cut.
+        split_outputs: in training, do not make hidden states whole after the last block but go on with the rows of this
+            rank where that is exact, up to the loss; see :mod:`trainwright.strategies.context.slices`.
+        sequence_dims: name of an argument of the blocks -> its dim of positions, or ``None`` to leave it whole;
+            overrides the rules above. For hidden states themselves it is 1 unless named.
+        further: by how many ranks of another axis the hidden states between blocks are sliced once more at present
+            (sequence parallelism); ``None``: never.
+        first: the model's first block where this rank does not own it (a pipeline stage), by which this rank
+            learns the length of passes without gradient; ``None``: these must be cut evenly.
+
+    Raises:
+        ValueError: for an unknown method, or no blocks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Sequence[nn.Module],
+        group: dist.ProcessGroup,
+        *,
+        method: Method = "ring",
+        balance: bool = True,
+        enters: bool,
+        leaves: bool,
+        split_outputs: bool = False,
+        sequence_dims: Mapping[str, int | None] | None = None,
+        first: nn.Module | None = None,
+        further: Callable[[], int] | None = None,
+    ) -> None:
+        if method not in METHODS:
+            raise ValueError(f"context method {method!r} (allowed: {', '.join(map(repr, METHODS))})")
+        if not blocks:
+            raise ValueError("No blocks to split sequences in. Name them: strategy.blocks=['model.layers.*'].")
+        self.group = group
+        self.order = SequenceOrder.of(group, balance)
+        self.attention = DistributedAttention(group, self.order, method, _ATTENTION)
+        self.split_outputs = split_outputs
+        self.sequence_dims = dict(sequence_dims or {})
+        self._blocks = list(blocks)
+        self._first = self._blocks[0] if enters else first
+        self.enters, self._leaves = enters, leaves
+        self._further = further or (lambda: 1)
+        self._names = {id(submodule): name for name, submodule in module.named_modules()}
+        self._whole_pass = False
+        self.exchange = Exchange(self.attention, self._blocks)
+        self.randomness = SplitRandomness(self.order.rank)
+        self._cuts: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+
+    def apply(self) -> None:
+        """Replace ``forward`` of the blocks and register what happens before the first and after the last."""
+        for block in self._blocks:
+            for submodule in block.modules():
+                if submodule is not block and _may_attend(submodule):
+                    submodule.forward = _AttendingForward(self, submodule.forward)
+            block.forward = _BlockForward(self, block, self._names[id(block)])
+        if self._first is not None:
+            self._first.register_forward_pre_hook(self._enter, with_kwargs=True)
+        if self._leaves:
+            self._blocks[-1].register_forward_hook(self._leave, with_kwargs=True)
+
+    @property
+    def splits(self) -> bool:
+        """Whether sequences are cut in the pass under way."""
+        return torch.is_grad_enabled() or not self._whole_pass
+
+    def hidden(self, names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | str, int]:
+        """Place of the hidden states, the first tensor among the arguments, and their dim of positions.
+
+        Raises:
+            TypeError: if there is no tensor.
+        """
+        for i, value in enumerate(args):
+            if isinstance(value, Tensor):
+                return i, self._hidden_dim(names[i] if i < len(names) else "")
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor):
+                return name, self._hidden_dim(name)
+        raise TypeError("A block was called without a tensor, so there are no hidden states to cut.")
+
+    def cut_others(
+        self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], is_first: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with all but the hidden states cut to the positions of this rank.
+
+        Args:
+            names, args, kwargs: of a block's call.
+            is_first: whether it is the model's first block, which slices its hidden states further itself.
+        """
+        place, dim = self.hidden(names, args, kwargs)
+        held = (args[place] if isinstance(place, int) else kwargs[place]).size(dim)
+        held *= 1 if is_first else self._further()
+        cut_args = tuple(
+            value if i == place else self._cut(names[i] if i < len(names) else "", value, held)
+            for i, value in enumerate(args)
+        )
+        return cut_args, {name: v if name == place else self._cut(name, v, held) for name, v in kwargs.items()}
+
+    def forget_cuts(self) -> None:
+        """Let go of tensors that were cut for several blocks."""
+        self._cuts.clear()
+
+    def _hidden_dim(self, name: str) -> int:
+        dim = self.sequence_dims.get(name, 1)
+        return 1 if dim is None else dim
+
+    def _cut(self, name: str, value: Any, held: int) -> Any:
+        if not isinstance(value, Tensor | tuple | list | dict):
+            return value
+        return pytree.tree_map_only(Tensor, lambda tensor: self._cut_tensor(name, tensor, held), value)
+
+    def _cut_tensor(self, name: str, tensor: Tensor, held: int) -> Tensor:
+        length = held * self.order.size
+        dim = self.sequence_dims[name] if name in self.sequence_dims else sequence_dim(tensor, length, name)
+        if dim is None:
+            if tensor.ndim == 3 and tensor.is_floating_point() and tensor.shape[1:] != (length,) * 2:
+                _check_other_states(name, tensor, held)
+            return tensor
+        if tensor.requires_grad:
+            return self.order.part(tensor, dim)
+        key = (id(tensor), tensor._version, dim)
+        if key not in self._cuts:
+            self._cuts[key] = (tensor, self.order.part(tensor, dim))  # holding it keeps its id from being reused
+        return self._cuts[key][1]
+
+    @torch.compiler.disable
+    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Decide whether this pass is cut, and cut it."""
+        names = _argument_names(block)
+        place, dim = self.hidden(names, args, kwargs)
+        states = args[place] if isinstance(place, int) else kwargs[place]
+        cached = _cached_positions(args, kwargs)
+        if torch.is_grad_enabled():
+            self.order.check(states.size(dim))
+            if cached:
+                raise ValueError(
+                    "A block was given keys and values of earlier positions, which a split sequence cannot use in "
+                    "training. Pass use_cache=False."
+                )
+        self._whole_pass = cached is not None or not self.order.divides(states.size(dim))
+        if not self.splits or not self.enters:
+            return None
+        part = self.order.part(states, dim)
+        if isinstance(place, int):
+            return (*args[:place], part, *args[place + 1 :]), kwargs
+        return args, {**kwargs, place: part}
+
+    @torch.compiler.disable
+    def _leave(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Make what comes out of the last block whole."""
+        if not self.splits:
+            return None
+        place, dim = self.hidden(_argument_names(block), args, kwargs)
+        states = args[place] if isinstance(place, int) else kwargs[place]
+        if isinstance(output, Tensor):
+            return self._make_whole(output, dim)
+        held = states.size(dim)
+        return pytree.tree_map_only(
+            Tensor, lambda t: self._make_whole(t, dim) if t.ndim > dim and t.size(dim) == held else t, output
+        )
+
+    def _make_whole(self, part: Tensor, dim: int) -> Tensor:
+        if self.split_outputs and self._blocks[-1].training and torch.is_grad_enabled() and dim == 1:
+            length = part.size(1) * self.order.size
+            return SequenceSlice(part, Rows(self.group, self.order, length, 0, length))
+        return make_whole(part, self.group, self.order, dim)
+
+
+def sequence_dim(tensor: Tensor, length: int, name: str) -> int | None:
+    """The dim along which an argument of a block is cut, by its shape; ``None``: it stays whole.
+
+    Args:
+        tensor: the argument, or a tensor within it.
+        length: of the whole sequence.
+        name: of the argument.
+    """
+    shape = tuple(tensor.shape)
+    if len(shape) < 2:
+        return 0 if shape == (length,) else None
+    if shape[-2:] == (length, length):
+        if tensor.dtype is torch.bool or len(shape) > 3 or "mask" in name or "bias" in name:
+            return None
+        is_table = tensor.is_floating_point() or tensor.is_complex()
+        return 0 if len(shape) == 2 and is_table else 1
+    if shape[1] == length:
+        return 1
+    if len(shape) == 2 and shape[0] == length:
+        return 0
+    return 2 if len(shape) == 4 and shape[2] == length else None
+
+
+def _check_other_states(name: str, tensor: Tensor, held: int) -> None:
+    """Refuse what attention could not tell from states of this rank's positions."""
+    if tensor.size(1) == held:
+        raise ValueError(
+            f"The argument {name!r} of a block, of shape {tuple(tensor.shape)}, has as many positions as a rank's part "
+            f"of the sequence, {held}, but is not a part of it. Pad it to another length, or use another context size."
+        )
+
+
+def _cached_positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """How many earlier positions a cache among the arguments holds; ``None``: there is no cache."""
+    for value in (*args, *kwargs.values()):
+        if callable(getattr(value, "get_seq_length", None)):
+            return int(value.get_seq_length())
+    return None
+
+
+def _argument_names(block: nn.Module) -> list[str]:
+    """Names of the positional arguments of a block."""
+    cls: Any = type(block)
+    return _names_of_class(cls)
+
+
+@functools.cache
+def _names_of_class(cls: Any) -> list[str]:
+    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _may_attend(module: nn.Module) -> bool:
+    """Whether a module may call attention itself: not those of torch, but for the ones that do."""
+    is_torch = type(module).__module__.startswith("torch.nn.modules.")
+    return not is_torch or isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer)
+
+
+class _AttendingForward:
+    """The ``forward`` of a module inside a block; recomputed by itself in backward, it attends as in forward."""
+
+    def __init__(self, engine: ContextParallel, forward: Callable[..., Any]) -> None:
+        self.engine = engine
+        self.forward = forward
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.engine.splits:
+            return self.forward(*args, **kwargs)
+        with self.engine.exchange:
+            return self.forward(*args, **kwargs)
+
+
+class _BlockForward:
+    """The ``forward`` of a block on this rank's positions."""
+
+    def __init__(self, engine: ContextParallel, block: nn.Module, name: str) -> None:
+        self.engine = engine
+        self.forward = block.forward
+        self.name = name
+        self._names = _argument_names(block)
+        self._block = block
+        self._is_first, self._is_last = (block is engine._blocks[i] for i in (0, -1))
+        self._is_checked = False
+        self._draws = draws_randomly(block)
+
+    @torch.compiler.disable(recursive=False)  # what the block itself does may be compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.engine.splits:
+            return self.forward(*args, **kwargs)
+        if not self._is_checked:
+            return self._checked(args, kwargs)
+        args, kwargs, is_entered = self._begin(args, kwargs)
+        try:
+            with self.engine.exchange:
+                return self.forward(*args, **kwargs)
+        finally:
+            self._end(is_entered)
+
+    @torch.compiler.disable
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first call."""
+        args, kwargs, is_entered = self._begin(args, kwargs)
+        calls = self.engine.exchange.calls
+        try:
+            with self.engine.exchange, self._watch(args, kwargs):
+                output = self.forward(*args, **kwargs)
+        finally:
+            self._end(is_entered)
+        if self.engine.exchange.calls == calls:
+            raise RuntimeError(
+                f"No scaled_dot_product_attention was called in block {self.name} while its sequence is split, so its "
+                "positions did not see those of other ranks. Use attn_implementation='sdpa' with Hugging Face, "
+                "need_weights=False with nn.MultiheadAttention; other kinds of attention and convolutions along the "
+                "sequence need context=1."
+            )
+        self._is_checked = True
+        return output
+
+    @torch.compiler.disable
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+        """The arguments, cut, and whether random numbers of this rank's own were begun."""
+        if self._is_first:
+            self.engine.forget_cuts()
+        is_first = self._is_first and self.engine.enters
+        args, kwargs = self.engine.cut_others(self._names, args, kwargs, is_first)
+        draws = self._draws and self._block.training
+        return args, kwargs, draws and self.engine.randomness.enter(self._states(args, kwargs)[0].device)
+
+    @torch.compiler.disable
+    def _end(self, is_entered: bool) -> None:
+        if is_entered:
+            self.engine.randomness.leave()
+        if self._is_last:
+            self.engine.forget_cuts()
+
+    def _states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, int]:
+        """The hidden states and their dim of positions."""
+        place, dim = self.engine.hidden(self._names, args, kwargs)
+        return args[place] if isinstance(place, int) else kwargs[place], dim
+
+    def _watch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _PositionWatch:
+        states, dim = self._states(args, kwargs)
+        return _PositionWatch(self.name, self._block, states.size(dim))
+
+
+class _PositionWatch(TorchFunctionMode):
+    """Finds positions that a block counts itself, from the length of what it was given."""
+
+    def __init__(self, name: str, block: nn.Module, held: int) -> None:
+        super().__init__()
+        self._name, self._held = name, held
+        self._tables = {id(tensor): n for n, tensor in (*block.named_buffers(), *block.named_parameters())}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.arange and _counted(args, kwargs) == self._held:
+            self._refuse(f"torch.arange({self._held})")
+        table = self._tables.get(id(args[0])) if args and func is Tensor.__getitem__ else None
+        if table is not None and self._takes_beginning(args[0], args[1]):
+            self._refuse(f"the first {self._held} rows of {table}")
+        return func(*args, **kwargs)
+
+    def _takes_beginning(self, table: Tensor, index: Any) -> bool:
+        entries = index if isinstance(index, tuple) else (index,)
+        slices = [(entry, size) for entry, size in zip(entries, table.shape, strict=False) if isinstance(entry, slice)]
+        return any(
+            entry.start in (None, 0) and entry.step in (None, 1) and entry.stop == self._held < size
+            for entry, size in slices
+        )
+
+    def _refuse(self, what: str) -> None:
+        raise RuntimeError(
+            f"Block {self._name} counts positions itself ({what}) and would number each rank's part of the sequence "
+            "from 0. Compute them before the blocks and pass them in, or use context=1."
+        )
+
+
+def _counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The end of a range that begins at 0 with steps of 1; ``None`` for another."""
+    bounds = [*args, *(kwargs[name] for name in ("start", "end", "step") if name in kwargs)]
+    if len(bounds) == 1:
+        return bounds[0]
+    return bounds[1] if bounds[0] == 0 and bounds[2:] in ([], [1]) else None
+
+
+class _Attending(threading.local):
+    """The exchanges that are entered in this thread: virtual ranks of a proof are threads of one process."""
+
+    def __init__(self) -> None:
+        self.exchanges: list[Exchange] = []
+
+
+_attending = _Attending()
+_entered = [0]  # exchanges in all threads
+
+
+@torch.compiler.disable
+def _attend_here(*args: Any, **kwargs: Any) -> Tensor:
+    """What stands in the place of torch's attention while any exchange is entered."""
+    return _attending.exchanges[-1].attend(*args, **kwargs) if _attending.exchanges else _ATTENTION(*args, **kwargs)
+
+
+class Exchange:
+    """Puts another attention in the place of torch's, wherever the blocks look for it, for a while."""
+
+    def __init__(self, attention: DistributedAttention, blocks: Sequence[nn.Module]) -> None:
+        self._attention = attention
+        classes = {base for block in blocks for m in block.modules() for base in type(m).__mro__}
+        spaces = {id(F): vars(F)}
+        for module in filter(None, (sys.modules.get(cls.__module__) for cls in classes)):
+            spaces[id(module)] = vars(module)
+        # Besides torch.nn.functional: modules that imported the function itself.
+        known = (_ATTENTION, _attend_here)
+        self._places = [
+            (space, n) for space in spaces.values() for n, value in space.items() if any(value is one for one in known)
+        ]
+        self._depth = 0
+        self.calls = 0
+
+    @torch.compiler.disable
+    def __enter__(self) -> None:
+        """Exchange attention; no effect within itself."""
+        self._depth += 1
+        if self._depth == 1:
+            _attending.exchanges.append(self)
+            _entered[0] += 1
+            for space, name in self._places:
+                space[name] = _attend_here
+
+    @torch.compiler.disable
+    def __exit__(self, *_: object) -> None:
+        """Put torch's attention back."""
+        self._depth -= 1
+        if self._depth == 0:
+            _attending.exchanges.remove(self)
+            _entered[0] -= 1
+            for space, name in self._places if not _entered[0] else ():
+                space[name] = _ATTENTION
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The attention that is exact across ranks."""
+        self.calls += 1
+        return self._attention(*args, **kwargs)

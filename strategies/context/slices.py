@@ -1,0 +1,453 @@
+"""Outputs of the last block of which each rank computes on with its own positions only, up to the loss.
+
+Logits are the largest tensor of a language model: ``B x T x V``. Making hidden states whole after the last block would
+have every rank of the context group compute and hold all of them. A :class:`SequenceSlice` looks like the whole tensor
+to the user's code, does what works on each position alone with this rank's positions, and makes itself whole for
+anything else. So the result is right in any case; only the memory depends on what is done.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from trainwright.strategies.context.order import SequenceOrder
+from trainwright.strategies.contract.collectives.flat import gather_parts
+
+
+def make_whole(part: Tensor, group: dist.ProcessGroup, order: SequenceOrder, dim: int) -> Tensor:
+    """The whole sequence on every rank; the gradient is this rank's rows times the number of ranks."""
+    whole: Tensor = _Whole.apply(part, group, order, dim)
+    return whole
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, order: SequenceOrder, dim: int) -> Tensor:
+        ctx.order, ctx.dim = order, dim
+        return order.whole(gather_parts(part, group).unbind(), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        order = cast(SequenceOrder, ctx.order)
+        return order.part(grads[0], ctx.dim) * order.size, None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over the ranks; the gradient is that of the sum times the number of ranks, as behind :class:`_Whole`."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.size = dist.get_world_size(group)
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] * ctx.size, None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which positions a :class:`SequenceSlice` stands for, and which of them this rank holds.
+
+    Args:
+        group: the ranks that share the sequences.
+        order: how the sequences were cut.
+        length: of the sequences as they were cut.
+        start, stop: the positions that are left of them.
+        batch: number of sequences if they and their positions are one dim (dim 0), else ``None`` and positions are
+            dim 1.
+    """
+
+    group: dist.ProcessGroup
+    order: SequenceOrder
+    length: int
+    start: int
+    stop: int
+    batch: int | None = None
+
+    @property
+    def dim(self) -> int:
+        """The dim that holds positions."""
+        return 1 if self.batch is None else 0
+
+    @property
+    def is_all(self) -> bool:
+        """Whether no position was left out, so that all ranks hold as many."""
+        return (self.start, self.stop) == (0, self.length)
+
+    @property
+    def held(self) -> int:
+        """Number of positions that this rank holds."""
+        return sum(stop - start for start, stop, _, _ in self._spans())
+
+    def leading(self, local: Tensor) -> tuple[int, ...]:
+        """The dims of sequences and positions of the tensor whose part is ``local``."""
+        positions = self.stop - self.start
+        return (local.size(0), positions) if self.batch is None else (self.batch * positions,)
+
+    def select(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's positions of a whole tensor, which are along ``dim`` (with the sequences, if they are one)."""
+        if self.batch is not None:
+            rows = replace(self, batch=None).select(whole.unflatten(dim, (self.batch, -1)), dim + 1)
+            return rows.flatten(dim, dim + 1)
+        pieces = [whole.narrow(dim, start - self.start, stop - start) for start, stop, _, _ in self._spans()]
+        return torch.cat(pieces, dim)
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The whole tensor on every rank. A collective of the group, with a gradient."""
+        if self.batch is not None:
+            unflat = replace(self, batch=None).whole(local.unflatten(0, (self.batch, self.held)))
+            return unflat.flatten(0, 1)
+        pieces = []
+        held = local.split([stop - start for start, stop, _, _ in self._spans()], 1)
+        for piece, (_, _, before, after) in zip(held, self._spans(), strict=True):
+            # Collectives want equal parts: what was left out comes back as zeros, and goes again below.
+            padding = [0, 0] * (local.ndim - 2) + [before, after]
+            pieces.append(F.pad(piece, padding) if before or after else piece)
+        whole = make_whole(torch.cat(pieces, 1), self.group, self.order, 1)
+        return whole if self.is_all else whole.narrow(1, self.start, self.stop - self.start)
+
+    def _spans(self) -> Iterator[tuple[int, int, int, int]]:
+        """Of each chunk: first and last position held (in the sequence as cut), and how many miss before and after."""
+        size = self.length // self.order.chunks
+        for chunk in self.order.held(self.order.rank):
+            begin, end = chunk * size, (chunk + 1) * size
+            start = min(max(begin, self.start), end)
+            stop = max(min(end, self.stop), start)
+            yield start, stop, start - begin, end - stop
+
+
+class SequenceSlice(Tensor):
+    """A tensor ``(B, T, ...)`` or ``(B x T, ...)`` of which this rank holds some positions.
+
+    Shape, dtype and device are those of the whole. Row-wise functions (linear, norms, activations, casts, arithmetic
+    with numbers and with tensors that broadcast over positions or have all of them, reductions of the last dim), slices
+    of positions, merging of sequences with positions, and cross entropy use the rows of this rank. Anything else first
+    makes it whole, which all ranks of the group must do together: code for one rank alone must not touch it.
+
+    Args:
+        local: this rank's positions.
+        rows: which these are.
+    """
+
+    local: Tensor
+    rows: Rows
+
+    @staticmethod
+    def __new__(cls, local: Tensor, rows: Rows) -> SequenceSlice:
+        """Stand for the tensor whose part is ``local``."""
+        shape = rows.leading(local) + tuple(local.shape[1 + rows.dim :])
+        made = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+        )
+        made.local, made.rows = local, rows
+        if local.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                made.register_hook(_refuse_gradient)
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do row-wise what can be; make the others whole first."""
+        kwargs = kwargs or {}
+        func = _observed_loss(func)
+        name = _name(func)
+        if name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        _check_graph((*args, *kwargs.values()))
+        handler = _HANDLERS.get(name)
+        result = NotImplemented if handler is None or not args else handler(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        args, kwargs = pytree.tree_map_only(SequenceSlice, SequenceSlice.whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse what did not pass by :meth:`__torch_function__`."""
+        raise RuntimeError(f"{func} {_BYPASSED}")
+
+    def whole(self) -> Tensor:
+        """The whole tensor. A collective of the context group, with a gradient."""
+        return self.rows.whole(self.local)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Describe the part that is here, without a collective."""
+        return f"SequenceSlice(shape={tuple(self.shape)}, held={tuple(self.local.shape)})"
+
+
+_BYPASSED = (
+    "was given an output whose sequence is split over the context axis, through a function that torch does not let it "
+    "handle (a custom autograd function or kernel). Turn splitting of outputs off: split_outputs=False."
+)
+
+
+def _refuse_gradient(_: Tensor) -> Tensor:
+    raise RuntimeError(f"A function {_BYPASSED}")
+
+
+# As torch defines them: while somebody observes losses, others stand in their places in torch.nn.functional.
+_LOSSES = (F.cross_entropy, F.nll_loss)
+
+
+def _observed_loss(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss that ``func`` observes, if it does; whoever observes has seen this call already."""
+    bound = func.args if isinstance(func, partial) else ()
+    return next((value for value in bound if any(value is loss for loss in _LOSSES)), func)
+
+
+def _check_graph(values: tuple[Any, ...]) -> None:
+    """Refuse what a custom autograd function returned: its gradient would not reach the part."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if any(isinstance(value, SequenceSlice) and not value.is_leaf for value in values):
+            raise RuntimeError(f"A function {_BYPASSED}")
+
+
+def _name(func: Callable[..., Any]) -> str:
+    name: str = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):  # a property
+        return f"{name}:{getattr(getattr(func, '__self__', None), '__name__', '')}"
+    return name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Handlers: the result, or NotImplemented to make the tensors whole. `func` is called with parts of the tensors.
+
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
+
+
+def _leaf(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    """What concerns the part's place in the graph."""
+    return func(args[0].local, *args[1:], **kwargs)
+
+
+def _elementwise(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    """Functions of elements; other tensors are broadcast."""
+    slices = [value for value in (*args, *kwargs.values()) if isinstance(value, SequenceSlice)]
+    like = slices[0]
+    if any(s.rows != like.rows or s.ndim != like.ndim for s in slices):
+        return NotImplemented
+    parts = [_aligned(value, like) for value in args]
+    named = {name: _aligned(value, like) for name, value in kwargs.items()}
+    if any(part is NotImplemented for part in (*parts, *named.values())):
+        return NotImplemented
+    result = func(*parts, **named)
+    leading = tuple(like.local.shape[: 1 + like.rows.dim])
+    if not isinstance(result, Tensor) or tuple(result.shape[: len(leading)]) != leading:
+        return NotImplemented
+    return SequenceSlice(result, like.rows)
+
+
+def _aligned(value: Any, like: SequenceSlice) -> Any:
+    """An operand of an elementwise function, for the rows of this rank."""
+    if isinstance(value, SequenceSlice):
+        return value.local
+    if not isinstance(value, Tensor):
+        return value
+    rows = like.rows
+    from_end = like.ndim - rows.dim
+    if value.ndim < from_end or value.size(-from_end) == 1:
+        return NotImplemented if value.ndim > like.ndim else value
+    if value.ndim > like.ndim or value.size(-from_end) != like.size(rows.dim):
+        return NotImplemented
+    return rows.select(value, value.ndim - from_end)
+
+
+def _in_place(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    if not isinstance(args[0], SequenceSlice):
+        return NotImplemented
+    result = _elementwise(func, args, kwargs)
+    if result is NotImplemented:
+        return NotImplemented
+    args[0].local = result.local
+    return args[0]
+
+
+def _row_wise(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    """Functions of rows; the other arguments are parameters."""
+    first, *others = args
+    if not isinstance(first, SequenceSlice) or any(isinstance(v, SequenceSlice) for v in (*others, *kwargs.values())):
+        return NotImplemented
+    return SequenceSlice(func(first.local, *others, **kwargs), first.rows)
+
+
+def _norm(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
+    is_of_rows = isinstance(args[0], SequenceSlice) and len(shape) < args[0].ndim - args[0].rows.dim
+    return _row_wise(func, args, kwargs) if is_of_rows else NotImplemented
+
+
+def _dropout(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    # Ranks that hold unequal numbers of positions would draw unequally, and go on with different random numbers.
+    return _row_wise(func, args, kwargs) if args[0].rows.is_all else NotImplemented
+
+
+def _last_dim(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    """Functions along one dim, if that is the last."""
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    dims = dim if isinstance(dim, list | tuple) else [dim]
+    first = args[0]
+    if not isinstance(first, SequenceSlice) or first.ndim < 2 + first.rows.dim:
+        return NotImplemented
+    if any(not isinstance(d, int) or isinstance(d, bool) or d not in (-1, first.ndim - 1) for d in dims):
+        return NotImplemented
+    result = func(first.local, *args[1:], **kwargs)
+    return pytree.tree_map_only(Tensor, lambda tensor: SequenceSlice(tensor, first.rows), result)
+
+
+def _index(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    """Slices of positions and of the dims behind."""
+    first, index = args
+    if not isinstance(first, SequenceSlice):
+        return NotImplemented
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if sum(entry is Ellipsis for entry in entries) == 1:
+        at = next(i for i, entry in enumerate(entries) if entry is Ellipsis)
+        entries[at : at + 1] = [slice(None)] * (first.ndim - len(entries) + 1)
+    if len(entries) > first.ndim or not all(isinstance(entry, slice) for entry in entries):
+        return NotImplemented
+    rows, lead = first.rows, 1 + first.rows.dim
+    if any(entry.indices(size) != (0, size, 1) for entry, size in zip(entries[: lead - 1], first.shape, strict=False)):
+        return NotImplemented
+    if len(entries) < lead:
+        return first
+    start, stop, step = entries[lead - 1].indices(first.size(lead - 1))
+    if step != 1 or stop <= start or (rows.batch is not None and stop - start != first.size(0)):
+        return NotImplemented
+    local = first.local[(*[slice(None)] * lead, *entries[lead:])]
+    if rows.batch is None:
+        kept = replace(rows, start=rows.start + start, stop=rows.start + stop)
+        # Kept positions, counted from the first of those so far, which `rows` selects among.
+        local = _narrowed(local, rows, kept)
+        rows = kept
+    return SequenceSlice(local, rows)
+
+
+def _narrowed(local: Tensor, rows: Rows, kept: Rows) -> Tensor:
+    pieces, offset = [], 0
+    for (start, stop, _, _), (first, last, _, _) in zip(rows._spans(), kept._spans(), strict=True):
+        pieces.append(local.narrow(1, offset + min(first, stop) - start, max(last - first, 0)))
+        offset += stop - start
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+def _reshape(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    """Sequences and positions as one dim or as two; the dims behind at will."""
+    first, *shape = args
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+    if kwargs or not isinstance(first, SequenceSlice) or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    wanted = _filled(list(sizes), first.numel())
+    rows, local = first.rows, first.local
+    positions = rows.stop - rows.start
+    batch = first.size(0) if rows.batch is None else rows.batch
+    trailing = math.prod(first.shape[1 + rows.dim :])
+    if wanted[:1] == [batch * positions] and math.prod(wanted[1:]) == trailing:
+        return SequenceSlice(local.reshape(batch * rows.held, *wanted[1:]), replace(rows, batch=batch))
+    if wanted[:2] == [batch, positions] and math.prod(wanted[2:]) == trailing:
+        return SequenceSlice(local.reshape(batch, rows.held, *wanted[2:]), replace(rows, batch=None))
+    return NotImplemented
+
+
+def _filled(sizes: list[int], numel: int) -> list[int]:
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = numel // max(1, -math.prod(sizes))
+    return sizes
+
+
+def _flatten(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    first = args[0]
+    names = ("start_dim", "end_dim")
+    start, end = (args[i + 1] if len(args) > i + 1 else kwargs.get(names[i], (0, -1)[i]) for i in (0, 1))
+    start, end = start % first.ndim, end % first.ndim
+    shape = [*first.shape[:start], math.prod(first.shape[start : end + 1]), *first.shape[end + 1 :]]
+    return _reshape(func, (first, shape), {})
+
+
+def _row_loss(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    """Cross entropy of integer labels: the rows of this rank, then one all-reduce of a number."""
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    scores, target = given.pop("input"), given.pop("target")
+    reduction = given.pop("reduction", "mean")
+    old_style = {given.pop("size_average", None), given.pop("reduce", None)} - {None}
+    if not isinstance(scores, SequenceSlice) or isinstance(target, SequenceSlice) or given.get("weight") is not None:
+        return NotImplemented
+    rows = scores.rows
+    is_rows = rows.batch is not None and scores.ndim == 2 and target.ndim == 1 and target.size(0) == scores.size(0)
+    if not is_rows or old_style or target.is_floating_point() or reduction not in ("mean", "sum"):
+        return NotImplemented
+    # Row by row: in half precision a sum over all rows would overflow.
+    losses = func(scores.local, rows.select(target, 0), reduction="none", **given)
+    exact = losses.dtype if losses.dtype is torch.float64 else torch.float32
+    total = cast(Tensor, _Summed.apply(losses.to(exact).sum(), rows.group))
+    if reduction == "mean":
+        total = total / (target != given.get("ignore_index", -100)).sum()
+    return total.to(losses.dtype)
+
+
+_METADATA = frozenset(
+    [f"__get__:{name}" for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_cpu", "layout")]
+    + [f"__get__:{name}" for name in ("is_meta", "is_sparse", "is_quantized", "names", "is_nested", "is_mps", "is_xpu")]
+    + ["size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__", "ndimension"]
+    + ["__hash__", "is_inference", "get_device", "__repr__", "is_contiguous"]
+)
+
+_Handler = Callable[[Callable[..., Any], _Args, _Kwargs], Any]
+_HANDLERS: dict[str, _Handler] = {
+    **dict.fromkeys(["register_hook", "retain_grad", "__get__:grad_fn", "__get__:is_leaf", "__get__:grad"], _leaf),
+    **dict.fromkeys(
+        ["float", "half", "bfloat16", "double", "to", "type", "type_as", "cpu", "cuda", "detach", "clone", "contiguous"]
+        + ["relu", "gelu", "silu", "mish", "elu", "leaky_relu", "selu", "hardswish", "softplus", "tanh", "sigmoid"]
+        + ["abs", "neg", "exp", "log", "sqrt", "rsqrt", "square", "pow", "clamp", "clip", "reciprocal", "nan_to_num"]
+        + ["add", "sub", "mul", "div", "true_divide", "multiply", "divide", "subtract", "rsub", "where", "masked_fill"]
+        + [f"__{name}__" for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg")]
+        + ["eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"],
+        _elementwise,
+    ),
+    **dict.fromkeys(
+        ["add_", "sub_", "mul_", "div_", "clamp_", "tanh_", "__iadd__", "__isub__", "__imul__", "__itruediv__"],
+        _in_place,
+    ),
+    "linear": _row_wise,
+    **dict.fromkeys(["layer_norm", "rms_norm"], _norm),
+    "dropout": _dropout,
+    **dict.fromkeys(
+        [
+            "softmax",
+            "log_softmax",
+            "mean",
+            "sum",
+            "var",
+            "logsumexp",
+            "argmax",
+            "argmin",
+            "amax",
+            "amin",
+            "max",
+        ],
+        _last_dim,
+    ),
+    "__getitem__": _index,
+    **dict.fromkeys(["view", "reshape"], _reshape),
+    "flatten": _flatten,
+    **dict.fromkeys(["cross_entropy", "nll_loss"], _row_loss),
+}

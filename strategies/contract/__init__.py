@@ -1,0 +1,1 @@
+"""What every strategy builds on: groups, gradients, precision, collectives."""

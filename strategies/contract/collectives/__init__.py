@@ -1,0 +1,1 @@
+"""Collectives: of flat tensors, differentiable, and of what user code asks for."""

@@ -1,0 +1,365 @@
+"""What a training step would wait for communication under each way to average gradients, and which one to choose.
+
+Arithmetic alone: it is given what was measured. The time of a collective is that of the alpha-beta model (Hockney, "The
+communication challenge for MPP", 1994): so many messages one after the other times the latency of one, and the bytes
+that a rank sends over the bandwidth of its link. Rounds and bytes are those of rings (Patarasuk and Yuan, JPDC 2009;
+:mod:`~trainwright.strategies.contract.communication.costs`).
+
+What is left out: the time that compressors compute, contention between axes, and what an option does to learning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from trainwright.strategies.contract.communication.costs import least_bytes
+
+ENOUGH = 0.05
+"""Part of a step that may be waiting without anything being worth a change."""
+FASTER = 0.9
+"""Part of the time of the usual way to average that another one must stay below to be chosen."""
+BACKWARD_SHARE = 2 / 3
+"""Of the time that a step computes: backward does twice the arithmetic of forward."""
+# By how little they change the numbers. Not among them: fp16 (as bf16, but overflows), randomk (as topk, but picks at
+# random), onebit (for Adam alone, after a warm-up).
+_MILDEST = ("bf16", "int8", "powersgd", "topk")
+LOCAL_STEPS = (10, 50)
+"""Steps between two synchronisations of local updates that are considered: the defaults of local_sgd and diloco."""
+_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+_DENSE, _HIERARCHICAL = "dense", "hierarchical"
+
+
+@dataclass(frozen=True)
+class Link:
+    """What an axis was measured to do.
+
+    Args:
+        axis: of the mesh; ``"within"`` and ``"across"``: ranks of one node, and one rank of each.
+        ranks: along it.
+        latency: seconds of one message of a ring, without its bytes.
+        bandwidth: bytes per second that a rank sends.
+        call: seconds of a collective beside its messages; 0: they are in ``latency``.
+    """
+
+    axis: str
+    ranks: int
+    latency: float
+    bandwidth: float
+    call: float = 0.0
+
+    def seconds(self, kind: str, size: float) -> float:
+        """Of one collective.
+
+        Args:
+            kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"`` or ``"all_to_all"``.
+            size: S of :mod:`~trainwright.strategies.contract.communication.costs`, in bytes.
+        """
+        return self.seconds_of(least_bytes(kind, size, self.ranks), rounds=_ROUNDS[kind], calls=1)
+
+    def seconds_of(self, sent: float, rounds: float, calls: float = 0) -> float:
+        """Of ``sent`` bytes a rank in so many rounds of ``ranks - 1`` messages one after the other, and collectives."""
+        return rounds * (self.ranks - 1) * self.latency + sent / self.bandwidth + calls * self.call
+
+
+def fit_link(axis: str, ranks: int, sizes: tuple[float, float], seconds: tuple[float, float]) -> Link:
+    """The latency and bandwidth that explain two all-reduces.
+
+    Args:
+        axis: name of the link.
+        ranks: that took part, at least 2.
+        sizes: bytes of a small tensor and of a large one.
+        seconds: that their all-reduces took. If the large one took no longer than the small one, bytes do not show
+            beside latency: then all of its time counts as latency, and the bandwidth is the least that it can be.
+    """
+    small, large = (least_bytes("all_reduce", size, ranks) for size in sizes)
+    if seconds[1] <= seconds[0]:
+        return Link(axis, ranks, seconds[1] / (2 * (ranks - 1)), large / seconds[1])
+    bandwidth = (large - small) / (seconds[1] - seconds[0])
+    latency = max(seconds[0] - small / bandwidth, 0.0) / (2 * (ranks - 1))
+    return Link(axis, ranks, latency, bandwidth)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How long a way to average gradients was measured to take.
+
+    Args:
+        name: of :data:`~trainwright.strategies.contract.communication.options.AVERAGES`.
+        latency: seconds of one average, without its bytes.
+        per_byte: seconds of each byte of the gradients.
+    """
+
+    name: str
+    latency: float
+    per_byte: float
+
+    def seconds(self, size: float) -> float:
+        """Of one average of ``size`` bytes."""
+        return self.latency + size * self.per_byte
+
+
+def fit_way(name: str, sizes: tuple[float, float], seconds: tuple[float, float]) -> Way:
+    """The line through two averages; as of :func:`fit_link`, bytes that do not show beside latency cost the most.
+
+    Args:
+        name: of the way.
+        sizes: bytes of a small tensor and of a large one.
+        seconds: that their averages took.
+    """
+    if seconds[1] <= seconds[0]:
+        return Way(name, seconds[1], seconds[1] / sizes[1])
+    per_byte = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
+    return Way(name, max(seconds[0] - sizes[0] * per_byte, 0.0), per_byte)
+
+
+def fastest_way(ways: Sequence[Way], size: float) -> Way:
+    """The fastest for so many bytes of gradients; the first, unless another takes at most :data:`FASTER` of its time.
+
+    Args:
+        ways: at least one, the usual one first.
+        size: bytes.
+    """
+    best = min(ways, key=lambda way: way.seconds(size))
+    return best if best.seconds(size) <= FASTER * ways[0].seconds(size) else ways[0]
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """An optimizer step as it is now, the mean over the ranks.
+
+    Args:
+        compute: seconds of forward, backward and optimizer, of all its micro-batches, without waits.
+        waits: seconds of waiting for other ranks.
+        accumulation: micro-batches.
+        sent: (axis, kind of collective) -> calls and bytes that a rank sends.
+        gradient_bytes: what replicas average, float32; 0: there are no replicas.
+        compressed_bytes: compressor -> bytes that a rank sends for the same average.
+        compression: the one that is used now; ``None``: none.
+        average_by: how gradients are averaged now where nothing compresses them.
+    """
+
+    compute: float
+    waits: float
+    accumulation: int = 1
+    sent: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    gradient_bytes: float = 0.0
+    compressed_bytes: Mapping[str, float] = field(default_factory=dict)
+    compression: str | None = None
+    average_by: str = "all_reduce"
+
+    @property
+    def window(self) -> float:
+        """Seconds in which gradients can be sent while others are computed: backward of the last micro-batch."""
+        return BACKWARD_SHARE * self.compute / self.accumulation
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to average gradients.
+
+    Args:
+        name: ``"dense"``, a compressor, ``"hierarchical"`` or ``"local updates, H=..."``.
+        exposed: seconds that a step would wait.
+        sent: bytes between replicas that a rank would send in a step.
+        to_type: that chooses it; ``""``: it is what runs without any.
+        changes_numbers: more than by rounding.
+    """
+
+    name: str
+    exposed: float
+    sent: float
+    to_type: str = ""
+    changes_numbers: bool = False
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What was predicted, and what follows.
+
+    Args:
+        step: as measured.
+        links: as measured.
+        options: what was compared, the mildest first.
+        chosen: one of them.
+        changed: what was changed by itself, one sentence; ``""``: nothing.
+    """
+
+    step: MeasuredStep
+    links: Sequence[Link]
+    options: Sequence[Option]
+    chosen: Option
+    changed: str = ""
+
+    def lines(self) -> list[str]:
+        """Three lines: what was measured, what is recommended, and why."""
+        return [self._measured(), self._recommended(), self._reason()]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values; seconds and bytes."""
+        step = {**asdict(self.step), "sent": [[*key, *value] for key, value in sorted(self.step.sent.items())]}
+        return {
+            "step": step,
+            "links": [asdict(link) for link in self.links],
+            "options": [asdict(option) for option in self.options],
+            "recommended": self.chosen.name,
+            "type": self.chosen.to_type,
+            "changed": self.changed,
+            "lines": self.lines(),
+        }
+
+    def share(self, option: Option) -> float:
+        """Part of a step that would be waiting."""
+        whole = self.step.compute + option.exposed
+        return option.exposed / whole if whole else 0.0
+
+    def _measured(self) -> str:
+        links = "; ".join(
+            f"{link.axis} ({link.ranks} ranks) sends {link.bandwidth / 1e6:.4g} MB/s, "
+            f"{link.latency * 1e6:.3g} us a message"
+            for link in self.links
+        )
+        step = f"a step computes for {_ms(self.step.compute)} and waits for {_ms(self.step.waits)}"
+        return f"Communication: {step}; {links or 'no axis that averages gradients has more than one rank'}."
+
+    def _recommended(self) -> str:
+        option = self.chosen
+        predicted = f"predicted to wait {_ms(option.exposed)} of a step, {100 * self.share(option):.0f} %"
+        if self._is_current(option):
+            return f"Recommended: what runs now ({option.name}; {predicted})."
+        what = "is recommended only, for it changes the numbers" if option.changes_numbers else "equal to rounding"
+        return f"Recommended: {option.name} ({predicted}); type {option.to_type or 'compression=none'} ({what})."
+
+    def _reason(self) -> str:
+        dense = self.options[0]
+        against = f"{_ms(dense.exposed)} ({100 * self.share(dense):.0f} %)"
+        done = self._unexplained() + (f" {self.changed}" if self.changed else "")
+        if self.chosen is dense:
+            only = " and nothing else serves this layout" if len(self.options) == 1 else ""
+            enough = f"at most {100 * ENOUGH:.0f} % of a step" if self.share(dense) <= ENOUGH else "as little as others"
+            return f"Because gradients as they are leave {against} of waiting, {enough}{only}.{done}"
+        least = "the mildest that leaves" if self.share(self.chosen) <= ENOUGH else "none leaves less than this; all"
+        limit = f"at most {100 * ENOUGH:.0f} %" if self.share(self.chosen) <= ENOUGH else f"exceed {100 * ENOUGH:.0f} %"
+        return f"Because gradients as they are leave {against} of waiting; {least} {limit}.{done}"
+
+    def _unexplained(self) -> str:
+        """Of waits that links do not explain, where these are more than is explained and enough to matter."""
+        now = next((option for option in self.options if self._is_current(option)), self.options[0])
+        more = self.step.waits - now.exposed
+        if more <= max(now.exposed, ENOUGH * (self.step.compute + self.step.waits)):
+            return ""
+        return f" {_ms(more)} of the waits are not explained by links: look for slow ranks with monitor=stragglers."
+
+    def _is_current(self, option: Option) -> bool:
+        dense = _HIERARCHICAL if self.step.average_by == _HIERARCHICAL else _DENSE
+        return option.name == (self.step.compression or dense)
+
+
+def advise(step: MeasuredStep, links: Sequence[Link], changed: str = "") -> Advice:
+    """Compare, and recommend the mildest option that leaves at most :data:`ENOUGH` of a step waiting, else the fastest.
+
+    Args:
+        step: as measured.
+        links: of the axes that average gradients, such as ``"replicate"`` and ``"shard"``, and of ``"within"`` and
+            ``"across"`` nodes where DDP spans some.
+        changed: what was changed by itself.
+    """
+    options = options_of(step, links)
+    advice = Advice(step, links, options, options[0], changed)
+    usable = [option for option in options if option.to_type or option.name == _DENSE]
+    enough = next((option for option in usable if advice.share(option) <= ENOUGH), None)
+    return Advice(step, links, options, enough or min(usable, key=lambda option: option.exposed), changed)
+
+
+def options_of(step: MeasuredStep, links: Sequence[Link]) -> list[Option]:
+    """What each way would cost, the mildest first; gradients as they are stand at the beginning."""
+    by_axis = {link.axis: link for link in links}
+    others = _others(step, by_axis)
+    replicate = by_axis.get("replicate")
+    if replicate is None or not step.gradient_bytes:
+        return [Option(_DENSE, max(others - step.window, 0.0), 0.0)]
+    options = [_dense(step, replicate, others), *_hierarchical(step, by_axis)]
+    names = [*_MILDEST, *sorted(step.compressed_bytes.keys() - set(_MILDEST))]
+    options += [_compressed(step, replicate, others, name) for name in names if name in step.compressed_bytes]
+    whole = replicate.seconds("all_reduce", step.gradient_bytes)
+    sent = least_bytes("all_reduce", step.gradient_bytes, replicate.ranks)
+    for every in LOCAL_STEPS:
+        name = "local_sgd" if every == min(LOCAL_STEPS) else "diloco"
+        exposed = max(others - step.window, 0.0) + whole / every
+        typed = f"strategy={name} strategy.sync_every={every}"
+        options.append(Option(f"local updates, H={every}", exposed, sent / every, typed, changes_numbers=True))
+    return options
+
+
+def overlapped(seconds: float, pieces: int, window: float) -> float:
+    """Seconds that a step waits for ``seconds`` of collectives in equal pieces that begin as gradients are there.
+
+    The first of them can begin when a piece of backward is done, and the last one only when all of it is.
+    """
+    return max(seconds - window * (1 - 1 / pieces), seconds / pieces)
+
+
+def best_bucket_bytes(link: Link, gradient_bytes: float) -> float:
+    """Bytes of a bucket of gradients for which a step waits least, if its communication fits behind backward.
+
+    Small buckets leave little to send when backward has ended, large ones pay latency less often: k buckets cost
+    ``k A + B / k`` with A the latency of one all-reduce and B the time of all bytes, least at ``k = sqrt(B / A)``. (The
+    trade of merged gradients: Shi, Chu and Li, "MG-WFBP", INFOCOM 2019, whose schedule also knows each layer's time.)
+    """
+    latency = link.seconds("all_reduce", 0.0)
+    return best_piece_bytes(latency, link.seconds("all_reduce", gradient_bytes) - latency, gradient_bytes)
+
+
+def best_piece_bytes(latency: float, sending: float, gradient_bytes: float) -> float:
+    """See :func:`best_bucket_bytes`.
+
+    Args:
+        latency: A, seconds.
+        sending: B, seconds.
+        gradient_bytes: of all gradients.
+    """
+    pieces = math.sqrt(sending / latency) if latency else math.inf
+    return gradient_bytes / max(pieces, 1.0)
+
+
+def _dense(step: MeasuredStep, link: Link, others: float) -> Option:
+    sent = least_bytes("all_reduce", step.gradient_bytes, link.ranks)
+    calls = 1.0 if step.compression else step.sent.get(("replicate", "all_reduce"), (1.0, 0.0))[0]
+    pieces = max(round(calls), 1)
+    exposed = overlapped(others + link.seconds_of(sent, rounds=2 * pieces), pieces, step.window)
+    return Option(_DENSE, exposed, sent)
+
+
+def _compressed(step: MeasuredStep, link: Link, others: float, name: str) -> Option:
+    # Compressed gradients are sent when backward has ended, see docs/compression.md.
+    sent = step.compressed_bytes[name]
+    exposed = max(others - step.window, 0.0) + link.seconds_of(sent, rounds=2)
+    return Option(name, exposed, sent, f"compression={name}" if name in _MILDEST else "", changes_numbers=True)
+
+
+def _hierarchical(step: MeasuredStep, links: Mapping[str, Link]) -> list[Option]:
+    """Reduce-scatter within a node, all-reduce of a part across nodes, all-gather within: replicate x shard."""
+    if "within" not in links or "across" not in links:
+        return []
+    within, across, size = links["within"], links["across"], step.gradient_bytes
+    part = size / within.ranks
+    seconds = within.seconds("reduce_scatter", size) + across.seconds("all_reduce", part)
+    seconds += within.seconds("all_gather", size)
+    typed = "strategy.average_by=hierarchical"
+    sent = least_bytes("all_reduce", part, across.ranks)
+    return [Option(_HIERARCHICAL, max(seconds - step.window, 0.0), sent, typed)]
+
+
+def _others(step: MeasuredStep, links: Mapping[str, Link]) -> float:
+    """Seconds of collectives along axes that none of the options changes."""
+    return sum(
+        links[axis].seconds_of(sent, rounds=_ROUNDS.get(kind, 1) * calls)
+        for (axis, kind), (calls, sent) in step.sent.items()
+        if axis in links and axis != "replicate"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,89 @@
+"""Parameters of which a rank holds a part along an axis other than the data axes, and the way back to the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainwright.checkpoint.format.parts import TensorParts
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one parameter is split over the ranks of a process group.
+
+    The part is contiguous rows of tensor dimension ``dim``. A packed parameter (queries, keys and values in one matrix)
+    consists of sections along ``dim`` that are each split by themselves, so a rank holds its part of every section.
+
+    Args:
+        group: ranks that hold one part each, in order.
+        dim: tensor dimension that is split.
+        sections: lengths of the sections along ``dim``; ``None``: one section. Each must divide by the group's size.
+
+    Raises:
+        ValueError: from :meth:`part`, if the tensor cannot be split evenly.
+    """
+
+    group: dist.ProcessGroup
+    dim: int = 0
+    sections: tuple[int, ...] | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of parts."""
+        return self.group.size()
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of ``whole``, in memory of its own."""
+        rank = self.group.rank()
+        return torch.cat([piece.chunk(self.size, self.dim)[rank] for piece in self._sections(whole)], self.dim).clone()
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The whole tensor, from every rank's part. A collective of the group."""
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part, group=self.group)
+        if self.sections is None:
+            return torch.cat(parts, self.dim)
+        lengths = [length // self.size for length in self.sections]
+        split = [p.split(lengths, self.dim) for p in parts]
+        return torch.cat([pieces[section] for section in range(len(lengths)) for pieces in split], self.dim)
+
+    def whole_shape(self, part: Sequence[int]) -> torch.Size:
+        """Shape of the whole, from that of a part."""
+        return torch.Size((*part[: self.dim], part[self.dim] * self.size, *part[self.dim + 1 :]))
+
+    def in_whole(self, held: TensorParts) -> TensorParts:
+        """Where boxes of this rank's part lie in the whole tensor.
+
+        Args:
+            held: boxes of the part, in the part's own coordinates.
+        """
+        dim, index = self.dim, self.group.rank()
+        lengths = self.sections or (held.shape[dim] * self.size,)
+        parts = []
+        in_part = in_whole = 0  # where a section begins
+        for length in (section // self.size for section in lengths):
+            start = in_whole + index * length
+            for offsets, tensor in held.parts:
+                first = max(offsets[dim], in_part)
+                last = min(offsets[dim] + tensor.shape[dim], in_part + length)
+                if first < last:
+                    place = (*offsets[:dim], start + first - in_part, *offsets[dim + 1 :])
+                    parts.append((place, tensor.narrow(dim, first - offsets[dim], last - first)))
+            in_part, in_whole = in_part + length, in_whole + length * self.size
+        return TensorParts(self.whole_shape(held.shape), held.dtype, parts)
+
+    def _sections(self, whole: Tensor) -> tuple[Tensor, ...]:
+        lengths = self.sections or (whole.shape[self.dim],)
+        if any(length % self.size for length in lengths) or sum(lengths) != whole.shape[self.dim]:
+            raise ValueError(
+                f"A tensor of shape {tuple(whole.shape)} cannot be split into {self.size} equal parts along dim "
+                f"{self.dim}" + (f" in sections of {lengths}" if self.sections else "") + "."
+            )
+        pieces: tuple[Tensor, ...] = whole.split(lengths, self.dim)
+        return pieces

@@ -1,0 +1,190 @@
+"""Gradient norms and clipping over parameters that may be split across ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from trainwright.strategies.contract.groups import sum_over
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The part of ``tensor`` that this rank holds (itself if it is not split)."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True)
+class GradientScope:
+    """Over which ranks, besides those of its own mesh, the gradients of a run are spread.
+
+    Args:
+        groups_of: process groups over which one gradient is split.
+        counts: ``False`` for a copy that another rank of ``group`` counts.
+        group: ranks that hold other parameters; ``None``: every rank sees them all.
+    """
+
+    groups_of: Callable[[Tensor], tuple[dist.ProcessGroup, ...]]
+    counts: Callable[[Tensor], bool]
+    group: dist.ProcessGroup | None
+
+
+def gradient_norm(parameters: Iterable[Tensor], scope: GradientScope | None = None) -> Tensor:
+    """L2 norm of all gradients taken as one vector, equal on every rank.
+
+    Plain gradients are taken as already averaged, hence the same on every rank. Sharded ones cost one all-reduce of a
+    scalar per mesh axis that splits them.
+
+    Args:
+        parameters: those without a gradient are passed over.
+        scope: where else gradients are; ``None``: on the meshes of the DTensors among them only.
+
+    Returns:
+        A scalar tensor; zero when there is no gradient.
+    """
+    with_gradient = [p for p in parameters if p.grad is not None]
+    if scope is None and not any(isinstance(p.grad, DTensor) for p in with_gradient):
+        return torch.nn.utils.get_total_norm([p.grad for p in with_gradient])  # type: ignore[misc]
+    groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for parameter in with_gradient:
+        if scope is None or scope.counts(parameter):
+            groups[_split_over(parameter, scope)].append(local_tensor(parameter.grad))  # type: ignore[arg-type]
+    squares = [_sum_of_squares(tensors, over) for over, tensors in groups.items()]
+    # Offloaded gradients are on another device than the rest.
+    total = torch.stack([each.to(squares[0].device) for each in squares]).sum() if squares else torch.zeros(())
+    if scope is not None and scope.group is not None:
+        total = sum_over(scope.group, total)
+    return total.sqrt()
+
+
+def _split_over(parameter: Tensor, scope: GradientScope | None) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups over whose ranks the gradient of ``parameter`` is split."""
+    gradient, groups = parameter.grad, scope.groups_of(parameter) if scope is not None else ()
+    if isinstance(gradient, DTensor):
+        mesh = gradient.device_mesh
+        axes = (i for i, placement in enumerate(gradient.placements) if isinstance(placement, Shard))
+        groups = (*groups, *(mesh.get_group(axis) for axis in axes))
+    return groups
+
+
+def squares_by_block(
+    tensors: Iterable[tuple[str, Tensor]],
+    blocks: Sequence[str],
+    parts_of: Callable[[str], int],
+    device: torch.device,
+) -> Tensor:
+    """This rank's part of squared L2 norms; added up over all ranks of the world they are those of whole tensors.
+
+    Each of several ranks that hold the same counts an equal part of it, so that one all-reduce over the world does,
+    however each tensor is spread. Nothing is communicated here, and the device is not waited for.
+
+    Args:
+        tensors: parameters or gradients by the names of the parameters.
+        blocks: names of modules; one that lies within another goes to the innermost.
+        parts_of: over how many ranks a parameter is spread, besides the mesh of a DTensor; 0: another rank counts it.
+        device: of the result.
+
+    Returns:
+        float64 of shape ``(blocks + 1,)``; the last is of what is in no block.
+    """
+    by_weight: dict[tuple[int, torch.device], list[tuple[int, Tensor]]] = defaultdict(list)
+    place = {name: index for index, name in enumerate(blocks)}
+    for name, tensor in tensors:
+        local, parts = local_tensor(tensor.detach()), parts_of(name) * _parts_on_mesh(tensor)
+        if parts and local.numel():
+            values = local.coalesce().values() if local.is_sparse else local
+            by_weight[parts, local.device].append((_block_of(name, place), values))
+    total = torch.zeros(len(blocks) + 1, dtype=torch.float64, device=device)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    for (parts, where), found in by_weight.items():
+        norms = torch.stack(torch._foreach_norm([each for _, each in found], 2.0, dtype=torch.float32))
+        index = torch.tensor([block for block, _ in found], device=where)
+        squares = torch.zeros(len(total), dtype=torch.float64, device=where)
+        squares.index_add_(0, index, norms.double().square())
+        total += squares.to(device) * (parts / world)
+    return total
+
+
+def _parts_on_mesh(tensor: Tensor) -> int:
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return math.prod(mesh.size(axis) for axis, each in enumerate(placements) if isinstance(each, Shard))
+
+
+def _block_of(name: str, place: Mapping[str, int]) -> int:
+    """Index of the block that a parameter belongs to; one behind the last: none."""
+    owner = name.rpartition(".")[0]
+    while owner and owner not in place:
+        owner = owner.rpartition(".")[0]
+    return place.get(owner, len(place))
+
+
+def _sum_of_squares(tensors: list[Tensor], groups: tuple[dist.ProcessGroup, ...]) -> Tensor:
+    total = torch.stack(torch._foreach_norm(tensors, 2.0)).float().square().sum()
+    for group in groups:
+        total = sum_over(group, total)
+    return total
+
+
+def clip_gradient_norm(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    error_if_nonfinite: bool = False,
+    scope: GradientScope | None = None,
+) -> Tensor:
+    """Scale all gradients in place so that their joint L2 norm is at most ``max_norm``.
+
+    The result is that of ``torch.nn.utils.clip_grad_norm_`` on one process.
+
+    Args:
+        parameters: those without a gradient are passed over.
+        max_norm: the largest norm allowed.
+        error_if_nonfinite: raise instead of spreading NaN or infinity over all gradients.
+        scope: as in :func:`gradient_norm`.
+
+    Returns:
+        The norm before clipping.
+
+    Raises:
+        RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is set (on every rank).
+    """
+    parameters = [p for p in parameters if p.grad is not None]
+    norm = gradient_norm(parameters, scope)
+    if error_if_nonfinite:
+        refuse_nonfinite(float(norm), max_norm)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)  # some may be offloaded
+    for parameter in parameters:
+        local = local_tensor(parameter.grad)  # type: ignore[arg-type]
+        by_device[local.device].append(local)
+    for device, locals_ in by_device.items():
+        torch._foreach_mul_(locals_, scale.to(device))
+    return norm
+
+
+def refuse_nonfinite(norm: float, max_norm: float) -> None:
+    """Say what to do about gradients whose norm cannot be clipped.
+
+    Raises:
+        RuntimeError: if ``norm`` is not finite.
+    """
+    if not math.isfinite(norm):
+        raise RuntimeError(
+            f"The norm of the gradients is {norm}, so they cannot be clipped to {max_norm}. Lower the learning rate, "
+            "use precision='bf16-mixed' instead of '16-mixed', or set error_if_nonfinite=False to go on all the same."
+        )
+
+
+def clip_gradient_value(parameters: Iterable[Tensor], max_value: float) -> None:
+    """Clamp every element of every gradient in place to ``[-max_value, max_value]``."""
+    locals_ = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+    if locals_:
+        torch._foreach_clamp_min_(locals_, -max_value)
+        torch._foreach_clamp_max_(locals_, max_value)

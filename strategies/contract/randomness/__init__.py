@@ -1,0 +1,1 @@
+"""Random numbers that agree, or differ, between ranks."""

@@ -1,0 +1,1 @@
+"""Measure how long ranks wait for each other."""

@@ -1,0 +1,1 @@
+"""Strategies over the data axes: one device, DDP and ZeRO."""

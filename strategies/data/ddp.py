@@ -1,0 +1,248 @@
+"""Replicas of the whole model, gradients averaged by torch's ``DistributedDataParallel``."""
+
+# Annotations stay what they are: torch looks at that of a hook's bucket.
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainwright.strategies.averaging.compressed import CompressedReplicas
+from trainwright.strategies.averaging.compression.buckets import ReplicaPart
+from trainwright.strategies.averaging.means import MeanBesideBackward
+from trainwright.strategies.contract.communication.advice import best_piece_bytes
+from trainwright.strategies.contract.communication.options import ALL_REDUCE
+from trainwright.strategies.contract.communication.probe import probe_ways
+from trainwright.strategies.contract.waits.waiting import ReducerWaits, Waits
+
+# Bytes; smaller buckets cost more in calls than the model of links knows.
+_LEAST_BUCKET = 2**18
+
+
+class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
+    """Data parallelism: every rank holds everything and reads other samples.
+
+    Communication of a step: gradients are averaged while backward still runs; 2 x parameters are sent per rank. With
+    compression they are averaged after it.
+
+    Args:
+        gradient_as_bucket_view: gradients live in the buffers that are sent, so that they are held once, not twice.
+        find_unused_parameters: ask each step which parameters had a part in the loss.
+        bucket_mib: largest bucket of gradients that is sent at once, in MiB (torch's ``bucket_cap_mb``); ``None``: 25,
+            or what ``communication="auto"`` finds.
+        compression: how gradients are sent, see ``CompressedReplicas``;
+            ``None`` is off. Not beside ``ddp_comm_hook``.
+        **kwargs: ``average_by`` and others of ``AveragedReplicas`` (not beside
+            ``ddp_comm_hook``), see :class:`~trainwright.strategies.averaging.advised.AdvisedCommunication` too (with
+            ``communication="auto"`` the way to average and the size of buckets follow from what was measured, unless
+            ``average_by`` and ``bucket_mib`` are given: the same gradients but for the order of sums); others go to
+            Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``.
+
+    Raises:
+        ValueError: if the options contradict each other.
+    """
+
+    strategy_name = "ddp"
+    saves_one_file = True
+
+    def __init__(
+        self,
+        *,
+        gradient_as_bucket_view: bool = True,
+        find_unused_parameters: bool = False,
+        bucket_mib: float | None = None,
+        compression: str | Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if bucket_mib is not None:
+            if bucket_mib <= 0 or "bucket_cap_mb" in kwargs:
+                beside = " beside bucket_cap_mb" if "bucket_cap_mb" in kwargs else ""
+                raise ValueError(f"bucket_mib={bucket_mib}{beside} (allowed: a number above 0, and one of the two)")
+            kwargs["bucket_cap_mb"] = bucket_mib
+        super().__init__(
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            find_unused_parameters=find_unused_parameters,
+            compression=compression,
+            **kwargs,
+        )
+        self._given_bucket = "bucket_cap_mb" in kwargs
+        self._beside: MeanBesideBackward | None = None
+        self._averaged: dict[str, nn.Parameter] | None = None  # until the first update
+        if self._asked_average not in (None, ALL_REDUCE) and self._ddp_comm_hook is not None:
+            raise ValueError(
+                f"average_by={self._asked_average} and a ddp_comm_hook both decide how gradients are sent; leave out "
+                "one of them"
+            )
+        if self.compression is not None and self._ddp_comm_hook is not None:
+            raise ValueError(
+                f"compression={self.compression.name} and a ddp_comm_hook both decide how gradients are sent; leave "
+                "out one of them"
+            )
+
+    @property
+    def gradients_agree(self) -> bool:
+        """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.gradients_agree`."""
+        return self.world_size > 1 and self.compression is None and self._ddp_comm_hook is None
+
+    def setup(self, trainer: Trainer) -> None:
+        """Give the model memory, prepare its blocks, then as in Lightning."""
+        self._refuse_other_models()
+        self._materialise()
+        self._prepare_blocks(self._find_blocks())
+        self._end_means()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._know_nodes()
+            if self.communication == "auto" and self.world_size > 1:
+                self._choose()
+        super().setup(trainer)
+        self._set_up_compression()
+        self.begin_from_weights()
+        self._know_frozen()
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            for optimizer in self.optimizers:
+                optimizer.register_step_pre_hook(self._refuse_unused)
+
+    def configure_ddp(self) -> None:
+        """As Lightning's; torch's reducer knows the parameters that are trained now."""
+        assert self.lightning_module is not None
+        self._averaged = {name: p for name, p in self.lightning_module.named_parameters() if p.requires_grad}
+        super().configure_ddp()
+
+    def _take_up(self, thawed: Sequence[nn.Parameter]) -> None:
+        """Wrap the module anew: torch's reducer knows those that were trained when it was made, and no others."""
+        super()._take_up(thawed)
+        if self.compression is not None or not isinstance(self.model, DistributedDataParallel):
+            return  # then gradients are averaged without it
+        self._end_means()
+        self.model._remove_autograd_hooks()
+        self.model = self.lightning_module
+        kwargs = self._ddp_kwargs
+        self._ddp_kwargs = {**kwargs, "init_sync": False}  # running statistics of ranks stay theirs
+        try:
+            self.configure_ddp()
+        finally:
+            self._ddp_kwargs = kwargs
+
+    def measure_waits(self) -> Waits:
+        """See ``measure_waits``; torch's reducer waits in C++."""
+        assert self.lightning_module is not None
+        return ReducerWaits(self.root_device, self.lightning_module.parameters())
+
+    def teardown(self) -> None:
+        """As Lightning's."""
+        self._end_means()
+        super().teardown()
+
+    def _end_means(self) -> None:
+        if self._beside is not None:
+            self._beside.close()
+            self._beside = None
+
+    def _choose(self) -> None:
+        """Take the way to average and the size of buckets that fit the links, where they are free; a collective."""
+        if self.compression is not None or self._ddp_comm_hook is not None:
+            reason = "compression decides" if self.compression is not None else "a ddp_comm_hook decides"
+            self._changed = f"communication=auto has changed nothing: {reason} how gradients are put together."
+            return
+        assert self.lightning_module is not None
+        assert self._of_copies is not None
+        size = 4 * sum(p.numel() for p in self.lightning_module.parameters() if p.requires_grad)
+        if self._asked_average is None:
+            self._choose_average(size)
+        else:
+            self._ways = probe_ways({self.average_by: self._of_copies.by(self.average_by)}, self.root_device)
+        self._choose_bucket(size)
+
+    def _choose_bucket(self, size: int) -> None:
+        """Have gradients of so many bytes sent in buckets for which a step waits least."""
+        if self._given_bucket:
+            self._changed = f"{self._changed} The size of buckets stays: bucket_mib was given.".strip()
+            return
+        way = next(way for way in self._ways if way.name == self.average_by)
+        bucket = max(best_piece_bytes(way.latency, size * way.per_byte, size), _LEAST_BUCKET) / 2**20
+        self._ddp_kwargs["bucket_cap_mb"] = bucket
+        chosen = f"communication=auto has set buckets of {bucket:.3g} MiB (torch's are 25 MiB)."
+        rank_zero_info(chosen)
+        self._changed = f"{self._changed} {chosen}".strip()
+
+    def _replica_parts(self) -> Iterator[ReplicaPart]:
+        assert self.lightning_module is not None
+        for name, parameter in self.lightning_module.named_parameters():
+            yield ReplicaPart(name, parameter)
+
+    def _register_ddp_hooks(self) -> None:
+        if self.compression is not None and self.world_size > 1:
+            # DDP's buckets change after its first backward; what is kept back is of ours, which stay.
+            assert isinstance(self.model, DistributedDataParallel)
+            self.model.register_comm_hook(None, _leave_local)
+            return
+        assert isinstance(self.model, DistributedDataParallel)
+        if self._of_copies is not None and self.average_by != ALL_REDUCE:
+            self._beside = MeanBesideBackward(self._of_copies.by(self.average_by), self.root_device)
+            self.model.register_comm_hook(self._beside, _average)
+            return
+        # Lightning registers hooks on CUDA only and drops them elsewhere without a word.
+        _register_ddp_comm_hook(
+            model=self.model,
+            ddp_comm_state=self._ddp_comm_state,
+            ddp_comm_hook=self._ddp_comm_hook,
+            ddp_comm_wrapper=self._ddp_comm_wrapper,
+        )
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """As Lightning's, then :meth:`_refuse_unused`, where the Trainer runs one backward a step."""
+        super().post_backward(closure_loss)
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            self._refuse_unused()
+
+    def _refuse_unused(self, *_: Any) -> None:
+        """Before the first update: gradients that are still missing have kept others from being averaged.
+
+        Raises:
+            RuntimeError: if a parameter had no part in the loss, which torch finds out one step too late.
+        """
+        model = self.model
+        if self._averaged is None or not isinstance(model, DistributedDataParallel):
+            return
+        if not model.require_backward_grad_sync:  # more micro-batches follow
+            return
+        averaged, self._averaged = self._averaged, None
+        if model.find_unused_parameters or model.static_graph:
+            return
+        missing = [name for name, parameter in averaged.items() if parameter.grad is None]
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise RuntimeError(f"Parameters had no part in the loss ({', '.join(missing[:3])}{more}), {_UNUSED}")
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say what to type when a parameter had no part in the loss of a later step."""
+        if "Expected to have finished reduction in the prior iteration" in str(exception):
+            exception.add_note(f"Some parameters had no part in the loss, {_UNUSED}")
+
+
+_UNUSED = (
+    "so DDP still waits for their gradients. If that is meant, set strategy.find_unused_parameters=true (in Python "
+    "DDPStrategy(find_unused_parameters=True)); else use them in the loss or freeze them."
+)
+
+
+def _leave_local(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook that sends nothing."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def _average(means: MeanBesideBackward, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook that averages in another way than one all-reduce."""
+    return means.begin(bucket.buffer())

@@ -1,0 +1,103 @@
+"""Keeps what user code writes into parameters while ZeRO-3 has gathered them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from trainwright.strategies.contract.gradients import local_tensor
+from trainwright.strategies.data.gathering import parameter_groups
+from trainwright.strategies.state.shards import rows_of
+
+_DATA: Any = Tensor.data
+_SET_DATA = _DATA.__set__
+
+
+class GatheredWrites:
+    """Takes this rank's rows of gathered parameters back into its shards.
+
+    FSDP2 drops gathered parameters after use. A user's step may have written into those outside of the blocks, which
+    are gathered while it runs: a momentum encoder, clamped weights. (Those of blocks are DTensors then, whose rows are
+    written in place.)
+
+    Args:
+        state: of the root that ``fully_shard`` has split.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self._versions: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Note what the shards are, as parameters have just been gathered from them."""
+        self._versions = {id(p): _local(p)._version for p in self._gathered()}
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy this rank's rows of what is gathered into the shards that nobody has stepped since :meth:`begin`."""
+        for parameter in self._gathered():
+            shard = _local(parameter)
+            if self._versions.get(id(parameter)) != shard._version:
+                continue  # stepped by an optimizer that knows nothing of what is gathered
+            info = parameter.mesh_info
+            whole = parameter._unsharded_param.detach()
+            if whole.untyped_storage().data_ptr() != parameter.all_gather_outputs[0].untyped_storage().data_ptr():
+                refuse_new_data(parameter._module_info.param_name)
+            first, last = rows_of(whole, info.shard_mesh_size, info.shard_mesh_rank)
+            shard.copy_(whole[first:last])
+            self._versions[id(parameter)] = shard._version
+
+    def _gathered(self) -> Iterable[Any]:
+        for group in parameter_groups(self._state):
+            if group.is_unsharded:
+                yield from group.fsdp_params
+
+
+@contextmanager
+def refusing_what_is_lost() -> Iterator[None]:
+    """Refuse, as long as it is entered, what FSDP2 cannot do and does not notice."""
+    run_backward = torch.autograd._engine_run_backward
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if args[3]:  # create_graph
+            raise RuntimeError(
+                "The step differentiates gradients (create_graph=True, as in a gradient penalty). ZeRO-3 frees the "
+                "parameters of a block after its backward, so a second one has none. Use strategy=zero2."
+            )
+        return run_backward(*args, **kwargs)
+
+    with patch.object(torch.autograd, "_engine_run_backward", checked), RefusesNewData():
+        yield
+
+
+class RefusesNewData(TorchFunctionMode):
+    """Refuses, as long as it is entered, to assign ``.data`` of a split parameter, which would be lost."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``, unless it assigns the data of a DTensor."""
+        if func is _SET_DATA and isinstance(args[0], DTensor) and isinstance(args[0], nn.Parameter):
+            refuse_new_data(f"of shape {tuple(args[0].shape)}")
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_new_data(which: str) -> NoReturn:
+    """Raise, as a parameter was given other data.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"The step assigns .data of the parameter {which}, which ZeRO-3 gathers and splits, so that the new data would "
+        f"be lost. Write into it: parameter.data.copy_(value), or mul_ and add_; or use strategy=zero2."
+    )
+
+
+def _local(parameter: Any) -> Tensor:
+    return local_tensor(parameter.sharded_param)

@@ -1,0 +1,1 @@
+"""Steps of optimizers whose parameters several ranks share."""

@@ -1,0 +1,307 @@
+"""What a step of an optimizer depends on, measured with small tensors instead of read off its class.
+
+The user's optimizer, with its own options and without its parameters, steps small tensors whole and in parts:
+
+1. all tensors together, whole,
+2. the first and the second part along each dimension, each by itself: where a tensor comes out as in 1, its update is
+   element-wise, so ranks may step their own parts,
+3. those that differ, whole but alone: where they come out as in 1, a rank that has the whole of one may step it.
+
+An optimizer of which a tensor fails 3, or that calls its closure several times, cannot be split.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.strategies.contract.gradients import local_tensor
+from trainwright.strategies.contract.randomness.state import random_state, set_random_state
+
+# Sizes of gradients in the steps of a trial: what an optimizer clips by a norm shows in large ones.
+_SCALES = (10.0, 1.0, 0.1, 1.0)
+# Schedules may begin at a rate of zero, at which every optimizer does the same: nothing.
+_RATE = 0.5
+# Longest dimension of a trial tensor, by its number of dimensions: long enough for what begins at some size.
+_LONGEST = {1: 5000, 2: 160, 3: 24}
+_LONGEST_OF_MORE = 12
+# Largest difference that counts as rounding, in the size of the largest weight.
+_ROUNDING = 2e-6
+
+_Kind = tuple[int, tuple[int, ...]]
+_Select = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """How an optimizer steps.
+
+    Args:
+        difference: by kind of parameter (index of its group, and its shape with lengths above 1 as 2) the largest
+            relative difference between a step on parts and one on the whole; kinds without an entry are element-wise.
+        problem: why its steps cannot be made on other tensors than those it was given; ``None``: they can.
+        joint: why its steps cannot be divided among ranks that hold different parameters; ``None``: they can.
+    """
+
+    difference: Mapping[_Kind, float]
+    problem: str | None = None
+    joint: str | None = None
+
+    def is_elementwise(self, group: int, shape: Sequence[int]) -> bool:
+        """Whether a parameter of this group and (whole) shape may be stepped part by part."""
+        return _kind(group, shape) not in self.difference
+
+
+def study(optimizer: Optimizer, shape_of: Callable[[Tensor], Sequence[int]]) -> Behaviour:
+    """Find out what the steps of ``optimizer`` depend on; neither it nor a random number generator is changed.
+
+    Args:
+        optimizer: with parameters in its groups, before its first step.
+        shape_of: whole shape of a parameter as the optimizer holds it.
+    """
+    trial = _Trial(optimizer, _representatives(optimizer, shape_of))
+    if not trial.kinds:
+        return Behaviour({})
+    with _without_trace(trial.device):
+        return trial.behaviour()
+
+
+def _kind(group: int, shape: Sequence[int]) -> _Kind:
+    return group, tuple(min(length, 2) for length in shape)
+
+
+def _representatives(optimizer: Optimizer, shape_of: Callable[[Tensor], Sequence[int]]) -> dict[_Kind, tuple[int, ...]]:
+    """For each kind of parameter the shape of the tensor that stands for it: the largest of its kind, capped."""
+    found: dict[_Kind, tuple[int, ...]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            shape = tuple(shape_of(parameter))
+            longest = _LONGEST.get(len(shape), _LONGEST_OF_MORE)
+            capped = tuple(min(length, longest) for length in shape)
+            kind = _kind(index, shape)
+            found[kind] = tuple(map(max, capped, found.get(kind, capped)))
+    return {kind: shape for kind, shape in found.items() if 0 not in shape}
+
+
+class _Trial:
+    """Steps of twins of an optimizer on two tensors of each kind: what is taken over several parameters needs two."""
+
+    def __init__(self, optimizer: Optimizer, shapes: Mapping[_Kind, tuple[int, ...]]) -> None:
+        self.kinds = [kind for kind in shapes for _ in range(2)]
+        self.extra_calls = 0  # of the closure, beyond one a step
+        self._optimizer = optimizer
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        self.device = torch.device("cpu") if first is None or first.is_meta else local_tensor(first).device
+        generator = torch.Generator().manual_seed(0)
+        self._begin = [self._numbers(shapes[kind], generator) for kind in self.kinds]
+        self._gradients = [[s * self._numbers(shapes[kind], generator) for kind in self.kinds] for s in _SCALES]
+        self._parts: list[tuple[_Select, dict[int, Tensor]]] = []
+
+    def _numbers(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Normal numbers whose size grows along every dimension, so that no two parts have the same norm."""
+        numbers = torch.randn(shape, generator=generator)
+        for dim, length in enumerate(shape):
+            numbers *= torch.linspace(0.5, 2, length).view(-1, *[1] * (len(shape) - dim - 1))
+        return numbers.to(self.device)
+
+    def behaviour(self) -> Behaviour:
+        name, everything = type(self._optimizer).__name__, range(len(self.kinds))
+        before = torch.get_rng_state()
+        try:
+            whole, irregular = self._stepped(everything, _itself)
+        except _KeptParameters:
+            return Behaviour({}, f"{name} keeps parameters outside of its param_groups, where they cannot be exchanged")
+        except Exception as error:  # whatever the user's class raises
+            return Behaviour({}, f"{name} failed in a trial step on small dense tensors ({_first_line(error)})")
+        if self.extra_calls > 0:
+            calls, steps = self.extra_calls + len(_SCALES), len(_SCALES)
+            return Behaviour({}, f"{name} called its closure {calls} times in {steps} trial steps")
+        draws = " and draws random numbers" if not torch.equal(before, torch.get_rng_state()) else ""
+        parted = {index: self._parted(index, whole[index]) for index in everything}
+        differing = [index for index in everything if index in irregular or parted[index] > _ROUNDING]
+        for index in differing:
+            alone = _difference(self._try([index], _itself).get(index), whole[index])
+            if alone > _ROUNDING:
+                return Behaviour(
+                    {},
+                    joint=f"a trial step of {name} on parts of a {self._words(index)} differs from the step on the "
+                    f"whole by {parted[index]:.0e}, and one on the whole of it alone from one beside others by "
+                    f"{alone:.0e}: it uses values of several parameters at once{draws}",
+                )
+        if differing and self._fails_empty():
+            return Behaviour({}, joint=f"{name} fails in a trial step of an empty group, which some ranks would have")
+        return Behaviour({self.kinds[index]: parted[index] for index in differing})
+
+    def _words(self, index: int) -> str:
+        shape = self._begin[index].shape
+        return f"{' x '.join(map(str, shape))} tensor" if len(shape) > 1 else "vector" if shape else "number"
+
+    def _parted(self, index: int, whole: Tensor) -> float:
+        """Largest difference between a tensor that was stepped whole, and in parts along any of its dimensions."""
+        if not self._parts:
+            dims = range(max(1, min(3, max(tensor.dim() for tensor in self._begin))))
+            selects = [select for dim in dims for select in _halves(dim)]
+            self._parts = [(select, self._try(range(len(self.kinds)), select)) for select in selects]
+        return max(_difference(stepped.get(index), select(whole)) for select, stepped in self._parts)
+
+    def _try(self, indices: Sequence[int], select: _Select) -> dict[int, Tensor]:
+        """As :meth:`_stepped`; nothing where the optimizer cannot step such tensors."""
+        try:
+            return self._stepped(indices, select)[0]
+        except Exception:  # whatever the user's class raises
+            return {}
+
+    def _fails_empty(self) -> bool:
+        try:
+            _twin(self._optimizer, [[] for _ in self._optimizer.param_groups]).step(closure=_nothing)
+        except Exception:  # whatever the user's class raises
+            return True
+        return False
+
+    def _stepped(self, indices: Sequence[int], select: _Select) -> tuple[dict[int, Tensor], set[int]]:
+        """What becomes of parts of the tensors, and of which tensors the state has another shape than they."""
+        parameters = {index: nn.Parameter(select(self._begin[index]).clone()) for index in indices}
+        groups: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
+        for index, parameter in parameters.items():
+            groups[self.kinds[index][0]].append(parameter)
+        twin = _twin(self._optimizer, groups)
+        calls = 0
+
+        def closure(gradients: Sequence[Tensor]) -> Tensor:
+            nonlocal calls
+            calls += 1
+            for index, parameter in parameters.items():
+                parameter.grad = select(gradients[index]).clone()
+            return torch.ones((), device=self.device)
+
+        for gradients in self._gradients:
+            closure(gradients)  # an optimizer need not call it
+            twin.step(closure=partial(closure, gradients))  # type: ignore[arg-type]
+        self.extra_calls = calls - 2 * len(_SCALES)
+        after = {index: parameter.detach() for index, parameter in parameters.items()}
+        return after, {index for index, p in parameters.items() if not _is_like(twin.state.get(p, {}), p)}
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _halves(dim: int) -> Iterator[_Select]:
+    """Functions that take a first and a second part, of different lengths, of a tensor that is long enough."""
+
+    def part(tensor: Tensor, is_first: bool) -> Tensor:
+        along = min(dim, tensor.dim() - 1)
+        if tensor.dim() == 0 or tensor.shape[along] < 2:
+            return tensor
+        length = max(1, tensor.shape[along] // 3)
+        rest = tensor.shape[along] - length
+        return tensor.narrow(along, 0, length) if is_first else tensor.narrow(along, length, rest)
+
+    yield lambda tensor: part(tensor, True)
+    yield lambda tensor: part(tensor, False)
+
+
+def _difference(found: Tensor | None, expected: Tensor) -> float:
+    """Largest difference in the size of the largest expected number; infinite where one of both is not finite."""
+    if found is None:
+        return float("inf")
+    size = expected.abs().max().clamp(min=1e-30)
+    difference = float((found - expected).abs().max() / size)
+    return difference if difference == difference else float("inf")
+
+
+def _is_like(values: Any, parameter: Tensor) -> bool:
+    """Whether the state of a parameter consists of single numbers and of tensors of its own shape."""
+    for value in values.values():
+        if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+            return False
+        if isinstance(value, list | tuple | dict):
+            return False
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(".")
+
+
+def _nothing() -> float:
+    return 0.0
+
+
+# ---- a twin of the optimizer -----------------------------------------------------------------------------------------
+
+
+class _KeptParameters(Exception):  # noqa: N818
+    """An optimizer keeps its parameters in places of its own."""
+
+
+class _Memo(dict[int, Any]):
+    """Of ``copy.deepcopy``; it must not come by a parameter, which may be large and would be left behind."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        super().__init__()
+        self._parameters = parameters
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if key in self._parameters:
+            raise _KeptParameters
+        return super().get(key, default)
+
+
+def _twin(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Optimizer:
+    """An optimizer of the same class and options that steps other parameters and shares nothing that changes.
+
+    Built from the attributes of ``optimizer``, since a constructor of the user's may take anything.
+    """
+    memo = _Memo({id(p) for group in optimizer.param_groups for p in group["params"]})
+    twin: Any = object.__new__(type(optimizer))
+    memo[id(optimizer)] = twin
+    twin.state = memo[id(optimizer.state)] = defaultdict(dict)
+    twin.param_groups = memo[id(optimizer.param_groups)] = []
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        own: dict[str, Any] = {"params": list(parameters)}
+        memo[id(group)], memo[id(group["params"])] = own, own["params"]
+        twin.param_groups.append(own)
+    for group, own in zip(optimizer.param_groups, twin.param_groups, strict=True):
+        own.update((key, _copied(value, memo)) for key, value in group.items() if key != "params")
+        if isinstance(own.get("lr"), float | int):
+            own["lr"] = _RATE
+        elif isinstance(own.get("lr"), Tensor):
+            own["lr"].fill_(_RATE)
+    for key, value in vars(optimizer).items():
+        if key.startswith("_optimizer_"):  # hooks of steps and states
+            setattr(twin, key, OrderedDict())
+        elif key not in ("state", "param_groups", "step"):  # a scheduler counts the steps by a `step` of its own
+            setattr(twin, key, _copied(value, memo))
+    return twin  # type: ignore[no-any-return]
+
+
+def _copied(value: Any, memo: _Memo) -> Any:
+    if isinstance(value, Tensor | nn.Module):
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except (TypeError, RuntimeError, AttributeError):  # process groups, locks and others that have no copy
+        return value
+
+
+@contextmanager
+def _without_trace(device: torch.device) -> Iterator[None]:
+    """Within it warnings are not shown and random numbers drawn do not count."""
+    state = random_state(device)
+    try:
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        set_random_state(state, device)

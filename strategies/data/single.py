@@ -1,0 +1,49 @@
+"""One device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy as LightningSingleDeviceStrategy
+
+from trainwright.strategies.base.strategy import LayoutStrategy
+
+
+class SingleDeviceStrategy(LayoutStrategy, LightningSingleDeviceStrategy):
+    """Trains on one device; the reference that every other strategy is held against.
+
+    Args:
+        device: where to train; ``None`` takes the device that the Trainer chose.
+        **kwargs: see :class:`~trainwright.strategies.base.strategy.LayoutStrategy`.
+    """
+
+    strategy_name = "single"
+    saves_one_file = True
+
+    def __init__(self, device: torch.device | str | None = None, **kwargs: Any) -> None:
+        super().__init__(device=device or "cpu", **kwargs)
+        self._device_given = device is not None
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The one device, once it is known; the Trainer sets it."""
+        return [self.root_device] if self._device_given else []
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        if len(devices) != 1:
+            raise ValueError(
+                f"strategy='single' trains on one device, but devices={len(devices)} were given. "
+                "Set devices=1, or choose strategy='ddp', 'zero1', 'zero2' or 'zero3'."
+            )
+        self._root_device = torch.device(devices[0])
+        self._device_given = True
+
+    def setup(self, trainer: Trainer) -> None:
+        """Give the model memory, prepare its blocks, then as in Lightning."""
+        self._materialise()
+        self._prepare_blocks(self._find_blocks())
+        super().setup(trainer)
+        self.begin_from_weights()

@@ -1,0 +1,890 @@
+"""ZeRO: optimizer state, gradients and parameters split across data ranks (arXiv:1910.02054)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from trainwright.core.config.options import is_number, refuse
+from trainwright.core.layout import Layout
+from trainwright.strategies.averaging.compressed import CompressedReplicas
+from trainwright.strategies.averaging.compression.buckets import ReplicaPart
+from trainwright.strategies.base.whole.strategy import ShowsWholes
+from trainwright.strategies.contract.communication.advice import BACKWARD_SHARE
+from trainwright.strategies.contract.communication.ahead import MOST_AHEAD, BlockTimes, best_depth
+from trainwright.strategies.contract.communication.options import prefetch_of_nothing, prefetch_problems
+from trainwright.strategies.contract.gradients import local_tensor
+from trainwright.strategies.contract.same_model import take_from_first
+from trainwright.strategies.data.bucket_size import bucket_bytes_for
+from trainwright.strategies.data.finetuning import show_parameters_to
+from trainwright.strategies.data.gathered_writes import GatheredWrites, refusing_what_is_lost
+from trainwright.strategies.data.gathering import gather_ahead, let_go_of_gathered, split_blocks, whole_bytes
+from trainwright.strategies.data.gradient_hooks import hooks_of, refuse_accumulation_hooks, run_when_gathered
+from trainwright.strategies.data.optimizers.divided_steps import DividedSteps, Sharing, optimize_shards
+from trainwright.strategies.data.optimizers.owners import Owners
+from trainwright.strategies.data.outside import CallsOutside
+from trainwright.strategies.data.reducer import GradientReducer, ParameterPublisher
+from trainwright.strategies.plan.deferred import deferred_pieces, is_deferred
+from trainwright.strategies.state.run_state import OPTIMIZERS
+from trainwright.strategies.state.shards import ParameterShard, gradient_problems
+from trainwright.strategies.state.wholes import gather_tree, shard_optimizer_state, shard_weights_on_load
+
+Offload = Literal["none", "optimizer", "parameters"]
+
+
+def validate_zero(
+    stage: int,
+    offload: str,
+    find_unused_parameters: bool,
+    prefetch: int | None,
+    bucket_mib: float,
+    no_sync_accumulation: bool = False,
+) -> list[str]:
+    """Problems of these options together; empty when they are possible."""
+    problems = []
+    if stage not in (1, 2, 3):
+        problems.append(f"stage={stage!r} (allowed: 1, 2, 3)")
+    if offload not in ("none", "optimizer", "parameters"):
+        problems.append(f"offload={offload!r} (allowed: 'none', 'optimizer', 'parameters')")
+    elif offload == "parameters" and stage != 3:
+        problems.append(f"offload='parameters' with stage={stage} (allowed with stage 3; use offload='optimizer')")
+    if find_unused_parameters and stage == 3:
+        problems.append(
+            "find_unused_parameters=true with stage 3 has no effect: only stages 1 and 2 look for them. Type stage=2, "
+            "or leave it out"
+        )
+    if no_sync_accumulation and stage == 1:
+        problems.append(
+            "no_sync_accumulation=true with stage 1 has no effect: stage 1 holds whole gradients and sends once a "
+            "step. Leave it out"
+        )
+    if not is_number(bucket_mib) or bucket_mib <= 0:
+        problems.append(f"bucket_mib={bucket_mib}: must be above 0 (MiB); leave it out for the default")
+    return problems + prefetch_problems(prefetch, stage)
+
+
+class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
+    """Data parallelism whose ranks share one copy of the training state instead of holding one each.
+
+    Bytes per rank of a model of P parameters in fp32 with Adam, N = size of the shard axis, and traffic per step in
+    parameters sent:
+
+    ===== ============================= =============== =======
+    stage split                         bytes           traffic
+    ===== ============================= =============== =======
+    1     optimizer state               8P + 8P/N       2P
+    2     and gradients                 4P + 12P/N      2P
+    3     and parameters                16P/N           3P
+    ===== ============================= =============== =======
+
+    Stages 1 and 2 keep the module as it is and let the optimizer step this rank's rows of every parameter; stage 3 is
+    torch's ``fully_shard`` (FSDP2). With accumulation, stage 1 sends once a step; stages 2 and 3 reduce every
+    micro-batch, since holding whole gradients between them is what they are to avoid (see ``no_sync_accumulation``).
+
+    Args:
+        stage: 1, 2 or 3.
+        replicate: size of the axis of copies (hybrid sharding); 1 is off.
+        shard: size of the axis that splits; -1 takes the rest of the world.
+        offload: ``"none"``; ``"optimizer"`` keeps optimizer state and the rows it steps on the CPU; ``"parameters"``
+            (stage 3) keeps parameters and gradients there too.
+        no_sync_accumulation: stages 2 and 3: send once a step and hold whole gradients between micro-batches, as
+            stage 1 always does.
+        find_unused_parameters: stages 1 and 2: parameters may get a gradient on some ranks only (one more collective
+            a step, and no overlap).
+        bucket_mib: stages 1 and 2: largest size in MiB of the buffers in which gradients and parameters travel; a model
+            of less than 16 of them travels in smaller ones (4 MiB at least).
+        prefetch: stage 3: blocks whose parameters are gathered while the one before them computes, in forward and in
+            backward; each takes the memory of a whole block. 0: none; ``None``: what FSDP2 does, which is 1 on CUDA
+            and 0 on the CPU, or, after the steps that ``communication="auto"`` measures, as many as wait least.
+        **kwargs: ``compression`` of what is sent along the replicate axis, see
+            :class:`~trainwright.strategies.averaging.compressed.CompressedReplicas`, and others of
+            :class:`~trainwright.strategies.base.strategy.LayoutStrategy`; ``process_group_backend``, ``timeout``,
+            ``parallel_devices``, ``cluster_environment`` as in Lightning's ``DDPStrategy``.
+
+    Raises:
+        ValueError: if the options contradict each other.
+    """
+
+    strategy_name = "zero"
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] = 3,
+        *,
+        replicate: int = 1,
+        shard: int = -1,
+        offload: Offload = "none",
+        no_sync_accumulation: bool = False,
+        find_unused_parameters: bool = False,
+        bucket_mib: float = 25.0,
+        prefetch: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        refuse(validate_zero(stage, offload, find_unused_parameters, prefetch, bucket_mib, no_sync_accumulation))
+        super().__init__(**kwargs)
+        self.stage = stage
+        self._open_layout = Layout(replicate=replicate, shard=shard)
+        self._offload = offload
+        self._holds_whole_gradients = stage == 1 or no_sync_accumulation
+        self._find_unused = find_unused_parameters
+        self._bucket_bytes = int(bucket_mib * 2**20)
+        self._prefetch = prefetch
+        self._mesh: DeviceMesh | None = None
+        self._step: _Step | None = None
+        self._in_training_step = False
+        self._failed = False
+        self._set_aside: dict[Tensor, Tensor | None] = {}
+        self._trainable: set[str] = set()
+        self._named: dict[str, nn.Parameter] = {}  # as optimized; while a step runs, gathered ones stand in the module
+        self._shards: dict[nn.Parameter, ParameterShard] = {}
+        self._split_shards: dict[nn.Parameter, ParameterShard] = {}  # those of parameters that are split already
+        self._reducers: list[GradientReducer] = []  # one per mesh
+        self._publishers: list[ParameterPublisher] = []
+        self._hide_parameters: Callable[[], None] = _nothing
+        self._divided: DividedSteps | None = None
+
+    # ---- what others may read -------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """All axes, closed for this world size."""
+        return self._open_layout.resolve(self.world_size)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Device mesh of this run: axes ``(replicate, shard)``, or ``(shard,)`` if nothing is replicated.
+
+        Raises:
+            RuntimeError: before the processes have met.
+        """
+        if self._mesh is None:
+            raise RuntimeError("The device mesh exists once trainer.fit (or another verb) has set up the processes.")
+        return self._mesh
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Stage 3 gathers parameters in forward."""
+        return self.stage == 3
+
+    @property
+    def splits_module(self) -> bool:
+        """Ranks hold rows of optimizer state, gradients or parameters."""
+        assert self.lightning_module is not None
+        is_served = any(map(self._is_elsewhere, self.lightning_module.parameters()))  # its own ranks step those
+        is_split = self.layout.world_size > self.layout.replicate
+        return is_split and self.steps_are_collective and not is_served
+
+    def held_parameter(self, name: str) -> Tensor | None:
+        """See the base class."""
+        return self._named.get(name)
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and averaged gradient, a DTensor, of each parameter that has one."""
+        for name, parameter in self._named.items():
+            shard = self._shards.get(parameter)
+            gradient = parameter.grad if shard is None else shard.optimized.grad
+            if gradient is not None:
+                yield name, gradient
+
+    # ---- setup ----------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Let the processes meet and lay out the mesh."""
+        super().setup_environment()
+        self._mesh = self._make_mesh()
+
+    def _make_mesh(self) -> DeviceMesh:
+        layout = self.layout
+        refuse(prefetch_of_nothing(self._prefetch, layout) if self.world_size > 1 else [])
+        sizes = {"replicate": layout.replicate, "shard": layout.shard}
+        if layout.replicate == 1:
+            sizes.pop("replicate")
+        return init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
+        """The mesh of the ranks that train ``parameter`` on different samples."""
+        return self.mesh
+
+    def setup(self, trainer: Trainer) -> None:
+        """Split the model, then build the optimizers upon what this rank holds."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._failed = False
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.lightning_module)
+        self._certificate.begin(self.lightning_module, fitting and self.world_size > 1)
+        self._release()
+        self._refuse_other_models()
+        if fitting:
+            stage, words = self.stage, self._in_words
+            refuse(gradient_problems(self.lightning_module, self._splits_gradient, stage, words))
+            refuse_accumulation_hooks(self.lightning_module)
+            self._know_nodes()
+            self._choose_way()
+        self._cut_module()
+        if self._splits_parameters:
+            self._split_parameters(trainer)
+            if self._prefetch is not None and self._step is not None:
+                gather_ahead(self._step, self._prefetch)
+        else:
+            self._replicate_parameters()
+        if fitting:
+            self._choose_shards()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting and self._offload == "none":
+            _optimizers_to_device(self.optimizers, self.root_device)
+        if fitting:
+            self._set_up_means()
+            self._set_up_compression()
+            self._know_frozen()
+        self._certificate.set_up(self)
+        self.begin_from_weights()
+        self._show_wholes_in_hooks(trainer)
+
+    @property
+    def _splits_parameters(self) -> bool:
+        return self.stage == 3
+
+    def _choose_way(self) -> None:
+        """With ``communication="auto"`` take the fastest way to average replicas."""
+        is_free = self._asked_average is None and self.compression is None and self._of_copies is not None
+        if self.communication == "auto" and is_free and not self._splits_parameters:
+            self._choose_average(4.0 * self.num_parameters / (self.world_size // self.layout.replicate))
+
+    def _choose_from(self, compute: float, accumulation: int) -> None:
+        """With ``communication="auto"`` gather as far ahead as waits least."""
+        assert self._links is not None
+        link = next((link for link in self._links if link.axis == "shard"), None)
+        if self._prefetch is not None or self._step is None or self.backward_in_step or link is None:
+            return
+        blocks = split_blocks(self._step)
+        if not blocks:
+            return
+        size = max(whole_bytes(block) for block in blocks)
+        passes = compute / accumulation / len(blocks)
+        times = BlockTimes(
+            blocks=len(blocks),
+            forward=(1 - BACKWARD_SHARE) * passes,
+            backward=BACKWARD_SHARE * passes,
+            gather=link.seconds("all_gather", size),
+            reduce=0.0 if self._holds_whole_gradients and accumulation > 1 else link.seconds("reduce_scatter", size),
+        )
+        room = torch.tensor(1 + int(min(_free_bytes(self.root_device) / size, MOST_AHEAD)), device=self.root_device)
+        dist.all_reduce(room, op=dist.ReduceOp.MIN)  # all ranks must gather in the same order
+        self._prefetch = depth = best_depth(times, int(room.item()))
+        gather_ahead(self._step, depth)
+        usual = times.waits(0 if self.root_device.type == "cpu" else 1)
+        self._changed = (
+            f"communication=auto gathers {depth} block(s) ahead from here on: a micro-batch is predicted to wait "
+            f"{times.waits(depth) * 1e3:.3g} ms of it, {usual * 1e3:.3g} ms without."
+        )
+        rank_zero_info(self._changed)
+
+    def _is_trained_alone(self, parameter: nn.Parameter) -> bool:
+        """Whether no other rank trains ``parameter``, so that it can be optimized as it is."""
+        return False
+
+    def _is_elsewhere(self, parameter: nn.Parameter) -> bool:
+        """Whether others step ``parameter`` than the ranks, which then neither split it nor average its gradient."""
+        return False
+
+    def _splits_gradient(self, parameter: nn.Parameter) -> bool:
+        return not self._is_elsewhere(parameter) and not self._is_trained_alone(parameter)
+
+    def _cut_module(self) -> None:
+        """Give away what other ranks hold along axes other than replicate and shard: nothing, in plain ZeRO."""
+
+    def _replicate_parameters(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self._materialise()
+        self._prepare_blocks(self._find_blocks())
+        self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        self._broadcast_from_first(module)
+
+    def _split_parameters(self, trainer: Trainer) -> None:
+        """FSDP2, one block at a time, so that at most one block is ever whole here because of us."""
+        module = self.lightning_module
+        assert module is not None
+        if _earlier_step(module) is not None:
+            self._step = _earlier_step(module)  # a second verb with a module that is split already
+            return
+        if any(isinstance(p, DTensor) for p in module.parameters()):
+            raise ValueError(
+                "The parameters of this module are DTensors already, so ZeRO-3 cannot split them. "
+                "Leave the sharding to the strategy, or build the module anew."
+            )
+        blocks = self._find_blocks()
+        if not blocks:
+            _warn_without_blocks(type(module).__name__)
+        self._prepare_blocks(blocks)
+        self._step = self._fully_shard(module, blocks)
+        for average in averaged_copies(trainer):
+            # Split alike, it is averaged shard by shard.
+            self._fully_shard(average, {name: average.get_submodule(name) for name in blocks})
+
+    def _fully_shard(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> _Step:
+        pieces = deferred_pieces(module) if is_deferred(module) else []
+        seed = self._agreed_seed() if pieces else 0
+        real: dict[Tensor, Tensor] = {}
+        options = self._fsdp_options(module)
+        _refuse_shared(blocks)
+        for name, block in blocks.items():
+            self._fill([piece for piece in pieces if piece.overlaps(name)], seed, real)
+            pieces = [piece for piece in pieces if not piece.overlaps(name)]
+            self._place(block)
+            hooks = hooks_of(_whole_in(block))
+            self._shard_within(block, options)
+            fully_shard(block, **options)
+            run_when_gathered(block, hooks)
+        self._fill(pieces, seed, real)
+        step = _Step(module)
+        self._place(step)
+        hooks = hooks_of(_whole_in(step))
+        fully_shard(step, **{**options, "reshard_after_forward": False})
+        run_when_gathered(step, hooks)
+        step.writes = GatheredWrites(step._get_fsdp_state())
+        shard_weights_on_load(module)
+        CallsOutside(step, module, blocks.values())
+        object.__setattr__(module, "_trainwright_step", step)
+        return step
+
+    def _shard_within(self, block: nn.Module, options: Mapping[str, Any]) -> None:
+        """Split by itself what within ``block`` is split over other ranks than the rest: nothing, in plain ZeRO."""
+
+    def _fsdp_options(self, module: nn.Module) -> dict[str, Any]:
+        policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self._offload == "parameters" else None
+        # FSDP2 cannot split a scalar: it stays whole on every rank and is averaged by our own reducer.
+        ignored = {p for p in module.parameters() if p.dim() == 0 or self._is_elsewhere(p)}
+        return {
+            "mesh": self._splitting(self.mesh),
+            "offload_policy": policy or OffloadPolicy(),
+            "ignored_params": ignored,
+        }
+
+    def _splitting(self, mesh: DeviceMesh) -> DeviceMesh:
+        """What FSDP2 is given of a mesh: only what splits, where the average over replicas is ours."""
+        if not self._averages_after_backward or mesh.ndim == 1:
+            return mesh
+        assert mesh.mesh_dim_names is not None
+        return mesh[mesh.mesh_dim_names[-1]]
+
+    def _place(self, module: nn.Module) -> None:
+        """Convert, move and equalise what of ``module`` is not split yet."""
+        with torch.no_grad():
+            self.precision_plugin.convert_module(module)
+            for sub in module.modules():
+                for parameter in sub._parameters.values():
+                    if parameter is not None and not isinstance(parameter, DTensor):
+                        parameter.data = parameter.data.to(self.root_device)
+                for name, buffer in sub._buffers.items():
+                    if buffer is not None:
+                        sub._buffers[name] = buffer.to(self.root_device)
+        self._broadcast_from_first(module)
+
+    def _broadcast_from_first(self, module: nn.Module) -> None:
+        """Ranks may have built the module from different seeds: the weights of rank 0 count."""
+        take_from_first(t for t in (*module.parameters(), *module.buffers()) if not isinstance(t, DTensor))
+
+    def model_to_device(self) -> None:
+        """Move the module to this rank's device."""
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    def _choose_shards(self) -> None:
+        """Decide which parameters the optimizers will see through a :class:`ParameterShard`."""
+        module = self.lightning_module
+        assert module is not None
+        offload = self._offload == "optimizer"
+        self._named = {name: p for name, p in module.named_parameters() if not self._is_elsewhere(p)}
+        chosen = [p for p in self._named.values() if not self._splits_parameters or offload or p.dim() == 0]
+        chosen = [p for p in chosen if offload or not self._is_trained_alone(p)]
+        self._shards = {p: ParameterShard(p, self._mesh_of(p), offload) for p in chosen}
+        self._split_shards = {p: shard for p, shard in self._shards.items() if isinstance(p, DTensor)}
+        self._make_exchanges()
+
+    def _make_exchanges(self) -> None:
+        """Have gradients averaged of what is trained now, and what was stepped given to all ranks."""
+        for reducer in self._reducers:
+            reducer.detach()
+        self._reducers, self._publishers = [], []
+        self._trainable = {name for name, p in self._named.items() if p.requires_grad}
+        whole = {p: shard for p, shard in self._shards.items() if p not in self._split_shards}
+        for mesh in dict.fromkeys(shard.mesh for shard in whole.values()):
+            shards = {p: shard for p, shard in whole.items() if shard.mesh == mesh}
+            bucket_bytes = self._bucket_bytes_for(shards)
+            averages = not self._averages_after_backward
+            self._reducers.append(GradientReducer(shards.values(), mesh, bucket_bytes, self._find_unused, averages))
+            self._publishers.append(ParameterPublisher(shards, mesh, bucket_bytes))
+
+    def _take_up(self, thawed: Sequence[nn.Parameter]) -> None:
+        super()._take_up(thawed)
+        for parameter in thawed:
+            if parameter in self._shards:
+                self._shards[parameter].optimized.requires_grad_()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:  # a callback may have added a group of the parameters themselves
+                group["params"][:] = [self._as_optimized(parameter) for parameter in group["params"]]
+        self._make_exchanges()
+        self._divide_steps()
+        self._know_held()
+
+    def _bucket_bytes_for(self, parameters: Iterable[nn.Parameter]) -> int:
+        return int(bucket_bytes_for(self._bucket_bytes, sum(p.numel() * p.element_size() for p in parameters)))
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Build the user's optimizers and give them this rank's rows, or whole parameters where they need those.
+
+        Raises:
+            ValueError: for an optimizer that can be given neither.
+        """
+        self._make_optimizers(trainer)
+        self._divided = DividedSteps(
+            Sharing(self._in_words, self._divides, self.root_device, self._whole_shape, self._make_owners)
+        )
+        self._divide_steps()
+        for optimizer in self.optimizers:
+            optimize_shards(optimizer, self._shards)
+        self._divided.attach(self.optimizers)
+        self._know_held()
+        self._hide_parameters()
+        self._hide_parameters = show_parameters_to(
+            trainer.callbacks,  # type: ignore[attr-defined]
+            self.optimizers,
+            self._shards,
+            self._level_groups,
+        )
+
+    def _make_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+
+    def _level_groups(self) -> None:
+        """Have all ranks hold as many groups of parameters, after a finetuning callback may have added some."""
+
+    def _divide_steps(self) -> None:
+        """Find out which parameters are stepped whole, and by which rank. A collective."""
+        assert self._divided is not None
+        self._divided.divide(self.optimizers, {name: (p, self._as_optimized(p)) for name, p in self._named.items()})
+
+    def _know_held(self) -> None:
+        assert self._divided is not None
+        names: dict[Tensor, str] = {self._as_optimized(p): name for name, p in self._named.items()}
+        wholes = {name: p for name, p in self._named.items() if self._is_whole_here(name, p)}
+        self._divided.know(names, wholes)
+
+    def _is_whole_here(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is whole on every rank, where the optimizer steps it in place."""
+        shard = self._shards.get(parameter)
+        if shard is None or shard.is_offloaded or isinstance(parameter, DTensor):
+            return False
+        return self._whole_shape(name, parameter) == parameter.shape
+
+    @property
+    def _in_words(self) -> str:
+        """The layout as it is typed."""
+        return f"strategy=zero{self.stage}"
+
+    @property
+    def _divides(self) -> bool:
+        """Whether another rank holds parameters, or parts of them, that this one does not."""
+        return self.mesh.size(self.mesh.ndim - 1) > 1
+
+    def _whole_shape(self, name: str, parameter: Tensor) -> torch.Size:
+        """Shape of the whole of what an optimizer holds of a parameter."""
+        return parameter.shape
+
+    def _shared_by(self) -> dist.ProcessGroup | None:
+        """The ranks that share one copy of each parameter; ``None``: there are no others. A collective."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
+
+    def _make_owners(self) -> Owners | None:
+        group = self._shared_by()
+        if group is None:
+            return None
+        return Owners(group, self.root_device, lambda name, part: self.placement.boxes(name, part), self._bucket_bytes)
+
+    def _release(self) -> None:
+        for reducer in self._reducers:
+            reducer.detach()
+        self._reducers, self._publishers = [], []
+        self._shards, self._split_shards, self._named = {}, {}, {}
+
+    def teardown(self) -> None:
+        """Detach from the module; its weights stay usable, and are shown whole."""
+        self._hide_parameters()
+        self._let_go_of_module()
+        self._show_wholes_after_run()
+
+    def _let_go_of_module(self) -> None:
+        for reducer in self._reducers:
+            reducer.detach()
+        if self._step is None:
+            super().teardown()
+            return
+        self._step.reshard()
+        if self.root_device.type != "cpu":
+            # The traceback of a step that failed holds tensors that cannot be moved; its error must not be lost here.
+            with suppress(RuntimeError) if self._failed else nullcontext():
+                self._step.cpu()  # through the root, so that FSDP2 takes note of the new memory
+        module, self._lightning_module = self._lightning_module, None
+        try:
+            super().teardown()  # without the module, which it would move past FSDP2
+        finally:
+            self._lightning_module = module
+
+    # ---- compression ----------------------------------------------------------------------------------------------
+
+    def _replica_parts(self) -> Iterator[ReplicaPart]:
+        for name, parameter in self._named.items():
+            mesh = self._mesh_of(parameter)
+            # Every rank of the shard axis holds a scalar, beside other rows of the rest.
+            kin = self._kin_of(name) + ("" if parameter.dim() else " scalar")
+            if mesh.ndim > 1:
+                yield ReplicaPart(name, self._as_optimized(parameter), mesh.get_group(0), kin)
+
+    def _kin_of(self, name: str) -> str:
+        """What else this rank's part of a parameter must share buckets with, see ``ReplicaPart``."""
+        return ""
+
+    def _complete_gradients(self) -> None:
+        self._hand_over_gradients()
+
+    # ---- the step -------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``training_step``, parameters gathered as it goes (stage 3)."""
+        if self._step is None:
+            return super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        self._in_training_step = True
+        try:
+            with self.precision_plugin.train_step_context():
+                return self._step("training_step", *args, **kwargs)
+        finally:
+            self._in_training_step = False
+            if not self.lightning_module.automatic_optimization:
+                # The optimizer may have stepped since the root's parameters were gathered.
+                self._step.reshard()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``validation_step``."""
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``test_step``."""
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's ``predict_step``."""
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, *args, **kwargs)
+
+    def _evaluate(self, method: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        with context():
+            if self._step is None:
+                return getattr(self.lightning_module, method)(*args, **kwargs)
+            try:
+                return self._step(method, *args, **kwargs)
+            finally:
+                # No backward follows that would give the root's whole parameters back.
+                self._step.reshard()
+                self._let_go_of_gathered()
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Micro-batches inside do not finish the averaging of gradients."""
+        step, whole = self._step, self._holds_whole_gradients
+        with ExitStack() as stack:
+            stack.enter_context(self._accumulating())
+            stack.enter_context(super().block_backward_sync())
+            for reducer in self._reducers:
+                stack.enter_context(reducer.accumulate(shards_too=whole))
+            if step is None:
+                yield
+                return
+            set_sync = step.set_requires_gradient_sync if whole else step.set_requires_all_reduce
+            set_sync(False)
+            try:
+                yield
+            finally:
+                set_sync(True)
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        before, self._accumulates_gradients = self._accumulates_gradients, True
+        try:
+            yield
+        finally:
+            self._accumulates_gradients = before
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Set aside the gradients of toggled-off optimizers."""
+        if self._steps_within():
+            self._step.writes.keep()  # type: ignore[union-attr]
+            # FSDP2 took note of requires_grad when it gathered the root, before the optimizer was toggled.
+            self._set_aside = {p: p.grad for p in self._optimized_parameters() if not p.requires_grad}
+            # FSDP2 learns from outputs of a forward that backward has come. The root's forward, the user's step, has
+            # none yet: where no block had a part in the loss either, nothing would be averaged.
+            if closure_loss.requires_grad:
+                assert self._step is not None
+                closure_loss.register_hook(self._step._get_fsdp_state()._pre_backward)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Hand gradients of split parameters to the offloaded optimizer; gather the root anew for manual steps."""
+        self._hand_over_gradients()
+        if self._steps_within():
+            for toggled_off, gradient in self._set_aside.items():
+                toggled_off.grad = gradient
+            self._set_aside = {}
+            self._gather_root()
+
+    def _hand_over_gradients(self) -> None:
+        for parameter, shard in self._split_shards.items():
+            if parameter.grad is not None:
+                shard.add_gradient(local_tensor(parameter.grad))
+                parameter.grad = None
+
+    def _steps_within(self) -> bool:
+        """Whether the user's ``training_step`` itself runs backward and steps, around parameters gathered for it."""
+        module = self.lightning_module
+        return (
+            self._step is not None
+            and self._in_training_step
+            and module is not None
+            and not module.automatic_optimization
+        )
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step this rank's rows, then give every rank the others'."""
+        if self._steps_within():
+            self._step.writes.keep()  # type: ignore[union-attr]
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._let_go_of_gathered()
+        self._publish(optimizer)
+        if self._steps_within():
+            self._step.reshard()  # type: ignore[union-attr]
+            self._gather_root()
+        return output
+
+    def _publish(self, optimizer: Optimizer) -> None:
+        """Give every rank the rows that others hold, as they are now."""
+        for publisher in self._publishers:
+            publisher.publish(optimizer)
+        for shard in self._split_shards.values():
+            shard.publish()
+
+    def _gather_root(self) -> None:
+        """Make the parameters outside of the blocks whole again for the rest of the user's step."""
+        assert self._step is not None
+        self._step.unshard()
+        self._step.writes.begin()
+        for name, parameter in self._step.module.named_parameters():
+            if name in self._trainable and not isinstance(parameter, DTensor):
+                # Gathered while another optimizer was toggled, it would stay frozen for its own turn.
+                parameter.requires_grad_(True)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say what to do when a split parameter was used where it is not gathered."""
+        self._failed = True
+        if self._divided is not None:
+            self._divided.restore()
+        if self.stage == 3 and "got mixed torch.Tensor and DTensor" in str(exception):
+            exception.add_note(
+                "ZeRO-3 keeps the parameters of a block split (as DTensors) except while the forward of that block "
+                "runs, and all others except during a step or a call of the module; here one was used elsewhere. Use "
+                "parameter.full_tensor() there, or take strategy=zero2, which keeps all parameters whole."
+            )
+        if self.stage == 3 and "FSDP does not support deepcopy" in str(exception):
+            exception.add_note(
+                "Ranks hold parts of this module, and a copy would hold parts. Copy it before fit (in __init__ or "
+                "configure_model), average with Lightning's EMAWeightAveraging, or take strategy=zero2."
+            )
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _must_restore_late(self) -> bool:
+        return self.stage == 3 or super()._must_restore_late()
+
+    def _as_optimized(self, parameter: nn.Parameter) -> Tensor:
+        shard = self._shards.get(parameter)
+        return parameter if shard is None else shard.optimized
+
+    @property
+    def _state_owners(self) -> Owners | None:
+        return None if self._divided is None else self._divided.owners
+
+    def _save_plain(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        """Gather every sharded tensor, one at a time, into the memory of rank 0."""
+        whole = gather_tree(self._with_whole_states(checkpoint), keep=self.is_global_zero)
+        super()._save_plain(whole, filepath, storage_options)
+
+    def _with_whole_states(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Give every rank, for an ordinary file, the optimizer states that others own. A collective."""
+        owners = self._state_owners
+        if owners is None or OPTIMIZERS not in checkpoint:
+            return checkpoint
+        name_of, states = self._name_of(), []
+        for optimizer, state in zip(self.optimizers, checkpoint[OPTIMIZERS], strict=True):
+            names = dict(enumerate(name_of(p) for group in optimizer.param_groups for p in group["params"]))
+            spread = {i: owners.spread(n, state["state"].get(i)) for i, n in names.items() if n in owners}
+            found = {**state["state"], **{i: values for i, values in spread.items() if values is not None}}
+            states.append({**state, "state": dict(sorted(found.items()))})
+        return {**checkpoint, OPTIMIZERS: states}
+
+    def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        name_of = self._name_of()
+        for optimizer, state in zip(self.optimizers, checkpoint[OPTIMIZERS], strict=True):
+            optimizer.load_state_dict(shard_optimizer_state(optimizer, state, lambda p: self._owns_state(name_of(p))))
+
+    def _owns_state(self, name: str) -> bool | None:
+        """Whether this rank has the whole optimizer state of a parameter; ``None``: each rank has its part."""
+        owners = self._state_owners
+        return None if owners is None or name not in owners else owners.is_mine(name)
+
+    def _weights_changed(self) -> None:
+        self._parameters_written()
+
+    def _parameters_written(self) -> None:
+        self._let_go_of_gathered()
+        self._reload_offloaded()
+
+    def _shard_of(self, parameter: nn.Parameter) -> ParameterShard | None:
+        return self._shards.get(parameter)
+
+    def _is_shown(self, parameter: nn.Parameter) -> bool:
+        return not self._is_elsewhere(parameter)
+
+    def _let_go_of_gathered(self) -> None:
+        if self._step is not None and self._prefetch:
+            let_go_of_gathered(self._step)
+
+    def _reload_offloaded(self) -> None:
+        for shard in self._shards.values():
+            if shard.is_offloaded:
+                shard.optimized_part.copy_(shard.local_part)
+
+
+def _refuse_shared(blocks: Mapping[str, nn.Module]) -> None:
+    """Refuse parameters of several blocks: each block gathers and frees its own."""
+    seen: dict[nn.Parameter, str] = {}
+    for name, block in blocks.items():
+        for key, parameter in block.named_parameters():
+            other = seen.setdefault(parameter, name)
+            if other != name:
+                raise ValueError(
+                    f"The blocks {other} and {name} share the parameter {key}, and ZeRO-3 gathers and frees each block "
+                    "by itself. Use strategy=zero2, or name larger blocks that share nothing in strategy.blocks."
+                )
+
+
+class _Step(nn.Module):
+    """Runs any method of the user's module as a ``forward``, so that FSDP2's root hooks surround it.
+
+    The user's module itself keeps its class; its own ``forward`` may be called within a step as often as it likes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.running = False
+        self._is_new = True
+        # Surrounds the call within the root's hooks; a pipeline ends a stage's part of it there.
+        self.guard: Callable[[Callable[[], Any]], Any] = _call
+        self.writes: GatheredWrites  # once it is split
+
+    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self.running = True
+        self.writes.begin()
+        try:
+            with self._watch():
+                output = self.guard(partial(getattr(self.module, method), *args, **kwargs))
+        finally:
+            self.running = False
+        self.writes.keep()
+        return output
+
+    def _watch(self) -> AbstractContextManager[Any]:
+        """In the first step alone, and not where code is compiled, which would be traced with it."""
+        is_new, self._is_new = self._is_new, False
+        if not is_new or any(module._compiled_call_impl is not None for module in self.module.modules()):
+            return nullcontext()
+        return refusing_what_is_lost()
+
+    # Added by fully_shard.
+    _get_fsdp_state: Callable[[], Any]
+    reshard: Callable[[], None]
+    unshard: Callable[[], None]
+    set_requires_gradient_sync: Callable[[bool], None]
+    set_requires_all_reduce: Callable[[bool], None]
+    set_is_last_backward: Callable[[bool], None]
+    set_reshard_after_backward: Callable[[bool], None]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Memory of a device that nobody has taken; of a host nothing is known, and little would be wanted."""
+    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else math.inf
+
+
+def _whole_in(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Where parameters of ``module`` are registered that are not split yet."""
+    for owner in module.modules():
+        yield from (
+            (owner, name) for name, p in owner._parameters.items() if p is not None and not isinstance(p, DTensor)
+        )
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def _earlier_step(module: nn.Module) -> _Step | None:
+    step = module.__dict__.get("_trainwright_step")
+    return step if isinstance(step, FSDPModule) else None  # type: ignore[return-value]
+
+
+def averaged_copies(trainer: Trainer) -> Iterator[nn.Module]:
+    """The copies that averaging callbacks made of the whole module before it was split."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            average = callback._average_model
+            if average is not None:
+                yield average.module if isinstance(average, AveragedModel) else average
+
+
+def _warn_without_blocks(name: str) -> None:
+    rank_zero_warn(
+        f"{name} has no repeated blocks that ZeRO-3 could gather one after the other, so all its parameters are "
+        "gathered together: each rank holds the whole model during a step, and only gradients and optimizer state are "
+        "split all the time. Name blocks with strategy.blocks=['model.layers.*'], or use strategy=zero2."
+    )

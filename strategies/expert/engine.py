@@ -1,0 +1,517 @@
+"""Expert parallelism: each rank holds some experts of every mixture-of-experts layer, and tokens travel to them.
+
+One call of an experts module, on every rank of the group (GShard, arXiv:2006.16668, without capacities: no token is
+dropped and none is padded):
+
+1. every rank tells all others how many tokens it sends to whom and how many each expert gets (one all-gather of a few
+   integers; it is also what the statistics are made of),
+2. tokens, expert indices and routing weights travel to the ranks that hold the experts (two all-to-alls). A token goes
+   to a rank once, however many of its experts live there,
+3. the module's own forward computes them, one expert per row,
+4. the sums of a token's experts on each rank travel back and are added up (one all-to-all).
+
+Backward runs the same way in reverse. The gradients of a rank's experts collect the losses of the whole group, whereas
+all other gradients are of one rank's loss; so that one rule (averaging over the ranks that hold the same parameter)
+fits all of them, experts' gradients are divided by the size of the group.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from trainwright.core.config.options import refuse
+from trainwright.strategies.contract.collectives.differentiable import all_to_all
+from trainwright.strategies.contract.collectives.flat import gather_parts
+from trainwright.strategies.contract.cuts import Cut
+from trainwright.strategies.plan.model_plan import ModelPlan
+from trainwright.strategies.plan.names import starred
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def validate_experts(module: nn.Module, plan: ModelPlan, size: int) -> list[str]:
+    """Problems of splitting the experts of ``module`` over ``size`` ranks; empty when it is possible.
+
+    Needs no process group and no memory: the module may be on the meta device.
+
+    Args:
+        module: the LightningModule.
+        plan: says which modules hold experts.
+        size: ranks of the expert axis; 1 is off and always possible.
+    """
+    if size == 1:
+        return []
+    if not plan.experts:
+        return [
+            f"expert={size}, but the plan of {type(module).__name__} has no experts (write plan.experts, or expert=1)"
+        ]
+    problems = []
+    for name, style in plan.experts.items():
+        try:
+            layer = _describe(module, name, style)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        if layer.experts % size:
+            sizes = [n for n in range(1, layer.experts + 1) if layer.experts % n == 0]
+            problems.append(
+                f"expert={size}, but {starred(name)} has {layer.experts} experts "
+                f"(possible: {', '.join(map(str, sizes))})"
+            )
+    return list(dict.fromkeys(problems))
+
+
+class ExpertParallel:
+    """Splits the experts of a module over the ranks of a group and lets tokens travel to them.
+
+    Works with modules that are called as ``experts(tokens, index, weights)``: tokens ``(N, D)``, the experts of each
+    ``(N, K)`` (integers from 0), their weights ``(N, K)``, giving ``(N, D)`` in the dtype of the tokens. That is the
+    interface of Hugging Face transformers 5 and of the recipe ``moe``. The computation of a row may depend on nothing
+    but the row, its expert and its weight, and must be additive over the experts of a token.
+
+    Every rank of the group must call every layer equally often and in the same order; any number of tokens, zero
+    included, is fine. A rank whose experts got no token gives their parameters gradients of zero, as one process gives
+    to those of an expert in a stack; under ``listed`` this differs from one process, where an expert that nobody chose
+    has no gradient at all. Sums run in a fixed order only if torch is told to be deterministic (CUDA's ``index_add``).
+
+    Args:
+        module: the LightningModule, or any module that the plan's names refer to.
+        plan: its ``experts`` name the modules. ``stacked``: every parameter has one row per expert, of which the
+            strategy keeps this rank's (see ``cuts``). ``listed``: a list of modules, of which this rank keeps some (see
+            ``dropped``); either the list itself or the module that holds it is called as above.
+        group: ranks that share the experts, in the order of the experts.
+
+    Raises:
+        ValueError: if the experts cannot be split; see :func:`validate_experts`.
+    """
+
+    def __init__(self, module: nn.Module, plan: ModelPlan, group: dist.ProcessGroup) -> None:
+        size = dist.get_world_size(group)
+        refuse(validate_experts(module, plan, size))
+        self._group = group
+        self._layers = [_describe(module, name, style) for name, style in plan.experts.items()]
+        rank = dist.get_rank(group)
+        self.cuts: dict[str, Cut] = {
+            name: Cut(group, dim=0) for layer in self._layers if layer.is_stacked for name in layer.parameters
+        }
+        self._kept: list[str] = []
+        self._dropped: list[str] = []
+        for layer in self._layers:
+            if not layer.is_stacked:
+                own = range(rank * layer.experts // size, (rank + 1) * layer.experts // size)
+                for name, expert in layer.parameters.items():
+                    (self._kept if expert in own else self._dropped).append(name)
+        self._dispatchers: list[Dispatcher] = []
+
+    def dropped(self) -> tuple[str, ...]:
+        """Names of parameters of ``listed`` experts that this rank does not hold; nothing will read them."""
+        return tuple(self._dropped)
+
+    def held(self) -> tuple[str, ...]:
+        """Names of all parameters of experts of which this rank holds a part that no other of the group holds.
+
+        Their gradients are to be averaged over the ranks that hold the same part only.
+        """
+        return (*self.cuts, *self._kept)
+
+    def apply(self) -> None:
+        """Put the exchange of tokens before and after the forward of every experts module, once."""
+        if self._dispatchers or dist.get_world_size(self._group) == 1:
+            return
+        for layer in self._layers:
+            dispatcher = Dispatcher(layer, self._group)
+            layer.caller.forward = dispatcher
+            self._dispatchers.append(dispatcher)
+
+    def remove(self) -> None:
+        """Give the experts modules their own forward back."""
+        for dispatcher in self._dispatchers:
+            dispatcher.layer.caller.forward = dispatcher.compute
+        self._dispatchers.clear()
+
+    @property
+    def dispatchers(self) -> tuple[Dispatcher, ...]:
+        """The exchanges of all layers, while they are applied."""
+        return tuple(self._dispatchers)
+
+    def statistics(self) -> dict[str, float]:
+        """How evenly tokens were spread in training since the last call, over the whole group; empty without any.
+
+        The same on every rank of the group, without a collective. Recomputed activations count twice, which changes no
+        ratio.
+
+        Returns:
+            ``expert_imbalance``: tokens of the busiest expert over the mean, ``rank_imbalance``: the same of ranks (the
+            factor by which a step waits for the busiest), both the mean over layers and calls and 1 at best;
+            ``busiest_expert``: the largest share of a layer's tokens that one expert got.
+        """
+        seen = [found for d in self._dispatchers if (found := d.loads.take()) is not None]
+        if not seen:
+            return {}
+        # One transfer for all layers.
+        expert, rank, busiest = torch.stack(seen).T
+        values = torch.stack((expert.mean(), rank.mean(), busiest.max())).tolist()
+        return dict(zip(("expert_imbalance", "rank_imbalance", "busiest_expert"), values, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a layer looks like
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A module that computes experts.
+
+    Args:
+        caller: the module whose forward takes tokens, index and weights.
+        is_stacked: whether parameters have one row per expert.
+        experts: number of experts in the whole model.
+        parameters: fully qualified name -> the expert it belongs to (-1: stacked).
+        counters: names of integer attributes of ``caller`` that hold the number of experts.
+    """
+
+    caller: nn.Module
+    is_stacked: bool
+    experts: int
+    parameters: Mapping[str, int]
+    counters: tuple[str, ...] = ()
+
+
+def _describe(module: nn.Module, name: str, style: str) -> _Layer:
+    try:
+        holder = module.get_submodule(name)
+    except AttributeError:
+        raise ValueError(f"plan.experts names {name}, but {type(module).__name__} has no such module") from None
+    if style == "stacked":
+        return _describe_stack(holder, name)
+    if style == "listed":
+        return _describe_list(module, holder, name)
+    raise ValueError(f"plan.experts: {name}: {style!r} (allowed: stacked, listed)")
+
+
+def _describe_stack(holder: nn.Module, name: str) -> _Layer:
+    rows = {key: p.shape[0] if p.dim() else 0 for key, p in holder.named_parameters()}
+    counters = _counters(holder)
+    experts = max(counters.values(), default=next(iter(rows.values()), 0))
+    odd = [f"{key} of shape {tuple(p.shape)}" for key, p in holder.named_parameters() if rows[key] != experts]
+    if not rows or odd:
+        raise ValueError(
+            f"{name} cannot be split by expert: "
+            + (f"not a row for each of {experts} experts has {', '.join(odd)}" if odd else "it has no parameters")
+            + " (leave it out of plan.experts, or expert=1)"
+        )
+    _check_forward(holder, name)
+    return _Layer(holder, True, experts, {f"{name}.{key}": -1 for key in rows}, tuple(counters))
+
+
+def _describe_list(module: nn.Module, holder: nn.Module, name: str) -> _Layer:
+    listed, list_name = _find_list(holder, name)
+    caller, caller_name = holder, name
+    if type(holder).forward is nn.ModuleList.forward:
+        # A bare list is not called itself; whoever holds it may be.
+        caller_name = name.rpartition(".")[0]
+        caller = module.get_submodule(caller_name)
+    _check_forward(caller, caller_name or type(module).__name__)
+    parameters = {
+        f"{list_name}.{i}.{key}": i for i, expert in enumerate(listed) for key, _ in expert.named_parameters()
+    }
+    inside = {f"{caller_name}.{key}".lstrip(".") for key, _ in caller.named_parameters()}
+    if inside - parameters.keys():
+        raise ValueError(
+            f"{caller_name} cannot be split by expert: {', '.join(sorted(inside - parameters.keys()))} belong to no "
+            "expert, but would see the tokens of other ranks (leave it out of plan.experts, or expert=1)"
+        )
+    return _Layer(caller, False, len(listed), parameters)
+
+
+def _find_list(holder: nn.Module, name: str) -> tuple[nn.ModuleList, str]:
+    if isinstance(holder, nn.ModuleList):
+        return holder, name
+    found = [(child, f"{name}.{key}") for key, child in holder.named_children() if isinstance(child, nn.ModuleList)]
+    if len(found) != 1:
+        raise ValueError(f"plan.experts: {name}: listed, but it holds {len(found)} lists of modules instead of one")
+    return found[0]
+
+
+def _counters(holder: nn.Module) -> dict[str, int]:
+    """Integer attributes such as ``num_experts``."""
+    return {
+        key: value
+        for key, value in vars(holder).items()
+        if key in ("num_experts", "n_experts", "num_local_experts", "n_routed_experts") and isinstance(value, int)
+    }
+
+
+def _check_forward(caller: nn.Module, name: str) -> None:
+    parameters = list(inspect.signature(type(caller).forward).parameters.values())[1:]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(positional) < 3 or len(needed) > 3:
+        raise ValueError(
+            f"{name} cannot be split by expert: its forward takes ({', '.join(p.name for p in parameters)}), but "
+            "experts must be called with (tokens, index, weights) (write such a module around them, leave it out of "
+            "plan.experts, or expert=1)"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The exchange
+
+
+@dataclass
+class _Loads:
+    """Sums of one layer's loads, kept on the device so that counting waits for nothing."""
+
+    ranks: int
+    calls: int = 0
+    tokens: Tensor | None = None
+    peaks: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, tokens_E: Tensor) -> None:  # noqa: N803
+        """Count a call whose experts got ``tokens_E``."""
+        total = tokens_E.sum().clamp(min=1).float()
+        by_rank = tokens_E.view(self.ranks, -1).sum(1)
+        peaks = torch.stack((tokens_E.max() * (len(tokens_E) / total), by_rank.max() * (self.ranks / total)))
+        self.tokens = tokens_E if self.tokens is None else self.tokens + tokens_E
+        self.peaks = peaks if self.peaks is None else self.peaks + peaks
+        self.calls += 1
+
+    def take(self) -> Tensor | None:
+        """Mean imbalance of experts and of ranks and the share of the busiest expert; start anew."""
+        if self.tokens is None or self.peaks is None:
+            return None
+        share = self.tokens.max() / self.tokens.sum().clamp(min=1)
+        found = torch.cat((self.peaks / self.calls, share[None]))
+        self.tokens, self.peaks, self.calls = None, None, 0
+        return found
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Which of this rank's tokens go where.
+
+    Args:
+        token: index of the token of each row to send, ``(R,)``, ordered by destination.
+        destination: rank that each row goes to, ``(R,)``.
+        send: rows to each rank.
+        receive: rows from each rank.
+        unused: experts of this rank that got no token.
+    """
+
+    token: Tensor
+    destination: Tensor
+    send: list[int]
+    receive: list[int]
+    unused: list[int]
+
+
+@dataclass
+class Dispatcher:
+    """The forward of an experts module whose experts are spread over ranks.
+
+    What it asks of values is in :meth:`agree` and :meth:`places`, and may be asked of something else.
+
+    Args:
+        layer: what the module looks like.
+        group: ranks that share its experts.
+
+    Attributes:
+        size: ranks of the group.
+        rank: this one's place among them.
+        per_rank: experts of each.
+        answers: what is asked where tokens go: itself, or whatever else has these two methods.
+    """
+
+    layer: _Layer
+    group: dist.ProcessGroup
+    loads: _Loads = field(init=False)
+
+    def __post_init__(self) -> None:
+        forward = self.layer.caller.forward
+        # An engine of an earlier run that was not removed must not send tokens on once more.
+        self.compute: Callable[..., Tensor] = forward.compute if isinstance(forward, Dispatcher) else forward
+        self._signature = inspect.signature(self.compute)
+        self.size = dist.get_world_size(self.group)
+        self.rank = dist.get_rank(self.group)
+        self.per_rank = self.layer.experts // self.size
+        self.loads = _Loads(self.size)
+        self.answers: Any = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
+        """That of a copied module computes with the copy's parameters; a process group cannot be copied."""
+        copied = memo[id(self)] = object.__new__(Dispatcher)
+        for key, value in vars(self).items():
+            setattr(copied, key, value if key == "group" else copy.deepcopy(value, memo))
+        return copied
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Send tokens to their experts, compute those that arrive here, and bring the results back."""
+        tokens, index, weights = self._arguments(args, kwargs)
+        tokens_ND = tokens.reshape(-1, tokens.shape[-1])  # noqa: N806
+        index_NK = index.reshape(-1, index.shape[-1])  # noqa: N806
+        weights_NK = weights.reshape(-1, weights.shape[-1])  # noqa: N806
+        routes: Routes = self.answers.agree(index_NK)
+        exchange = (self.group, routes.send, routes.receive)
+        # The order of these two is that of their backwards on every rank: autograd runs what was made last first.
+        routing = all_to_all(self._pack(index_NK, weights_NK, routes), *exchange)
+        arrived_MD = all_to_all(tokens_ND[routes.token], *exchange)  # noqa: N806
+        # Whatever lies between these factors gets the gradient of the group's mean loss.
+        results_MD = self._compute_arrived(  # noqa: N806
+            _scale_gradient(arrived_MD, self.size), _scale_gradient(routing, self.size), weights.dtype, routes.unused
+        )
+        results_MD = _scale_gradient(results_MD.to(tokens.dtype), 1 / self.size)  # noqa: N806
+        returned = all_to_all(results_MD, self.group, routes.receive, routes.send)
+        out_ND = _sum_rows(returned, routes.token, len(tokens_ND))  # noqa: N806
+        # FSDP2 warns of modules that return a view.
+        return out_ND if tokens.dim() == 2 else out_ND.view(tokens.shape)
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        given = self._signature.bind(*args, **kwargs).arguments
+        tokens, index, weights, *more = given.values()
+        if more:
+            raise TypeError(
+                f"{type(self.layer.caller).__name__} was called with {', '.join(given)}; under expert parallelism it "
+                "takes tokens, index and weights only."
+            )
+        return tokens, index, weights
+
+    def agree(self, index_NK: Tensor) -> Routes:  # noqa: N803
+        """Decide what goes where and tell all ranks.
+
+        Args:
+            index_NK: experts of each of this rank's tokens, ``(N, K)``.
+        """
+        experts = self.layer.experts
+        goes = index_NK.new_zeros(len(index_NK), self.size, dtype=torch.bool)
+        goes.scatter_(1, index_NK // self.per_rank, True)
+        flat = index_NK.flatten()
+        tokens_E = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))  # noqa: N806
+        own = torch.cat((goes.sum(0), tokens_E))
+        table = gather_parts(own, self.group)
+        tokens_E = table[:, self.size :].sum(0)  # noqa: N806
+        if self.layer.caller.training:
+            self.loads.add(tokens_E)
+        mine = tokens_E[self.rank * self.per_rank :][: self.per_rank]
+        # The only wait for the device that the exchange needs: all counts at once.
+        counts = torch.cat((table[self.rank, : self.size], table[:, self.rank], mine)).tolist()
+        destination, token = goes.T.nonzero(as_tuple=True)
+        return Routes(
+            token=token,
+            destination=destination,
+            send=counts[: self.size],
+            receive=counts[self.size : 2 * self.size],
+            unused=[i for i, n in enumerate(counts[2 * self.size :], self.rank * self.per_rank) if n == 0],
+        )
+
+    def _pack(self, index_NK: Tensor, weights_NK: Tensor, routes: Routes) -> Tensor:  # noqa: N803
+        """Weights and local experts of each row to send, ``(R, 2K)``; an expert of another rank is -1."""
+        index_RK = index_NK[routes.token]  # noqa: N806
+        is_there = index_RK // self.per_rank == routes.destination[:, None]
+        # In one tensor, because a collective costs more than these bytes; float32 is exact for indices up to 2^24.
+        dtype = torch.promote_types(weights_NK.dtype, torch.float32)
+        local_RK = (index_RK % self.per_rank).where(is_there, -1)  # noqa: N806
+        weights_RK = weights_NK[routes.token].to(dtype).where(is_there, 0.0)  # noqa: N806
+        return torch.cat((weights_RK, local_RK.to(dtype)), 1)
+
+    def _compute_arrived(self, rows_MD: Tensor, routing: Tensor, dtype: torch.dtype, unused: list[int]) -> Tensor:  # noqa: N803
+        """The sum of this rank's experts for each row that arrived, ``(M, D)``."""
+        if not len(rows_MD):
+            # The parameters and the exchange before still need a gradient, or other ranks wait for it.
+            return _connect(torch.zeros_like(rows_MD), (rows_MD, routing, *self._unused_parameters(unused)))
+        weights_MK, local_MK = routing.chunk(2, 1)  # noqa: N806
+        row, choice, index = self.answers.places(local_MK.detach())
+        weights = weights_MK[row, choice].to(dtype)
+        once = len(row) == len(rows_MD)  # every row has one expert here, so the rows are what they are
+        results = self._call_local(rows_MD if once else rows_MD[row], index[:, None], weights[:, None])
+        results = results if once else _sum_rows(results, row, len(rows_MD))
+        return _connect(results, tuple(self._unused_parameters(unused)))
+
+    def places(self, local_MK: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: N803
+        """What is to be computed of the rows that arrived.
+
+        Args:
+            local_MK: this rank's experts of each row, ``(M, K)``; -1 in place of those of other ranks.
+
+        Returns:
+            For each pair of a row and an expert of this rank: the row, the place of the expert among the row's
+            choices, the expert (of this rank's, from 0).
+        """
+        row, choice = (local_MK >= 0).nonzero(as_tuple=True)
+        return row, choice, local_MK[row, choice].long()
+
+    def _call_local(self, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The module's own forward, which for the moment knows of this rank's experts only."""
+        caller = self.layer.caller
+        if not self.layer.is_stacked:
+            return self.compute(rows, index + self.rank * self.per_rank, weights)
+        whole = {key: getattr(caller, key) for key in self.layer.counters}
+        try:
+            for key in whole:
+                setattr(caller, key, self.per_rank)
+            return self.compute(rows, index, weights)
+        finally:
+            for key, value in whole.items():
+                setattr(caller, key, value)
+
+    def _unused_parameters(self, unused: list[int]) -> list[nn.Parameter]:
+        """Parameters that get no gradient from the computation of this call."""
+        if self.layer.is_stacked:
+            # As long as one expert of a stack has a token, the whole stack has a gradient.
+            return list(self.layer.caller.parameters()) if len(unused) == self.per_rank else []
+        listed, _ = _find_list(self.layer.caller, "")
+        return [parameter for i in unused for parameter in listed[i].parameters()]
+
+
+def _sum_rows(rows: Tensor, target: Tensor, count: int) -> Tensor:
+    """``(count, D)``: every row of ``rows`` added to row ``target`` of zeros, in float32 at least."""
+    dtype = torch.float32 if rows.dtype in _HALF else rows.dtype
+    total = rows.new_zeros(count, rows.shape[1], dtype=dtype)
+    return total.index_add(0, target, rows.to(dtype)).to(rows.dtype)
+
+
+def _scale_gradient(x: Tensor, factor: float) -> Tensor:
+    return cast(Tensor, _ScaleGradient.apply(x, factor))
+
+
+def _connect(x: Tensor, others: tuple[Tensor, ...]) -> Tensor:
+    if not any(other.requires_grad for other in others):
+        return x
+    return cast(Tensor, _Connect.apply(x, *others))
+
+
+class _ScaleGradient(Function):
+    """Identity; the gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+class _Connect(Function):
+    """The first input; the others get a gradient of zero (a product with zero would turn an inf into NaN)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        # Not the tensors: FSDP2 frees gathered parameters until backward, and only their form is needed.
+        ctx.forms = [(other.shape, other.dtype, other.device) for other in others]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.forms)

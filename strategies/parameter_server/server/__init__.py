@@ -1,0 +1,1 @@
+"""The server: holds parameters and steps them."""

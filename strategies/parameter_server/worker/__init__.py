@@ -1,0 +1,1 @@
+"""The worker: pushes gradients and pulls parameters."""

@@ -1,0 +1,512 @@
+"""A worker's end: pushes gradients to all servers at once and pulls parameters from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.checkpoint.write.save import Content
+from trainwright.strategies.averaging.compression.codecs import Codec
+from trainwright.strategies.averaging.compression.compressor import encode_with_feedback
+from trainwright.strategies.contract.word_of_end import EndNotice, HeardNotice
+from trainwright.strategies.parameter_server.messages.packing import State, pack, unpack
+from trainwright.strategies.parameter_server.messages.sparse_rows import (
+    Rows,
+    ask_for,
+    pack_rows,
+    rows_within,
+    touched_rows,
+)
+from trainwright.strategies.parameter_server.messages.wire import (
+    FIXED,
+    HEADER,
+    PAYLOAD,
+    Device,
+    Link,
+    LinkError,
+    Sending,
+    field,
+    header,
+)
+from trainwright.strategies.parameter_server.server.server import (
+    BYTES,
+    HAS_GRADIENT,
+    IS_LATE,
+    Meeting,
+    Operation,
+    Status,
+    request_size,
+)
+from trainwright.strategies.parameter_server.server.shard import Plan, join_norms, join_state, split_state
+from trainwright.strategies.parameter_server.server.sharder import Slice
+from trainwright.strategies.parameter_server.worker.early import EarlyPush, copy_slice
+from trainwright.strategies.parameter_server.worker.late import LatePull, put_slices
+from trainwright.strategies.parameter_server.worker.rejoining import Offer
+
+T = TypeVar("T")
+
+
+class ServerGoneError(RuntimeError):
+    """A parameter server is gone, and what it held with it."""
+
+
+class Client:
+    """Talks to all servers for one worker.
+
+    Args:
+        worker: its number.
+        plan: what is served.
+        parameters: this worker's, in the order of the plan.
+        meeting: where servers are found.
+        device: to make links over.
+        codec: how gradients are written; ``None``: as they are. What a message lacks is added to the next one's
+            gradient (error feedback), apart for each server.
+        tables: indices of parameters of which a batch touches few rows: embeddings. Their rows alone are sent, unless
+            there is a codec. So are those of sparse gradients.
+        module: whose parameters they are. With it, and where the plan has parts, a step leaves parameters on their way
+            until they are needed; who looks at them but in :meth:`watched` calls :meth:`settle` first. ``None``: a step
+            waits for all.
+
+    Where the plan has parts and there is no codec, gradients are pushed while backward makes others, see :meth:`begin`.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        plan: Plan,
+        parameters: Sequence[Tensor],
+        meeting: Meeting,
+        device: Device,
+        codec: Codec | None = None,
+        tables: Collection[int] = (),
+        module: nn.Module | None = None,
+    ) -> None:
+        self.worker = worker
+        self.prefix = meeting.prefix
+        """Of keys in the store that nobody else uses."""
+        self.sent_bytes = 0
+        """Of gradients pushed, without headers."""
+        self.staleness = 0
+        """Steps that others made between the last pull and the push after it, at the server that saw most."""
+        self.heard: HeardNotice | None = None
+        """That the run is to end, and after how many steps of this worker, as of the last step or meeting."""
+        self.notice: Callable[[], EndNotice | None] = lambda: None
+        """Asked at each push whether this worker was told that the run is to end; the first server tells all."""
+        self.wants_offer = True
+        """Whether the first server has asked for :meth:`offer`; as it said with its last reply."""
+        self._plan, self._parameters, self._codec = plan, list(parameters), codec
+        self._meeting, self._device, self._tables = meeting, device, frozenset(tables)
+        self._links: list[Link] = []
+        self._gradients = [torch.zeros(plan.numel(server), dtype=plan.dtype) for server in range(len(plan.held))]
+        self._pulled = [torch.empty_like(flat) for flat in self._gradients]
+        self.pushes_early = True
+        """Whether gradients may be pushed early; read once, by :meth:`connect`."""
+        self._early: EarlyPush | None = None
+        self._late: LatePull | None = None
+        self._module = module
+        self.residuals = None if codec is None else [torch.zeros_like(flat) for flat in self._gradients]
+        """What was not sent yet of earlier gradients, one vector per server; ``None`` without a codec."""
+
+    @property
+    def plan(self) -> Plan:
+        """What servers hold."""
+        return self._plan
+
+    # ---- beginning and end ------------------------------------------------------------------------------------------
+
+    def connect(self) -> int:
+        """Meet all servers; the clock to begin at.
+
+        Raises:
+            ServerGoneError: if one cannot be met, or does not take this worker.
+        """
+        proofs = []
+        for server in range(len(self._plan.held)):
+            name = self._meeting.come(server, self.worker)
+            proofs.append(self._meeting.proof(name))
+            try:
+                self._links.append(Link(self._meeting.client(), name, False, self._device))
+            except LinkError as lost:
+                raise self._lost(server, str(lost)) from None
+        digest = self._plan.digest
+        hellos = [
+            self._request(server, Operation.HELLO, digest=digest, proof=each) for server, each in enumerate(proofs)
+        ]
+        replies = self._exchange_all(hellos)
+        if any(self._plan.parts) and self._codec is None and self.pushes_early:
+            self._early = EarlyPush(
+                self._plan, self._parameters, self._gradients, self._announce, self._send_early, self._wait
+            )
+        if any(self._plan.parts) and self._module is not None:
+            self._late = LatePull(
+                self._plan, self._parameters, self._pulled, self._module, self._receive_part, self._wait
+            )
+        return int(max(field(reply, "clock") for reply in replies))
+
+    def leave(self) -> None:
+        """Say goodbye."""
+        for server, link in enumerate(self._links):
+            with suppress(LinkError):
+                link.send(self._request(server, Operation.LEAVE), HEADER).wait()
+        self.drop()
+
+    def drop(self) -> None:
+        """Hang up."""
+        self._end_early()
+        late, self._late = self._late, None
+        if late is not None:
+            late.close()
+        for link in self._links:
+            link.close()
+        self._links = []
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The next backward is the last one of a step, so that its gradients may be pushed while it makes others.
+
+        What becomes of them afterwards counts all the same: what has changed is pushed again in :meth:`step`.
+        """
+        if self._early is None:
+            return
+        if self._early.is_in_vain:
+            self._end_early()
+        else:
+            self._early.begin()
+
+    def step(self, hyper: Tensor, clip_value: float = 0.0, pulls: bool = True) -> None:
+        """Push the gradients, and pull the parameters when the servers let this worker go on.
+
+        Args:
+            hyper: options of the optimizer's groups.
+            clip_value: what elements of the averaged gradient are clamped to, where workers step together; 0: not.
+            pulls: ``False``, where workers step together: leave the parameters with the servers.
+        """
+        late = pulls and self._pulls_late()
+        present = self._push(hyper, clip_value=clip_value, quiet=not pulls, pulls_parts=late)
+        replies = self._receive(present, self._pulled if pulls and not late else None, late=late)
+        self.staleness = int(max(field(reply, "staleness") for reply in replies))
+        self._hear(replies[0])
+        if pulls and not late:
+            self._take()
+
+    def _pulls_late(self) -> bool:
+        return self._late is not None and self._late.may_wait
+
+    def settle(self) -> None:
+        """Take all parameters that are on their way."""
+        if self._late is not None:
+            self._late.settle()
+
+    def watched(self) -> AbstractContextManager[Any]:
+        """A context in which each parameter that is on its way is waited for where it is needed, and all at its end."""
+        return nullcontext() if self._late is None or self._late.has_all else self._watch(self._late)
+
+    @contextmanager
+    def _watch(self, late: LatePull) -> Iterator[None]:
+        with late.watch():
+            yield
+        late.settle()
+
+    def push(self, hyper: Tensor) -> Tensor:
+        """Push the gradients and hear norms of their average; :meth:`commit` has to follow.
+
+        Returns:
+            The norm of each parameter's gradient in the order of the plan, without those that no worker has one of.
+        """
+        norms = [torch.zeros(len(held), dtype=torch.float64) for held in self._plan.held]
+        self._receive(self._push(hyper, hold=1), norms)
+        return join_norms(self._plan, norms)
+
+    def commit(self, coefficient: float, clip_value: float = 0.0, pulls: bool = True) -> None:
+        """Let the step be made with the averaged gradient times ``coefficient``; as :meth:`step`."""
+        late = pulls and self._pulls_late()
+        fields: dict[str, float] = {"coefficient": coefficient, "clip_value": clip_value, "quiet": not pulls}
+        self._hear(self._ask(Operation.COMMIT, payload=pulls and not late, late=late, **fields, pulls_parts=late)[0])
+        if pulls and not late:
+            self._take()
+
+    def pull(self, into: Sequence[Tensor] | None = None) -> None:
+        """Take the servers' parameters as they are.
+
+        Args:
+            into: tensors in the order of the plan; ``None``: this worker's parameters.
+        """
+        self._ask(Operation.PULL, payload=True)
+        self._take(into)
+
+    def free(self) -> None:
+        """Give back the memory of messages as long as all parameters, until one is sent or received."""
+        self._gradients = [torch.zeros(self._plan.numel(s), dtype=self._plan.dtype) for s in range(len(self._pulled))]
+        self._pulled = [torch.empty_like(flat) for flat in self._gradients]
+
+    def pull_rows(self, index: int, numbers: Tensor) -> Tensor:
+        """Some rows of one parameter, as the servers have them, ``(k, ...)`` on the CPU.
+
+        Args:
+            index: of the parameter in the plan.
+            numbers: of the rows, int64 ``(k,)``, ascending, on the CPU.
+        """
+        width = math.prod(self._plan.shapes[index][1:])
+        rows = torch.empty(numbers.numel(), width, dtype=self._plan.dtype)
+        asked: dict[int, tuple[tuple[Sending, Sending], Tensor]] = {}
+        for server, held in enumerate(self._plan.held):
+            wanted = [rows_within(numbers, p) if p.parameter == index else numbers[:0] for p in held]
+            count = sum(each.numel() for each in wanted)
+            if not count:
+                continue
+            body, link = ask_for(wanted), self._links[server]
+            request = self._request(server, Operation.ROWS, bytes=body.nbytes)
+            sent = self._guarded(server, lambda: (link.send(request, HEADER), link.send(body, PAYLOAD)))  # noqa: B023
+            asked[server] = sent, torch.empty(count, width, dtype=self._plan.dtype)
+        for server, (sent, found) in asked.items():
+            self._receive_rows(server, sent, found)
+            first = 0
+            for piece in self._plan.held[server]:
+                if piece.parameter == index:
+                    start, stop = torch.searchsorted(numbers, torch.tensor([piece.start, piece.stop])).tolist()
+                    rows[start:stop] = found[first : first + stop - start]
+                    first += stop - start
+        return rows.view(-1, *self._plan.shapes[index][1:])
+
+    def _receive_rows(self, server: int, sent: tuple[Sending, ...], found: Tensor) -> None:
+        reply, link = torch.zeros(FIXED, dtype=torch.float64), self._links[server]
+        coming = self._guarded(server, lambda: (link.receive(reply, HEADER), link.receive(found, PAYLOAD)))
+        for each in (*sent, coming[0]):
+            self._guarded(server, each.wait)
+        self._refuse_ended(server, reply)
+        self._guarded(server, coming[1].wait)
+
+    def meet(self) -> int:
+        """Wait until all workers do, and take the servers' parameters, the same on all.
+
+        Returns:
+            How often lost workers had come again until then, the same on all.
+        """
+        replies = self._ask(Operation.MEET, payload=True)
+        self._hear(replies[0])
+        self._take()
+        return int(field(replies[0], "returns"))
+
+    def _hear(self, reply: Tensor) -> None:
+        number = int(field(reply, "notice"))
+        left = int(field(reply, "steps_left"))
+        self.heard = HeardNotice(number, field(reply, "notice_age"), left) if number else None
+
+    def _told(self, server: int) -> dict[str, float]:
+        """What a push to a server says of a notice that this worker was given."""
+        notice = self.notice() if server == 0 else None
+        return {} if notice is None else {"notice": notice.number, "notice_age": notice.age}
+
+    def offer(self, content: Content, step: int) -> None:
+        """Have the first server keep a copy of the state of the run for workers that come again.
+
+        Args:
+            content: complete, see ``complete`` of ``strategy.run_state``.
+            step: optimizer steps done.
+        """
+        offer, link = Offer.of(0, content, step), self._links[0]  # the server knows this worker's clock
+        sent = self._guarded(0, lambda: (link.send(self._request(0, Operation.OFFER), HEADER),))
+        self._guarded(0, lambda: offer.give(link))
+        self._receive([sent], only=0)
+
+    def traffic(self) -> list[tuple[int, int]]:
+        """Messages and bytes that each server has sent so far, to all."""
+        replies = self._ask(Operation.TRAFFIC)
+        return [(int(field(reply, "messages")), int(field(reply, "sent"))) for reply in replies]
+
+    def vote(self, value: float) -> float:
+        """The largest value of all workers, by way of the first server."""
+        reply = self._exchange(0, self._request(0, Operation.VOTE, vote=value))
+        return field(reply, "vote")
+
+    def _announce(self, server: int) -> Sending:
+        return self._send(server, self._request(server, Operation.PARTS), HEADER)
+
+    def _receive_part(self, server: int, part: Tensor, tag: int) -> Sending:
+        return self._guarded(server, lambda: self._links[server].receive(part, tag))
+
+    def _send_early(self, server: int, part: Tensor, tag: int) -> Sending:
+        self.sent_bytes += part.nbytes
+        return self._send(server, part, tag)
+
+    def _send(self, server: int, tensor: Tensor, tag: int) -> Sending:
+        return self._guarded(server, lambda: self._links[server].send(tensor, tag))
+
+    def _wait(self, server: int, sending: Sending) -> None:
+        self._guarded(server, sending.wait)
+
+    def _end_early(self) -> None:
+        early, self._early = self._early, None
+        if early is not None:
+            early.close()
+
+    def _push(self, hyper: Tensor, **fields: float) -> list[Sequence[Sending]]:
+        sent: list[Sequence[Sending]] = []
+        for server, flat in enumerate(self._gradients):
+            held, early = self._plan.held[server], None if self._early is None else self._early.end(server)
+            marks = torch.tensor([self._parameters[p.parameter].grad is not None for p in held]).double() * HAS_GRADIENT
+            on_their_way: list[Sending] = []
+            if early is None:
+                body, is_packed = self._message(server, held, flat)
+            else:
+                on_their_way, late = early
+                marks[late] += IS_LATE
+                body, is_packed = self._late_message([held[each] for each in late], flat), True
+            fields |= {"bytes": body.nbytes if is_packed else 0, "parts": early is not None}
+            request = self._request(server, Operation.PUSH, **fields, **self._told(server))
+            request[FIXED : FIXED + hyper.numel()] = hyper
+            request[FIXED + hyper.numel() :] = marks
+            self.sent_bytes += body.nbytes
+            sent.append((*on_their_way, self._send(server, request, HEADER), self._send(server, body, PAYLOAD)))
+        return sent
+
+    def _message(self, server: int, held: Sequence[Slice], flat: Tensor) -> tuple[Tensor, bool]:
+        """This worker's gradients of all that a server holds, and whether they are packed: few rows of some."""
+        rows = self._gather(held, flat)
+        if any(each is not None for each in rows):
+            return pack_rows(flat, held, rows), True
+        return self._written(server, flat), False
+
+    def _late_message(self, pieces: Sequence[Slice], flat: Tensor) -> Tensor:
+        """Gradients that follow those that were sent early, which may be on their way still."""
+        if not pieces:
+            return flat[:0]
+        memory = flat.new_empty(sum(piece.numel for piece in pieces))
+        return pack_rows(memory, pieces, self._gather(pieces, memory))
+
+    def _gather(self, pieces: Sequence[Slice], flat: Tensor) -> list[Rows | None]:
+        """Gather this worker's gradients of some slices, one after the other; but for those of few rows, these."""
+        touched: list[Rows | None] = []
+        position = 0
+        for piece in pieces:
+            gradient = self._parameters[piece.parameter].grad
+            touched.append(self._few_rows(gradient, piece))
+            if touched[-1] is None:
+                copy_slice(gradient, piece, flat[position : position + piece.numel])
+            position += piece.numel
+        return touched
+
+    def _few_rows(self, gradient: Tensor | None, piece: Slice) -> Rows | None:
+        if gradient is None or gradient.dim() < 2 or self._codec is not None:
+            return None
+        if not gradient.is_sparse and piece.parameter not in self._tables:
+            return None
+        return touched_rows(gradient, piece)
+
+    def _written(self, server: int, flat: Tensor) -> Tensor:
+        if self._codec is None:
+            return flat
+        assert self.residuals is not None
+        return encode_with_feedback(self._codec, flat[None], self.residuals[server][None])[0]
+
+    def _take(self, into: Sequence[Tensor] | None = None) -> None:
+        """Put what was pulled into the parameters."""
+        for held, flat in zip(self._plan.held, self._pulled, strict=True):
+            put_slices(held, flat, into or self._parameters)
+
+    # ---- states -----------------------------------------------------------------------------------------------------
+
+    def state(self) -> list[State]:
+        """The optimizer's state of every parameter, whole, in the order of the plan."""
+        replies = self._ask(Operation.STATE)
+        states = []
+        for server, reply in enumerate(replies):
+            data = torch.empty(int(field(reply, "bytes")), dtype=torch.uint8)
+            self._guarded(server, self._links[server].receive(data, BYTES).wait)
+            states.append(unpack(data, int(field(reply, "text"))))
+        return join_state(self._plan, states)
+
+    def load(self, states: Sequence[State]) -> None:
+        """Give the servers this worker's parameters and the optimizer's state of each; no worker may push meanwhile."""
+        for server, of_server in enumerate(split_state(self._plan, states)):
+            flat, (data, text) = self._pulled[server], pack(of_server)
+            position = 0
+            for piece in self._plan.held[server]:
+                parameter = self._parameters[piece.parameter].detach()
+                rows = parameter[piece.start : piece.stop] if parameter.dim() else parameter
+                flat[position : position + piece.numel].view(piece.shape).copy_(rows)
+                position += piece.numel
+            request, link = self._request(server, Operation.LOAD, bytes=data.numel(), text=text), self._links[server]
+            sent = self._guarded(
+                server,
+                lambda: (link.send(request, HEADER), link.send(flat, PAYLOAD), link.send(data, BYTES)),  # noqa: B023
+            )
+            self._receive([sent], only=server)
+
+    # ---- talking ----------------------------------------------------------------------------------------------------
+
+    def _request(self, server: int, operation: Operation, **fields: float) -> Tensor:
+        self.settle()  # what follows must not get in the way of what is coming
+        return header(request_size(self._plan, server), operation=operation, **fields)
+
+    def _ask(self, operation: Operation, payload: bool = False, late: bool = False, **fields: float) -> list[Tensor]:
+        requests = [self._request(server, operation, **fields) for server in range(len(self._links))]
+        return self._exchange_all(requests, payload, late)
+
+    def _exchange_all(self, requests: Sequence[Tensor], payload: bool = False, late: bool = False) -> list[Tensor]:
+        """Send each server its request; the replies."""
+        sent = []
+        for server, (link, request) in enumerate(zip(self._links, requests, strict=True)):
+            sent.append(self._guarded(server, lambda: (link.send(request, HEADER),)))  # noqa: B023
+        return self._receive(sent, self._pulled if payload else None, late=late)
+
+    def _exchange(self, server: int, request: Tensor) -> Tensor:
+        sent = self._guarded(server, lambda: (self._links[server].send(request, HEADER),))
+        return self._receive([sent], only=server)[0]
+
+    def _receive(
+        self,
+        sent: Sequence[Sequence[Sending]],
+        bodies: Sequence[Tensor] | None = None,
+        only: int | None = None,
+        late: bool = False,
+    ) -> list[Tensor]:
+        """Replies of the servers, all on their way at once, and what follows each of them; ``late``: parts, later."""
+        servers = range(len(self._links)) if only is None else (only,)
+        replies = [torch.zeros(FIXED, dtype=torch.float64) for _ in servers]
+        coming = [
+            self._guarded(server, lambda: self._links[server].receive(reply, HEADER))  # noqa: B023
+            for server, reply in zip(servers, replies, strict=True)
+        ]
+        following = [
+            self._guarded(server, lambda: self._links[server].receive(body, PAYLOAD))  # noqa: B023
+            for server, body in enumerate(bodies or ())
+        ]
+        if late and self._late is not None:
+            self._late.begin()
+        for position, server in enumerate(servers):
+            for each in sent[position]:
+                self._guarded(server, each.wait)
+            self._guarded(server, coming[position].wait)
+            self._refuse_ended(server, replies[position])
+            if server == 0:
+                self.wants_offer = bool(field(replies[position], "wanted"))
+            if following:
+                self._guarded(server, following[position].wait)
+        return replies
+
+    def _refuse_ended(self, server: int, reply: Tensor) -> None:
+        if int(field(reply, "operation")) == Status.OK:
+            return
+        text = torch.empty(int(field(reply, "bytes")), dtype=torch.uint8)
+        self._guarded(server, self._links[server].receive(text, BYTES).wait)
+        raise self._lost(server, bytes(text.numpy()).decode())
+
+    def _guarded(self, server: int, action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except LinkError as lost:
+            raise self._lost(server, str(lost)) from None
+
+    def _lost(self, server: int, why: str) -> ServerGoneError:
+        self.drop()
+        return ServerGoneError(
+            f"Parameter server {server} is gone ({why}), and the parameters that it held with it. Go on from the newest"
+            " checkpoint with ckpt_path=last, or let the command do so by itself with launch.max_restarts=3."
+        )

@@ -1,0 +1,149 @@
+"""What the Trainer takes for the user's optimizer: its ``step`` pushes gradients and pulls parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainwright.strategies.contract.gradients import refuse_nonfinite
+from trainwright.strategies.parameter_server.messages.packing import State
+from trainwright.strategies.parameter_server.server.shard import Plan
+from trainwright.strategies.parameter_server.worker.client import Client
+
+
+class ServedOptimizer(Optimizer):
+    """Stands in for the user's optimizer, which keeps the groups and, at rest, the state; servers do its steps.
+
+    Groups are shared, so schedulers (which hold the user's own), clipping and readers of learning rates work as ever.
+    ``state_dict`` and ``load_state_dict`` have torch's standard form.
+
+    Args:
+        inner: the user's optimizer.
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        self.defaults = inner.defaults
+        self.outdated = False
+        """Whether servers have yet to be given what was loaded."""
+        self.apart = False
+        """Whether ``state_dict`` gives groups alone, without asking the servers for states."""
+        self._client: Client | None = None
+        self._plan: Plan | None = None
+        self._clip_value = 0.0
+        self._coefficient: float | None = None  # of gradients that are pushed, but not stepped
+        self.__setstate__({})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the user's optimizer."""
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """State that was gathered for a checkpoint, or loaded; empty while training."""
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.inner.state = state
+
+    # ---- serving ----------------------------------------------------------------------------------------------------
+
+    def serve(self, client: Client, plan: Plan) -> None:
+        """Let servers do the steps from now on."""
+        self._client, self._plan = client, plan
+
+    def upload(self) -> None:
+        """Give the servers this rank's parameters and the state that was loaded."""
+        assert self._client is not None
+        self._client.load(self._states())
+
+    def forget_state(self) -> None:
+        """The servers have it."""
+        self.inner.state.clear()
+        self.outdated = False
+
+    def retire(self) -> None:
+        """Keep the state of the servers, which are about to end."""
+        self._fetch()
+        self._client = None
+
+    def _states(self) -> list[State]:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return [dict(self.inner.state.get(parameter, {})) for parameter in parameters]
+
+    def _fetch(self) -> None:
+        if self._client is None or self.outdated or self.apart:
+            return
+        self.inner.state.clear()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for parameter, state in zip(parameters, self._client.state(), strict=True):
+            if state:
+                self.inner.state[parameter] = {
+                    key: value.to(parameter.device) if _is_like(value, parameter) else value
+                    for key, value in state.items()
+                }
+
+    # ---- what the Trainer calls -------------------------------------------------------------------------------------
+
+    def clip_norm(self, max_norm: float, error_if_nonfinite: bool) -> None:
+        """Clip the average of all workers' gradients in the coming step, by a norm that the servers compute.
+
+        Raises:
+            RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is set, on every rank.
+        """
+        assert self._client is not None
+        assert self._plan is not None
+        # From here on as torch.nn.utils.clip_grad_norm_ does it, to the bit; a NaN spreads.
+        norm = torch.linalg.vector_norm(self._client.push(self._plan.hyper.read(self.param_groups)))
+        if error_if_nonfinite:
+            refuse_nonfinite(float(norm), max_norm)
+        self._coefficient = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+    def clip_value(self, limit: float) -> None:
+        """Clamp the elements of the averaged gradient in the coming step."""
+        self._clip_value = limit
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Compute, push and pull."""
+        loss = None
+        if closure is not None:
+            if self._client is not None:
+                self._client.begin()
+            with torch.enable_grad():
+                loss = closure()
+        if self._client is None or self._plan is None:
+            raise RuntimeError("The optimizer steps on parameter servers, which run while trainer.fit does.")
+        if self.inner.state:
+            self.inner.state.clear()  # of a checkpoint; from here on it is old
+        clip_value, self._clip_value = self._clip_value, 0.0
+        if self._coefficient is None:
+            self._client.step(self._plan.hyper.read(self.param_groups), clip_value)
+        else:
+            coefficient, self._coefficient = self._coefficient, None
+            self._client.commit(coefficient, clip_value)
+        inner: Any = self.inner
+        inner._opt_called = True  # schedulers warn if theirs has not stepped
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups, and the state of all servers put together; while training, all ranks have to call it."""
+        self._fetch()
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take groups and state; the servers are given them before the next step."""
+        self.inner.load_state_dict(state_dict)
+        self.outdated = True
+
+
+def _is_like(value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0

@@ -1,0 +1,176 @@
+"""State of the module that a step advances: once per step, however many micro-batches it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.strategies.pipeline.cut import PipelineCut
+from trainwright.strategies.pipeline.first_step.module_state import Change
+from trainwright.strategies.pipeline.first_step.survey import Source, Survey, depends_on_data
+from trainwright.strategies.pipeline.relay import Carrier
+
+
+@dataclass(frozen=True)
+class Place:
+    """A buffer or an attribute that a step changes.
+
+    Attributes:
+        path: of the submodule.
+        name: in it.
+        stage: whose run of the step has it right.
+        is_shared: whether other stages have it too (it is outside of the blocks).
+    """
+
+    path: str
+    name: str
+    stage: int
+    is_shared: bool
+
+
+def find_places(
+    cut: PipelineCut, module: nn.Module, changes: Iterable[Change], survey: Survey, micro_batches: int
+) -> tuple[list[Place], list[str]]:
+    """What the stages of this rank must take care of, and what makes several micro-batches impossible.
+
+    Args:
+        cut: of the module.
+        module: the user's.
+        changes: of one whole run of the step.
+        survey: of that run; what shared places were computed from is added to the needs of the last stage.
+        micro_batches: of a step.
+    """
+    places, problems = [], []
+    for change in changes:
+        block = next((i for i, name in enumerate(cut.names) if f"{change.path}.".startswith(f"{name}.")), None)
+        if block is not None and not cut.owns_block(block):
+            continue
+        sub = module.get_submodule(change.path)
+        sources = survey.of(change.value) if block is None else survey.behind(change.value)
+        if _is_metric(sub):
+            continue  # adds up over micro-batches, and is synchronized when it is computed
+        if change.kind == "object":
+            if depends_on_data(sources) and block is None:
+                problems.append(_kept_by_python(change))
+            continue
+        if change.kind == "tensor" and depends_on_data(sources):
+            is_result = change.name not in sub._buffers and Source("state", change.label) not in sources
+            if block is not None and is_result:
+                continue  # what the step itself uses, an auxiliary loss for one
+            if micro_batches > 1:
+                problems.append(_of_samples(change, sub, micro_batches))
+                continue
+        if change.kind == "number" and survey.reads_numbers and micro_batches > 1:
+            problems.append(_of_samples(change, sub, micro_batches))
+            continue
+        stage = cut.stage_of_block(block) if block is not None else _stage_for(cut, sources, change)
+        if block is None and stage == cut.stages - 1:
+            survey.use_results(change.value)
+        places.append(Place(change.path, change.name, stage, block is None))
+    return places, problems
+
+
+def _stage_for(cut: PipelineCut, sources: Iterable[Source], change: Change) -> int:
+    """The first stage, if it has all that a shared value was computed from before the blocks; else the last."""
+    first = change.kind == "tensor" and all(
+        source.kind in ("batch", "state") or (source.kind == "parameter" and 0 in cut.holders[source.name])
+        for source in sources
+    )
+    return 0 if first and any(source.kind == "parameter" for source in sources) else cut.stages - 1
+
+
+def _is_metric(sub: nn.Module) -> bool:
+    return any(base.__module__.startswith("torchmetrics.") for base in type(sub).__mro__)
+
+
+def _of_samples(change: Change, sub: nn.Module, micro_batches: int) -> str:
+    return (
+        f"training_step changes {change.label!r} ({type(sub).__name__}) by the samples that it sees, and a pipeline "
+        f"runs it once for each of {micro_batches} micro-batches, so it would differ from that of the whole batch "
+        f"(statistics of BatchNorm, running means). Use strategy.micro_batches=1, pipeline=1, or what does not "
+        f"depend on other samples (LayerNorm or GroupNorm; self.log of the value in place of an attribute)."
+    )
+
+
+def _kept_by_python(change: Change) -> str:
+    return (
+        f"training_step keeps tensors in {change.label!r} ({type(change.value).__name__}). A pipeline runs it once for "
+        f"each micro-batch, and only the last stage gets that far, so other ranks would keep nothing. Return the value "
+        f"in training_step's dict (on_train_batch_end gets it as outputs), log it with self.log(..., on_epoch=True), "
+        f"or use pipeline=1."
+    )
+
+
+class StepState:
+    """Lets every micro-batch begin with the state that the step has begun with.
+
+    Args:
+        module: the user's.
+        places: of :func:`find_places`.
+        ranks: rank in the pipeline of each stage.
+        carrier: moves values between them.
+    """
+
+    def __init__(self, module: nn.Module, places: Sequence[Place], ranks: Sequence[int], carrier: Carrier) -> None:
+        self._module, self._ranks, self._carrier = module, ranks, carrier
+        self._places = list(places)
+        self._shared = sorted(
+            (place for place in self._places if place.is_shared), key=lambda p: (p.stage, p.path, p.name)
+        )
+        self._begun: dict[Place, Any] = {}
+        self._given: dict[Place, Any] = {}
+        self._ended: dict[Place, tuple[Any, bool]] = {}
+
+    def begin_step(self) -> None:
+        """Remember the state."""
+        self._ended.clear()
+        self._begun = {place: self._get(place) for place in self._places}
+
+    def begin_micro_batch(self) -> None:
+        """Put it back. New tensors: backward may still need those of the micro-batch before."""
+        for place, value in self._begun.items():
+            self._given[place] = value.detach().clone() if isinstance(value, Tensor) else value
+            self._set(place, self._given[place])
+
+    def end_micro_batch(self, stage: int) -> None:
+        """Remember what a stage has left."""
+        for place in self._places:
+            if place.stage == stage:
+                value = self._get(place)
+                self._ended[place] = value, value is self._given[place]
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Leave the state as one run of the step would; what is outside of the blocks on every rank. A collective."""
+        for place, begun in self._begun.items():
+            ended, is_same = self._ended.get(place, (begun, False))
+            if isinstance(begun, Tensor) and is_same:  # written to, not replaced
+                begun.copy_(ended)  # the very tensor that others may hold
+                ended = begun
+            self._set(place, ended)
+        self._begun, self._given = {}, {}
+        for stage in dict.fromkeys(place.stage for place in self._shared):
+            mine = [place for place in self._shared if place.stage == stage]
+            values = self._carrier.broadcast(self._ranks[stage], [self._get(p) for p in mine], "The module's state")
+            for place, value in zip(mine, values, strict=True):
+                self._put(place, value)
+
+    def _get(self, place: Place) -> Any:
+        owner = self._module.get_submodule(place.path)
+        return owner._buffers[place.name] if place.name in owner._buffers else owner.__dict__.get(place.name)
+
+    def _set(self, place: Place, value: Any) -> None:
+        owner = self._module.get_submodule(place.path)
+        held = owner._buffers if place.name in owner._buffers else owner.__dict__
+        held[place.name] = value
+
+    def _put(self, place: Place, value: Any) -> None:
+        held = self._get(place)
+        if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:
+            held.copy_(value)
+        else:
+            self._set(place, value)

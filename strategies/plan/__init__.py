@@ -1,0 +1,1 @@
+"""Find out what a model allows: its blocks, and how each weight may be split."""

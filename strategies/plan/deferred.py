@@ -1,0 +1,151 @@
+"""Initial weights of a model that was built without memory (``torch.device("meta")``).
+
+A module's own ``reset_parameters()`` gives them; within a Hugging Face model, that model's ``_init_weights``.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.checkpoint.foreign.hugging_face import outermost_models
+from trainwright.strategies.plan.shell import Shell
+
+
+def is_deferred(module: nn.Module) -> bool:
+    """Whether any parameter or buffer of ``module`` still is on the meta device."""
+    return any(tensor.is_meta for tensor in _tensors(module))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A submodule whose meta tensors get their initial values together.
+
+    Args:
+        name: fully qualified name of the submodule.
+        module: the submodule.
+        meta: names of its meta tensors, relative to it, in order.
+        shell: of the Hugging Face model that it is a part of, which initialises it; ``None``: it resets itself.
+    """
+
+    name: str
+    module: nn.Module
+    meta: tuple[str, ...]
+    shell: Shell | None = None
+
+    def overlaps(self, name: str) -> bool:
+        """Whether this piece lies within the module called ``name``, or that module within this piece."""
+        return self.name == name or self.name.startswith(f"{name}.") or name.startswith(f"{self.name}.")
+
+    def values(self, seed: int) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        """Whole initial values, on the CPU, as ``(owner, name of the tensor in its owner, value)``.
+
+        They depend on ``seed`` and the name of the piece alone, neither on the world size nor on other pieces.
+        """
+        key = f"{seed}/{self.name}"
+        if self.shell is not None:
+            with _seeded(key):
+                values = self.shell.values(self.name, self.meta)
+            yield from ((self.module, name, value) for name, value in values.items())
+            return
+        twin = _materialised(self.module, key)
+        for path in self.meta:
+            owner, _, name = path.rpartition(".")
+            yield self.module.get_submodule(owner), name, getattr(twin.get_submodule(owner), name).detach()
+
+
+def deferred_pieces(module: nn.Module) -> list[Piece]:
+    """The pieces in which the meta tensors of ``module`` are initialised.
+
+    A piece is a submodule that owns meta tensors directly; only one is whole in memory at a time. A piece with
+    children but no list of blocks (such as ``nn.MultiheadAttention``) takes its children along, since its reset may
+    set their values. Within a Hugging Face model it never does.
+
+    Raises:
+        ValueError: if a submodule that owns meta tensors has no ``reset_parameters()`` and is in no Hugging Face model.
+    """
+    pieces: list[Piece] = []
+    whole: list[str] = []
+    shells = [Shell(name, model) for name, model in outermost_models(module)]
+    for name, sub in module.named_modules():
+        own = tuple(n for n, tensor in _own_tensors(sub) if tensor.is_meta)
+        if not own or any(name.startswith(f"{outer}.") for outer in whole):
+            continue
+        shell = next((shell for shell in shells if shell.holds(name)), None)
+        if shell is None and _takes_children(sub):
+            whole.append(name)
+            own = tuple(_meta_names(sub))
+        pieces.append(Piece(name, sub, own, shell))
+    alone = [piece for piece in pieces if piece.shell is None]
+    missing = [f"{piece.name} ({type(piece.module).__name__})" for piece in alone if _reset_of(piece.module) is None]
+    if missing:
+        raise ValueError(
+            f"The model was built on the meta device, but {', '.join(missing)} cannot be initialised: "
+            "define reset_parameters() on each module that owns parameters or buffers, "
+            "or build the model in __init__ instead of configure_model."
+        )
+    return pieces
+
+
+def _meta_names(module: nn.Module) -> Iterator[str]:
+    for owner, sub in module.named_modules():
+        for name, tensor in _own_tensors(sub):
+            if tensor.is_meta:
+                yield f"{owner}.{name}" if owner else name
+
+
+def _takes_children(module: nn.Module) -> bool:
+    lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    return next(module.children(), None) is not None and not any(isinstance(sub, lists) for sub in module.modules())
+
+
+def _materialised(piece: nn.Module, key: str) -> nn.Module:
+    twin = copy.deepcopy(piece) if _takes_children(piece) else _childless(piece)
+    twin.to_empty(device="cpu")
+    with _seeded(key):
+        for sub in reversed(list(twin.modules())):  # children first: the outer reset has the last word
+            reset = _reset_of(sub)
+            if reset is not None:
+                reset()
+    return twin
+
+
+@contextmanager
+def _seeded(key: str) -> Iterator[None]:
+    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        yield
+
+
+def _childless(module: nn.Module) -> nn.Module:
+    twin = copy.copy(module)
+    twin.__dict__ = dict(module.__dict__)
+    twin._modules = {}
+    twin._parameters = {
+        name: None if param is None else nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+        for name, param in module._parameters.items()
+    }
+    twin._buffers = dict(module._buffers)
+    return twin
+
+
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    reset = getattr(module, "reset_parameters", None)
+    return reset if callable(reset) else getattr(module, "_reset_parameters", None)
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    own = [*module._parameters.items(), *module._buffers.items()]
+    return [(name, tensor) for name, tensor in own if tensor is not None]
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()

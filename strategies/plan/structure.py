@@ -1,0 +1,221 @@
+"""Which weights of a module may be split together over the tensor axis, by the order in which it calls them.
+
+The pattern is that of Megatron-LM (arXiv:1909.08053): projections into heads or into the wide feed-forward space are
+split by columns, the projection back by rows. A guess is taken if its proof succeeds, whatever the names are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from torch import nn
+
+from trainwright.strategies.plan.names import joined, parent_of
+from trainwright.strategies.plan.tensor_rules import (
+    COUNTS_OF_HEADS,
+    features,
+    is_attention,
+    is_projection,
+    is_splittable,
+)
+
+# Projections that may share a projection back: queries, keys, values and a gate.
+_MOST_COLUMNS = 4
+# Ways to divide attributes that are tried for one group.
+_MOST_HEADS = 16
+
+
+@dataclass(frozen=True)
+class Guess:
+    """One way to split some weights, which stands or falls as a whole.
+
+    Args:
+        styles: name of a module -> its style.
+        heads: name of a module -> attributes that count heads or features of what is split.
+        narrow: names of modules whose code takes the width of what is split from their input.
+        summed: names of whole parameters of whose gradient each rank then has a part of the sum.
+    """
+
+    styles: Mapping[str, str]
+    heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    narrow: tuple[str, ...] = ()
+    summed: frozenset[str] = frozenset()
+
+
+def features_of(module: nn.Module | None) -> tuple[int, int] | None:
+    """``(inputs, outputs)`` of a linear layer, ``nn.Linear`` or Hugging Face's ``Conv1D``; ``None`` for others."""
+    if module is None or not is_projection(module) or not is_splittable(module):
+        return None
+    return features(module)
+
+
+def base_of(module: nn.Module) -> str | None:
+    """Name of the projection within ``module`` to which all others in it are adapters of low rank (LoRA).
+
+    ``None`` if it is something else. Adapters come in pairs, from the projection's inputs to a few features and from
+    these to its outputs.
+    """
+    inner = [(name, sub) for name, sub in module.named_modules() if name and is_projection(sub)]
+    if len(inner) < 3:
+        return None
+    (base, first), *others = inner
+    inputs, outputs = features(first)
+    down = [features(sub)[1] for _, sub in others if features(sub)[0] == inputs]
+    up = [features(sub)[0] for _, sub in others if features(sub)[1] == outputs]
+    is_low = all(rank < min(inputs, outputs) for rank in down)
+    return base if is_low and sorted(down) == sorted(up) and len(down) + len(up) == len(others) else None
+
+
+def with_adapters(module: nn.Module, name: str, style: str) -> dict[str, str]:
+    """``name: style``; where ``name`` is a projection with adapters, the styles of what is in it."""
+    sub = module.get_submodule(name)
+    base = base_of(sub) if not is_projection(sub) else None
+    if base is None:
+        return {name: style}
+    side = 0 if style == "rowwise" else 1
+    width = features(sub.get_submodule(base))[side]
+    inner = [(n, part) for n, part in sub.named_modules() if is_projection(part)]
+    return {f"{name}.{n}": style for n, part in inner if n == base or features(part)[side] == width}
+
+
+def owners(module: nn.Module, apart: Sequence[str]) -> list[str]:
+    """Names of the innermost modules that hold several projections, or are attentions; none within ``apart``."""
+    found: list[str] = []
+
+    def visit(sub: nn.Module, name: str) -> bool:
+        if name in apart:
+            return False
+        if is_attention(sub):
+            found.append(name)
+            return True
+        inner = [visit(child, f"{name}.{key}" if name else key) for key, child in sub.named_children()]
+        own = sum(is_projection(child) or base_of(child) is not None for _, child in _called(sub))
+        if own > 1 and not isinstance(sub, nn.ModuleList | nn.ModuleDict) and base_of(sub) is None:
+            found.append(name)
+            return True
+        return any(inner)
+
+    visit(module, "")
+    return found
+
+
+def _called(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Children of ``module``, and those of its lists."""
+    for name, child in module.named_children():
+        yield name, child
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called(child)
+
+
+def guesses(
+    unit: nn.Module,
+    calls: Sequence[tuple[str, object]],
+    reads: Mapping[str, Mapping[str, int]],
+    size: int,
+) -> Iterator[list[Guess]]:
+    """Ways to split each group of weights, likelier ones first; a caller that takes one skips groups that overlap.
+
+    Args:
+        unit: what has been run.
+        calls: names of its projections and attentions in the order in which they were called, with what those have in
+            common that were given the same tensor.
+        reads: name of a submodule -> integers that it read.
+        size: of the tensor axis.
+    """
+    called = outer_calls(unit, dict(calls))
+    for start, (name, _) in enumerate(called):
+        if is_attention(unit.get_submodule(name)):
+            yield list(attention_guess(unit, name, size))
+            continue
+        for count in range(1, _MOST_COLUMNS + 1):
+            columns, rest = called[start : start + count], called[start + count :]
+            if not rest or any(is_attention(unit.get_submodule(n)) for n, _ in (*columns, rest[0])):
+                break
+            if rest[0][1] not in [given for _, given in columns]:
+                yield list(_pairs(unit, [n for n, _ in columns], rest[0][0], reads, size))
+
+
+def attention_guess(unit: nn.Module, name: str, size: int) -> Iterator[Guess]:
+    """How torch's own attention is split, if it can be."""
+    part = unit.get_submodule(name)
+    assert isinstance(part, nn.MultiheadAttention)
+    if part._qkv_same_embed_dim and part.bias_k is None and not part.add_zero_attn and part.num_heads % size == 0:
+        styles = {name: "packed_colwise:3", joined(name, "out_proj"): "rowwise"}
+        yield Guess(styles, {name: ("num_heads", "embed_dim")})
+
+
+def outer_calls(unit: nn.Module, calls: Mapping[str, object]) -> list[tuple[str, object]]:
+    """The calls, those of adapters left out."""
+    wrappers = {name: base for name, sub in unit.named_modules() if (base := base_of(sub)) is not None}
+    found = []
+    for name, given in calls.items():
+        outer = next((w for w in wrappers if name.startswith(f"{w}.")), None)
+        if outer is None:
+            found.append((name, given))
+        elif name == f"{outer}.{wrappers[outer]}":
+            found.append((outer, given))
+    return found
+
+
+def _shape(unit: nn.Module, name: str) -> tuple[int, int] | None:
+    sub = unit.get_submodule(name)
+    base = None if is_projection(sub) else base_of(sub)
+    return features_of(sub if base is None else sub.get_submodule(base))
+
+
+def _pairs(
+    unit: nn.Module, columns: Sequence[str], back: str, reads: Mapping[str, Mapping[str, int]], size: int
+) -> Iterator[Guess]:
+    shapes, shape = [_shape(unit, name) for name in columns], _shape(unit, back)
+    if shape is None or shape[0] % size or None in shapes:
+        return
+    width = shape[0]
+    options = [_styles(outputs, width, size) for _, outputs in filter(None, shapes)]
+    if not any(outputs >= width for _, outputs in filter(None, shapes)):
+        return
+    for styles in product(*options):
+        split = dict(zip(columns, styles, strict=True))
+        expanded = {n: s for name, style in split.items() for n, s in with_adapters(unit, name, style).items()}
+        expanded |= with_adapters(unit, back, "rowwise")
+        owners = dict.fromkeys(parent_of(name) for name in columns)
+        heads = list(heads_of(owners, reads, {w for _, w in filter(None, shapes)} | {width}, size))
+        for narrow in ((), tuple(owners)):
+            yield from (Guess(expanded, chosen, narrow) for chosen in heads)
+
+
+def _styles(outputs: int, width: int, size: int) -> list[str]:
+    """Styles of a projection to ``outputs`` features before one that takes ``width`` of them."""
+    if outputs % size:
+        return []
+    if outputs <= width:
+        return ["colwise"] if width % outputs == 0 else []
+    if outputs % width == 0:  # several projections in one matrix, or those of each head together
+        return [f"packed_colwise:{outputs // width}", "colwise"]
+    rest = (outputs - width) // 2  # queries, and fewer keys and values
+    packed = rest > 0 and 2 * rest == outputs - width and rest % size == 0
+    return [f"packed_colwise:{width},{rest},{rest}", "colwise"] if packed else ["colwise"]
+
+
+def heads_of(
+    owners: Mapping[str, object] | Sequence[str], reads: Mapping[str, Mapping[str, int]], widths: set[int], size: int
+) -> Iterator[dict[str, tuple[str, ...]]]:
+    """Which of the integers that ``owners`` read may count heads or features of what is split, likelier ones first."""
+    numbers = [
+        (owner, name, value)
+        for owner in owners
+        for name, value in reads.get(owner, {}).items()
+        if value > 1 and value % size == 0 and any(width % value == 0 for width in widths)
+    ]
+    likely = [name in COUNTS_OF_HEADS or value in widths for _, name, value in numbers]
+    ways = sorted(
+        product((True, False), repeat=len(numbers)),
+        key=lambda way: sum(a != b for a, b in zip(way, likely, strict=True)),
+    )
+    for way in ways[:_MOST_HEADS]:
+        found: dict[str, tuple[str, ...]] = {}
+        for (owner, name, _), is_divided in zip(numbers, way, strict=True):
+            if is_divided:
+                found[owner] = (*found.get(owner, ()), name)
+        yield found

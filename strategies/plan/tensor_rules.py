@@ -1,0 +1,327 @@
+"""Which parameter of which kind of module is split where over the tensor axis, and whether it can be.
+
+Nothing here needs a process group, values of parameters or a device: shapes are enough.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from trainwright.strategies.plan.model_plan import ModelPlan
+
+STYLES = ("colwise", "rowwise", "colwise_gather", "vocabulary", "packed_colwise")
+# Attributes by which attention modules of many libraries call the width of one head.
+HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "dim_head", "d_head", "dim_per_head", "d_kv")
+# Those by which modules call their number of heads.
+COUNTS_OF_HEADS = (
+    "num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "num_q_heads", "n_q_heads",
+    "num_query_heads", "kv_heads", "n_kv_heads", "n_kv_head", "num_kv_heads", "num_key_value_heads", "n_local_heads",
+    "n_local_kv_heads", "num_local_heads",
+)  # fmt: skip
+_ATTENDS = re.compile(r"attn|attention", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one parameter of a module is split: along ``dim``, in ``sections`` of their own (``None``: one)."""
+
+    dim: int
+    sections: tuple[int, ...] | None = None
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether it is an ``nn.MultiheadAttention``."""
+    return isinstance(module, nn.MultiheadAttention)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is a Hugging Face ``Conv1D``, whose weight is ``(in, out)``."""
+    return any(base.__name__ == "Conv1D" and "pytorch_utils" in base.__module__ for base in type(module).__mro__)
+
+
+def is_projection(module: nn.Module) -> bool:
+    """Whether it is an ``nn.Linear`` or a ``Conv1D``."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def parse_style(style: str) -> tuple[str, tuple[int, ...]]:
+    """``"packed_colwise:64,32,32"`` to its name and numbers.
+
+    Raises:
+        ValueError: if the name is none of :data:`STYLES`, or the numbers are none.
+    """
+    name, _, numbers = style.partition(":")
+    if name not in STYLES or (numbers and name != "packed_colwise"):
+        raise ValueError(f"tensor style {style!r} is unknown; allowed: {', '.join(STYLES[:-1])}, packed_colwise:3")
+    if not re.fullmatch(r"(\d+(,\d+)*)?", numbers):
+        raise ValueError(f"tensor style {style!r}: after the colon stands a count (3) or section lengths (64,32,32)")
+    return name, tuple(int(number) for number in numbers.split(",") if number)
+
+
+def is_splittable(module: nn.Module) -> bool:
+    """Whether a projection has no other parameters than a weight and a bias, and computes them from no others."""
+    return not hasattr(module, "parametrizations") and {"weight"} <= module._parameters.keys() <= {"weight", "bias"}
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """``(in, out)`` of a whole projection."""
+    rows, columns = module.weight.shape  # type: ignore[misc]
+    return (rows, columns) if is_transposed(module) else (columns, rows)
+
+
+def splits(module: nn.Module, style: str) -> dict[str, Split]:
+    """Names of parameters, relative to ``module``, that ``style`` splits.
+
+    Args:
+        module: whole; its parameters may be real, on the meta device, or plain attributes of the right shape.
+        style: one of a plan's.
+
+    Raises:
+        ValueError: if the style is unknown or not for this kind of module.
+    """
+    kind, numbers = parse_style(style)
+    if is_attention(module) and kind in ("colwise", "packed_colwise"):
+        return _attention_splits(module)
+    if isinstance(module, nn.Embedding) and kind == "vocabulary":
+        return {"weight": Split(0)}
+    if not is_projection(module) or kind == "vocabulary":
+        raise ValueError(
+            f"tensor style {style!r} is not for a {type(module).__name__}; nn.Linear and Conv1D take "
+            "colwise, rowwise, colwise_gather and packed_colwise:3, nn.Embedding takes vocabulary, "
+            "nn.MultiheadAttention takes packed_colwise:3 (its out_proj follows by itself)"
+        )
+    out_dim, in_dim = (1, 0) if is_transposed(module) else (0, 1)
+    if kind == "rowwise":
+        return {"weight": Split(in_dim)}
+    sections = _sections(features(module)[1], numbers) if kind == "packed_colwise" else None
+    found = {"weight": Split(out_dim, sections)}
+    if getattr(module, "bias", None) is not None:
+        found["bias"] = Split(0, sections)
+    return found
+
+
+def plan_splits(module: nn.Module, plan: ModelPlan) -> dict[str, Split]:
+    """Fully qualified names of all parameters that the plan splits, with how. See :func:`splits`."""
+    found: dict[str, Split] = {}
+    attentions = {name for name in plan.tensor if is_attention(module.get_submodule(name))}
+    for name, style in plan.tensor.items():
+        if name.rpartition(".")[0] in attentions:
+            continue  # the output projection goes with its attention
+        found |= {f"{name}.{key}": split for key, split in splits(module.get_submodule(name), style).items()}
+    return found
+
+
+def _attention_splits(module: nn.Module) -> dict[str, Split]:
+    width = module.embed_dim
+    packed = Split(0, (width, width, width))  # type: ignore[arg-type]
+    names = {"in_proj_weight": packed, "in_proj_bias": packed, "out_proj.weight": Split(1)}
+    names |= {f"{letter}_proj_weight": Split(0) for letter in "qkv"}
+    out = module.out_proj
+    own = {name: getattr(module, name, None) for name in names if "." not in name}
+    own["out_proj.weight"] = out.weight  # type: ignore[union-attr]
+    return {name: split for name, split in names.items() if own[name] is not None}
+
+
+def _sections(length: int, numbers: tuple[int, ...]) -> tuple[int, ...]:
+    if not numbers:
+        raise ValueError("tensor style 'packed_colwise' needs the number of projections, as in packed_colwise:3")
+    if len(numbers) == 1:
+        count = numbers[0]
+        if count == 0 or length % count:
+            raise ValueError(f"packed_colwise:{count} of {length} outputs: they do not divide into {count} projections")
+        return (length // count,) * count
+    if sum(numbers) != length:
+        raise ValueError(f"packed_colwise sections {numbers} sum to {sum(numbers)}, the module has {length} outputs")
+    return numbers
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parameters that stay whole
+
+
+def is_inside(name: str, outer: Iterable[str]) -> bool:
+    """Whether the module or parameter ``name`` is one of ``outer`` or stands in one."""
+    return any(name == other or name.startswith(f"{other}.") for other in outer)
+
+
+def site_name(module: nn.Module, name: str) -> str:
+    """The nearest module around ``name`` that is called itself: no ``ModuleList`` or ``ModuleDict``."""
+    parent = name.rpartition(".")[0]
+    while parent and isinstance(module.get_submodule(parent), nn.ModuleList | nn.ModuleDict):
+        parent = parent.rpartition(".")[0]
+    return parent
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whether it can be done
+
+
+def validate_tensor(
+    module: nn.Module, plan: ModelPlan, size: int, *, sequence_parallel: bool, loss_parallel: bool
+) -> list[str]:
+    """What forbids splitting a whole module over ``size`` ranks; empty if nothing does.
+
+    Args:
+        module: whole, real or on the meta device. No process group is needed.
+        plan: what is split how.
+        size: of the tensor axis.
+        sequence_parallel: whether activations between projections are split along the sequence.
+        loss_parallel: whether logits stay split.
+
+    Returns:
+        One sentence per problem; repeated blocks are named once, by a star.
+    """
+    if size == 1:
+        return []
+    problems = [*_shape_problems(module, plan, size)]
+    if not problems:  # the checks below read shapes
+        problems += [*_head_problems(module, plan, size), *_tie_problems(module, plan)]
+    if not plan.tensor:
+        problems.append(f"tensor={size}: the plan names no module to split; name them in strategy.plan.tensor")
+    if sequence_parallel and not plan.blocks:
+        problems.append(
+            "sequence_parallel=true: the plan names no repeated blocks; name them in strategy.plan.blocks, or set "
+            "sequence_parallel=false"
+        )
+    if loss_parallel and "colwise_gather" not in plan.tensor.values():
+        problems.append(
+            "loss_parallel=true: the plan splits no output head; give one the style colwise_gather in "
+            "strategy.plan.tensor, or set loss_parallel=false"
+        )
+    return list(dict.fromkeys(problems))
+
+
+def _star(name: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+def _sizes(lengths: Iterable[int]) -> str:
+    common = math.gcd(*lengths)
+    return ", ".join(str(n) for n in range(1, common + 1) if common % n == 0 and n <= 128)
+
+
+def _shape_problems(module: nn.Module, plan: ModelPlan, size: int) -> Iterator[str]:
+    for name, style in plan.tensor.items():
+        where = f"tensor plan of {_star(name)}: "
+        try:
+            part = module.get_submodule(name)
+        except AttributeError:
+            yield f"{where}the module has no such part"
+            continue
+        try:
+            found = splits(part, style)
+        except ValueError as error:
+            yield f"{where}{error}"
+            continue
+        yield from (where + problem for problem in _module_problems(part, found, style))
+        yield from _length_problems(part, name, found, size)
+
+
+def _length_problems(part: nn.Module, name: str, found: dict[str, Split], size: int) -> Iterator[str]:
+    for key, split in found.items():
+        parameter = part.get_parameter(key)
+        lengths = split.sections or (parameter.shape[split.dim],)
+        if any(length % size for length in lengths):
+            yield (
+                f"tensor plan of {_star(name)}: {key} of shape {tuple(parameter.shape)} cannot be split into {size} "
+                f"along dim {split.dim}{f' in sections of {lengths}' if split.sections else ''}; possible sizes of the "
+                f"tensor axis: {_sizes(lengths)}"
+            )
+
+
+def indivisible(module: nn.Module, plan: ModelPlan, size: int) -> list[str]:
+    """What of a plan does not divide by ``size``: lengths, else heads. Its styles must be those of its modules."""
+    parts = ((name, module.get_submodule(name), style) for name, style in plan.tensor.items())
+    problems = [p for name, part, style in parts for p in _length_problems(part, name, splits(part, style), size)]
+    return problems or list(_head_problems(module, plan, size))
+
+
+def _module_problems(part: nn.Module, found: dict[str, Split], style: str) -> Iterator[str]:
+    own = {name for name, _ in part.named_parameters()}
+    own |= {"bias"} if getattr(part, "bias", None) is not None else set()
+    unknown = own - {"weight", "bias"} if not is_attention(part) else set()
+    if unknown or hasattr(part, "parametrizations"):
+        yield f"a {type(part).__name__} with parameters {sorted(own)} is more than a projection; leave it whole (none)"
+    if isinstance(part, nn.Embedding):
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(part, option):
+                yield f"nn.Embedding({option}={getattr(part, option)}) cannot be split; leave it whole (none)"
+        if part.padding_idx is not None and has_own_forward(part):
+            yield f"a {type(part).__name__} with padding_idx and a forward of its own cannot be split; use none"
+    if isinstance(part, nn.MultiheadAttention):
+        if part.bias_k is not None or part.bias_v is not None or part.add_zero_attn:
+            yield "nn.MultiheadAttention with add_bias_kv or add_zero_attn cannot be split; leave it whole (none)"
+    elif style == "rowwise" and "bias" in own and has_own_forward(part):
+        yield f"a rowwise {type(part).__name__} with a bias and a forward of its own would add the bias on every rank"
+
+
+def has_own_forward(part: nn.Module) -> bool:
+    """Whether a subclass computes something else than the kind of module that it is."""
+    known = (nn.Linear, nn.Embedding, nn.MultiheadAttention)
+    if is_transposed(part):
+        return False
+    return not any(type(part).forward is kind.forward for kind in known)
+
+
+def _head_problems(module: nn.Module, plan: ModelPlan, size: int) -> Iterator[str]:
+    counts: dict[tuple[str, str], int] = {}
+    for name, attributes in plan.heads.items():
+        part = module.get_submodule(name)
+        for attribute in attributes:
+            value = getattr(part, attribute, None)
+            if not isinstance(value, int):
+                yield f"plan of heads: {_star(name)}.{attribute} is {value!r}, not a number of heads or features"
+                continue
+            counts[_star(name), attribute] = value
+    counts |= dict(_implied_heads(module, plan))
+    if bad := {key: count for key, count in counts.items() if count % size}:
+        listed = ", ".join(f"{name}.{attribute} = {count}" for (name, attribute), count in bad.items())
+        yield (f"tensor={size} does not divide {listed}; possible sizes of the tensor axis: {_sizes(counts.values())}")
+
+
+def _implied_heads(module: nn.Module, plan: ModelPlan) -> Iterator[tuple[tuple[str, str], int]]:
+    """Heads that nothing counts: a model may shape by the width of a head alone."""
+    for name, style in plan.tensor.items():
+        part = module.get_submodule(name)
+        if isinstance(part, nn.MultiheadAttention):
+            yield (_star(name), "num_heads"), part.num_heads
+        elif parse_style(style)[0] in ("colwise", "packed_colwise") and is_projection(part):
+            parent = module.get_submodule(site_name(module, name))
+            width = next((w for key in HEAD_WIDTHS if isinstance(w := getattr(parent, key, None), int) and w > 0), 1)
+            for length in splits(part, style)["weight"].sections or (features(part)[1],):
+                if width > 1 and length % width == 0:
+                    yield (_star(name), f"outputs/{width}"), length // width
+
+
+def head_counts(module: nn.Module, plan: ModelPlan) -> dict[str, tuple[int, int]]:
+    """Query heads and key/value heads of each attention that tells them, by the pattern of its name."""
+    counts: dict[str, set[int]] = {}
+    for name, attributes in plan.heads.items():
+        part = module.get_submodule(name)
+        values = {getattr(part, attribute, None) for attribute in attributes if attribute in COUNTS_OF_HEADS}
+        counts.setdefault(_star(name), set()).update(value for value in values if isinstance(value, int))
+    for (name, attribute), count in _implied_heads(module, plan):
+        # A width of heads may stand in a block that has its feed-forward network beside its attention.
+        owner = name if attribute == "num_heads" else name.rpartition(".")[0]
+        if attribute == "num_heads" or _ATTENDS.search(owner.rpartition(".")[2]):
+            counts.setdefault(owner, set()).add(count)
+    return {name: (max(values), min(values)) for name, values in counts.items() if values}
+
+
+def _tie_problems(module: nn.Module, plan: ModelPlan) -> Iterator[str]:
+    found = plan_splits(module, plan)
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    for names in (*plan.tied, *(names for names in groups.values() if len(names) > 1)):
+        if len({found.get(name) for name in names}) > 1:
+            styles = ", ".join(f"{name}: {plan.tensor.get(name.rpartition('.')[0], 'none')}" for name in sorted(names))
+            yield (
+                f"the tied parameters {styles} are split differently; a tied embedding and head take vocabulary and "
+                "colwise_gather, or both none"
+            )

@@ -1,0 +1,1 @@
+"""From what a rank holds to a checkpoint, and back."""

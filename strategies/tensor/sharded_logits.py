@@ -1,0 +1,272 @@
+"""Logits of which each tensor rank holds some classes, and the cross-entropy of them.
+
+The whole logits of a training step never exist on a rank: three numbers a sample are summed over the ranks instead of
+all classes being gathered (the vocabulary-parallel loss of Megatron-LM, arXiv:1909.08053, section 3). The user's code
+calls ``F.cross_entropy`` or ``nn.CrossEntropyLoss`` as ever and gets a plain tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from trainwright.strategies.contract.collectives.differentiable import copy_to, gather_same
+
+_Call = Callable[..., Any]
+
+
+class ShardedLogits(Tensor):
+    """Stands for logits ``(..., classes)`` of which this rank holds ``(..., classes / ranks)``.
+
+    Shape, dtype and device are those of the whole. What works on it:
+
+    - ``F.cross_entropy`` with class indices, along any class dimension,
+    - ``argmax(-1)``,
+    - what treats every class alike or moves other dimensions: casts, reshapes that keep the classes last, indexing of
+      the other dimensions, ``transpose`` / ``permute``, products with a number, ``tanh``.
+
+    Anything else raises a ``RuntimeError`` that says to set ``loss_parallel=false``.
+    """
+
+    _part: Tensor
+    _group: dist.ProcessGroup
+    _class_dim: int
+
+    @staticmethod
+    def wrap(part: Tensor, group: dist.ProcessGroup, class_dim: int = -1) -> ShardedLogits:
+        """Logits from this rank's ``part``, whose dimension ``class_dim`` is split over ``group``."""
+        shape = list(part.shape)
+        shape[class_dim] *= group.size()
+        made = Tensor._make_wrapper_subclass(
+            ShardedLogits, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
+        )
+        made._part, made._group, made._class_dim = part, group, class_dim % part.dim()
+        return made
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the classes are the last dimension."""
+        return self._class_dim == self.dim() - 1
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return (
+            f"ShardedLogits({tuple(self.shape)}, classes along dim {self._class_dim} over {self._group.size()} ranks)"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse: everything that is allowed was handled before it came here."""
+        raise _refusal(str(func))
+
+    @classmethod
+    def __torch_function__(cls, func: _Call, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do what the class's text lists on this rank's part."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if name == "__get__":
+            return _attribute(func, args[0])
+        if name in _ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        handler = _HANDLERS.get(name)
+        if handler is None or not args or not isinstance(args[0], ShardedLogits):
+            raise _refusal(name)
+        return handler(func, *args, **kwargs)
+
+
+# Questions about the whole that need no values.
+_ABOUT = {"size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex", "stride", "__len__"}
+_ABOUT |= {"get_device", "element_size", "is_contiguous", "__hash__"}
+_ATTRIBUTES: tuple[str, ...] = (
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "requires_grad",
+    "is_cuda",
+    "layout",
+    "itemsize",
+    "is_leaf",
+)
+_ATTRIBUTES += ("is_sparse", "is_quantized", "is_meta", "is_nested", "is_mps", "is_cpu", "is_mkldnn", "names")
+
+
+def _refusal(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"With loss_parallel=true the logits are split over the tensor ranks, and {what} of them is not possible; "
+        "allowed are F.cross_entropy with class indices, argmax(-1), casts and reshapes that keep the classes last, "
+        "and indexing of the other dimensions. Set loss_parallel=false to get whole logits."
+    )
+
+
+def _attribute(func: _Call, logits: ShardedLogits) -> Any:
+    name = getattr(func, "__self__", None)
+    label = getattr(name, "__name__", "")
+    if label == "grad_fn":
+        return logits._part.grad_fn
+    if label in ("mT", "T", "mH", "H") or (label and label not in _ATTRIBUTES):
+        raise _refusal(label)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(logits)
+
+
+def _same(func: _Call, logits: ShardedLogits, *args: Any, **kwargs: Any) -> ShardedLogits:
+    """A function that changes neither shape nor order."""
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.dim() > 0]
+    if tensors:
+        raise _refusal(f"{getattr(func, '__name__', func)} with a tensor of shape {tuple(tensors[0].shape)}")
+    # Each rank's classes give a part of the gradient of a trained number (a temperature), so the parts are summed.
+    args = tuple(copy_to(a, logits._group) if isinstance(a, Tensor) and a.requires_grad else a for a in args)
+    return ShardedLogits.wrap(func(logits._part, *args, **kwargs), logits._group, logits._class_dim)
+
+
+def _reshape(func: _Call, logits: ShardedLogits, *args: Any, **kwargs: Any) -> ShardedLogits:
+    """A reshape, tried on a whole without memory first, that must keep the classes last."""
+    if func in (Tensor.view,) and args and isinstance(args[0], torch.dtype):
+        raise _refusal("a view as another dtype")
+    whole = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
+    if not logits.is_last or whole[-1:] != logits.shape[-1:]:
+        raise _refusal(f"a reshape from {tuple(logits.shape)} to {tuple(whole)}")
+    shape = (*whole[:-1], logits._part.shape[-1])
+    return ShardedLogits.wrap(logits._part.reshape(shape), logits._group)
+
+
+def _move(func: _Call, logits: ShardedLogits, *args: Any, **kwargs: Any) -> ShardedLogits:
+    """A change of the order of dimensions; where the classes go, a tensor of distinct lengths tells."""
+    lengths = tuple(range(2, 2 + logits.dim()))
+    moved = func(torch.empty(lengths, device="meta"), *args, **kwargs).shape
+    return ShardedLogits.wrap(
+        func(logits._part, *args, **kwargs), logits._group, moved.index(lengths[logits._class_dim])
+    )
+
+
+def _index(func: _Call, logits: ShardedLogits, index: Any) -> ShardedLogits:
+    """Indexing that leaves the classes, as the last dimension, alone."""
+    entries = index if isinstance(index, tuple) else (index,)
+    has_ellipsis = any(entry is Ellipsis for entry in entries)
+    used = sum(
+        entry.dim() if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
+        for entry in entries
+        if entry is not None and entry is not Ellipsis
+    )
+    untouched = entries[-1] == slice(None) if isinstance(entries[-1], slice) else entries[-1] is Ellipsis
+    if not logits.is_last or not (untouched or (used < logits.dim() and not has_ellipsis)):
+        raise _refusal("an index into the classes")
+    return ShardedLogits.wrap(func(logits._part, index), logits._group)
+
+
+def _argmax(func: _Call, logits: ShardedLogits, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """The index of the largest logit: the largest of every rank is gathered, two numbers a sample."""
+    if dim is None or dim % logits.dim() != logits._class_dim:
+        raise _refusal(f"argmax(dim={dim})")
+    group, part = logits._group, logits._part.detach()
+    values, indices = part.max(logits._class_dim, keepdim=True)
+    indices = indices + group.rank() * part.shape[logits._class_dim]
+    all_values = gather_same(values, logits._class_dim, group)
+    all_indices = gather_same(indices, logits._class_dim, group)
+    best = all_indices.gather(logits._class_dim, all_values.argmax(logits._class_dim, keepdim=True))
+    return best if keepdim else best.squeeze(logits._class_dim)
+
+
+def _cross_entropy(
+    func: _Call,
+    logits: ShardedLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    if size_average is not None or reduce is not None:
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+    if target.is_floating_point():
+        raise _refusal("cross_entropy with probabilities as targets")
+    if weight is not None and label_smoothing:
+        raise _refusal("cross_entropy with both class weights and label_smoothing")
+    class_dim = 0 if logits.dim() == 1 else 1
+    if logits._class_dim != class_dim:
+        raise _refusal(f"cross_entropy over dim {class_dim} (the classes are dim {logits._class_dim})")
+    part = logits._part.movedim(class_dim, -1)
+    if target.shape != part.shape[:-1]:
+        raise ValueError(
+            f"cross_entropy was given logits of shape {tuple(logits.shape)} and targets of shape "
+            f"{tuple(target.shape)}; the targets' shape must be {tuple(part.shape[:-1])}."
+        )
+    return _reduced(part, target, logits._group, weight, ignore_index, reduction, label_smoothing)
+
+
+def _reduced(
+    part: Tensor,
+    target: Tensor,
+    group: dist.ProcessGroup,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    smoothing: float,
+) -> Tensor:
+    if torch.is_autocast_enabled(part.device.type):
+        part = part.float()  # as autocast does for the loss of whole logits
+    ignored = target == ignore_index
+    classes = part.shape[-1] * group.size()
+    torch._assert_async(((target >= 0) & (target < classes) | ignored).all(), "cross_entropy: a target is no class")
+    safe = target.masked_fill(ignored, 0)
+    losses = cast(Tensor, _SampleLoss.apply(part, safe, group, smoothing))
+    scale = (~ignored).to(losses.dtype) if weight is None else weight.to(losses.dtype)[safe] * ~ignored
+    losses = losses * scale
+    if reduction == "none":
+        return losses.to(part.dtype)
+    total = losses.sum() / scale.sum() if reduction == "mean" else losses.sum()
+    return total.to(part.dtype)
+
+
+class _SampleLoss(Function):
+    """Negative log-likelihood of each sample in fp32, from split logits; ``(..., part)`` to ``(...)``."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, target: Tensor, group: dist.ProcessGroup, smoothing: float) -> Tensor:
+        logits = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
+        local = target - group.rank() * part.shape[-1]
+        here = (local >= 0) & (local < part.shape[-1])
+        local = local.masked_fill(~here, 0)
+        largest = logits.amax(-1)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        likely = logits.gather(-1, local[..., None])[..., 0].masked_fill(~here, 0)
+        sums = [(logits - largest[..., None]).exp_().sum(-1), likely] + ([logits.sum(-1)] if smoothing else [])
+        packed = torch.stack(sums)
+        dist.all_reduce(packed, group=group)
+        normalizer = packed[0].log() + largest
+        ctx.save_for_backward(part, normalizer, local, here)
+        ctx.smoothing, ctx.classes = smoothing, part.shape[-1] * group.size()
+        loss = normalizer - packed[1]
+        return torch.lerp(loss, normalizer - packed[2] / ctx.classes, smoothing) if smoothing else loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        part, normalizer, local, here = ctx.saved_tensors
+        logits = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
+        by_logit = (logits - normalizer[..., None]).exp_()
+        if ctx.smoothing:
+            by_logit -= ctx.smoothing / ctx.classes
+        hit = here.to(by_logit.dtype) * (1 - ctx.smoothing)
+        by_logit.scatter_add_(-1, local[..., None], -hit[..., None])
+        return (by_logit * gradient[..., None]).to(part.dtype), None, None, None
+
+
+_HANDLERS: Mapping[str, Callable[..., Any]] = {
+    **dict.fromkeys(("float", "double", "half", "bfloat16", "to", "type_as", "contiguous", "detach", "clone"), _same),
+    **dict.fromkeys(("cpu", "cuda", "tanh", "mul", "__mul__", "__rmul__", "div", "true_divide", "__truediv__"), _same),
+    **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"), _reshape),
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis"), _move),
+    "__getitem__": _index,
+    "argmax": _argmax,
+    "cross_entropy": _cross_entropy,
+}

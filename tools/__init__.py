@@ -1,0 +1,1 @@
+"""Tools that the command loads on demand."""

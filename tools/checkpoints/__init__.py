@@ -1,0 +1,1 @@
+"""`trainwright checkpoint`."""

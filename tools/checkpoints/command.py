@@ -1,0 +1,237 @@
+"""`trainwright checkpoint verify|inspect|list|export|import`: what can be done with a checkpoint without a run.
+
+No rank is started, and nothing here imports torch before it is needed: looking at a checkpoint takes tenths of a
+second.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import PurePosixPath
+from typing import NoReturn
+
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint
+from trainwright.core.problems import did_you_mean
+from trainwright.core.text.printable import printable
+
+OK, DAMAGED, REFUSED = 0, 1, 2
+FORMATS = ("safetensors", "hf", "lightning", "torch")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+_SUFFIX = {"safetensors": "-safetensors", "hf": "-hf", "lightning": ".ckpt", "torch": ".pt"}
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+HELP = """trainwright checkpoint: look at, check and convert checkpoints. No process is started.
+
+usage: trainwright checkpoint <verb> PATH [options]
+
+verbs:
+  verify PATH     read every byte and compare it with what was written; one line per damaged file, naming the file and
+                  the rank that wrote it. Exit code 0: good, 1: damaged
+  inspect PATH    step, layout, versions, metrics, sizes per rank, and the tensors
+      --all         every tensor, not a screenful
+      --json        all of it as one JSON document
+  list FOLDER     the checkpoints of a folder, of a run directory or of all runs in runs/<name>, newest first
+      --deep        read every byte of each, not sizes alone
+      --json        as one JSON document
+  export PATH     write the weights (or, for lightning, all of the state) for other tools
+      --format      safetensors, hf (a folder for transformers' from_pretrained), lightning (a .ckpt) or torch
+                    ({name: tensor})
+      --to DEST     where; default: named after the checkpoint, in the current directory
+      --max-shard-size SIZE   of a safetensors file, like 500MB (default 5GB in a folder)
+      --dtype       float32, bfloat16, float16 or float64; default: as stored
+      --model       hf: the attribute that holds the model to export, where the module has several
+      --overwrite   replace an earlier export at DEST
+  import SOURCE   make a checkpoint that ckpt_path= and init_from= take, of safetensors, a Hugging Face folder, a
+                  Lightning .ckpt, a torch file of weights or a DeepSpeed folder
+      --to DEST     the new checkpoint
+      --trust       let SOURCE run code if it is a pickle that needs to; only for files of people you trust
+      --overwrite   replace the checkpoint at DEST
+
+examples:
+  trainwright checkpoint list runs/gpt
+  trainwright checkpoint verify runs/gpt/2026-01-31_14-05-09/checkpoints/step=2000
+  trainwright checkpoint export runs/gpt/2026-01-31_14-05-09/checkpoints/step=2000 --format hf --to my_model
+  trainwright checkpoint import pytorch_model.bin --to imported && trainwright fit recipe=mine init_from=imported
+"""
+
+
+def run_checkpoint_command(words: Sequence[str]) -> int:
+    """Do what was asked and report errors as one message.
+
+    Args:
+        words: what was typed after `trainwright`, `checkpoint` included.
+
+    Returns:
+        The exit code: 0 all is well, 1 the checkpoint is damaged, 2 the command or the path was refused.
+    """
+    rest = list(words)
+    rest.remove("checkpoint")
+    try:
+        if "-h" in rest or "--help" in rest:
+            print(HELP, end="")
+            return OK
+        if not rest:
+            print(HELP, end="")
+            return REFUSED
+        arguments = _parse(rest)
+        return _VERBS[arguments.verb](arguments)
+    except _RefusedError as error:
+        print(f"trainwright: {error}", file=sys.stderr)
+    except CheckpointError as error:
+        print(f"trainwright: {error}", file=sys.stderr)
+        return DAMAGED if isinstance(error, DamagedCheckpoint) else REFUSED
+    return REFUSED
+
+
+class _RefusedError(ValueError):
+    """A command that was not understood."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors that are raised."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _RefusedError(f"{message}; `trainwright checkpoint --help` shows how the command is typed")
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    if words[0] not in _VERBS:
+        what = "option before the verb" if words[0].startswith("-") else "such verb of checkpoint"
+        raise _RefusedError(f"{words[0]}: there is no {what}; {did_you_mean(words[0], _VERBS, 'verbs')}")
+    parser = _Parser(prog="trainwright checkpoint", add_help=False, allow_abbrev=False)
+    verbs = parser.add_subparsers(dest="verb", parser_class=_Parser)
+    for verb in _VERBS:
+        _ARGUMENTS[verb](verbs.add_parser(verb, add_help=False, allow_abbrev=False))
+    return parser.parse_args(list(words))
+
+
+def _arguments_of_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH")
+
+
+def _arguments_of_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--json", action="store_true")
+
+
+def _arguments_of_list(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="FOLDER")
+    parser.add_argument("--deep", action="store_true")
+    parser.add_argument("--json", action="store_true")
+
+
+def _arguments_of_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH")
+    parser.add_argument("--format", choices=FORMATS, required=True)
+    parser.add_argument("--to", metavar="DEST")
+    parser.add_argument("--max-shard-size", metavar="SIZE", type=size_in_bytes)
+    parser.add_argument("--dtype", choices=DTYPES)
+    parser.add_argument("--model", metavar="ATTRIBUTE")
+    parser.add_argument("--overwrite", action="store_true")
+
+
+def _arguments_of_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE")
+    parser.add_argument("--to", metavar="DEST", required=True)
+    parser.add_argument("--trust", action="store_true")
+    parser.add_argument("--overwrite", action="store_true")
+
+
+def size_in_bytes(text: str) -> int:
+    """Bytes of a size as people write it: 500MB, 5GB, 2GiB, 1000000.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is none, or not more than 0.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    size = int(float(match[1]) * _UNITS.get(match[2].lower(), 0)) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a size; type for example 500MB, 5GB or 2GiB")
+    return size
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from trainwright.tools.checkpoints.report import verified
+
+    problems, text = verified(arguments.path)
+    print(printable("\n".join(problems) if problems else text))
+    return DAMAGED if problems else OK
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from trainwright.tools.checkpoints.report import Inspection
+
+    found = Inspection.of(arguments.path)
+    if arguments.json:
+        print(json.dumps(found.to_dict(), allow_nan=False))
+    else:
+        print(printable(found.to_text(every_tensor=arguments.all)), end="")
+    return OK
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from trainwright.tools.checkpoints.report import listed, table_of
+
+    rows = listed(arguments.path, deep=arguments.deep)
+    print(json.dumps([row.to_dict() for row in rows], allow_nan=False) if arguments.json else printable(table_of(rows)))
+    return OK
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    name = PurePosixPath(arguments.path.rstrip("/")).name or "checkpoint"
+    to = arguments.to or name.removesuffix(".ckpt") + _SUFFIX[arguments.format]
+    _say(f"reading {arguments.path}")
+    from trainwright.checkpoint.foreign.export import export
+
+    written = export(
+        arguments.path,
+        to,
+        arguments.format,
+        max_shard_bytes=arguments.max_shard_size,
+        dtype=arguments.dtype,
+        overwrite=arguments.overwrite,
+        model=arguments.model,
+    )
+    _say("done")
+    print(written)
+    return OK
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    _say(f"reading {arguments.source}")
+    from trainwright.checkpoint.foreign.importing import import_checkpoint
+
+    try:
+        written = import_checkpoint(
+            arguments.source, arguments.to, trust=arguments.trust, overwrite=arguments.overwrite
+        )
+    except CheckpointError as error:
+        if "trust=true" not in str(error):
+            raise
+        raise CheckpointError(str(error).replace("trust=true", "--trust")) from error  # the word for it here
+    _say("done")
+    print(written)
+    return OK
+
+
+def _say(text: str) -> None:
+    print(f"checkpoint: {text}", file=sys.stderr, flush=True)
+
+
+_VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "verify": _verify,
+    "inspect": _inspect,
+    "list": _list,
+    "export": _export,
+    "import": _import,
+}
+_ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "verify": _arguments_of_verify,
+    "inspect": _arguments_of_inspect,
+    "list": _arguments_of_list,
+    "export": _arguments_of_export,
+    "import": _arguments_of_import,
+}

@@ -1,0 +1,143 @@
+"""`trainwright import-deepspeed ds_config.json`: what a DeepSpeed JSON is in native configuration."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from omegaconf import DictConfig
+
+from trainwright.command.schema.compose import compose_checked, config_loader, group_names, quote_paths
+from trainwright.core.problems import ConfigError, did_you_mean
+from trainwright.tools.deepspeed.expand import Expansion, translate_file
+from trainwright.tools.deepspeed.recipe_file import recipe_text
+from trainwright.tools.deepspeed.report import Report
+
+OK, REFUSED = 0, 2
+VERB = "import-deepspeed"
+_OPTIONS = ("--out", "--overwrite", "--json", "--config-dir", "--help")
+
+HELP = """trainwright import-deepspeed: what a DeepSpeed JSON is in native configuration. No process is started.
+
+usage: trainwright import-deepspeed ds_config.json [key=value ...] [options]
+
+Prints what became of each key: mapped (to what), approximated (how it differs), unsupported (why, and what to do
+instead). "auto" is taken from the recipe; what is typed as key=value wins over the file.
+
+options:
+  --out FILE.yaml   also write it as a recipe: in a folder recipe/ of your own, `fit --config-dir` finds it by its name
+  --overwrite       replace FILE.yaml
+  --json            print the report as one JSON document, and nothing else, on standard output
+  --config-dir DIR  also search DIR for <group>/<choice>.yaml: your own recipes and groups
+
+examples:
+  trainwright import-deepspeed ds_config.json
+  trainwright import-deepspeed ds_config.json recipe=gpt devices=8
+  trainwright import-deepspeed ds_config.json recipe=gpt devices=8 --out my_conf/recipe/mine.yaml
+  trainwright fit --config-dir my_conf recipe=mine
+  trainwright fit recipe=gpt devices=8 strategy=deepspeed_json strategy.path=ds_config.json
+"""
+
+
+def run_import_command(words: Sequence[str]) -> int:
+    """Do what was asked and report errors as one message.
+
+    Args:
+        words: what was typed after `trainwright`, `import-deepspeed` included.
+
+    Returns:
+        The exit code: 0 it was imported, 2 the command or the file was refused.
+    """
+    rest = list(words)
+    rest.remove(VERB)
+    if "-h" in rest or "--help" in rest or not rest:
+        print(HELP, end="")
+        return OK if rest else REFUSED
+    try:
+        _import(_parse(rest))
+    except ConfigError as error:
+        print(f"trainwright: {error}", file=sys.stderr)
+        return REFUSED
+    return OK
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors in the form of all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([f"{message}; `trainwright {VERB} --help` shows how the command is typed"])
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog=f"trainwright {VERB}", add_help=False, allow_abbrev=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--out")
+    parser.add_argument("--overwrite", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    arguments, rest = parser.parse_known_intermixed_args(list(words))
+    plain = [*arguments.words, *(word for word in rest if not word.startswith("-"))]
+    problems = [
+        f"{word}: there is no such option; {did_you_mean(word, _OPTIONS, 'options')}"
+        for word in rest
+        if word.startswith("-")
+    ]
+    files = [word for word in plain if "=" not in word]
+    if len(files) != 1:
+        given = "no file was given" if not files else f"{' '.join(files)}: one file at a time"
+        problems.append(f"{given}; type trainwright {VERB} ds_config.json [key=value ...]")
+    if problems:
+        raise ConfigError(problems)
+    arguments.file, arguments.overrides = files[0], [word for word in plain if "=" in word]
+    return arguments
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    expansion = _translated(arguments.file, quote_paths(arguments.overrides), arguments.config_dir)
+    if expansion.problems or expansion.report is None:
+        raise ConfigError(expansion.problems)
+    report = expansion.report
+    if arguments.out is not None:
+        _write(report, arguments)
+    if arguments.json:
+        print(json.dumps(report.to_dict(), allow_nan=False), flush=True)
+        return
+    print(report.to_text())
+    if arguments.out is None:
+        print("native configuration:\n  " + "\n  ".join(report.overrides or ("nothing differs from the recipe",)))
+    else:
+        print(f"written: {arguments.out}")
+
+
+def _translated(file: str, typed: Sequence[str], config_dir: str | None) -> Expansion:
+    problems: list[str] = []
+
+    def composed(overrides: Sequence[str]) -> DictConfig | None:
+        found = compose_checked(overrides, config_dir)
+        problems.extend(found.problems)
+        return found.cfg
+
+    expansion = translate_file(file, typed, composed)
+    expansion.problems += problems
+    if not expansion.problems and any(text.lstrip("+").startswith("recipe=") for text in typed):
+        expansion.problems += compose_checked(expansion.overrides, config_dir).problems
+    return expansion
+
+
+def _write(report: Report, arguments: argparse.Namespace) -> None:
+    out = Path(arguments.out).expanduser()
+    if out.suffix != ".yaml":
+        raise ConfigError([f"--out {out}: a configuration is a .yaml; type --out {out.with_suffix('.yaml')}"])
+    if out.exists() and not arguments.overwrite:
+        raise ConfigError([f"--out {out}: exists already; type another name, or --overwrite"])
+    groups = group_names(config_loader(arguments.config_dir))
+    text = recipe_text(report, quote_paths(arguments.overrides), groups, out.stem)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([f"--out {out}: {error.strerror}; type another path"]) from error

@@ -1,0 +1,102 @@
+"""What a recipe, with what was typed, says where a file does not or says "auto"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainwright.core.run.launcher import detect_launcher
+from trainwright.strategies.compose.world import resolve_devices
+
+# The choice of the group with the fewest arguments, all of which every optimizer takes.
+LEAST_OPTIMIZER = "adagrad"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The composed configuration without the file.
+
+    Attributes:
+        name: of the recipe.
+        world_size: ranks of the run.
+        micro_batch_size, global_batch_size: as the run has them; None = open.
+        precision: one of `PRECISIONS`.
+        optimizer: its node, `_target_` included; empty where there is none.
+        own_optimizer_keys: arguments of the optimizer that stay whichever choice of the group is taken.
+        takes_optimizer: whether the module is given `${optimizer}`; False = it configures its own.
+        max_steps: optimizer steps; None = no limit.
+        warmup_steps: `module.warmup_steps`; None where the module has no such argument.
+        axes: sizes of `pipeline`, `tensor`, `context` and `expert` of its own strategy, where it has them.
+        gradient_clip_val: None = off.
+    """
+
+    name: str
+    world_size: int
+    micro_batch_size: int | None = None
+    global_batch_size: int | None = None
+    precision: str = "32"
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    own_optimizer_keys: frozenset[str] = frozenset()
+    takes_optimizer: bool = True
+    max_steps: int | None = None
+    warmup_steps: int | None = None
+    axes: dict[str, int] = field(default_factory=dict)
+    gradient_clip_val: float | None = None
+
+
+def recipe_of(cfg: DictConfig, with_least: DictConfig | None = None) -> Recipe:
+    """Read it from a configuration as `compose` returns it, interpolations not yet resolved.
+
+    Args:
+        cfg: the configuration without the file.
+        with_least: the same with `optimizer=LEAST_OPTIMIZER`; None = it cannot be composed.
+    """
+    raw: Any = OmegaConf.to_container(cfg.module, resolve=False)
+    strategy = cfg.strategy if not OmegaConf.is_missing(cfg, "strategy") else {}
+    axes = {name: strategy.get(name) for name in ("pipeline", "tensor", "context", "expert")}
+    optimizer = None if OmegaConf.is_missing(cfg, "optimizer") else cfg.optimizer
+    return Recipe(
+        name="unnamed" if OmegaConf.is_missing(cfg, "name") else str(cfg.name),
+        world_size=_world_size(cfg),
+        micro_batch_size=cfg.micro_batch_size,
+        global_batch_size=cfg.global_batch_size,
+        precision=cfg.precision,
+        optimizer=_plain(optimizer),
+        own_optimizer_keys=frozenset() if with_least is None else frozenset(_plain(with_least.optimizer)),
+        takes_optimizer="${optimizer}" in str(raw),
+        max_steps=cfg.max_steps,
+        warmup_steps=_whole(cfg, "module.warmup_steps"),
+        axes={name: size for name, size in axes.items() if isinstance(size, int) and size > 1},
+        gradient_clip_val=cfg.trainer.gradient_clip_val,
+    )
+
+
+def _world_size(cfg: DictConfig) -> int:
+    launcher = detect_launcher()
+    if launcher is not None:
+        return launcher.world_size
+    try:
+        return max(1, resolve_devices(cfg) * int(cfg.nodes))
+    except (TypeError, ValueError):
+        return 1  # refused as a number
+
+
+def _plain(node: Any) -> dict[str, Any]:
+    if not isinstance(node, DictConfig):
+        return {}
+    try:
+        plain: Any = OmegaConf.to_container(node, resolve=True)
+    except OmegaConfBaseException:
+        return {}
+    return dict(plain)
+
+
+def _whole(cfg: DictConfig, key: str) -> int | None:
+    try:
+        value = OmegaConf.select(cfg, key)
+    except OmegaConfBaseException:
+        return None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,0 +1,169 @@
+"""The verbs `doctor` and `profile`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainwright.core.device_profiles import MEASURED
+from trainwright.core.problems import ConfigError
+from trainwright.core.run.launcher import Launcher, detect_launcher
+from trainwright.launch.ranks.output import ranks_speak_to_stderr
+from trainwright.tools.doctor.finding import ERROR, Finding, error
+from trainwright.tools.doctor.options import Typed, parse
+from trainwright.tools.doctor.together import Seen, see_locally, see_with
+
+OK, FAILED, REFUSED = 0, 1, 2
+DOCTOR, PROFILE = "doctor", "profile"
+VERBS = (DOCTOR, PROFILE)
+_OUT = str(MEASURED)
+
+HELP = {
+    DOCTOR: """trainwright doctor: look for what is wrong with this machine, or all machines of a job, before a run.
+
+usage: trainwright doctor [key=value ...] [--json]
+
+It looks at cores and memory, GPUs, installed versions, network interfaces, the speed between ranks, clocks, limits and
+disks, needs no root and leaves nothing behind. Exit code 0: no errors (there may be warnings), 1: errors.
+
+keys:
+  devices=N           ranks to start on this machine (default: one for each GPU, or 2 on the CPU)
+  accelerator=NAME    auto, cpu or gpu
+  launch.threads=N    CPU threads of a rank (default: OMP_NUM_THREADS, else the cores divided by the ranks)
+  workers=N           worker processes of the data loaders of one rank (default: 0)
+  run_dir=FOLDER      where runs will write (default: runs)
+
+options:
+  --json              print the findings as one JSON document, and nothing else, on standard output
+  --help
+
+examples:
+  trainwright doctor
+  trainwright doctor devices=4 workers=8 run_dir=/data/runs
+  torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=host:29400 -m trainwright doctor
+""",
+    PROFILE: f"""trainwright profile: measure devices and the links between them, for the plans of device=auto.
+
+What it writes to {_OUT} device=auto takes in that folder; of another file, type device=<name>.
+
+usage: trainwright profile [key=value ...] [--out FILE] [--overwrite]
+
+keys:
+  devices=N           ranks to start on this machine (default: one for each GPU, or 2 on the CPU)
+  accelerator=NAME    auto, cpu or gpu
+  launch.threads=N    CPU threads of a rank (default: OMP_NUM_THREADS, else the cores divided by the ranks)
+
+options:
+  --out FILE          a yaml in a folder named device (default: {_OUT})
+  --overwrite         replace FILE
+  --help
+
+examples:
+  trainwright profile devices=4 --out my_conf/device/lab.yaml
+  torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=host:29400 -m trainwright profile
+""",
+}
+
+
+def run_doctor_command(words: Sequence[str]) -> int:
+    """Do what was asked and report errors as one message.
+
+    Args:
+        words: what was typed after `trainwright`, the verb included.
+
+    Returns:
+        The exit code: 0 all is well, 1 there are errors, 2 the command was refused.
+    """
+    verb = next(word for word in words if word in VERBS)
+    rest = list(words)
+    rest.remove(verb)
+    launcher = detect_launcher()
+    try:
+        typed = parse(verb, rest, launcher)
+        if typed.help:
+            print(HELP[verb], end="")
+            return OK
+        return (_doctor if verb == DOCTOR else _profile)(typed, launcher)
+    except ConfigError as failure:
+        if launcher is None or launcher.rank == 0:
+            print(f"trainwright: {failure}", file=sys.stderr)
+        return REFUSED
+
+
+def _doctor(typed: Typed, launcher: Launcher | None) -> int:
+    from trainwright.tools.doctor.report import judge, to_json, to_text
+
+    more: list[Finding] = []
+    try:
+        seen = _see(typed, launcher)
+    except (TimeoutError, RuntimeError) as failure:  # of the store: nobody was met
+        assert launcher is not None
+        print(f"trainwright: rank {launcher.rank} has not met the others: {failure}", file=sys.stderr)
+        seen = _alone(typed, launcher)
+        wanted, todo = "a place that all ranks reach", "see what is said of MASTER_ADDR, the host name and interfaces"
+        more = [error("network", "meeting", f"rank {launcher.rank} has not met the others: {failure}", wanted, todo)]
+    if seen is None:
+        return OK  # rank 0 tells
+    findings = [*judge(seen, typed.wish.accelerator, typed.wish.workers), *more]
+    print(to_json(findings, seen) if typed.json else to_text(findings, seen).rstrip(), flush=True)
+    return FAILED if any(finding.state == ERROR for finding in findings) else OK
+
+
+def _see(typed: Typed, launcher: Launcher | None) -> Seen | None:
+    if launcher is not None:
+        return see_with(launcher, typed.wish)
+    with ranks_speak_to_stderr():
+        return see_locally(typed.wish)
+
+
+def _alone(typed: Typed, launcher: Launcher) -> Seen:
+    """What a rank that has met nobody knows."""
+    import socket
+
+    from trainwright.tools.doctor.collect import collect
+    from trainwright.tools.doctor.together import threads_of
+
+    facts = collect(socket.gethostname(), typed.wish.run_dir)
+    local = launcher.local_world_size
+    hosts = max(1, launcher.world_size // local)
+    on_gpu = facts.devices is not None and facts.devices.usable > 0 and typed.wish.accelerator != "cpu"
+    return Seen({facts.host: facts}, [], on_gpu, threads_of(typed.wish, local), local, hosts)
+
+
+def _profile(typed: Typed, launcher: Launcher | None) -> int:
+    from trainwright.tools.doctor.profile import profile_of, to_yaml
+
+    path = Path(typed.out or _OUT)
+    if launcher is None or launcher.rank == 0:
+        _check_out(path, typed.overwrite)
+    try:
+        seen = _see(typed, launcher)
+    except (TimeoutError, RuntimeError) as failure:
+        assert launcher is not None
+        print(f"trainwright: rank {launcher.rank} has not met the others: {failure}", file=sys.stderr)
+        return FAILED
+    if seen is None:
+        return OK
+    failures = [f"rank {result.rank}: {result.failure}" for result in seen.results if result.failure is not None]
+    if failures or not seen.results:
+        why = "; ".join(failures) or "no rank could be started"
+        print(f"trainwright: nothing was measured, because {why}; trainwright doctor says more", file=sys.stderr)
+        return FAILED
+    values, notes = profile_of(seen, path.stem)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_yaml(values, notes), encoding="utf-8")
+    print(path.read_text(encoding="utf-8"), end="")
+    found = "device=auto uses it from this folder; elsewhere type" if path == MEASURED else "use it with"
+    print(f"\nwritten to {path}; {found} --config-dir {path.parent.parent} device={path.stem}", flush=True)
+    return OK
+
+
+def _check_out(path: Path, overwrite: bool) -> None:
+    problems = []
+    if path.suffix != ".yaml" or path.absolute().parent.name != "device":
+        problems.append(f"--out {path}: device=<name> is found as <folder>/device/<name>.yaml; type --out {_OUT}")
+    elif path.exists() and not overwrite:
+        problems.append(f"--out {path}: it is there; type --overwrite to replace it, or another name")
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,185 @@
+"""What a device reaches: arithmetic, its own memory, and the way to the memory of its host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainwright.core.device_profiles import machine_name
+from trainwright.strategies.contract.communication.probe import now_on
+from trainwright.tools.doctor.machine import machine_facts
+
+_TENSOR_FLOAT = "tf32"
+_KINDS = {"float32": torch.float32, _TENSOR_FLOAT: torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Matrices grow until one product takes so long, seconds, or they have the most rows.
+_LONG_ENOUGH = 0.02
+_FEWEST_ROWS, _MOST_ROWS = 256, 8192
+# Seconds of repetitions of which the quickest counts.
+_BUDGET = 0.5
+_COPIED = {"cpu": 128 * 2**20, "cuda": 2**30}
+# Of the blocks whose training step is measured: width, rows of a batch, kind of numbers.
+_BLOCKS = {"cpu": (512, 512, "float32"), "cuda": (4096, 8192, "bfloat16")}
+_NUM_BLOCKS = 2
+# Of the blocks whose operations have nothing to compute.
+_SMALL_DIM, _SMALL_BLOCKS = 4, 8
+
+
+def measure_device(device: torch.device, local_size: int) -> dict[str, Any]:
+    """Figures of one device, in the units of the group ``device``: FLOP/s, bytes/s, bytes.
+
+    Args:
+        device: CPU (with the threads that torch has in this process) or GPU.
+        local_size: ranks of this machine, which share its memory.
+
+    Returns:
+        ``device_name``, ``memory_bytes``, ``flops`` by kind of number, ``memory_bandwidth``, ``efficiency``,
+        ``host_bandwidth``, ``host_memory_bytes``, ``host_latency`` (seconds of the smallest copy between host and
+        device), ``operation_seconds``, ``measured_on`` and the ``cores`` of the machine.
+    """
+    facts = machine_facts()
+    host_memory = min(facts.memory, facts.memory_limit or facts.memory) // local_size
+    on_gpu = device.type == "cuda"
+    flops = {kind: _flops(device, kind) for kind in _KINDS if on_gpu or kind != _TENSOR_FLOAT}
+    flops.setdefault(_TENSOR_FLOAT, flops["float32"])  # cores have no other way to multiply numbers of that size
+    copied, copying = _copy_seconds(device)
+    host, host_latency = _host_copies(device)
+    return {
+        "device_name": torch.cuda.get_device_properties(device).name
+        if on_gpu
+        else f"CPU, {torch.get_num_threads()} threads",
+        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if on_gpu else host_memory,
+        "flops": flops,
+        "memory_bandwidth": 2 * copied / copying,  # each byte is read and written
+        "efficiency": _efficiency(device, flops),
+        "host_bandwidth": host,
+        "host_memory_bytes": host_memory,
+        "host_latency": host_latency,
+        "operation_seconds": _operation_seconds(device),
+        "measured_on": machine_name(on_gpu),
+        "cores": facts.cores,
+    }
+
+
+def _flops(device: torch.device, kind: str) -> float:
+    """Most operations per second of products of square matrices; an addition and a multiplication count as two."""
+    dtype, previous = _KINDS[kind], torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = kind == _TENSOR_FLOAT
+    try:
+        rows = _FEWEST_ROWS
+        while rows < _MOST_ROWS and _product(rows, dtype, device, 0.0) < _LONG_ENOUGH:
+            rows *= 2
+        return 2 * rows**3 / _product(rows, dtype, device, _BUDGET)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = previous
+
+
+def _product(rows: int, dtype: torch.dtype, device: torch.device, budget: float) -> float:
+    """Seconds of the product of two square matrices."""
+    a, b = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
+    return _quickest(lambda: a @ b, device, budget)
+
+
+def _quickest(function: Callable[[], Any], device: torch.device, budget: float) -> float:
+    """Seconds of the quickest of at least three calls after a first one, within a budget of seconds."""
+    function()
+    best, end = float("inf"), now_on(device) + budget
+    for number in range(1000):
+        begin = now_on(device)
+        if number >= 3 and begin > end:
+            break
+        function()
+        best = min(best, now_on(device) - begin)
+    return best
+
+
+def _copy_seconds(device: torch.device) -> tuple[int, float]:
+    """Bytes that are copied within the memory of the device, and how long that takes."""
+    size = _COPIED[device.type]
+    source = torch.ones(size // 4, device=device)
+    target = torch.zeros_like(source)
+    return size, _quickest(lambda: target.copy_(source), device, _BUDGET)
+
+
+def _host_copies(device: torch.device) -> tuple[float, float]:
+    """Bytes per second from the host to the device, and seconds of the smallest copy; on a CPU within its memory."""
+    size, on_gpu = _COPIED["cpu"], device.type == "cuda"
+    source = torch.ones(size // 4, pin_memory=on_gpu)
+    target = torch.zeros(size // 4, device=device)
+    large = _quickest(lambda: target.copy_(source, non_blocking=on_gpu), device, _BUDGET)
+    small = _quickest(lambda: target[:1].copy_(source[:1], non_blocking=on_gpu), device, 0.0)
+    return size / large, small
+
+
+class _Block(nn.Module):
+    """What most of a transformer's arithmetic is."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add what the two layers make of ``x``, which is (rows, dim)."""
+        out: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return out
+
+
+def _efficiency(device: torch.device, flops: dict[str, float]) -> float:
+    """Part of the most operations per second that forward and backward of some blocks reach."""
+    dim, rows, kind = _BLOCKS[device.type]
+    blocks = nn.Sequential(*(_Block(dim) for _ in range(_NUM_BLOCKS))).to(device, _KINDS[kind])
+    batch = torch.randn(rows, dim, device=device).to(_KINDS[kind]).requires_grad_()
+
+    def step() -> None:
+        blocks.zero_grad()
+        blocks(batch).square().mean().backward()
+
+    with torch.enable_grad():
+        taken = _quickest(step, device, _BUDGET)
+    matrices = _NUM_BLOCKS * 8 * dim * dim
+    return min(1.0, 6 * matrices * rows / taken / flops[kind])
+
+
+class _Calls(TorchDispatchMode):
+    """Counts the operations that torch is asked for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _operation_seconds(device: torch.device) -> float:
+    """Seconds that an operation takes of which there is nothing to compute, in forward and backward of small blocks.
+
+    Counted as the planner counts them; what Python and autograd do between two operations is in it.
+    """
+    blocks = small_blocks(device)
+    with torch.enable_grad():
+        small_step(blocks, device)
+        calls = _Calls()
+        with calls:
+            small_step(blocks, device)
+        taken = _quickest(lambda: small_step(blocks, device), device, _BUDGET)
+    return taken / max(calls.count, 1)
+
+
+def small_blocks(device: torch.device) -> nn.Sequential:
+    """Blocks whose operations have nothing to compute."""
+    return nn.Sequential(*(_Block(_SMALL_DIM) for _ in range(_SMALL_BLOCKS))).to(device)
+
+
+def small_step(blocks: nn.Module, device: torch.device) -> None:
+    """Forward and backward of these."""
+    blocks(torch.ones(1, _SMALL_DIM, device=device)).square().mean().backward()
+
+
+def threads_from_environment() -> None:
+    """Compute with as many threads as the launching process has decided; torch was imported before that."""
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

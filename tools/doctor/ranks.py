@@ -1,0 +1,340 @@
+"""What each rank does to find out about the others, and how its results reach the process that judges.
+
+Ranks say where they are, and in the end what they measured, as JSON in a store; so one that hangs or dies is named,
+with what it was at.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from trainwright.core.layout import Layout
+from trainwright.strategies.contract.communication.advice import Link
+from trainwright.strategies.contract.communication.probe import now_on, probe_links
+from trainwright.tools.doctor.clocks import Offset, offset_of
+from trainwright.tools.doctor.measure import measure_device, small_blocks, small_step
+from trainwright.tools.doctor.network import Pair
+
+# Longest wait for one collective.
+GROUP_SECONDS = 60.0
+# All pairs together; beyond it the remaining ones are left out.
+PAIR_SECONDS = 20.0
+_MOST_ROUNDS = 64
+_SMALL, _LARGE = 1, 2**20  # elements of four bytes
+_PINGS, _TRANSFERS, _QUESTIONS = 8, 3, 8
+_STEPS = 12
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank found.
+
+    Args:
+        rank: global rank.
+        host: its machine.
+        failure: why it did not come to its end; ``None``: it did.
+        offset: of its clock.
+        pairs: what it sends others.
+        rounds: rounds of pairs that were measured, and that there are.
+        links: all-reduces, by name; the same on all ranks.
+        figures: of its device, see :mod:`~trainwright.tools.doctor.measure`; empty unless asked for.
+    """
+
+    rank: int
+    host: str = ""
+    failure: str | None = None
+    offset: Offset | None = None
+    pairs: Sequence[Pair] = ()
+    rounds: tuple[int, int] = (0, 0)
+    links: Sequence[Link] = ()
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """For the process that judges."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> RankResult:
+        """What :meth:`to_json` wrote."""
+        values: dict[str, Any] = json.loads(text)
+        offset = values["offset"]
+        return RankResult(
+            **{
+                **values,
+                "offset": None if offset is None else Offset(**offset),
+                "pairs": [Pair(**each) for each in values["pairs"]],
+                "rounds": tuple(values["rounds"]),
+                "links": [Link(**each) for each in values["links"]],
+            }
+        )
+
+
+class Board:
+    """Where ranks write what they do and found, in a store.
+
+    Args:
+        store: that all ranks reach.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def at(self, rank: int, what: str) -> None:
+        """Say what a rank begins with."""
+        self._store.set(f"doctor/{rank}/at", what)
+
+    def put(self, name: str, text: str) -> None:
+        """Leave a text for everyone."""
+        self._store.set(f"doctor/{name}", text)
+
+    def get(self, name: str, seconds: float) -> str | None:
+        """A text that was left; ``None`` if it is not within so many seconds."""
+        key = f"doctor/{name}"
+        try:
+            self._store.wait([key], timedelta(seconds=max(seconds, 0.01)))
+        except (dist.DistStoreError, dist.DistNetworkError):
+            return None
+        return self._store.get(key).decode()
+
+    def results(self, world_size: int, seconds: float) -> list[RankResult]:
+        """Of all ranks; one that has not answered in time fails with what it was at."""
+        end = time.monotonic() + seconds
+        found = []
+        for rank in range(world_size):
+            text = self.get(f"{rank}/result", end - time.monotonic())
+            if text is not None:
+                found.append(RankResult.from_json(text))
+                continue
+            last = self.get(f"{rank}/at", 0.01)
+            found.append(RankResult(rank, failure=f"did not answer; it was {last or 'not started'}"))
+        return found
+
+
+@contextmanager
+def group_of_ranks(store: dist.Store, rank: int, world_size: int, on_gpu: bool) -> Iterator[None]:
+    """A default process group for as long as it is needed: gloo, and NCCL for tensors of GPUs."""
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore("doctor/group", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=GROUP_SECONDS),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def examine(
+    store: dist.Store, rank: int, world_size: int, local_size: int, device: torch.device, figures: bool = False
+) -> RankResult:
+    """Do this rank's part and leave the result on the board.
+
+    Args:
+        store: that all ranks reach.
+        rank: global rank.
+        world_size: all ranks.
+        local_size: ranks of a machine, where all have as many.
+        device: that this rank would compute on.
+        figures: measure the device too, all ranks at the same time, since they share memory and cores.
+    """
+    board, host = Board(store), socket.gethostname()
+    result = RankResult(rank, host)
+    try:
+        board.at(rank, f"computing on {device}")
+        _compute(device)
+        if world_size == 1:
+            result = RankResult(rank, host, figures=measure_device(device, 1) if figures else {})
+        else:
+            board.at(rank, "meeting the others")
+            with group_of_ranks(store, rank, world_size, device.type == "cuda"):
+                # Before one measures, all have made their connections.
+                dist.all_reduce(torch.zeros(1))
+                board.at(rank, "comparing clocks")
+                offset = compare_clocks(rank, world_size)
+                board.at(rank, "measuring pairs")
+                pairs, rounds = measure_pairs(rank, world_size, device)
+                board.at(rank, "measuring all-reduces")
+                links = measure_links(world_size, local_size, device)
+                measured = {}
+                if figures:
+                    board.at(rank, "measuring its device")
+                    measured = measure_device(device, local_size)
+                    board.at(rank, "measuring sharded blocks")
+                    measured["gather_seconds"] = measure_gathering(device, links[0])
+                    dist.barrier()  # NCCL's communicator must not end while another one measures
+            result = RankResult(rank, host, None, offset, pairs, rounds, links, measured)
+    except Exception as failure:  # whatever a backend or a driver raises
+        text = (str(failure).strip().splitlines() or [repr(failure)])[0]
+        result = RankResult(rank, host, f"{type(failure).__name__}: {text}")
+    board.put(f"{rank}/result", result.to_json())
+    return result
+
+
+def _compute(device: torch.device) -> None:
+    """Multiply two small matrices whose product is known.
+
+    Raises:
+        RuntimeError: if the result is wrong.
+    """
+    numbers = torch.arange(1024, device=device, dtype=torch.float64).view(32, 32)
+    total = float((numbers @ torch.ones(32, 1, device=device, dtype=torch.float64)).sum())
+    if total != 1023 * 1024 / 2:
+        raise RuntimeError(f"{device} computes {total} where {1023 * 1024 // 2} is right")
+
+
+def compare_clocks(rank: int, world_size: int) -> Offset | None:
+    """Ask rank 0 for its time, rank after rank; a collective of all ranks. None on rank 0."""
+    found = None
+    for asking in range(1, world_size):
+        if rank == asking:
+            found = offset_of(rank, [_ask() for _ in range(_QUESTIONS)])
+        elif rank == 0:
+            for _ in range(_QUESTIONS):
+                dist.recv(torch.zeros(1, dtype=torch.float64), asking)
+                dist.send(torch.tensor([time.time()], dtype=torch.float64), asking)
+    return found
+
+
+def _ask() -> tuple[float, float, float]:
+    answer = torch.zeros(1, dtype=torch.float64)
+    before = time.time()
+    dist.send(answer, 0)
+    dist.recv(answer, 0)
+    return before, answer.item(), time.time()
+
+
+def rounds_of_pairs(world_size: int) -> list[list[tuple[int, int]]]:
+    """All pairs of ranks, in rounds in which each rank has at most one partner (the circle method of tournaments).
+
+    Beyond 64 rounds, so many of them, evenly chosen.
+    """
+    ranks = list(range(world_size + world_size % 2))
+    rounds = []
+    for _ in range(len(ranks) - 1):
+        pairs = zip(ranks[: len(ranks) // 2], reversed(ranks[len(ranks) // 2 :]), strict=True)
+        rounds.append([(min(pair), max(pair)) for pair in pairs if max(pair) < world_size])
+        ranks = [ranks[0], ranks[-1], *ranks[1:-1]]
+    if len(rounds) > _MOST_ROUNDS:
+        rounds = [rounds[index * len(rounds) // _MOST_ROUNDS] for index in range(_MOST_ROUNDS)]
+    return rounds
+
+
+def measure_pairs(rank: int, world_size: int, device: torch.device) -> tuple[list[Pair], tuple[int, int]]:
+    """What this rank sends each other one; a collective of all ranks. The pairs of a round are measured together.
+
+    Returns:
+        The pairs, and how many rounds were measured of how many there are.
+    """
+    found: list[Pair] = []
+    all_rounds = world_size + world_size % 2 - 1
+    end = time.monotonic() + PAIR_SECONDS
+    done = 0
+    for pairs in rounds_of_pairs(world_size):
+        late = torch.tensor([float(time.monotonic() > end)])
+        dist.all_reduce(late, op=dist.ReduceOp.MAX)  # so that a round begins together, and all stop together
+        if late.item():
+            break
+        for source, target in pairs:
+            if rank in (source, target):
+                partner = target if rank == source else source
+                first = rank == source
+                latency = _latency(partner, first, device)
+                # One direction after the other.
+                for sends in (first, not first):
+                    seconds = _transfer(partner, sends, device)
+                    if sends:
+                        moved = max(seconds - latency, 1e-9)
+                        found.append(Pair(rank, partner, latency, 4 * _LARGE / moved))
+        done += 1
+    return found, (done, all_rounds)
+
+
+def _latency(partner: int, first: bool, device: torch.device) -> float:
+    """Half of the time of the quickest message there and back."""
+    message, taken = torch.zeros(_SMALL, device=device), []
+    for _ in range(2 + _PINGS):
+        begin = now_on(device)
+        _exchange(message, message, partner, first)
+        taken.append(now_on(device) - begin)
+    return min(taken[2:]) / 2  # the first ones make connections
+
+
+def _transfer(partner: int, sends: bool, device: torch.device) -> float:
+    """Seconds of a large message and a small one back."""
+    large, small, taken = torch.zeros(_LARGE, device=device), torch.zeros(_SMALL, device=device), []
+    for _ in range(_TRANSFERS):
+        begin = now_on(device)
+        if sends:
+            _exchange(large, small, partner, True)
+        else:
+            _exchange(small, large, partner, False)
+        taken.append(now_on(device) - begin)
+    return min(taken)
+
+
+def _exchange(sent: torch.Tensor, received: torch.Tensor, partner: int, first: bool) -> None:
+    if first:
+        dist.send(sent, partner)
+        dist.recv(received, partner)
+    else:
+        dist.recv(received, partner)
+        dist.send(sent, partner)
+
+
+def measure_gathering(device: torch.device, link: Link) -> float:
+    """Seconds that gathering a block's parameters, or reducing its gradients, takes beside the collective itself.
+
+    Blocks whose parameters are next to nothing, by FSDP2 and without; a collective of all ranks.
+
+    Args:
+        device: of this rank.
+        link: of all ranks.
+    """
+    mesh = init_device_mesh(device.type, (link.ranks,))
+    plain, sharded = small_blocks(device), small_blocks(device)
+    for block in sharded:
+        fully_shard(block, mesh=mesh)
+    usual, longer = (_step_seconds(blocks, device) for blocks in (plain, sharded))
+    # A block is gathered for forward and for backward, and its gradients are reduced.
+    each = (longer - usual) / (3 * len(sharded))
+    return max(each - link.seconds("all_gather", 0.0), 0.0)
+
+
+def _step_seconds(blocks: torch.nn.Sequential, device: torch.device) -> float:
+    """Of the quickest of some steps, as many on every rank."""
+    taken = []
+    with torch.enable_grad():
+        for _ in range(2 + _STEPS):
+            dist.barrier()
+            begin = now_on(device)
+            small_step(blocks, device)
+            taken.append(now_on(device) - begin)
+    return min(taken[2:])
+
+
+def measure_links(world_size: int, local_size: int, device: torch.device) -> list[Link]:
+    """All-reduces of all ranks; where there are several machines of as many ranks, also within and across them.
+
+    Pairs of a machine of more tell what a collective costs beside its messages.
+    """
+    axes: list[tuple[str, Layout, str]] = [("all", Layout(replicate=world_size), "replicate")]
+    if 1 <= local_size < world_size and world_size % local_size == 0:
+        nodes = Layout(replicate=world_size // local_size, shard=local_size)
+        axes += [("within", nodes, "shard"), ("across", nodes, "replicate")]
+    if local_size > 2 and local_size % 2 == 0 and world_size % local_size == 0:
+        axes.append(("pair", Layout(replicate=world_size // 2, shard=2), "shard"))
+    return probe_links(axes, device)

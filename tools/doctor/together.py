@@ -1,0 +1,177 @@
+"""Starting ranks to look around, or joining those that a launcher has started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from omegaconf import OmegaConf
+
+from trainwright.core.processes.machine import num_cores
+from trainwright.core.run.launcher import Launcher
+from trainwright.tools.doctor.collect import HostFacts, collect, within
+
+if TYPE_CHECKING:  # its module imports torch
+    from trainwright.tools.doctor.ranks import RankResult
+
+# All that ranks do together, and what they get on top of it to end.
+RANK_SECONDS = 150.0
+GRACE_SECONDS = 5.0
+MEETING_SECONDS = 320.0  # the wait of `meet`, and a little
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the run would be.
+
+    Args:
+        devices: ranks of this machine; ``None``: all GPUs, or two ranks on the CPU.
+        accelerator: ``auto``, ``cpu`` or ``gpu``.
+        threads: of each rank; ``None``: the cores divided by the ranks, as in a run.
+        workers: of the data loaders of one rank.
+        run_dir: that it would write to.
+        figures: measure what devices reach, too.
+    """
+
+    devices: int | None = None
+    accelerator: str = "auto"
+    threads: int | None = None
+    workers: int = 0
+    run_dir: str = "runs"
+    figures: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Everything that is known when all have answered.
+
+    Args:
+        hosts: facts by name of the machine.
+        results: of all ranks, in order; empty if none could be started.
+        on_gpu: whether ranks compute on GPUs.
+        threads: of a rank.
+        local_size: ranks of a machine.
+        machines: of the run, where not all of them have told about themselves.
+    """
+
+    hosts: Mapping[str, HostFacts]
+    results: list[RankResult]
+    on_gpu: bool
+    threads: int
+    local_size: int
+    machines: int = 1
+
+
+def threads_of(wish: Wish, ranks: int) -> int:
+    """CPU threads of a rank, decided as the launching of a run decides it."""
+    return int(wish.threads or os.environ.get("OMP_NUM_THREADS") or max(1, num_cores() // ranks))
+
+
+def see_locally(wish: Wish) -> Seen:
+    """Look at this machine, and start ranks on it."""
+    from trainwright.launch.ranks.forkserver import start_forkserver
+
+    start_forkserver()  # it imports while this process does
+    facts = collect(socket.gethostname(), wish.run_dir)
+    usable = facts.devices.usable if facts.devices is not None else 0
+    on_gpu = wish.accelerator != "cpu" and usable > 0
+    devices = wish.devices or (usable if on_gpu else min(2, num_cores()))
+    threads = threads_of(wish, devices)
+    results: list[RankResult] = []
+    if facts.import_seconds is not None:
+        # More ranks than GPUs are told of, and not started.
+        results = _started(replace(wish, devices=devices), threads, on_gpu and devices <= usable)
+    return Seen({facts.host: facts}, results, on_gpu, threads, devices)
+
+
+def _started(wish: Wish, threads: int, on_gpu: bool) -> list[RankResult]:
+    from trainwright.launch.ranks.environment import rank_environment
+    from trainwright.launch.ranks.rendezvous import LocalStore
+    from trainwright.launch.ranks.supervisor import Supervisor
+    from trainwright.tools.doctor.ranks import Board
+
+    devices = wish.devices or 1
+    cfg = OmegaConf.create({"name": "doctor", "devices": devices, "launch": {"threads": threads}})
+    with LocalStore() as store, Supervisor(rank_main, (devices, on_gpu, wish.figures)) as ranks:
+        for rank in range(devices):
+            ranks.start_rank(rank, rank_environment(cfg, rank, store.port))
+        end = time.monotonic() + RANK_SECONDS
+        while ranks.living and time.monotonic() < end:
+            for ended in ranks.wait(max(0.0, end - time.monotonic())):
+                if ended.failed:  # the others wait for it in vain
+                    end = min(end, time.monotonic() + GRACE_SECONDS)
+        ranks.end(ranks.living, grace=0.0)
+        return Board(store.store).results(devices, 0.5)
+
+
+def rank_main(environment: Mapping[str, str], world_size: int, on_gpu: bool, figures: bool) -> None:
+    """One rank that :func:`see_locally` has started.
+
+    Raises:
+        SystemExit: with exit code 1 if it failed; the board says how.
+    """
+    os.environ.update(environment)
+    import multiprocessing
+
+    from trainwright.core.processes.watch import ShutdownWatch
+    from trainwright.launch.ranks.forkserver import become_ordinary
+
+    become_ordinary()
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    ShutdownWatch(0.0, launcher.sentinel).start()
+
+    import torch
+    from torch.distributed import TCPStore
+
+    from trainwright.tools.doctor.measure import threads_from_environment
+    from trainwright.tools.doctor.ranks import examine
+
+    threads_from_environment()
+    rank = int(environment["RANK"])
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False)
+    result = examine(store, rank, world_size, world_size, device, figures)
+    raise SystemExit(0 if result.failure is None else 1)
+
+
+def see_with(launcher: Launcher, wish: Wish) -> Seen | None:
+    """Look at this machine, and join the ranks of a launcher; None on all ranks but 0.
+
+    Raises:
+        TimeoutError: if the ranks do not find each other.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    facts = collect(socket.gethostname(), wish.run_dir)
+    import torch
+
+    from trainwright.launch.ranks.meeting import meet
+    from trainwright.tools.doctor.measure import threads_from_environment
+    from trainwright.tools.doctor.ranks import Board, examine
+
+    threads_from_environment()
+    store = within(MEETING_SECONDS, lambda: meet(launcher))
+    board = Board(store)
+    if local_rank == 0:
+        board.put(f"facts/{facts.host}", facts.to_json())
+    usable = torch.cuda.device_count() if wish.accelerator != "cpu" else 0
+    device = torch.device("cuda", local_rank % usable) if usable else torch.device("cpu")
+    if usable:
+        torch.cuda.set_device(device)
+    local = launcher.local_world_size
+    examine(store, launcher.rank, launcher.world_size, local, device, wish.figures)
+    if launcher.rank != 0:
+        return None
+    results = board.results(launcher.world_size, RANK_SECONDS)
+    hosts = {}
+    for host in dict.fromkeys(result.host for result in results if result.host):
+        text = board.get(f"facts/{host}", 1.0)
+        if text is not None:
+            hosts[host] = HostFacts.from_json(text)
+    return Seen(hosts, results, bool(usable), threads_of(wish, local), local)

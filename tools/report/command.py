@@ -1,0 +1,152 @@
+"""`trainwright report` and `trainwright watch`: the words after them, and their errors."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from trainwright.core.text.printable import one_line
+
+OK, REFUSED = 0, 2
+_MOST_RUNS = 8
+_LONGEST_WAIT = 86400
+
+HELP = {
+    "report": """trainwright report: show a run, or several side by side, as one HTML page that loads nothing.
+
+usage: trainwright report RUN_DIR [RUN_DIR ...] [--out FILE]
+
+  RUN_DIR       a run directory, of a run that has ended or that goes on; up to 8
+  --out FILE    where the page is written; default: report.html in the run directory, or, of several runs, in the
+                current directory
+
+examples:
+  trainwright report runs/gpt/2026-01-31_14-05-09
+  trainwright report runs/gpt/2026-01-31_14-05-09 runs/gpt/2026-02-01_09-00-00 --out compared.html
+""",
+    "watch": """trainwright watch: show a run in the terminal while it goes on, from any shell. Ctrl-C ends this, not
+the run.
+
+usage: trainwright watch RUN_DIR [--every SECONDS] [--once]
+
+  RUN_DIR           a run directory; the run may not have begun yet, or have ended
+  --every SECONDS   between two looks at the files (default 2)
+  --once            show one picture and end
+
+example:
+  trainwright watch runs/gpt/2026-01-31_14-05-09
+""",
+}
+
+
+def run_report_command(words: Sequence[str]) -> int:
+    """Do what was asked and report errors as one message.
+
+    Args:
+        words: what was typed after `trainwright`, `report` or `watch` included.
+
+    Returns:
+        The exit code: 0 all is well, 2 the command or a path was refused.
+    """
+    if "-h" in words or "--help" in words:
+        print(HELP[next(word for word in words if word in HELP)], end="")
+        return OK
+    try:
+        arguments = parse(words)
+        return _report(arguments) if arguments.verb == "report" else _watch(arguments)
+    except BrokenPipeError:  # who reads what `watch` writes has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
+    except _RefusedError as error:
+        problem = str(error)
+    print(f"trainwright: {one_line(problem)}", file=sys.stderr)
+    return REFUSED
+
+
+class _RefusedError(ValueError):
+    """A command that cannot be followed."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors that are raised."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _RefusedError(f"{message}; `{self.prog} --help` shows how the command is typed")
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Understand what was typed.
+
+    Args:
+        words: what was typed after `trainwright`, `report` or `watch` included.
+
+    Raises:
+        ValueError: if it is not understood.
+    """
+    rest = list(words)
+    verb = next(word for word in rest if word in HELP)
+    rest.remove(verb)
+    parser = _Parser(prog=f"trainwright {verb}", add_help=False, allow_abbrev=False)
+    if verb == "report":
+        parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=Path)
+        parser.add_argument("--out", metavar="FILE", type=Path)
+    else:
+        parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+        parser.add_argument("--every", metavar="SECONDS", type=float, default=2.0)
+        parser.add_argument("--once", action="store_true")
+    arguments = parser.parse_intermixed_args(rest)
+    arguments.verb = verb
+    return arguments
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from trainwright.tools.report.page import PAGE_FILE, write_page
+    from trainwright.tools.report.records import is_run
+
+    run_dirs: list[Path] = arguments.run_dirs
+    wrong = [f"{path}: {_why_no_run(path)}" for path in run_dirs if not is_run(path)]
+    if wrong:
+        raise _RefusedError("; ".join(wrong))
+    if len(run_dirs) > _MOST_RUNS:
+        raise _RefusedError(
+            f"{len(run_dirs)} run directories were given; a page shows at most {_MOST_RUNS} side by side"
+        )
+    out = arguments.out or (run_dirs[0] if len(run_dirs) == 1 else Path()) / PAGE_FILE
+    if out.is_dir():
+        raise _RefusedError(f"--out {out}: this is a folder; type the name of a file, like {out / PAGE_FILE}")
+    try:
+        write_page(run_dirs, out)
+    except OSError as error:
+        raise _RefusedError(f"{out}: {error.strerror}; type another --out FILE") from error
+    print(f"report: {one_line(os.fspath(out))}")
+    return OK
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    if not 0.1 <= arguments.every <= _LONGEST_WAIT:
+        raise _RefusedError(
+            f"--every {arguments.every:g}: seconds between two looks must be at least 0.1 and at most {_LONGEST_WAIT}"
+        )
+    if arguments.run_dir.exists() and not arguments.run_dir.is_dir():
+        raise _RefusedError(f"{arguments.run_dir}: this is a file; type the run directory")
+    from trainwright.tools.report.watch import watch
+
+    watch(arguments.run_dir, arguments.every, once=arguments.once)
+    return OK
+
+
+def _why_no_run(path: Path) -> str:
+    if not path.exists():
+        return "there is no such run directory"
+    if not path.is_dir():
+        return "this is a file; type the run directory"
+    inside = sorted(below.name for below in path.iterdir() if (below / "config.yaml").is_file())
+    if inside:
+        return f"this holds runs and is none itself; type for example {path / inside[-1]}"
+    return "this is no run directory: it has no config.yaml, metrics.csv or monitor/"

@@ -1,0 +1,171 @@
+"""The page of `trainwright report`: one file, no script, nothing fetched.
+
+What runs write is text of others: every value is escaped by the templates, and the page's own policy forbids it to run
+or to load anything (only its own style sheet, named by its hash, is applied).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from secrets import token_hex
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from trainwright.core.text.printable import printable
+from trainwright.tools.report.charts import COLOURS, CurveChart, Points, amount, curve_chart, exact
+from trainwright.tools.report.facts import facts, newest, rates
+from trainwright.tools.report.grid import grid
+from trainwright.tools.report.memory import memory_by_rank, predicted_memory
+from trainwright.tools.report.norms import is_norm, norms
+from trainwright.tools.report.pipeline import pipeline
+from trainwright.tools.report.plain import text_of
+from trainwright.tools.report.records import RunRecord, read_run
+from trainwright.tools.report.settings import command_line, settings, versions
+from trainwright.tools.report.story import story
+from trainwright.tools.report.times import predicted_seconds, time_by_rank, time_by_step
+
+PAGE_FILE = "report.html"
+# Pictures of a section, before the rest is only named.
+_MOST_PICTURES = 24
+_RATES = ("_per_second", "step_seconds", "mfu", "goodput")
+# What the templates ask of a run.
+_SHOWN = {
+    function.__name__: function
+    for function in (
+        command_line,
+        facts,
+        grid,
+        memory_by_rank,
+        newest,
+        norms,
+        pipeline,
+        predicted_memory,
+        predicted_seconds,
+        settings,
+        story,
+        time_by_rank,
+        time_by_step,
+        versions,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Content:
+    """All that the template is filled with.
+
+    Args:
+        title: of the page.
+        runs: side by side.
+        losses: pictures of all runs together.
+        rates: the same.
+        others: the same.
+        left_out: names of metrics that no picture shows.
+    """
+
+    title: str
+    runs: Sequence[RunRecord]
+    losses: list[CurveChart] = field(default_factory=list)
+    rates: list[CurveChart] = field(default_factory=list)
+    others: list[CurveChart] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def build_page(run_dirs: Sequence[Path]) -> str:
+    """The HTML of one or several run directories."""
+    runs = [read_run(path, label) for path, label in zip(run_dirs, labels_of(run_dirs), strict=True)]
+    return render(content_of(runs))
+
+
+def write_page(run_dirs: Sequence[Path], out: Path) -> None:
+    """Build a page and put it in place, whole or not at all.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    page = build_page(run_dirs)
+    # A name that nobody can have put a link at.
+    partial = out.with_name(f"{out.name}.{token_hex(8)}.partial")
+    try:
+        with partial.open("x", encoding="utf-8", errors="replace") as file:
+            file.write(page)
+        os.replace(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def labels_of(run_dirs: Sequence[Path]) -> list[str]:
+    """Short names of run directories: the last parts of their paths that tell them apart; equal ones get a number."""
+    parts = [path.absolute().parts for path in run_dirs]
+    length = 1
+    while length < max(map(len, parts)) and len({part[-length:] for part in parts}) < len({*parts}):
+        length += 1
+    names = ["/".join(part[-length:]) for part in parts]
+    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
+
+
+def content_of(runs: Sequence[RunRecord]) -> Content:
+    """Sort what was logged into pictures."""
+    content = Content(f"{', '.join(run.label for run in runs)} - Trainwright report", runs)
+    rated = [rates(run) for run in runs]
+    names = list(dict.fromkeys(name for run in runs for name in sorted(run.metrics)))
+    for name in sorted(names, key=lambda name: (name != "loss", name != "val_loss")):
+        if name == "epoch" or is_norm(name):
+            continue
+        is_loss, is_rate = "loss" in name.lower(), name.endswith(_RATES)
+        section = content.losses if is_loss else content.rates if is_rate else content.others
+        _draw(content, section, name, {run.label: run.metrics.get(name, []) for run in runs})
+    drawn = {chart.title for chart in content.rates}
+    for name in dict.fromkeys(name for each in rated for name in each if name not in drawn):
+        _draw(content, content.rates, name, {run.label: rated[n].get(name, []) for n, run in enumerate(runs)})
+    return content
+
+
+def _draw(content: Content, section: list[CurveChart], name: str, curves: Mapping[str, Points]) -> None:
+    """Put a picture of all runs into a section, if a run has values of it and there is room."""
+    if not any(curves.values()):
+        return
+    if len(section) >= _MOST_PICTURES:
+        content.left_out.append(name)
+        return
+    chart = curve_chart(name, {label: (n % COLOURS, values) for n, (label, values) in enumerate(curves.items())})
+    assert chart is not None
+    section.append(chart)
+
+
+def render(content: Content) -> str:
+    """Fill the template."""
+    style = files("trainwright.tools.report").joinpath("templates", "report.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    template = _environment().get_template("report.html.j2")
+    return template.render(content=content, style=Markup(style), style_hash=digest, show=_SHOWN)  # noqa: S704
+
+
+def _printable(value: object) -> object:
+    # Markup is what templates have made, and what went through here before.
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("trainwright.tools.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_printable,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["exact"] = exact
+    environment.filters["text"] = text_of
+    environment.filters["bytes"] = lambda value: amount(value, "bytes")
+    environment.filters["seconds"] = lambda value: amount(value, "seconds")
+    return environment

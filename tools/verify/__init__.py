@@ -1,0 +1,1 @@
+"""`trainwright verify`: compare a layout with one process."""

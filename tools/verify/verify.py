@@ -1,0 +1,183 @@
+"""`trainwright verify`: does a layout train as one process does?
+
+A few optimizer steps of the same samples are trained twice, under the layout and by one process, each in processes of
+its own and through the normal launch. What is compared, and by what measure, stands in
+`trainwright.tools.verify.compare`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.command.bare_training import only_training, temporary_folder, train_apart
+from trainwright.command.checks.check_local_updates import difference_from_one_process
+from trainwright.command.run import plan
+from trainwright.command.verify_options import VerifyOptions
+from trainwright.core.problems import ConfigError
+from trainwright.core.run.launcher import detect_launcher
+from trainwright.strategies.compose.world import Surroundings, num_data_ranks, world_size_of
+from trainwright.tools.verify.report import VerifyReport
+
+_DEFAULTS = VerifyOptions()
+_SINGLE = {"_target_": "trainwright.strategies.data.single.SingleDeviceStrategy"}
+_RECORDER = "trainwright.tools.verify.record.Recorder"
+
+
+def verify(
+    cfg: DictConfig, options: VerifyOptions = _DEFAULTS, on_progress: Callable[[str], None] | None = None
+) -> VerifyReport:
+    """Train a few steps under the configured layout and by one process, and compare.
+
+    Both runs take the configured module, data, optimizer, schedulers, clipping, seed and precision, the same global
+    batch and micro-batches. Dropout is off in both; validation, loggers, checkpoints and the callbacks of the
+    configuration are left out. Nothing is left on disk.
+
+    Args:
+        cfg: as `trainwright.compose` returns it; not changed.
+        options: number of steps and tolerance.
+        on_progress: told, in words, what begins.
+
+    Raises:
+        ConfigError: with everything that is wrong with the configuration; no process was started.
+        RankError: if a rank of one of the runs failed.
+        Interrupted: if this process was told to end by a signal.
+    """
+    say = on_progress or (lambda text: None)
+    with temporary_folder("verify") as folder:
+        planned = _planned(cfg, options, folder)
+        layout = _settled(planned, options, folder / "layout")
+        say(f"{options.steps} step(s) on {layout.devices} process(es) with {_class_of(layout.strategy)}")
+        train_apart(layout)
+        reference = _one_process(planned, options, folder)
+        say(f"{options.steps} step(s) on one process")
+        train_apart(reference)
+        say("comparing")
+        return _compare(layout, folder, options)
+
+
+def problems_of(cfg: DictConfig, options: VerifyOptions) -> list[str]:
+    """What stands against verifying `cfg`, beside what stands against running it."""
+    problems = options.problems(str(cfg.precision))
+    launcher = detect_launcher()
+    if launcher is not None:
+        problems.append(
+            f"{launcher.name}: verify starts its own ranks on one machine; type trainwright verify ... without it"
+        )
+    if cfg.ckpt_path is not None:
+        problems.append(f"ckpt_path={cfg.ckpt_path}: verify starts from the initial weights; leave ckpt_path out")
+    if cfg.resume is not None:
+        problems.append(f"resume={cfg.resume}: verify starts from the initial weights; leave resume out")
+    if cfg.inject:
+        problems.append("inject: verify compares runs that nothing happens to; leave inject out")
+    if cfg.run_dir is not None:
+        problems.append(f"run_dir={cfg.run_dir}: verify leaves nothing behind; leave run_dir out")
+    if cfg.global_batch_size is None and cfg.micro_batch_size is None:
+        problems.append(
+            "global_batch_size and micro_batch_size are both null, so the samples of a step would depend on the "
+            "number of ranks; type global_batch_size=32"
+        )
+    difference = difference_from_one_process(cfg, options.steps)
+    if difference is not None:
+        problems.append(difference)
+    return problems
+
+
+def _planned(cfg: DictConfig, options: VerifyOptions, folder: Path) -> DictConfig:
+    """The configuration of the layout with everything decided that decides on samples; interpolations still in it."""
+    problems = problems_of(cfg, options)
+    cfg = cfg.copy()
+    OmegaConf.set_readonly(cfg, False)
+    cfg.run_dir, cfg.ckpt_path, cfg.resume = str(folder / "layout"), None, None
+    if cfg.max_steps is None and cfg.max_epochs is None:
+        cfg.max_steps = options.steps  # only so that the run has an end; a recipe may read what was there
+    planned, found = plan(cfg, "fit")
+    problems += found
+    if problems:
+        raise ConfigError(problems)
+    if planned.global_batch_size is None:
+        ranks = num_data_ranks(planned, world_size_of(planned, Surroundings("fit")))
+        planned.global_batch_size = planned.micro_batch_size * (planned.accumulation.steps or 1) * ranks
+    planned.accumulation.steps = None
+    return planned
+
+
+def _settled(planned: DictConfig, options: VerifyOptions, run_dir: Path, *, one_process: bool = False) -> DictConfig:
+    """Resolve, then leave nothing but the training of `steps` steps and the recorder."""
+    recorder = {"_target_": _RECORDER, "folder": str(run_dir / "record"), "watch_execution": one_process}
+    resolved = only_training(planned, options.steps, run_dir, {"recorder": recorder})
+    if one_process:
+        resolved.strategy, resolved.devices, resolved.nodes = _SINGLE, 1, 1
+    return resolved
+
+
+def _one_process(planned: DictConfig, options: VerifyOptions, folder: Path) -> DictConfig:
+    """The one-process run; the micro-batches of the layout's ranks one after the other."""
+    from trainwright.tools.verify.compare import Record
+
+    record = Record(folder / "layout" / "record")
+    wave = record.wave_size
+    whole_wave = planned.trainer.sync_batchnorm or not record.run["automatic_optimization"]
+    if whole_wave and wave is not None:
+        # All ranks together normalize over a wave, or step after it by hand: here it is one micro-batch.
+        planned = planned.copy()
+        planned.micro_batch_size = wave
+    return _settled(planned, options, folder / "one", one_process=True)
+
+
+def _compare(layout_cfg: DictConfig, folder: Path, options: VerifyOptions) -> VerifyReport:
+    from trainwright.tools.verify import compare as compare
+
+    layout, reference = (compare.Record(folder / name / "record") for name in ("layout", "one"))
+    tolerance, problems = options.bound, _unlike(layout, reference)
+
+    losses = compare.compare_losses(layout.losses(), reference.losses(), tolerance)
+    gradients, parameters = compare.compare_steps(layout, reference, tolerance)
+    samples = compare.compare_samples(layout, reference)
+    start = compare.find_start(problems, samples, losses, gradients, parameters, reference.run["execution"])
+    return VerifyReport(
+        recipe=str(layout_cfg.name),
+        strategy=_class_of(layout_cfg.strategy),
+        ranks=len(layout.ranks),
+        layout=layout.run["layout"],
+        precision=str(layout_cfg.precision),
+        tolerance=tolerance,
+        global_batch=_batch_in_words(layout, layout_cfg),
+        dropout=reference.run["dropout"],
+        losses=losses,
+        samples=[problem.text for problem in samples],
+        gradients=gradients,
+        parameters=parameters,
+        problems=problems,
+        start=start,
+    )
+
+
+def _unlike(layout: Any, reference: Any) -> list[str]:
+    """What the runs do not have in common although they must."""
+    problems = []
+    if layout.steps != reference.steps:
+        problems.append(f"{layout.steps} optimizer step(s) under the layout, {reference.steps} on one process")
+    ours, theirs = (list(record.tensors("parameters", 0)) for record in (layout, reference))
+    missing, extra = ([name for name in a if name not in set(b)] for a, b in ((theirs, ours), (ours, theirs)))
+    if missing:
+        problems.append(f"parameters that the layout does not have: {', '.join(missing)}")
+    if extra:
+        problems.append(f"parameters that only the layout has: {', '.join(extra)}")
+    return problems
+
+
+def _batch_in_words(record: Any, cfg: DictConfig) -> str:
+    run = record.run
+    if run["micro_batch_size"] is None:
+        return f"{cfg.global_batch_size} samples a step"
+    return (
+        f"{run['micro_batch_size']} samples x {run['accumulation']} accumulated x {run['data_ranks']} data rank(s) "
+        f"= {record.wave_size * run['accumulation']} samples a step"
+    )
+
+
+def _class_of(strategy: Any) -> str:
+    stage = f" stage {strategy.stage}" if "stage" in strategy else ""
+    return str(strategy["_target_"]).rsplit(".", 1)[-1] + stage

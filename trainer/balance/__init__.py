@@ -1,0 +1,1 @@
+"""Divide the global batch by the speed of ranks."""

@@ -1,0 +1,121 @@
+"""Where unequal shares of the global batch cannot be had, as far as it can be told before a process starts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.core.layout import Layout
+from trainwright.trainer.balance.options import FIXED, NONE, balance_option_problems
+
+
+def balance_problems(cfg: DictConfig, layout: Layout | None, least_samples: int) -> list[str]:
+    """What speaks against `balance`.
+
+    Args:
+        cfg: the resolved configuration.
+        layout: closed; None = not known, or refused elsewhere.
+        least_samples: samples that a data rank needs at a time: 1, or the micro-batches of a pipeline.
+    """
+    given: Any = OmegaConf.to_container(cfg.balance)
+    problems = balance_option_problems(given)
+    if problems or given["kind"] == NONE:
+        return problems
+    problems += strategy_problems(given["kind"], *_steps_alone(cfg.strategy))
+    if layout is not None:
+        problems += layout_problems(layout, given["kind"], given["shares"])
+    problems += data_problems(cfg.trainer.data_partition, cfg.trainer.use_distributed_sampler, "trainer.")
+    if cfg.micro_batch_size is not None:
+        problems += micro_batch_problems(cfg.micro_batch_size, least_samples)
+    return [*problems, *_changing_ranks(cfg, given["kind"])]
+
+
+# Its ranks make steps of their own; what replicas that do so refuse is theirs to say.
+_STEPS_ALONE = ("ParameterServerStrategy",)
+
+
+def _steps_alone(strategy: DictConfig) -> tuple[str, bool]:
+    """The class of a strategy, and whether its steps are made without those of all data ranks."""
+    name = str(strategy.get("_target_", "")).rsplit(".", 1)[-1]
+    return name, name in _STEPS_ALONE and strategy.get("consistency") != "sync"
+
+
+def strategy_problems(kind: str, strategy: str, steps_alone: bool) -> list[str]:
+    """What speaks against unequal shares under a strategy, by the name of its class."""
+    if not steps_alone:
+        return []
+    return [
+        f"balance={kind} with {strategy}, whose ranks do not make every step together: there is no global batch to "
+        "share, and none waits for another at every step; take balance=none"
+    ]
+
+
+def layout_problems(layout: Layout, kind: str, shares: Any) -> list[str]:
+    """What speaks against unequal shares under a closed layout."""
+    if layout.data_ranks == 1:
+        return [
+            f"balance={kind} with the layout {layout}, in which one data rank computes every sample: nothing can be "
+            "moved; take balance=none, or a layout with several data ranks (replicate, shard)"
+        ]
+    problems = []
+    if layout.expert > 1:
+        problems.append(
+            f"balance={kind} with expert={layout.expert}: what an expert computes follows from the tokens of all "
+            "ranks, not from the samples of its own; take balance=none, or expert=1"
+        )
+    if kind == FIXED and len(shares) != layout.data_ranks:
+        problems.append(
+            f"balance.shares has {len(shares)} number(s), but the layout {layout} has {layout.data_ranks} data ranks; "
+            "give one for each"
+        )
+    return problems
+
+
+def data_problems(partition: str, deals_samples: bool, prefix: str) -> list[str]:
+    """What speaks against unequal shares in how samples are read.
+
+    Args:
+        partition: ``data_partition``.
+        deals_samples: ``use_distributed_sampler``.
+        prefix: what stands before these names where they are typed.
+    """
+    problems = []
+    if partition != "interleave":
+        problems.append(
+            f"balance with {prefix}data_partition={partition}, which says whose each sample is, so that none can be "
+            f"moved; take balance=none, or {prefix}data_partition=interleave"
+        )
+    if not deals_samples:
+        problems.append(
+            f"balance with {prefix}use_distributed_sampler=false: samples that are not dealt here cannot be moved; "
+            "take balance=none, or leave it out"
+        )
+    return problems
+
+
+def micro_batch_problems(micro_batch_size: int, least_samples: int) -> list[str]:
+    """What speaks against unequal shares of micro-batches of this size."""
+    if micro_batch_size > least_samples:
+        return []
+    if least_samples == 1:
+        return [
+            f"balance with micro_batch_size={micro_batch_size}: every rank needs one sample at a time, so that none "
+            "can be moved; take micro_batch_size=2 or more (and fewer accumulated), or balance=none"
+        ]
+    return [
+        f"balance with micro_batch_size={micro_batch_size}: every data rank needs {least_samples} samples at a time "
+        "(one for each micro-batch of a pipeline, two for BatchNorm), so that none can be moved; take "
+        f"micro_batch_size={least_samples + 1} or more, or balance=none"
+    ]
+
+
+def _changing_ranks(cfg: DictConfig, kind: str) -> Iterator[str]:
+    launch = cfg.launch
+    if kind != FIXED:
+        return
+    if launch.min_devices is not None or launch.recovery != "restart":
+        what = "launch.recovery=" + launch.recovery if launch.min_devices is None else "launch.min_devices"
+        yield (
+            f"balance=fixed with {what}: ranks may come and go, and nobody knows the shares of those that stay; take "
+            "balance=auto"
+        )

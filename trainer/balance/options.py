@@ -1,0 +1,122 @@
+"""``balance``: what may be asked for, judged before training begins, all at once. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from trainwright.core.config.option_rules import Rule, broken_rules, is_count, is_number, is_positive
+
+NONE, AUTO, FIXED = "none", "auto", "fixed"
+KINDS = (NONE, AUTO, FIXED)
+
+
+@dataclass(frozen=True)
+class BalanceOptions:
+    """Who computes how much of the global batch.
+
+    Args:
+        kind: ``"none"``: equal shares (off); ``"auto"``: by measured speed; ``"fixed"``: by ``shares``.
+        shares: with ``"fixed"``, the parts of the data ranks, in any unit: ``(3, 1)`` gives the first three quarters.
+        every_steps: with ``"auto"``, optimizer steps that are measured before shares are decided upon anew.
+        smoothing: with ``"auto"``, weight of what was measured before, below 1; 0 is off.
+        least_share: with ``"auto"``, part of an equal share that a rank keeps at least.
+        most_share: with ``"auto"``, times an equal share that a rank gets at most, and so how many times
+            ``micro_batch_size`` samples it must be able to hold at once.
+        least_gain: with ``"auto"``, part of the time of a step below which a gain is not worth other shares.
+    """
+
+    kind: str = NONE
+    shares: tuple[float, ...] | None = None
+    every_steps: int = 20
+    smoothing: float = 0.5
+    least_share: float = 0.1
+    most_share: float = 2.0
+    least_gain: float = 0.05
+
+
+BalanceArgument = str | Sequence[float] | Mapping[str, Any]
+
+
+def _are_shares(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and bool(value) and all(map(is_positive, value))
+
+
+_RULES: dict[str, Rule] = {
+    "kind": (lambda value: value in KINDS, ", ".join(KINDS)),
+    "shares": (lambda value: value is None or _are_shares(value), "one number above 0 for each data rank, or None"),
+    "every_steps": (is_count, "1 or more optimizer steps"),
+    "smoothing": (lambda value: is_number(value) and value < 1, "0, which is off, to less than 1"),
+    "least_share": (lambda value: is_number(value) and value <= 1, "0 to 1 times an equal share"),
+    "most_share": (lambda value: is_number(value) and value > 1, "more than 1 times an equal share"),
+    "least_gain": (lambda value: is_number(value) and value < 1, "0 to less than 1 of the time of a step"),
+}
+
+
+def balance_option_problems(given: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the options by themselves, one text each.
+
+    Args:
+        given: by name; those left out are at their default.
+    """
+    unknown = sorted(set(given) - set(_RULES))
+    if unknown:
+        return [f"balance.{name}: there is no such option (allowed: {', '.join(_RULES)})" for name in unknown]
+    options = {**asdict(BalanceOptions()), **given}
+    problems = [f"balance.{problem}" for problem in broken_rules(_RULES, options)]
+    if problems:
+        return problems  # what the values mean together can be judged only once each is possible
+    return [*_about_shares(options), *_without_effect(options)]
+
+
+def _about_shares(options: Mapping[str, Any]) -> list[str]:
+    if options["kind"] == FIXED and options["shares"] is None:
+        return ["balance.kind=fixed without balance.shares; say the parts of the data ranks: balance.shares=[3,1]"]
+    if options["kind"] != FIXED and options["shares"] is not None:
+        shares = ",".join(f"{share:g}" for share in options["shares"])
+        return [
+            f"balance.shares=[{shares}] with balance.kind={options['kind']}, which does not read them; take "
+            f"balance=fixed, or leave balance.shares out"
+        ]
+    return []
+
+
+def _without_effect(options: Mapping[str, Any]) -> list[str]:
+    if options["kind"] == AUTO:
+        return []
+    default = BalanceOptions()
+    return [
+        f"balance.{each.name}={options[each.name]} with balance.kind={options['kind']}: nothing is measured, so it has "
+        f"no effect; take balance=auto, or leave balance.{each.name} out"
+        for each in fields(BalanceOptions)
+        if each.name not in ("kind", "shares") and options[each.name] != getattr(default, each.name)
+    ]
+
+
+def balance_options(balance: BalanceArgument) -> BalanceOptions:
+    """The options that ``Trainer(balance=...)`` stands for.
+
+    Args:
+        balance: a kind; or shares, for ``"fixed"``; or options by name, of which ``kind`` is ``"auto"`` if left out.
+
+    Raises:
+        ValueError: if they are impossible.
+    """
+    if isinstance(balance, str):
+        given: dict[str, Any] = {"kind": balance}
+    elif isinstance(balance, Mapping):
+        given = {"kind": AUTO, **balance}
+    elif isinstance(balance, Sequence):
+        given = {"kind": FIXED, "shares": balance}
+    else:
+        raise ValueError(
+            f"balance={balance!r} (allowed: 'none', 'auto', a list of shares such as [3, 1], or options by name such "
+            "as {'every_steps': 50})"
+        )
+    problems = balance_option_problems(given)
+    if problems:
+        raise ValueError("; ".join(problems))
+    if given.get("shares") is not None:
+        given["shares"] = tuple(map(float, given["shares"]))
+    return BalanceOptions(**given)

@@ -1,0 +1,270 @@
+"""Where loaders come in: samples are dealt to ranks, and the global batch of the run is settled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn, has_iterable_dataset, sized_len
+from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
+from lightning.pytorch.trainer.states import RunningStage
+from torch.utils.data import DataLoader
+
+from trainwright.trainer.data.data_order import RankBatchSampler
+from trainwright.trainer.data.dealt_batches import DealtBatchSampler
+from trainwright.trainer.data.epoch_order import EpochOrder
+from trainwright.trainer.data.even import EvenLoader, Reader
+from trainwright.trainer.data.loader_workers import spare_workers
+from trainwright.trainer.data.loaders import (
+    OrderedSampler,
+    batches_of,
+    can_order,
+    has_plain_batches,
+    keep,
+    lend,
+    replace_batches,
+)
+from trainwright.trainer.data.partition import Partition, RangePartition
+from trainwright.trainer.data.reading import hash_partition
+from trainwright.trainer.data.remembered_states import RememberedStates, state_source
+from trainwright.trainer.data.seeded_samples import seed_samples as draw_seeded
+from trainwright.trainer.data.stream import StreamLoader, uses_stream
+from trainwright.trainer.leases.batches import LeasedBatchSampler, why_not_leased
+
+if TYPE_CHECKING:
+    from trainwright.trainer.trainer import Trainer
+
+_EVALUATING = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+_ONLY_SINGLE_SAMPLES = (
+    "Leases are of single samples of a map-style data set, but the training loader is {loader}. Give a DataLoader with "
+    "batch_size, or turn leases off (strategy.leases=none)."
+)
+
+
+class OrderedDataConnector(_DataConnector):
+    """Deals samples to ranks in an order that does not depend on the layout, in place of Lightning's sampler."""
+
+    trainer: Trainer
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self._given_back: dict[DataLoader[Any], Callable[[], None]] = {}
+
+    def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        loader = self._prepared(dataloader, shuffle, mode)
+        _auto_add_worker_init_fn(loader, self._seed_rank)
+        spare_workers(loader)
+        return loader
+
+    def _prepared(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        strategy = self.trainer.strategy
+        ranks, rank = getattr(strategy, "num_data_ranks", None), getattr(strategy, "data_rank", 0)
+        training = mode == RunningStage.TRAINING
+        ours = ranks is not None and self.trainer._accelerator_connector.use_distributed_sampler
+        if ours and can_order(dataloader):
+            assert ranks is not None
+            assert isinstance(dataloader, DataLoader)
+            _check_enough_samples(dataloader, ranks, mode)
+            if self.trainer.world_size == 1 and mode in _EVALUATING and keep(dataloader):
+                return dataloader
+            return self._deal(dataloader, rank, ranks, mode)
+        if training:
+            self._refuse_undealt(dataloader)
+            if self.trainer.leases is not None:
+                raise ValueError(_ONLY_SINGLE_SAMPLES.format(loader=type(dataloader).__name__))
+        if ours and uses_stream(dataloader):
+            return self._deal_stream(dataloader, rank, ranks, training)  # type: ignore[arg-type]
+        loader = super()._prepare_dataloader(dataloader, shuffle, mode)
+        if ours:
+            self._settle_other(loader, int(ranks or 1), training)
+        elif training and isinstance(loader, DataLoader) and loader.batch_size:
+            self.trainer.settle_global_batch(loader.batch_size, ranks or self.trainer.world_size)
+        if training and state_source(loader) is not None:
+            _auto_add_worker_init_fn(loader, self._seed_rank)
+            loader = RememberedStates(loader, lambda: self.trainer.accumulate_grad_batches)
+        drop_last = bool(getattr(dataloader, "drop_last", False)) and mode != RunningStage.PREDICTING
+        return self._even(loader, ranks, training, drop_last)
+
+    def _refuse_undealt(self, loader: object) -> None:
+        """Samples that we do not deal cannot be dealt, or drawn, as asked."""
+        trainer = self.trainer
+        asked = [
+            *([f"data_partition={trainer.data_partition!r}"] if trainer.data_partition != "interleave" else []),
+            *(["seed_samples=True"] if trainer.seed_samples else []),
+            *([f"balance={trainer.balance.options.kind!r}"] if trainer.balance is not None else []),
+        ]
+        if asked:
+            raise ValueError(
+                f"{' and '.join(asked)} cannot be had with this training loader ({type(loader).__name__}), whose "
+                "samples are not dealt by index: it reads a stream, has a DistributedSampler or no batches, or "
+                "use_distributed_sampler=False was set, or the strategy is not one of Trainwright's. Use a DataLoader "
+                f"over a map-style data set, or leave {' and '.join(a.split('=')[0] for a in asked)} out."
+            )
+
+    def _deal(self, loader: DataLoader[Any], rank: int, ranks: int, mode: RunningStage) -> DataLoader[Any]:
+        trainer, training = self.trainer, mode == RunningStage.TRAINING
+        self.give_back(loader)
+        sampler: OrderedSampler
+        if has_plain_batches(loader):
+            sampler = self._rank_sampler(loader, rank, ranks, mode)
+        else:
+            if training:
+                _refuse_to_deal_batches(trainer)
+            self._settle_other(loader, ranks, training)
+            sampler = DealtBatchSampler(loader.batch_sampler, trainer.data_seed, rank, ranks)
+        dealt = self._lent(loader, sampler, training)
+        if dealt is None:
+            dealt = replace_batches(loader, sampler, mode)
+        if training:
+            current = trainer.fit_loop.epoch_loop.batch_progress.current
+            sampler.consumed = lambda: current.ready
+            # By these Lightning knows that the loader can go on in mid-epoch.
+            dealt.state_dict, dealt.load_state_dict = sampler.state_dict, sampler.load_state_dict
+            if trainer.seed_samples:
+                draw_seeded(dealt, sampler, trainer.data_seed)
+        return dealt
+
+    def _lent(self, loader: DataLoader[Any], sampler: OrderedSampler, training: bool) -> DataLoader[Any] | None:
+        """The user's own loader, where it can read our batches until training ends."""
+        if not training or self.trainer.world_size > 1 or self.trainer.seed_samples:
+            return None
+        give_back = lend(loader, sampler)
+        if give_back is None:
+            return None
+        self._given_back[loader] = give_back
+        return loader
+
+    def give_back(self, *loaders: object) -> None:
+        """Leave the user's loaders as they were: those given, or all."""
+        for loader in loaders or list(self._given_back):
+            self._given_back.pop(loader, lambda: None)()  # type: ignore[call-overload]
+
+    def _rank_sampler(self, loader: DataLoader[Any], rank: int, ranks: int, mode: RunningStage) -> RankBatchSampler:
+        trainer, training = self.trainer, mode == RunningStage.TRAINING
+        if training and trainer.leases is not None:
+            return self._leased_sampler(loader, ranks)
+        micro = loader.batch_sampler.batch_size  # type: ignore[union-attr]
+        partition = self._partition(loader.dataset) if training else None
+        group = trainer.settle_global_batch(micro, ranks, deals_samples=partition is None) if training else 0
+        step_samples = (trainer.global_batch.samples or 0) if training and trainer.global_batch is not None else 0
+        if trainer.global_batch_size is None and partition is None:
+            group = min(group, 1)
+        own, drop_last = batches_of(loader)
+        drop_last = drop_last and mode != RunningStage.PREDICTING
+        order = EpochOrder(own, trainer.data_seed)
+        shares = trainer.balance.shares_of(micro) if training and trainer.balance is not None else None
+        return RankBatchSampler(order, micro, rank, ranks, group, drop_last, partition, step_samples, shares)
+
+    def _leased_sampler(self, loader: DataLoader[Any], ranks: int) -> LeasedBatchSampler:
+        trainer = self.trainer
+        assert trainer.leases is not None
+        problem = why_not_leased(trainer, ranks)
+        if problem is not None:
+            raise ValueError(f"The samples of this run cannot be leased: {problem}.")
+        micro = loader.batch_sampler.batch_size  # type: ignore[union-attr]
+        accumulation = trainer.settle_global_batch(micro, ranks)
+        limit = trainer.limit_train_batches
+        most = limit * micro * ranks if isinstance(limit, int) else None
+        own, drop_last = batches_of(loader)
+        order = EpochOrder(own, trainer.data_seed)
+        return LeasedBatchSampler(order, micro, accumulation, drop_last, trainer.leases, most)
+
+    def _partition(self, dataset: object) -> Partition | None:
+        if self.trainer.data_partition == "interleave":
+            return None
+        if self.trainer.data_partition == "range":
+            return RangePartition()
+        return hash_partition(self.trainer.data_key, dataset)
+
+    def _deal_stream(self, loader: DataLoader[Any], rank: int, ranks: int, training: bool) -> StreamLoader:
+        trainer = self.trainer
+        assert loader.batch_size is not None
+        group = trainer.settle_global_batch(loader.batch_size, ranks) if training else 1
+        dealt = StreamLoader(loader, rank, ranks, 1 if trainer.global_batch_size is None else group)
+        _auto_add_worker_init_fn(dealt.loader, self._seed_rank)
+        return dealt
+
+    def _settle_other(self, loader: object, ranks: int, training: bool) -> None:
+        """Global batch of a loader whose batches we do not cut."""
+        if not training:
+            return
+        batch_size = getattr(loader, "batch_size", None) or getattr(
+            getattr(loader, "batch_sampler", None), "batch_size", None
+        )
+        if batch_size is not None:
+            self.trainer.settle_global_batch(int(batch_size), ranks)
+        elif self.trainer.global_batch_size is not None:
+            raise ValueError(
+                f"global_batch_size={self.trainer.global_batch_size} needs a training loader with a batch size, but "
+                f"{type(loader).__name__} has none that can be read (batch_size). "
+                "Give the DataLoader a batch_size, or leave global_batch_size out and set accumulate_grad_batches."
+            )
+
+    def _even(self, loader: object, ranks: int | None, training: bool, drop_last: bool) -> object:
+        """Keep ranks in step over loaders that may have unequal lengths, and deal streams that are the same on all."""
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        if ranks is None or not several:
+            return loader
+        is_unknown = sized_len(loader) is None
+        lengths = torch.tensor([-1.0 if is_unknown else float(sized_len(loader) or 0)])
+        smallest = lengths.clone()
+        group = self.trainer.agreement_group()
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(lengths, op=dist.ReduceOp.MAX, group=group)
+        if smallest.item() == lengths.item() and not is_unknown and not has_iterable_dataset(loader):
+            return loader
+        if training and not getattr(self.trainer.strategy, "steps_are_collective", True):
+            raise ValueError(
+                f"The training loader ({type(loader).__name__}) may give ranks unequal numbers of batches, so they "
+                f"would have to ask each other at every step, but under {type(self.trainer.strategy).__name__} as it "
+                "is set they step by themselves. Use a DataLoader over a map-style data set, or a synchronous strategy."
+            )
+        _auto_add_worker_init_fn(loader, self._seed_rank)
+        return EvenLoader(loader, group, self._reader(ranks, training, drop_last))
+
+    def _reader(self, ranks: int, training: bool, drop_last: bool) -> Reader:
+        trainer: Any = self.trainer
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        whole_steps = training and trainer.global_batch_size is not None
+        return Reader(
+            data_rank=trainer.strategy.data_rank,
+            data_ranks=ranks,
+            world_size=dist.get_world_size(),
+            training=training,
+            deals=ranks > 1 and trainer._accelerator_connector.use_distributed_sampler,
+            waves=trainer.accumulate_grad_batches if whole_steps else 1,
+            drop_last=drop_last,
+            position=lambda: int(progress.ready),
+        )
+
+    @property
+    def _seed_rank(self) -> int:
+        """Whose workers draw the same random numbers: ranks that share samples draw the same augmentations."""
+        return int(getattr(self.trainer.strategy, "data_rank", self.trainer.global_rank))
+
+
+def _refuse_to_deal_batches(trainer: Trainer) -> None:
+    if trainer.data_partition != "interleave":
+        raise ValueError(
+            f"data_partition={trainer.data_partition!r} deals samples, but the training loader has a batch sampler of "
+            "its own, whose batches are dealt whole. Use data_partition='interleave', or a DataLoader with batch_size."
+        )
+    if trainer.leases is not None:
+        raise ValueError(_ONLY_SINGLE_SAMPLES.format(loader="one with a batch sampler of its own"))
+    if trainer.balance is not None:
+        raise ValueError(
+            f"balance={trainer.balance.options.kind!r} moves samples, but the training loader has a batch sampler of "
+            "its own, whose batches are dealt whole. Use balance='none', or a DataLoader with batch_size."
+        )
+
+
+def _check_enough_samples(loader: DataLoader[Any], ranks: int, mode: RunningStage) -> None:
+    samples = sized_len(loader.dataset)
+    # Of an empty one Lightning warns, and trains on nothing.
+    if mode == RunningStage.TRAINING and samples is not None and 0 < samples < ranks:
+        raise ValueError(
+            f"The training data set has {samples} sample(s), fewer than the {ranks} data ranks, so some rank would "
+            f"have nothing to learn from. Use at most devices={samples}, or a larger data set."
+        )

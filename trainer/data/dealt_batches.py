@@ -1,0 +1,124 @@
+"""The batches of a user's own batch sampler, dealt to data ranks whole."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from trainwright.trainer.data.data_order import DealingSampler, Resumed
+from trainwright.trainer.data.epoch_order import run_seeded
+
+
+class DealtBatchSampler(DealingSampler):
+    """The batches of a user's own batch sampler, dealt whole: in wave k, rank r reads batch ``k x ranks + r``.
+
+    The batch sampler runs on every rank under the same seed.
+
+    Args:
+        batches: the user's batch sampler.
+        seed: seed of the run.
+        data_rank: this rank.
+        data_ranks: number of ranks.
+    """
+
+    def __init__(self, batches: Any, seed: int, data_rank: int, data_ranks: int) -> None:
+        super().__init__(data_rank, data_ranks)
+        self.batches = batches
+        self.seed = seed
+        self.epoch = 0
+        self.sampler = self  # by this name Lightning finds set_epoch
+        self._drawn: tuple[tuple[int, int], list[list[int]]] | None = None
+        self._dealt: tuple[Any, WholeBatches] | None = None
+
+    @property
+    def current_epoch(self) -> int:
+        """See :class:`DealingSampler`."""
+        return self.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose batches come next; the user's sampler is told too, if it listens."""
+        self.epoch = epoch
+        for listener in (self.batches, getattr(self.batches, "sampler", None)):
+            if callable(getattr(listener, "set_epoch", None)):
+                listener.set_epoch(epoch)  # type: ignore[union-attr]
+
+    @property
+    def regular_waves(self) -> int:
+        """None: the user's batches may have any size."""
+        return 0
+
+    @property
+    def whole_step(self) -> bool:
+        """Never: see :meth:`loss_divisor`."""
+        return False
+
+    def _all(self) -> list[list[int]]:
+        resumed = self._of_this_epoch
+        seed = self.seed if resumed is None or resumed.seed is None else resumed.seed
+        if self._drawn is None or self._drawn[0] != (self.epoch, seed):
+            drawn = run_seeded(lambda: [list(b) for b in self.batches], seed + self.epoch)
+            self._drawn = ((self.epoch, seed), drawn)
+        return self._drawn[1]
+
+    def _deal(self, resumed: Resumed | None, draw: bool = False) -> WholeBatches:
+        key = (self.epoch, resumed)
+        if self._dealt is None or self._dealt[0] != key:
+            batches = self._all()
+            start = 0 if resumed is None else _batches_of(batches, resumed.samples)
+            self._dealt = (key, WholeBatches(batches, start, self.data_ranks))
+        return self._dealt[1]
+
+    def _batch(self, dealing: WholeBatches, wave: int) -> list[int]:
+        batches = dealing.wave(wave)
+        return batches[self.data_rank] if self.data_rank < len(batches) else batches[0][:1]
+
+    def _position(self, dealing: WholeBatches, waves: int, before: Resumed | None) -> dict[str, Any]:
+        return {"samples": dealing.samples(waves), "history": []}
+
+    def is_padding(self, batch_idx: int) -> bool:
+        """Whether this rank has no batch of its own in the ``batch_idx``-th wave of the epoch."""
+        return self.data_rank >= len(self.dealing.wave(batch_idx - self.first_batch))
+
+    def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
+        """As ``loss_divisor``, over the samples of each wave."""
+        dealing: WholeBatches = self.dealing
+        batches = dealing.wave(batch_idx - self.first_batch)
+        if self.data_rank >= len(batches):
+            return float("inf")
+        return sum(map(len, batches)) * accumulation / (len(batches[self.data_rank]) * self.data_ranks)
+
+
+class WholeBatches:
+    """The user's batches from the ``start``-th on, in waves."""
+
+    def __init__(self, batches: list[list[int]], start: int, data_ranks: int) -> None:
+        self._batches = batches
+        self._start = start
+        self._ranks = data_ranks
+
+    def __len__(self) -> int:
+        return -(-(len(self._batches) - self._start) // self._ranks)
+
+    def wave(self, wave: int) -> list[list[int]]:
+        """The batches that all ranks read at the same time."""
+        first = self._start + wave * self._ranks
+        return self._batches[first : first + self._ranks]
+
+    def samples(self, waves: int) -> int:
+        """Samples of the epoch that have been read after so many waves."""
+        return sum(map(len, self._batches[: self._start + waves * self._ranks]))
+
+
+def _batches_of(batches: list[list[int]], samples: int) -> int:
+    """How many batches, from the first on, hold so many samples."""
+    sums = list(itertools.accumulate(map(len, batches), initial=0))
+    if samples >= sums[-1]:
+        return len(batches)
+    if samples in sums:
+        return sums.index(samples)
+    after = next(i for i, total in enumerate(sums) if total > samples)
+    raise ValueError(
+        f"The checkpoint had read {samples} samples of this epoch, but the batch sampler now ends batches after "
+        f"{sums[after - 1]} and {sums[after]} samples, so the epoch cannot go on between two of them. "
+        "Give the batch sampler the batch size of the run that saved, or one that divides it."
+    )

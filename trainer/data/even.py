@@ -1,0 +1,285 @@
+"""Loaders whose length nobody knows, kept in step over ranks; and streams that every rank reads whole, dealt to them.
+
+An ``IterableDataset`` may give one rank more batches than another. The rank that runs out first would leave the others
+waiting in their next collective for ever. So each rank fetches one batch ahead, and all tell each other whether they
+have it, while the step before still runs.
+
+A stream that does not split itself gives every rank the same batches. The ranks find that out by comparing their first
+ones, and then each keeps its own of every wave. They go on comparing what they read, so that streams which drift apart
+end the run.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from trainwright.strategies.contract.batch_digest import batch_digest
+from trainwright.trainer.data.remembered_states import state_source
+from trainwright.trainer.data.stream import Tag
+from trainwright.trainer.data.wrapped_loader import WrappedLoader, innermost
+
+_INSTEAD = (
+    "Type DataLoader(trainwright.DealtStream(dataset), ...), which deals single samples and resumes exactly; or split "
+    "the dataset by trainer.strategy.data_rank and trainer.strategy.num_data_ranks."
+)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Who reads a loader.
+
+    Args:
+        data_rank: index of this rank among those that are to read different samples.
+        data_ranks: their number.
+        world_size: number of all ranks.
+        training: whether it is a training loader.
+        deals: whether a stream that is the same on all ranks is to be dealt.
+        waves: micro-batches of an optimizer step on each data rank, if a global batch is set; else 1.
+        drop_last: leave out the last step if it is not full.
+        position: index in the epoch of the batch that comes next.
+    """
+
+    data_rank: int
+    data_ranks: int
+    world_size: int
+    training: bool
+    deals: bool
+    waves: int
+    drop_last: bool
+    position: Callable[[], int]
+
+
+@dataclass
+class _Step:
+    """What this rank has of the batches of an optimizer step, one for each wave."""
+
+    count: int = 0  # batches of all data ranks
+    digest: int = 0
+    batches: list[tuple[Any, Tag]] = field(default_factory=list)
+
+
+class EvenLoader(WrappedLoader):
+    """Gives every rank the same number of batches of a loader of unknown length.
+
+    Streams that split themselves: in training all ranks stop when the first has run out, and a warning says how much
+    is left unread; in evaluation they go on until the last has run out, and the others repeat their last batch as
+    padding. Streams that are the same on all ranks are dealt batch by batch: each is used once, the last ones weigh by
+    their samples.
+
+    Args:
+        loader: this rank's loader.
+        group: a gloo group of all ranks, apart from those that train, so that its messages overlap with theirs.
+        reader: this rank.
+    """
+
+    # Batches are read ahead by two at most; the loop asks for those of the present optimizer step too.
+    _REMEMBERED = 8
+    # Before any of them is known to be whole, the loop must ask for each.
+    regular_waves = 0
+
+    def __init__(self, loader: Any, group: dist.ProcessGroup, reader: Reader) -> None:
+        super().__init__(loader)
+        self._group, self._reader = group, reader
+        self._real = float("inf")
+        self._tags: dict[int, Tag] = {}
+        self._first = 0
+        self.is_dealt = False
+        """Whether the stream is the same on all ranks, so that each keeps its own of every wave."""
+
+    def is_padding(self, batch_idx: int) -> bool:
+        """Whether the ``batch_idx``-th batch of the current pass only keeps this rank in step."""
+        tag = self._tags.get(batch_idx)
+        return batch_idx >= self._real if tag is None else tag.own == 0
+
+    def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
+        """As :meth:`trainwright.trainer.data.data_order.RankBatchSampler.loss_divisor`."""
+        tag = self._tags.get(batch_idx)
+        if tag is None:
+            return accumulation
+        if tag.own == 0:
+            return float("inf")
+        return (tag.step if whole_step else tag.wave * accumulation) / (tag.own * self._reader.data_ranks)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._real, self._tags = float("inf"), {}
+        self._first = self._reader.position() if self._reader.training else 0
+        batches = self._read()
+        batch, has = self._fetch(batches)
+        self.is_dealt = self._reader.deals and self._is_same(batch, has)
+        if not self.is_dealt:
+            yield from self._own(batches, batch, has)
+            return
+        self._check_dealt()
+        yield from self._dealt(chain([batch], batches))
+
+    def _read(self) -> Iterator[Any]:
+        """The loader's batches, read as by the only ranks there are: the data ranks."""
+        with _seen_as(self._reader):
+            batches = iter(self.loader)
+        while True:
+            with _seen_as(self._reader):
+                batch, has = self._fetch(batches)
+            if not has:
+                return
+            yield batch
+
+    @staticmethod
+    def _fetch(batches: Iterator[Any]) -> tuple[Any, bool]:
+        try:
+            return next(batches), True
+        except StopIteration:
+            return None, False
+
+    # ---- streams that split themselves ----------------------------------------------------------------------------
+
+    def _own(self, batches: Iterator[Any], batch: Any, has: bool) -> Iterator[Any]:
+        pad = not self._reader.training
+        if not has and pad:
+            self._refuse_empty()
+        count = 0
+        last = batch
+        work, flags = self._ask(int(has))
+        while True:
+            work.wait()
+            if (not flags[0].item()) if not pad else (not flags[1].item()):
+                break
+            if not has and self._real == float("inf"):
+                self._real = count
+            current = batch if has else last
+            last = current
+            count += 1
+            batch, has = self._fetch(batches) if has else (None, False)
+            work, flags = self._ask(int(has))
+            yield current
+        if not pad and flags[1].item():
+            rank_zero_warn(
+                f"The epoch ended after {count} batches because one rank's IterableDataset ran out of data while "
+                "another still had some, which stays unread. Give all ranks the same number of batches to use it all."
+            )
+
+    def _ask(self, *numbers: int) -> tuple[Any, torch.Tensor]:
+        """Begin to learn the least number of all ranks, and the greatest with its sign changed, of each."""
+        flags = torch.tensor([sign * number for number in numbers for sign in (1, -1)])
+        return dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=self._group, async_op=True), flags
+
+    def _refuse_empty(self) -> None:
+        raise RuntimeError(
+            "The IterableDataset of this rank gave no batch at all, so it has nothing to keep in step with. "
+            "Give every rank at least one batch."
+        )
+
+    # ---- streams that are the same on all ranks -------------------------------------------------------------------
+
+    def _is_same(self, batch: Any, has: bool) -> bool:
+        work, flags = self._ask(int(has), batch_digest(batch) if has else 0)
+        work.wait()
+        return _agree(flags) and bool(flags[0])
+
+    def _check_dealt(self) -> None:
+        reader, dataset = self._reader, type(getattr(innermost(self.loader), "dataset", self.loader)).__name__
+        if reader.training and (state_source(innermost(self.loader)) or sized_len(self.loader) is not None):
+            known = "keeps its place in a state_dict" if sized_len(self.loader) is None else "has a length (__len__)"
+            raise ValueError(
+                f"The training stream {dataset} gives all {reader.data_ranks} data ranks the same samples, so each "
+                f"would be trained on {reader.data_ranks} times. As it {known}, it is not dealt as it is. {_INSTEAD}"
+            )
+        rank_zero_info(
+            f"The stream {dataset} is the same on all {reader.data_ranks} data ranks: each reads all of it and keeps "
+            f"one batch of {reader.data_ranks}. To read less, split it by trainer.strategy.data_rank."
+        )
+
+    def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
+        step, index = self._read_step(batches), self._first
+        work, flags = self._ask(step.count, step.digest)
+        while True:
+            work.wait()
+            if not _agree(flags):
+                raise RuntimeError(
+                    "The stream gave all data ranks the same first batch, but other ones later: it is drawn at random, "
+                    "from generators that differ between ranks, or its order changes. Seed it by the epoch alone and "
+                    f"do so on every rank. {_INSTEAD}"
+                )
+            if not step.count:
+                return
+            following = self._read_step(batches) if len(step.batches) == self._reader.waves else _Step()
+            work, flags = self._ask(following.count, following.digest)
+            for batch, tag in step.batches:
+                self._tags[index] = tag
+                self._tags.pop(index - self._reader.waves - self._REMEMBERED, None)
+                index += 1
+                yield batch
+            step = following
+
+    def _read_step(self, batches: Iterator[Any]) -> _Step:
+        reader, step = self._reader, _Step()
+        sizes: list[list[int]] = []
+        kept: list[Any] = []
+        for batch in batches:
+            wave, place = divmod(step.count, reader.data_ranks)
+            step.count += 1
+            step.digest = batch_digest(batch, step.digest)
+            if place == 0:
+                sizes.append([])
+                kept.append(batch)  # stands in where this rank has none of its own
+            elif place == reader.data_rank:
+                kept[wave] = batch
+            sizes[wave].append(self._size(batch))
+            if step.count == reader.waves * reader.data_ranks:
+                break
+        else:
+            if reader.drop_last:
+                return _Step()
+        total = sum(map(sum, sizes))
+        for batch, own in zip(kept, sizes, strict=True):
+            mine = own[reader.data_rank] if reader.data_rank < len(own) else 0
+            step.batches.append((batch, Tag(mine, sum(own), total)))
+        return step
+
+    def _size(self, batch: Any) -> int:
+        try:
+            return int(extract_batch_size(batch))
+        except Exception:  # holds no tensor
+            return int(getattr(self.loader, "batch_size", None) or 1)
+
+
+def _agree(flags: torch.Tensor) -> bool:
+    least, greatest = flags[::2], -flags[1::2]
+    return torch.equal(least, greatest)
+
+
+@contextmanager
+def _seen_as(reader: Reader) -> Iterator[None]:
+    """Let data sets that split themselves by rank and world size split by data ranks: others share their samples."""
+    if reader.data_ranks == reader.world_size:
+        yield
+        return
+    names = {"RANK": str(reader.data_rank), "WORLD_SIZE": str(reader.data_ranks)}
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, {name: names[name] for name in names if name in os.environ}))
+        if dist.is_initialized():
+            for name, value in (("get_rank", reader.data_rank), ("get_world_size", reader.data_ranks)):
+                stack.enter_context(patch.object(dist, name, _answering(getattr(dist, name), value)))
+        yield
+
+
+def _answering(usual: Callable[..., int], value: int) -> Callable[..., int]:
+    thread = threading.get_ident()
+
+    def answer(group: Any = None) -> int:
+        is_world = group is None or group is dist.group.WORLD
+        return value if is_world and threading.get_ident() == thread else usual(group)
+
+    return answer

@@ -1,0 +1,115 @@
+"""Loaders whose order of samples is ours: which they are, and copies of them that read other batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs, _reinstantiate_wrapped_cls
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from trainwright.trainer.data.data_order import RankBatchSampler
+from trainwright.trainer.data.dealt_batches import DealtBatchSampler
+from trainwright.trainer.data.epoch_order import EpochOrder
+
+OrderedSampler = RankBatchSampler | DealtBatchSampler
+# Of the user's own loaders, on one process: what each read last in training, and those that are evaluated with.
+_LENT: WeakKeyDictionary[DataLoader[Any], OrderedSampler] = WeakKeyDictionary()
+_KEPT: WeakSet[DataLoader[Any]] = WeakSet()
+_OWN = ("batch_sampler", "worker_init_fn", "_iterator")
+
+
+def ordered_sampler(loader: object) -> OrderedSampler | None:
+    """Our sampler that ``loader`` uses, if any."""
+    sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(sampler, _IndexBatchSamplerWrapper):
+        sampler = sampler._batch_sampler
+    if isinstance(sampler, RankBatchSampler | DealtBatchSampler):
+        return sampler
+    return _LENT.get(loader) if isinstance(loader, DataLoader) else None  # given back when training ended
+
+
+def keep(loader: DataLoader[Any]) -> bool:
+    """Evaluate with the user's own loader as it is, on one process, where its order is that of the data set.
+
+    Returns:
+        Whether it stays as it is; not if training reads it.
+    """
+    stays = type(loader.batch_sampler) is BatchSampler and isinstance(batches_of(loader)[0], SequentialSampler)
+    if stays and loader not in _LENT:
+        _KEPT.add(loader)
+        return True
+    return False
+
+
+def lend(loader: DataLoader[Any], batches: OrderedSampler) -> Callable[[], None] | None:
+    """Let the user's own loader read ``batches`` in training, on one process.
+
+    Returns:
+        How to give it back as it was; ``None``: it is not lent, as it keeps a state of its own or is evaluated with.
+    """
+    if loader in _KEPT or hasattr(loader, "state_dict"):
+        return None
+    own = {name: loader.__dict__.get(name) for name in _OWN}
+    loader.__dict__.update(batch_sampler=batches, _iterator=None)
+    _LENT[loader] = batches
+
+    def give_back() -> None:
+        for name in ("state_dict", "load_state_dict"):
+            loader.__dict__.pop(name, None)
+        loader.__dict__.update(own)
+
+    return give_back
+
+
+def can_order(loader: object) -> bool:
+    """Whether ``loader`` reads a map-style data set whose order we decide.
+
+    A loader with a ``DistributedSampler`` of its own, without batches, or over an ``IterableDataset`` stays as it is.
+    """
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.batch_sampler is not None
+        and not isinstance(loader.sampler, DistributedSampler)
+        and not isinstance(getattr(loader.batch_sampler, "sampler", None), DistributedSampler)
+    )
+
+
+def has_plain_batches(loader: DataLoader[Any]) -> bool:
+    """Whether ``loader`` cuts batches of one size, not by a batch sampler of the user's own."""
+    return type(loader.batch_sampler) is BatchSampler or isinstance(loader.batch_sampler, RankBatchSampler)
+
+
+def batches_of(loader: DataLoader[Any]) -> tuple[Iterable[int], bool]:
+    """What orders the samples of plain batches, and whether a last batch that is not full is left out.
+
+    The loader's own sampler stands for nothing where it was given a ``BatchSampler``.
+    """
+    batches: Any = loader.batch_sampler
+    sampler = batches.sampler
+    return sampler.sampler if isinstance(sampler, EpochOrder) else sampler, bool(batches.drop_last)
+
+
+def replace_batches(loader: DataLoader[Any], batches: OrderedSampler, stage: RunningStage) -> DataLoader[Any]:
+    """A copy of ``loader`` (of its own class, with its own arguments) that reads ``batches``."""
+    wrapped = _IndexBatchSamplerWrapper(batches) if stage == RunningStage.PREDICTING else batches
+    return rebuild(loader, batch_sampler=wrapped, batch_size=1, shuffle=False, sampler=None, drop_last=False)
+
+
+def rebuild(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """A copy of ``loader``, of its own class and with its own arguments but for ``changes``."""
+    held = loader.__dict__["batch_sampler"]
+    # Lightning would insist on rebuilding a user's batch sampler around another sampler; we replace it as a whole.
+    loader.__dict__["batch_sampler"] = BatchSampler(SequentialSampler(range(1)), 1, False)
+    try:
+        args, kwargs = _get_dataloader_init_args_and_kwargs(loader, loader.sampler)
+    finally:
+        loader.__dict__["batch_sampler"] = held
+    # Positional arguments by name: a positional batch_size would contradict batch_sampler.
+    kwargs = {**dict(zip(getattr(loader, "__pl_saved_arg_names", ()), args, strict=False)), **kwargs, **changes}
+    return _reinstantiate_wrapped_cls(loader, **kwargs)  # type: ignore[no-any-return]

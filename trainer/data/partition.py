@@ -1,0 +1,448 @@
+"""Which data rank reads which samples of an epoch, and what of it is left when the ranks change. Without torch.
+
+An epoch is a list of indices in an order that every rank knows. It is dealt in *waves*: what all data ranks read at the
+same time. What has been read is told by a short history, one :class:`Read` per layout that read some of it, from which
+any later layout finds what is left and deals it anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from numbers import Integral
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainwright.core.global_batch import Waves
+from trainwright.trainer.balance.shares import SharesFrom
+
+PARTITIONS = ("interleave", "range", "hash")
+VIRTUAL_SHARDS = 4096
+
+DataKey = Callable[[Any, int], str | int | bytes]
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Read:
+    """What one layout read of an epoch, of what was left to it.
+
+    Args:
+        partition: how the samples were dealt, one of :data:`PARTITIONS`; or ``"leased"``, chunk by chunk to whoever
+            asked.
+        samples: with ``"interleave"``, samples that follow each other; with ``"leased"``, how many there are.
+        data_ranks: else, number of data ranks,
+        micro_batch_size: samples that each read at a time,
+        waves: and how often it did.
+        ranges: with ``"leased"``, positions ``[first, last)`` in what was left, in order.
+    """
+
+    partition: str
+    samples: int = 0
+    data_ranks: int = 0
+    micro_batch_size: int = 0
+    waves: int = 0
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of_ranges(cls, ranges: Sequence[tuple[int, int]]) -> Read:
+        """Positions ``[first, last)`` in what was left, in order and apart from each other."""
+        samples = sum(last - first for first, last in ranges)
+        if not ranges or (len(ranges) == 1 and ranges[0][0] == 0):
+            return cls("interleave", samples)
+        return cls("leased", samples, ranges=tuple((first, last) for first, last in ranges))
+
+    def to_json(self) -> list[Any]:
+        """As a short list."""
+        if self.partition == "interleave":
+            return [self.partition, self.samples]
+        if self.partition == "leased":
+            return [self.partition, [list(bounds) for bounds in self.ranges]]
+        return [self.partition, self.data_ranks, self.micro_batch_size, self.waves]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> Read:
+        """The inverse of :meth:`to_json`."""
+        name, *numbers = value
+        if name == "leased":
+            return cls.of_ranges([(first, last) for first, last in numbers[0]])
+        return cls(name, *numbers) if name == "interleave" else cls(name, 0, *numbers)
+
+    def joined(self, later: Read) -> Read | None:
+        """Both as one, if dealing what this one left goes on as this one would have."""
+        if self.partition != later.partition or self.partition == "leased":
+            return None
+        if self.partition == "interleave":
+            return Read(self.partition, self.samples + later.samples)
+        if (self.data_ranks, self.micro_batch_size) != (later.data_ranks, later.micro_batch_size):
+            return None
+        return Read(self.partition, 0, self.data_ranks, self.micro_batch_size, self.waves + later.waves)
+
+
+def add_read(history: Sequence[Read], read: Read) -> tuple[Read, ...]:
+    """The history with one more entry, as short as it can be."""
+    if not read.samples and not read.waves:
+        return tuple(history)
+    joined = history[-1].joined(read) if history else None
+    return (*history[:-1], joined) if joined else (*history, read)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whose sample is it
+
+
+class Partition(Protocol):
+    """Gives each data rank samples of its own."""
+
+    name: str
+
+    def queues(self, indices: Indices, data_ranks: int) -> list[Indices]:
+        """Positions in ``indices`` that each data rank reads, in ascending order."""
+        ...
+
+
+class RangePartition:
+    """Rank r reads the r-th of equal contiguous ranges of the indices: neighbours on disk stay with one rank."""
+
+    name = "range"
+
+    def queues(self, indices: Indices, data_ranks: int) -> list[Indices]:
+        """See :class:`Partition`."""
+        by_index = np.argsort(indices, kind="stable")
+        return [np.sort(part) for part in np.array_split(by_index, data_ranks)]
+
+
+class HashPartition:
+    """The rank of a sample follows from a stable hash of its key, so that most samples keep theirs when ranks change.
+
+    Key -> one of 4096 virtual shards by BLAKE2b -> rank by jump consistent hashing (Lamping and Veach 2014, "A Fast,
+    Minimal Memory, Consistent Hash Algorithm"): of n ranks, one more takes about 1 / (n + 1) of the samples and leaves
+    the others where they were.
+
+    Args:
+        key_of: index -> key, a ``str``, ``int`` or ``bytes``; ``None`` takes the index. Asked once per index.
+        key_name: what a checkpoint calls it.
+    """
+
+    name = "hash"
+
+    def __init__(self, key_of: Callable[[int], str | int | bytes] | None = None, key_name: str | None = None) -> None:
+        self.key_name = key_name
+        self._key_of = key_of
+        self._shards = np.full(0, -1, dtype=np.int64)
+
+    def queues(self, indices: Indices, data_ranks: int) -> list[Indices]:
+        """See :class:`Partition`."""
+        owners = np.array(_ranks_of_shards(data_ranks))[self._shards_of(indices)]
+        return [np.flatnonzero(owners == rank) for rank in range(data_ranks)]
+
+    def _shards_of(self, indices: Indices) -> Indices:
+        size = int(indices.max()) + 1 if len(indices) else 0
+        if size > len(self._shards):
+            self._shards = np.concatenate([self._shards, np.full(size - len(self._shards), -1, dtype=np.int64)])
+        for index in np.unique(indices[self._shards[indices] < 0]).tolist():
+            self._shards[index] = shard_of(index if self._key_of is None else self._key_of(index))
+        return self._shards[indices]
+
+
+def shard_of(key: Any) -> int:
+    """Virtual shard of a key, a ``str``, ``int`` or ``bytes``; the same in every process and version.
+
+    Raises:
+        ValueError: if the key is of another type.
+    """
+    if isinstance(key, Integral):
+        key = str(int(key))
+    if isinstance(key, str):
+        key = key.encode()
+    if not isinstance(key, bytes):
+        raise ValueError(
+            f"data_key returned {key!r}, a {type(key).__name__}; allowed are str, int and bytes. Return one of them, "
+            "the same for a sample in every process."
+        )
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") % VIRTUAL_SHARDS
+
+
+@lru_cache
+def _ranks_of_shards(data_ranks: int) -> list[int]:
+    # Jump hashing wants keys that differ in all their bits.
+    digests = (hashlib.blake2b(shard.to_bytes(4, "little"), digest_size=8) for shard in range(VIRTUAL_SHARDS))
+    return [jump_hash(int.from_bytes(digest.digest(), "little"), data_ranks) for digest in digests]
+
+
+def jump_hash(key: int, buckets: int) -> int:
+    """Bucket of a 64-bit key, by the jump consistent hash of Lamping and Veach (2014)."""
+    bucket, following = -1, 0
+    while following < buckets:
+        bucket = following
+        key = (key * 2862933555777941757 + 1) % 2**64
+        following = int((bucket + 1) * (2**31 / ((key >> 33) + 1)))
+    return bucket
+
+
+def resolve_data_key(data_key: str | DataKey | None) -> DataKey | None:
+    """The function that ``Trainer(data_key=...)`` names.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    function = _imported(data_key) if isinstance(data_key, str) else data_key
+    if function is not None and not callable(function):
+        raise ValueError(
+            f"data_key={data_key!r} must be a function (dataset, index) -> str | int | bytes, or the path of one, "
+            "'package.module:function'."
+        )
+    return function
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"data_key={path!r} cannot be found ({error}). Write package.module:function, a function that takes "
+            "the data set and an index and returns a str, int or bytes."
+        ) from error
+
+
+def name_of_key(data_key: DataKey | None) -> str | None:
+    """By which a key function is known in a checkpoint; ``None`` for the index."""
+    if data_key is None:
+        return None
+    name = getattr(data_key, "__qualname__", type(data_key).__qualname__)
+    return f"{getattr(data_key, '__module__', '')}:{name}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dealing what is left
+
+
+class Dealing(Protocol):
+    """How what is left of an epoch is dealt to data ranks."""
+
+    def __len__(self) -> int:
+        """Number of waves."""
+        ...
+
+    @property
+    def regular(self) -> int:
+        """Waves, from the first on, whose loss is divided by nothing but the accumulation."""
+        ...
+
+    def batch(self, wave: int, rank: int) -> list[int]:
+        """Indices that ``rank`` reads in ``wave``; another's sample if it has none of its own."""
+        ...
+
+    def count(self, wave: int, rank: int) -> int:
+        """Samples of its own that ``rank`` reads in ``wave``."""
+        ...
+
+    def wave_total(self, wave: int) -> int:
+        """Samples of all ranks in ``wave``."""
+        ...
+
+    def step_total(self, wave: int) -> int:
+        """Samples of all ranks in the optimizer step to which ``wave`` belongs."""
+        ...
+
+    def read(self, waves: int) -> Read:
+        """What the first ``waves`` waves read."""
+        ...
+
+
+class InOrder:
+    """``"interleave"``: waves follow each other in the order of the epoch.
+
+    Args:
+        indices: the whole epoch.
+        start: samples of it that have been read.
+        waves: how the others are dealt, see :class:`~trainwright.core.global_batch.Waves`.
+        shares: where waves are cut; ``None``: into equal parts.
+    """
+
+    def __init__(self, indices: Sequence[int], start: int, waves: Waves, shares: SharesFrom | None = None) -> None:
+        self.waves = waves
+        self._shares = shares
+        self._indices = indices
+        self._start = start
+
+    def __len__(self) -> int:
+        return len(self.waves)
+
+    @property
+    def regular(self) -> int:
+        """See :class:`Dealing`."""
+        waves = self.waves
+        if waves.step_samples or self._shares is not None:
+            return 0
+        # The samples of a global batch that ends within the epoch are all there.
+        return waves.regular if waves.group <= 1 else waves.samples // (waves.group * waves.wave_size) * waves.group
+
+    def batch(self, wave: int, rank: int) -> list[int]:
+        """See :class:`Dealing`."""
+        first, last = self._part(wave, rank)
+        if first == last:
+            first = self.waves.bounds(wave)[0]
+            last = first + 1
+        return list(self._indices[self._start + first : self._start + last])
+
+    def count(self, wave: int, rank: int) -> int:
+        """See :class:`Dealing`."""
+        first, last = self._part(wave, rank)
+        return last - first
+
+    def _part(self, wave: int, rank: int) -> tuple[int, int]:
+        if self._shares is None:
+            return self.waves.share(wave, rank)
+        begin, end = self.waves.bounds(wave)
+        first, last = self._shares.part(wave, end - begin, rank)
+        return begin + first, begin + last
+
+    def wave_total(self, wave: int) -> int:
+        """See :class:`Dealing`."""
+        first, last = self.waves.bounds(wave)
+        return last - first
+
+    def step_total(self, wave: int) -> int:
+        """See :class:`Dealing`."""
+        return self.waves.group_size(wave)
+
+    def read(self, waves: int) -> Read:
+        """See :class:`Dealing`."""
+        return Read("interleave", self.waves.bounds(waves)[0] if waves < len(self) else self.waves.samples)
+
+
+class InQueues:
+    """Each rank reads samples of its own, ``micro_batch_size`` at a time; those that have run out wait for the others.
+
+    Args:
+        indices: what is left of the epoch, in order.
+        partition: whose is what.
+        data_ranks: number of data ranks.
+        micro_batch_size: samples that each reads at a time.
+        group: waves of one optimizer step.
+        drop_last: leave out optimizer steps in which a rank has less than its part.
+    """
+
+    def __init__(
+        self,
+        indices: Indices,
+        partition: Partition,
+        data_ranks: int,
+        micro_batch_size: int,
+        group: int,
+        drop_last: bool,
+    ) -> None:
+        self._indices = indices
+        self._name = partition.name
+        self._queues = partition.queues(indices, data_ranks)
+        self._micro = micro_batch_size
+        self._group = max(group, 1)
+        self._full = min(len(queue) for queue in self._queues) // micro_batch_size
+        self._drop_last = drop_last
+
+    @cached_property
+    def _waves(self) -> int:
+        return self.regular if self._drop_last else -(-max(map(len, self._queues)) // self._micro)
+
+    def __len__(self) -> int:
+        return self._waves
+
+    @property
+    def regular(self) -> int:
+        """See :class:`Dealing`."""
+        return self._full // self._group * self._group
+
+    def batch(self, wave: int, rank: int) -> list[int]:
+        """See :class:`Dealing`."""
+        if not self.count(wave, rank):
+            rank = max(range(len(self._queues)), key=lambda other: self.count(wave, other))
+            return self._own(wave, rank)[:1]
+        return self._own(wave, rank)
+
+    def _own(self, wave: int, rank: int) -> list[int]:
+        positions = self._queues[rank][wave * self._micro : (wave + 1) * self._micro]
+        own: list[int] = self._indices[positions].tolist()
+        return own
+
+    def count(self, wave: int, rank: int) -> int:
+        """See :class:`Dealing`."""
+        return min(max(len(self._queues[rank]) - wave * self._micro, 0), self._micro)
+
+    def wave_total(self, wave: int) -> int:
+        """See :class:`Dealing`."""
+        return sum(self.count(wave, rank) for rank in range(len(self._queues)))
+
+    def step_total(self, wave: int) -> int:
+        """See :class:`Dealing`."""
+        first = wave // self._group * self._group
+        return sum(self.wave_total(other) for other in range(first, min(first + self._group, len(self))))
+
+    def read(self, waves: int) -> Read:
+        """See :class:`Dealing`."""
+        return Read(self._name, 0, len(self._queues), self._micro, min(waves, len(self)))
+
+    def left(self, waves: int) -> Indices:
+        """Indices, in order, that are left after so many waves."""
+        taken = [queue[: waves * self._micro] for queue in self._queues]
+        keep = np.ones(len(self._indices), dtype=bool)
+        keep[np.concatenate(taken)] = False
+        return self._indices[keep]
+
+
+def as_indices(indices: Sequence[Any], partition: str) -> Indices:
+    """The indices of an epoch as an array.
+
+    Raises:
+        ValueError: if they are no whole numbers.
+    """
+    found = np.asarray(indices)
+    if not len(found):
+        return np.empty(0, dtype=np.int64)
+    if not np.issubdtype(found.dtype, np.integer):
+        raise ValueError(
+            f"data_partition={partition!r} needs a sampler that yields whole numbers, but this one yields "
+            f"{type(indices[0]).__name__}. Use data_partition='interleave', which deals anything."
+        )
+    return found.astype(np.int64)
+
+
+def what_is_left(
+    indices: Sequence[int], history: Sequence[Read], partitions: Callable[[str], Partition]
+) -> tuple[Sequence[int], int]:
+    """What a history leaves of an epoch: indices in order, and how many of them, from the first on, were read.
+
+    Args:
+        indices: the whole epoch.
+        history: what was read.
+        partitions: the partition of a name.
+    """
+    start = 0
+    for read in history:
+        if read.partition == "interleave":
+            start = min(start + read.samples, len(indices))
+            continue
+        if read.partition == "leased":
+            indices, start = _without(indices[start:], read.ranges), 0
+            continue
+        rest = as_indices(indices[start:], read.partition)
+        queues = InQueues(rest, partitions(read.partition), read.data_ranks, read.micro_batch_size, 1, False)
+        indices, start = queues.left(read.waves).tolist(), 0
+    return indices, start
+
+
+def _without(indices: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Sequence[int]:
+    """What is left of ``indices`` without the positions ``[first, last)``."""
+    left: list[int] = []
+    after = 0
+    for first, last in ranges:
+        left.extend(indices[after:first])
+        after = last
+    left.extend(indices[after:])
+    return left

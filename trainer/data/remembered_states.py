@@ -1,0 +1,134 @@
+"""Loaders that keep a state of their own: what it was after each optimizer step, and whose is whose after a resume."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainwright.trainer.data.wrapped_loader import WrappedLoader
+
+
+class RememberedStates(WrappedLoader):
+    """Takes the state of a loader when it has given the last batch of an optimizer step, not when it is saved.
+
+    Between both, the loop has fetched batches ahead, of which a resumed run must not know.
+
+    Args:
+        loader: a loader that has ``state_dict`` and ``load_state_dict``, or whose data set has them.
+        every: number of batches of one optimizer step.
+    """
+
+    # Batches that may have been fetched ahead, by the loop and by what keeps ranks in step.
+    _AHEAD = 4
+
+    def __init__(self, loader: Any, every: Callable[[], int]) -> None:
+        super().__init__(loader)
+        self._source = state_source(loader)
+        self._every = every
+        self._first_batch = 0
+        self._ended = False
+        self._waits = False
+        self._states: dict[int, Any] = {}
+        self._last: Any = None
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._waits:
+            self._waits = False
+            return
+        first, self._first_batch = self._first_batch, 0
+        ended, self._ended = self._ended, False
+        length = sized_len(self.loader)
+        batches = iter(self.loader)
+        self._states, self._last = {first: self._state()}, None
+        for count, batch in enumerate(self._begin(batches, ended), start=first + 1):
+            if count % self._every() == 0:
+                self._states[count] = self._state()
+            for old in [key for key in self._states if key < count - self._every() - self._AHEAD]:
+                del self._states[old]
+            # The loop asks for no batch behind the last one when it knows how many there are.
+            self._last = self._state() if count == length else None
+            yield batch
+        self._last = self._state()
+
+    def _begin(self, batches: Iterator[Any], ended: bool) -> Iterator[Any]:
+        found = False
+        for batch in batches:
+            found = True
+            yield batch
+        if ended and not found:
+            # The state stood behind the last batch, where only asking for another one would have begun an epoch.
+            yield from self.loader
+
+    def _state(self) -> Any:
+        return copy.deepcopy(self._source.state_dict())
+
+    def position(self, batches: int, finished: bool) -> dict[str, Any]:
+        """State when the loop has used so many batches of the epoch; ``finished``: when it has used all."""
+        if not self._states:
+            return {"state": self._state()}  # nothing has been read yet
+        if finished:
+            return {"state": self._states[max(self._states)] if self._last is None else self._last}
+        return {"state": self._states[batches]}
+
+    def resume(self, states: list[Any], rank: int, first_batch: int, ended: bool) -> None:
+        """Go on where another run stopped.
+
+        Args:
+            states: states of all data ranks of that run.
+            rank: data rank of this process.
+            first_batch: batches of the epoch that have been used.
+            ended: whether they were all.
+        """
+        self._first_batch, self._ended = first_batch, ended
+        self._source.load_state_dict(states[rank])
+
+    def redistribute(self, states: list[Any], rank: int, ranks: int, first_batch: int, ended: bool) -> None:
+        """As :meth:`resume`, on another number of data ranks or workers, by the loader's own ``load_state_dicts``."""
+        self._first_batch, self._ended = first_batch, ended
+        redistributor = self._redistributor
+        assert redistributor is not None
+        redistributor.load_state_dicts(states, rank, ranks)
+
+    def wait_for_next_pass(self) -> None:
+        """Give nothing in the next pass, since the epoch has been read, and begin in the one after."""
+        self._waits = True
+
+    @property
+    def can_redistribute(self) -> bool:
+        """Whether the loader or its data set has ``load_state_dicts(states, rank, ranks)``."""
+        return self._redistributor is not None
+
+    @property
+    def _redistributor(self) -> Any:
+        for candidate in (self.loader, getattr(self.loader, "dataset", None)):
+            if callable(getattr(candidate, "load_state_dicts", None)):
+                return candidate
+        return None
+
+    @property
+    def workers(self) -> int | None:
+        """Number of workers, if the state is one of each; ``None`` if it does not depend on them."""
+        return getattr(self.loader, "num_workers", None) if self._source is self.loader else None
+
+
+def state_source(loader: object) -> Any:
+    """Whose ``state_dict`` tells where ``loader`` is: its own, or that of its data set; ``None`` if nobody's does.
+
+    A data set's is of use only without workers, which hold copies of it.
+    """
+    if _is_stateful(loader):
+        return loader
+    dataset = getattr(loader, "dataset", None)
+    is_stream = isinstance(loader, DataLoader) and isinstance(dataset, IterableDataset)
+    return dataset if is_stream and loader.num_workers == 0 and _is_stateful(dataset) else None  # type: ignore[attr-defined]
+
+
+def _is_stateful(value: object) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))

@@ -1,0 +1,246 @@
+"""Streams of samples that every rank can read from the beginning, dealt so that each sample is read once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from trainwright.trainer.data.data_order import Resumed
+from trainwright.trainer.data.loaders import rebuild
+from trainwright.trainer.data.wrapped_loader import WrappedLoader
+
+
+class DealtStream(IterableDataset[Any]):
+    """A stream that is the same on every rank, dealt to data ranks and their workers: each sample is read once.
+
+    Every rank, and every worker of its loader, reads the whole stream and keeps its own part, as map-style data are
+    dealt: ``micro_batch_size x ranks`` samples at a time, of which rank r gets the r-th part. So a run goes on after
+    any number of samples under any number of ranks and workers. To skip them, ``samples.skip(n)`` is asked for an
+    iterable that begins n samples later, if there is such a method; else they are read and thrown away.
+
+    Args:
+        samples: an iterable that gives the same samples each time and in every process. If it has ``set_epoch(epoch)``,
+            that is called before each epoch.
+
+    Without a ``trainwright.Trainer`` it is dealt to the workers of its loader alone.
+    """
+
+    def __init__(self, samples: Iterable[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return itertools.islice(iter(self.samples), first, None, step)
+
+    def begin(self, epoch: int, skipped: int) -> Iterator[Any]:
+        """The samples of an epoch after the first ``skipped``."""
+        if callable(getattr(self.samples, "set_epoch", None)):
+            self.samples.set_epoch(epoch)  # type: ignore[attr-defined]
+        if skipped and callable(getattr(self.samples, "skip", None)):
+            return iter(self.samples.skip(skipped))  # type: ignore[attr-defined]
+        return itertools.islice(iter(self.samples), skipped, None)
+
+
+class Tag(NamedTuple):
+    """What a rank must know of a micro-batch to weigh it.
+
+    Args:
+        own: samples of this rank.
+        wave: samples of all ranks in the wave.
+        step: samples of all ranks in the optimizer step.
+    """
+
+    own: int
+    wave: int
+    step: int
+
+
+class DealtBatches(IterableDataset[Any]):
+    """The micro-batches of one data rank, each a list of samples with its :class:`Tag`.
+
+    Args:
+        stream: the whole stream.
+        micro_batch_size: samples per rank and wave.
+        data_rank: this rank.
+        data_ranks: number of ranks.
+        group: waves of one optimizer step.
+        drop_last: leave out the last step if it is not full.
+    """
+
+    def __init__(
+        self, stream: DealtStream, micro_batch_size: int, data_rank: int, data_ranks: int, group: int, drop_last: bool
+    ) -> None:
+        self.stream = stream
+        self._micro = micro_batch_size
+        self._rank = data_rank
+        self._wave_size = micro_batch_size * data_ranks
+        self._group = max(group, 1)
+        self._drop_last = drop_last
+        # Epoch and samples to skip: persistent workers, which keep this object, look them up when an epoch begins.
+        self._control = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def prepare(self, epoch: int, skipped: int) -> None:
+        """Choose what the next iteration reads."""
+        self._control[0], self._control[1] = epoch, skipped
+
+    def __iter__(self) -> Iterator[tuple[list[Any], Tag]]:
+        worker = get_worker_info()
+        mine, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        epoch, skipped = self._control.tolist()
+        samples = self.stream.begin(epoch, skipped)
+        for step in itertools.count():
+            first_wave = step * self._group
+            # A loader asks its workers in turn, so the w-th of them makes every w-th batch.
+            own = {wave for wave in range(self._group) if (first_wave + wave) % workers == mine}
+            kept, total = self._read_step(samples, own)
+            if total == self._group * self._wave_size or not self._drop_last:
+                yield from self._batches(kept, total)
+            if total < self._group * self._wave_size:
+                return
+
+    def _read_step(self, samples: Iterator[Any], own: set[int]) -> tuple[dict[int, list[Any]], int]:
+        """Read what all ranks read in a step and keep what is this rank's and worker's, by its wave."""
+        kept: dict[int, list[Any]] = {}
+        total = 0
+        for total, sample in enumerate(itertools.islice(samples, self._group * self._wave_size), start=1):
+            wave, place = divmod(total - 1, self._wave_size)
+            # The first of each wave stands in where this rank has none of its own.
+            if wave in own and (place == 0 or place // self._micro == self._rank):
+                kept.setdefault(wave, []).append(sample)
+        return kept, total
+
+    def _batches(self, kept: dict[int, list[Any]], total: int) -> Iterator[tuple[list[Any], Tag]]:
+        for wave, samples in kept.items():
+            in_wave = min(total - wave * self._wave_size, self._wave_size)
+            own = min(max(in_wave - self._rank * self._micro, 0), self._micro)
+            yield samples[-own:] if own else samples[:1], Tag(own, in_wave, total)
+
+
+class _CollateTagged:
+    """Collates the samples of a micro-batch and leaves its tag alone."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, tagged: tuple[list[Any], Tag]) -> tuple[Any, list[int]]:
+        samples, tag = tagged
+        return self._collate(samples), list(tag)
+
+
+class StreamLoader(WrappedLoader):
+    """The loader of a :class:`DealtStream` on one data rank; it knows how many samples each of its batches stands for.
+
+    Args:
+        loader: the user's loader over the stream.
+        data_rank: this rank.
+        data_ranks: number of ranks.
+        group: waves of one optimizer step; 1 if none is defined, or outside of training.
+    """
+
+    # Batches are read ahead by two at most; the loop asks for those of the present optimizer step too.
+    _REMEMBERED = 8
+
+    def __init__(self, loader: DataLoader[Any], data_rank: int, data_ranks: int, group: int) -> None:
+        stream, micro = loader.dataset, loader.batch_size
+        assert isinstance(stream, DealtStream)
+        assert micro is not None
+        self._batches = DealtBatches(stream, micro, data_rank, data_ranks, group, loader.drop_last)
+        super().__init__(
+            rebuild(
+                loader,
+                dataset=self._batches,
+                batch_size=None,
+                batch_sampler=None,
+                sampler=None,
+                shuffle=False,
+                drop_last=False,
+                collate_fn=_CollateTagged(loader.collate_fn),
+            )
+        )
+        self.stream = stream
+        self.batch_size = micro
+        self.data_ranks = data_ranks
+        self.epoch = 0
+        self._remembered = max(group, 1) + self._REMEMBERED
+        self._resumed: Resumed | None = None
+        self._tags: dict[int, Tag] = {}
+        self._samples: dict[int, int] = {}
+
+    @property
+    def dataset(self) -> DealtStream:
+        """The stream."""
+        return self.stream
+
+    @property
+    def sampler(self) -> StreamLoader:
+        """By this name Lightning finds ``set_epoch``."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that comes next."""
+        self.epoch = epoch
+
+    @property
+    def _of_this_epoch(self) -> Resumed:
+        resumed = self._resumed
+        return resumed if resumed is not None and resumed.epoch == self.epoch else Resumed(self.epoch, 0, 0)
+
+    @property
+    def first_batch(self) -> int:
+        """Index in the epoch of the first batch that is read now."""
+        return self._of_this_epoch.first_batch
+
+    @property
+    def regular_waves(self) -> int:
+        """None is known beforehand."""
+        return 0
+
+    @property
+    def whole_step(self) -> bool:
+        """Only if a global batch is set, as for data of known length."""
+        return False
+
+    def resume(self, resumed: Resumed) -> None:
+        """Go on within an epoch when the next iteration of it begins."""
+        self._resumed = resumed
+
+    def __iter__(self) -> Iterator[Any]:
+        resumed = self._of_this_epoch
+        self._batches.prepare(self.epoch, resumed.samples)
+        self._tags, self._samples = {}, {resumed.first_batch: resumed.samples}
+        for index, (batch, numbers) in enumerate(self.loader, start=resumed.first_batch):
+            self._remember(index, Tag(*numbers))
+            yield batch
+
+    def _remember(self, index: int, tag: Tag) -> None:
+        self._tags[index] = tag
+        self._samples[index + 1] = self._samples[index] + tag.wave
+        self._tags.pop(index - self._remembered, None)
+        self._samples.pop(index - self._remembered, None)
+
+    def position(self, batches: int) -> dict[str, Any]:
+        """What has been read when the loop has used so many batches of the epoch."""
+        samples = self._samples[batches] if self._samples else self._of_this_epoch.samples
+        return {"samples": samples, "history": [], "passes": 0}
+
+    def is_padding(self, batch_idx: int) -> bool:
+        """Whether this rank has no sample of its own in the ``batch_idx``-th batch of the epoch."""
+        return self._tags[batch_idx].own == 0
+
+    def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
+        """As :meth:`trainwright.trainer.data.data_order.RankBatchSampler.loss_divisor`."""
+        tag = self._tags[batch_idx]
+        if tag.own == 0:
+            return float("inf")
+        total = tag.step if whole_step else tag.wave * accumulation
+        return total / (tag.own * self.data_ranks)
+
+
+def uses_stream(loader: object) -> bool:
+    """Whether ``loader`` reads batches of a :class:`DealtStream`."""
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, DealtStream) and loader.batch_size is not None

@@ -1,0 +1,1 @@
+"""Lease samples to ranks that step by themselves."""

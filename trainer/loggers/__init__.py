@@ -1,0 +1,1 @@
+"""Loggers that survive restarts and full disks."""

@@ -1,0 +1,132 @@
+"""metrics.csv of a run that may be started again: nothing that was logged is lost, and no step stands there twice."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+
+from trainwright.core.config.masking import MaskedParameters
+
+_STEP = "step"
+
+
+class MetricsCSV(MaskedParameters, CSVLogger):
+    """Lightning's ``CSVLogger``, for a file that is gone on with.
+
+    A file that is there already is kept. When the first row is logged, the rows of that step and of later ones, which a
+    run before has logged after the checkpoint that this one goes on from, make room. Every row is written to the file
+    at once, in one piece, so that a process that is killed leaves all that it has logged.
+
+    Args:
+        save_dir: folder of the file, on this machine.
+        name: of the run: a folder in `save_dir`; ``""``: none.
+        version: a folder in that; ``""``: none.
+        **options: of Lightning's logger.
+    """
+
+    def __init__(self, save_dir: str, name: str = "", version: str = "", **options: Any) -> None:
+        super().__init__(save_dir, name=name, version=version, **{"flush_logs_every_n_steps": 1, **options})
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> _Writer:
+        """What writes the file; on the first rank alone."""
+        if self._experiment is None:
+            os.makedirs(self._root_dir, exist_ok=True)
+            self._experiment = _Writer(self.log_dir)
+        return self._experiment  # type: ignore[return-value]
+
+
+class _Writer(ExperimentWriter):
+    """Writes rows to the end of the file, and the whole file anew where a column is added or rows make room."""
+
+    def __init__(self, log_dir: str) -> None:
+        super().__init__(log_dir)
+        self._path = Path(self.metrics_file_path)
+        self._began = False
+        self._file: io.TextIOWrapper | None = None
+
+    def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
+        """Remember a row until `save`."""
+        if not self._began:
+            with self._explained():
+                self._begin(step)
+        super().log_metrics(metrics_dict, step)
+
+    def save(self) -> None:
+        """Write the rows that were logged since the last time."""
+        if not self.metrics:
+            return
+        with self._explained():
+            self._write()
+        self.metrics = []
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                f"{self._path} cannot be written ({error.strerror}): free space on the disk, or type another "
+                "run_dir=...; ckpt_path=<path> goes on from a checkpoint of this run"
+            ) from error
+
+    def _write(self) -> None:
+        if self._record_new_keys() or self._file is None:
+            self._write_anew([*_rows(self._path), *self.metrics])
+        else:
+            self._file.write(_text(self.metrics, self.metrics_keys))
+        assert self._file is not None
+        self._file.flush()
+
+    def _begin(self, step: int | None) -> None:
+        self._began = True
+        rows = _rows(self._path)
+        if not rows:
+            return
+        self.metrics_keys = list(rows[0])
+        if step is not None:
+            rows = [row for row in rows if _is_before(row, step)]
+            self._write_anew(rows)
+
+    def _write_anew(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._file is not None:
+            self._file.close()
+        partial = self._path.with_suffix(".csv.partial")
+        header = dict(zip(self.metrics_keys, self.metrics_keys, strict=True))
+        partial.write_text(_text([header, *rows], self.metrics_keys), encoding="utf-8")
+        os.replace(partial, self._path)
+        self._file = self._path.open("a", encoding="utf-8", newline="")
+
+    def _check_log_dir_exists(self) -> None:
+        """Lightning deletes the file here."""
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    """The whole rows of the file; a machine that lost its power may have left part of one at the end."""
+    if not path.is_file():
+        return []
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return list(csv.DictReader(io.StringIO(whole)))
+
+
+def _text(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
+    text = io.StringIO()
+    csv.DictWriter(text, fieldnames=keys, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _is_before(row: Mapping[str, str], step: int) -> bool:
+    try:
+        return int(row.get(_STEP, "")) < step
+    except ValueError:
+        return True

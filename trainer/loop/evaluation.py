@@ -1,0 +1,201 @@
+"""Evaluation that counts each sample once, and prediction in the order of the samples, on any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch import Tensor
+from torchmetrics import Metric
+
+from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.strategies.contract.collectives.data import metric_states, set_metric_states
+from trainwright.strategies.contract.randomness.state import random_state, set_random_state
+from trainwright.trainer.data.reading import weigher_of
+from trainwright.trainer.loop.results import LeanResults
+
+
+class ExactEvaluationLoop(_EvaluationLoop):
+    """Lightning's evaluation loop; batches that only keep this rank in step with others count for nothing."""
+
+    _results: LeanResults
+
+    def __init__(
+        self, trainer: Trainer, trainer_fn: TrainerFn, stage: RunningStage, verbose: bool, inference_mode: bool
+    ) -> None:
+        super().__init__(trainer, trainer_fn, stage, verbose=verbose, inference_mode=inference_mode)
+        self._results = LeanResults(training=False)
+        self._random_state: dict[str, Tensor] = {}
+
+    def run(self) -> Any:
+        """Evaluate on all batches."""
+        if self._is_within_training:
+            self._random_state = random_state(self.trainer.strategy.root_device)
+        return super().run()
+
+    @property
+    def _is_within_training(self) -> bool:
+        return self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking
+
+    def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        if dataloader_iter is None and _is_padding(self._combined_loader, batch_idx, dataloader_idx):
+            with _counting_for_nothing(self.trainer.lightning_module), self._results.padding():
+                self._take_part(batch, batch_idx, dataloader_idx)
+        else:
+            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        if _is_told_to_end(self.trainer, dataloader_iter) and not self.batch_progress.is_last_batch:
+            self._end_early()
+
+    def _end_early(self) -> None:
+        trainer: Any = self.trainer
+        if self._is_within_training:
+            # What is saved is the run before this validation, which a run that goes on begins with.
+            trainer.fit_loop.epoch_loop.leave_validation()
+            set_random_state(self._random_state, trainer.strategy.root_device)
+        trainer._signal_connector.end()
+
+    def _take_part(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        """Run the step for its collectives only: no hook of a callback hears of it."""
+        trainer = self.trainer
+        several = self._is_sequential and self.num_dataloaders > 1
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
+        kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if several else None)
+        self.batch_progress.increment_ready()
+        trainer._logger_connector.on_batch_start(batch, dataloader_idx if several else None)
+        self.batch_progress.increment_started()
+        hook = "test_step" if trainer.testing else "validation_step"
+        call._call_strategy_hook(trainer, hook, *self._build_step_args_from_hook_kwargs(kwargs, hook))
+        self.batch_progress.increment_processed()
+        trainer._logger_connector.on_batch_end()
+        self.batch_progress.increment_completed()
+
+
+class OrderedPredictionLoop(_PredictionLoop):
+    """Lightning's prediction loop; every rank returns the predictions of all ranks, in the order of the samples.
+
+    A ``BasePredictionWriter`` writes each sample once: on the first of the ranks that share it, and no padding.
+    """
+
+    _others: list[Any] | None = None  # callbacks but those that write predictions, if any does
+
+    def on_run_start(self) -> None:
+        """Find out whose predictions this rank writes: those of samples that it shares, the first rank alone does."""
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
+        self._others = [callback for callback in callbacks if callback not in writers] if writers else None
+        super().on_run_start()
+
+    def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        padding = dataloader_iter is None and _is_padding(self._combined_loader, batch_idx, dataloader_idx)
+        with self._writing(padding):
+            super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        if padding:
+            kept = self._predictions[dataloader_idx]
+            if len(kept) > batch_idx:
+                kept.pop()
+        progress: Any = self.batch_progress
+        if _is_told_to_end(self.trainer, dataloader_iter) and not progress.is_last_batch:
+            signals: Any = self.trainer._signal_connector
+            signals.end()
+
+    @contextmanager
+    def _writing(self, padding: bool = False) -> Iterator[None]:
+        """Leave out the callbacks that write predictions where they are not this rank's to write."""
+        trainer: Any = self.trainer
+        if self._others is None:
+            yield
+            return
+        strategy, callbacks = trainer.strategy, trainer.callbacks
+        if padding or not getattr(strategy, "leads_data_rank", True):
+            trainer.callbacks = self._others
+        try:
+            with strategy.among_data_ranks() if hasattr(strategy, "among_data_ranks") else nullcontext():
+                yield
+        finally:
+            trainer.callbacks = callbacks
+
+    def _on_predict_epoch_end(self) -> Any:
+        with self._writing():
+            predictions = super()._on_predict_epoch_end()
+        strategy: Any = self.trainer.strategy
+        ranks = getattr(strategy, "num_data_ranks", 1)
+        if predictions is None or ranks == 1:
+            return predictions
+        several = self.num_dataloaders > 1
+        group = strategy.data_group  # ranks of other axes predict for the same samples
+        gathered = of_all_ranks(predictions if several else [predictions], group, strategy.root_device)
+        merged = [self._merge(batches, index) for index, batches in enumerate(zip(*gathered, strict=True))]
+        return merged if several else merged[0]
+
+    def _merge(self, by_rank: tuple[list[Any], ...], dataloader_idx: int) -> list[Any]:
+        assert self._combined_loader is not None
+        loader = weigher_of(self._combined_loader.flattened[dataloader_idx])
+        if loader is None or not getattr(loader, "is_dealt", True):
+            # Not dealt by us: there is no order between ranks but their own.
+            return [batch for batches in by_rank for batch in batches]
+        waves = max(map(len, by_rank))
+        return [batches[wave] for wave in range(waves) for batches in by_rank if wave < len(batches)]
+
+
+def _is_told_to_end(trainer: Any, dataloader_iter: Any) -> bool:
+    """Whether the ranks have agreed, after a batch, that they were told to end."""
+    # Only where our loaders see to it that every rank has as many batches as the others.
+    even = dataloader_iter is None and hasattr(trainer.strategy, "num_data_ranks")
+    told: bool = trainer._signal_connector.passed(fits=False, even=even)
+    return told
+
+
+def _is_padding(combined_loader: Any, batch_idx: int, dataloader_idx: int) -> bool:
+    weigher = weigher_of(combined_loader.flattened[dataloader_idx])
+    return weigher is not None and weigher.is_padding(batch_idx)
+
+
+@contextmanager
+def _counting_for_nothing(module: LightningModule) -> Iterator[None]:
+    """Put back afterwards what ``module`` collects: metrics of torchmetrics, lists, numbers and tensors it holds."""
+    metrics = [m for m in module.modules() if isinstance(m, Metric)]
+    kept = [(copy.deepcopy(metric_states(metric)), metric._computed) for metric in metrics]
+    collected = {name: _held(value) for name, value in vars(module).items() if not name.startswith("_")}
+    try:
+        yield
+    finally:
+        for metric, (states, computed) in zip(metrics, kept, strict=True):
+            set_metric_states(metric, states)
+            metric._computed = computed
+        for name, value in collected.items():
+            if value is not None:
+                vars(module)[name] = _put_back(vars(module).get(name), value)
+
+
+def _held(value: Any) -> Any:
+    """A copy of what is collected step by step, as far as its containers go; ``None``: it is something else."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (list, int, float):
+        return copy.copy(value)
+    if isinstance(value, dict):
+        return {key: _held(item) for key, item in value.items()}
+    return None
+
+
+def _put_back(value: Any, held: Any) -> Any:
+    """What ``value`` was before; a list or dictionary stays the same object."""
+    if isinstance(value, list) and isinstance(held, list):
+        value[:] = held
+        return value
+    if isinstance(value, dict) and isinstance(held, dict):
+        for key in value.keys() - held.keys():
+            del value[key]
+        value.update({key: _put_back(value.get(key), item) for key, item in held.items() if item is not None})
+        return value
+    return held

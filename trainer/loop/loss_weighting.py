@@ -1,0 +1,406 @@
+"""``loss_weighting="tokens"``: every valid token of the global batch weighs the same, wherever it lies.
+
+A loss that is a mean over tokens is divided by the number of tokens of its micro-batch. Where micro-batches hold
+different numbers of them (padding, ``ignore_index``), the mean of such means over micro-batches and ranks is not the
+mean over the global batch, and which of them comes out depends on the layout. Here the loss of micro-batch k of rank r
+is differentiated as ``n_kr / reference`` times its mean, and once the numbers of all ranks have been added up the
+gradients are multiplied by ``reference x ranks / N``: what remains is the gradient of the mean over all N tokens.
+
+The reference keeps weights near 1, so that scaled losses stay in the range of fp16. It is a power of two, so its choice
+changes no bit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from torch import Tensor, nn
+from torch.nn._reduction import legacy_get_string
+
+from trainwright.strategies.base.strategy import LayoutStrategy
+from trainwright.strategies.contract.gradients import local_tensor
+from trainwright.strategies.contract.registry import strategy_names
+
+LossWeighting = Literal["micro_batch", "tokens"]
+TokenCount = Callable[[Any], Any]
+
+LOSS_WEIGHTINGS = ("micro_batch", "tokens")
+
+# Functions of torch.nn.functional whose mean is over the targets that are not ignore_index.
+_OBSERVED = ("cross_entropy", "nll_loss", "linear_cross_entropy")
+_IGNORED = -100
+
+_ADVICE = (
+    "Give the number of valid tokens yourself with token_count='package.module:function', a function of the batch, or "
+    "take loss_weighting='micro_batch', Lightning's mean over micro-batches."
+)
+
+
+class Observation:
+    """What one forward pass told of its valid tokens.
+
+    Attributes:
+        count: float64 scalar on the device of the targets, ``None`` as long as no loss was seen. With class weights,
+            the sum of the weights of the valid targets.
+    """
+
+    def __init__(self) -> None:
+        self.count: Tensor | None = None
+
+
+class TokenWeights:
+    """Weighs micro-batches by their valid tokens; one object per run.
+
+    For every optimizer step::
+
+        weights.begin()
+        for batch in micro_batches:
+            with weights.observe(batch) as seen:
+                loss = module.training_step(batch)  # a mean over valid tokens
+            weights.weight(loss, seen).backward()   # gradients are averaged over data ranks, as ever
+        weights.start()                             # may come before the last backward, to overlap with it
+        weights.finish()                            # gradients are now those of the mean over all tokens
+
+    A rank that meets no loss in a step (a stage of a pipeline that is not the last) calls ``begin``, ``start`` and
+    ``finish`` alone. ``start`` is one all-reduce of four numbers over all ranks.
+
+    Args:
+        strategy: whose optimizers' gradients are corrected, and which knows the data ranks.
+        token_count: batch -> number of tokens over which ``training_step`` takes its mean (int, float or scalar
+            tensor); ``None`` observes ``cross_entropy``, ``nll_loss`` and ``linear_cross_entropy`` of
+            ``torch.nn.functional`` (also as ``nn.CrossEntropyLoss``, or imported by name) and counts the class indices
+            that are not ``ignore_index``. Calls without gradient do not count.
+    """
+
+    def __init__(self, strategy: LayoutStrategy, token_count: TokenCount | None = None) -> None:
+        self.strategy = strategy
+        self.step_loss: Tensor | None = None
+        """Mean over all valid tokens of the last optimizer step, fp32 scalar, the same on every rank; 0 without any."""
+        self.step_tokens: Tensor | None = None
+        """Valid tokens of the last optimizer step over all data ranks, float64 scalar."""
+        self._token_count = token_count
+        self._seen: Observation | None = None
+        self._open: Observation | None = None
+        self._reference: Tensor | None = None
+        self._sums: list[Tensor] = []
+        self._pending: tuple[Tensor, Any] | None = None
+        self._places: list[tuple[dict[str, Any], str, Any, Any]] | None = None
+
+    # ---- one micro-batch ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def observe(self, batch: Any = None) -> Iterator[Observation]:
+        """Count the valid tokens of the forward pass inside.
+
+        Args:
+            batch: for ``token_count``.
+
+        Raises:
+            RuntimeError: inside, at a second loss or at one that is not a mean over class indices.
+        """
+        seen = self._seen = Observation()
+        if self._token_count is not None:
+            seen.count = self._as_count(self._token_count(batch))
+            yield seen
+            return
+        before = self._watch(seen)
+        try:
+            yield seen
+        finally:
+            self._watch(before)
+
+    def _watch(self, seen: Observation | None) -> Observation | None:
+        """Let calls from now on count for ``seen`` (``None``: for nothing), and say for which they did so far."""
+        before, self._open = self._open, seen
+        if self._places is None:
+            self._places = self._find_places()
+        for namespace, key, original, replacement in self._places:
+            namespace[key] = original if seen is None else replacement
+        return before
+
+    def _find_places(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
+        """Where the functions to observe stand: in torch, and in modules that imported them by name.
+
+        Found once, and each with one replacement: what torch.compile has traced is guarded by the identity of what it
+        calls.
+        """
+        functions = [getattr(F, name) for name in _OBSERVED if hasattr(F, name)]
+        by_id = {id(function): (function, self._replacement(function)) for function in functions}
+        namespaces = [module.__dict__ for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+        return [
+            (namespace, key, *by_id[id(value)])
+            for namespace in namespaces
+            for key, value in list(namespace.items())
+            if id(value) in by_id
+        ]
+
+    def weight(self, loss: Tensor, seen: Observation | None = None, padding: bool = False) -> Tensor:
+        """What to differentiate in place of ``loss``, the mean over the valid tokens of one micro-batch.
+
+        The first call of a run is a collective of the data ranks.
+
+        Args:
+            loss: scalar.
+            seen: of the micro-batch; ``None``: of the latest.
+            padding: the batch is only there to keep this rank in step and counts for nothing.
+
+        Raises:
+            RuntimeError: if no loss was observed.
+        """
+        seen = seen or self._seen
+        if seen is None or seen.count is None:
+            raise RuntimeError(
+                "loss_weighting='tokens' found no call of cross_entropy or nll_loss of torch.nn.functional (with a "
+                "gradient) in training_step, so it cannot count valid tokens. " + _ADVICE
+            )
+        count = torch.zeros_like(seen.count) if padding else seen.count
+        if self._reference is None:
+            self._reference = self._first_reference(count)
+        one = torch.ones_like(count)
+        self._sums.append(torch.stack((count, count * loss.detach().double().reshape(()), one, self._reference)))
+        dtype = torch.promote_types(loss.dtype, torch.float32)
+        return loss * (count / self._reference).to(dtype)
+
+    def weigh(self, result: ClosureResult, output: Any, padding: bool) -> None:
+        """Exchange the loss that ``result`` is to be differentiated by; what it reports stays."""
+        if result.closure_loss is not None:
+            loss = output if isinstance(output, Tensor) else output["loss"]
+            result.closure_loss = self.weight(loss, padding=padding)
+
+    # ---- one optimizer step ---------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Forget the micro-batches so far: gradients are zeroed."""
+        self._sums, self._pending = [], None
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin to add up over all ranks what the micro-batches of this step hold; a collective."""
+        if self._sums:
+            parts = torch.stack(self._sums)
+            vector = parts.sum(0)
+            # Of those two it is not how often, but whether and which.
+            vector[2:] = parts[-1, 2:]
+        else:
+            vector = torch.zeros(4, dtype=torch.float64, device=self.strategy.root_device)
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self._pending = vector, dist.all_reduce(vector, async_op=True) if several else None
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Make the gradients those of the mean over all valid tokens of the step."""
+        if self._pending is None:
+            self.start()
+        assert self._pending is not None
+        vector, work = self._pending
+        if work is not None:
+            work.wait()
+        self.begin()
+        tokens, loss, observers, references = vector.unbind()
+        ranks = self.strategy.num_data_ranks
+        # Ranks of other axes hold copies of a data rank's numbers, or none at all.
+        copies, reference = observers / ranks, references / observers
+        nothing = tokens == 0
+        self.step_tokens = torch.where(nothing, tokens, tokens / copies)
+        self.step_loss = torch.where(nothing, tokens, loss / tokens).float()
+        scale = torch.where(nothing, torch.ones_like(tokens), reference * ranks / self.step_tokens)
+        self._scale_gradients(scale.float())
+        self._reference = torch.where(nothing, torch.ones_like(tokens), _power_of_two(self.step_tokens / ranks))
+
+    def _scale_gradients(self, scale: Tensor) -> None:
+        module = self.strategy.lightning_module
+        assert module is not None
+        found: dict[int, Tensor] = {}
+        for parameter in (*module.parameters(), *self.strategy._optimized_parameters()):
+            if parameter.grad is not None:
+                gradient = local_tensor(parameter.grad)
+                found[id(gradient)] = gradient
+        dense = [gradient for gradient in found.values() if gradient.layout == torch.strided]
+        for device in dict.fromkeys(gradient.device for gradient in dense):
+            torch._foreach_mul_([gradient for gradient in dense if gradient.device == device], scale.to(device))
+        for gradient in found.values():
+            if gradient.layout != torch.strided:
+                gradient.mul_(scale.to(gradient.device))
+
+    def _first_reference(self, count: Tensor) -> Tensor:
+        """Before any step has ended: about the tokens of a step of one rank, agreed between the data ranks."""
+        module = self.strategy.lightning_module
+        assert module is not None
+        total = self.strategy.reduce(count.clone(), reduce_op="sum")
+        each = total * module.trainer.accumulate_grad_batches / self.strategy.num_data_ranks
+        return torch.where(total > 0, _power_of_two(each), torch.ones_like(each))
+
+    # ---- counting -------------------------------------------------------------------------------------------------
+
+    def _as_count(self, given: Any) -> Tensor:
+        count = torch.as_tensor(given, dtype=torch.float64).to(self.strategy.root_device)
+        if count.numel() != 1:
+            raise ValueError(
+                f"token_count returned a tensor of shape {tuple(count.shape)}; it must return one number, the valid "
+                "tokens of the batch, for example int((batch['labels'] != -100).sum())."
+            )
+        return count.reshape(())
+
+    def _replacement(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        signature = inspect.signature(function)
+
+        @torch.compiler.disable
+        @wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Tensor:
+            return self._counted(function, signature, args, kwargs)
+
+        return counted  # type: ignore[no-any-return]
+
+    def _counted(
+        self, original: Callable[..., Tensor], signature: inspect.Signature, args: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """``original(*args, **kwargs)``, and the number of its valid targets."""
+        if self._open is None:  # called by a name that was bound while another step ran
+            return original(*args, **kwargs)
+        # What it calls in turn does not count again, and must be what it was: torch's functions hand themselves to
+        # tensors of other kinds by their global name.
+        seen = self._watch(None)
+        assert seen is not None
+        try:
+            call = signature.bind(*args, **kwargs)
+            call.apply_defaults()
+            if not torch.is_grad_enabled() or not call.arguments["input"].requires_grad:
+                return original(*args, **kwargs)
+            _refuse_uncountable(original.__name__, seen, call.arguments)
+            seen.count = count = _valid_targets(call.arguments)
+            return _mean(original, call, count)
+        finally:
+            self._watch(seen)
+
+
+def _refuse_uncountable(name: str, seen: Observation, arguments: dict[str, Any]) -> None:
+    if seen.count is not None:
+        raise RuntimeError(
+            f"loss_weighting='tokens' met a second loss in one training_step: torch.nn.functional.{name}. Their means "
+            "may be over different tokens, so it cannot tell how much the micro-batch weighs. Compute what is no part "
+            "of the loss under torch.no_grad(). " + _ADVICE
+        )
+    reduction = arguments["reduction"]
+    if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
+        reduction = legacy_get_string(arguments["size_average"], arguments["reduce"], emit_warning=False)
+    if reduction != "mean":
+        raise RuntimeError(
+            f"loss_weighting='tokens' met torch.nn.functional.{name}(reduction={reduction!r}), but only of a mean "
+            "(reduction='mean') it knows what it was divided by. " + _ADVICE
+        )
+    if arguments["target"].is_floating_point():
+        raise RuntimeError(
+            f"loss_weighting='tokens' met torch.nn.functional.{name} with probabilities as targets; it counts class "
+            "indices (integers). " + _ADVICE
+        )
+
+
+@torch.no_grad()
+def _valid_targets(arguments: dict[str, Any]) -> Tensor:
+    """What a mean is divided by: the number of targets that are not ignored, or the sum of their class weights."""
+    target: Tensor = arguments["target"]
+    weight: Tensor | None = arguments["weight"]
+    ignored = arguments["ignore_index"]
+    valid = target.ne(_IGNORED if ignored is None else ignored)
+    if weight is None:
+        return valid.sum(dtype=torch.float64)
+    return (weight[target.masked_fill(~valid, 0)].double() * valid).sum()
+
+
+def _mean(original: Callable[..., Tensor], call: inspect.BoundArguments, count: Tensor) -> Tensor:
+    """The mean, 0 where there is nothing to take it of."""
+    if original.__name__ != "linear_cross_entropy" and type(call.arguments["input"]) in (Tensor, nn.Parameter):
+        mean: Tensor = original(*call.args, **call.kwargs)
+        return torch.where(count > 0, mean, torch.zeros_like(mean))
+    # The backward of other kinds of logits may turn the zero gradient of a mean over nothing into NaN.
+    call.arguments.update(reduction="sum", **dict.fromkeys({"size_average", "reduce"} & call.arguments.keys()))
+    total: Tensor = original(*call.args, **call.kwargs)
+    return total / torch.where(count > 0, count, torch.ones_like(count)).to(total.dtype)
+
+
+def _power_of_two(value: Tensor) -> Tensor:
+    """The least power of two above a positive scalar, exactly."""
+    mantissa, _ = torch.frexp(value)
+    return value / mantissa
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the Trainer is given
+
+
+def make_token_weights(
+    strategy: object, loss_weighting: str, token_count: str | TokenCount | None
+) -> TokenWeights | None:
+    """The :class:`TokenWeights` that the arguments of a Trainer ask for; ``None`` for ``"micro_batch"``.
+
+    Raises:
+        ValueError: if they are impossible.
+    """
+    if loss_weighting not in LOSS_WEIGHTINGS:
+        raise ValueError(f"loss_weighting={loss_weighting!r} (allowed: 'micro_batch', 'tokens')")
+    if loss_weighting == "micro_batch":
+        if token_count is not None:
+            raise ValueError(
+                f"token_count={token_count!r} is read with loss_weighting='tokens' only. Set that too, or leave it out."
+            )
+        return None
+    if not isinstance(strategy, LayoutStrategy):
+        raise ValueError(
+            f"loss_weighting='tokens' is not supported with {type(strategy).__name__}, whose gradients cannot be "
+            f"corrected from outside. Use one of the strategies {', '.join(strategy_names())}."
+        )
+    if not strategy.steps_are_collective:
+        raise ValueError(
+            f"loss_weighting='tokens' adds up the tokens of all ranks at every step, but under "
+            f"{type(strategy).__name__} as it is set ranks step by themselves. Use loss_weighting='micro_batch', or a "
+            "synchronous strategy."
+        )
+    return TokenWeights(strategy, _find(token_count) if isinstance(token_count, str) else token_count)
+
+
+def _find(path: str) -> TokenCount:
+    module, _, name = path.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"token_count={path!r} cannot be found ({error}). Write package.module:function, a function that takes a "
+            "batch and returns the number of its valid tokens."
+        ) from error
+    if not callable(function):
+        raise ValueError(f"token_count={path!r} is a {type(function).__name__}; it must be a function of the batch.")
+    return function  # type: ignore[no-any-return]
+
+
+def refuse_impossible(weights: TokenWeights, module: LightningModule) -> None:
+    """Say what keeps the losses of ``module`` from being weighed, once the strategy is set up.
+
+    Raises:
+        ValueError: if the module optimizes manually, or the strategy runs backward itself without weighing (it says so
+            by ``weighs_micro_batches``).
+    """
+    strategy = weights.strategy
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"loss_weighting='tokens' needs automatic optimization, but {type(module).__name__} sets "
+            "automatic_optimization=False: it calls backward and steps when it likes, so nobody else knows which "
+            "losses make up a step. Weigh the losses in training_step, or set loss_weighting='micro_batch'."
+        )
+    if strategy.backward_in_step and not getattr(strategy, "weighs_micro_batches", False):
+        raise ValueError(
+            f"loss_weighting='tokens' is not supported by {type(strategy).__name__} with the layout {strategy.layout}, "
+            "which runs backward within training_step. Take a layout with pipeline=1, or set "
+            "loss_weighting='micro_batch'."
+        )

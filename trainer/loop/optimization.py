@@ -1,0 +1,268 @@
+"""One micro-batch of training: forward, backward and, where it is due, the step of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainwright.callbacks.guard.verdict import DropStep
+from trainwright.core.run.hooks import HookTable
+from trainwright.core.run.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
+from trainwright.strategies.contract.optimization import ZeroGradFirst
+from trainwright.trainer.data.reading import Weigher
+from trainwright.trainer.loop.loss_weighting import TokenWeights
+
+
+class LossDivisor:
+    """Divides the loss of a micro-batch so that gradients are means over the samples of the whole optimizer step."""
+
+    def __init__(self, dealer: Weigher | None, accumulation: int, whole_step: bool) -> None:
+        self._dealer = dealer
+        self._accumulation = accumulation
+        self._whole_step = whole_step
+        self._regular = float("inf") if dealer is None else dealer.regular_waves
+
+    def is_regular(self, batch_idx: int) -> bool:
+        """Whether all ranks have all samples of the ``batch_idx``-th micro-batch: nothing is weighed."""
+        return self._dealer is None or batch_idx < self._regular
+
+    def is_even(self, batch_idx: int) -> bool:
+        """Whether all ranks are known to have the same number of samples in the ``batch_idx``-th micro-batch."""
+        return self._dealer is not None and batch_idx < self._regular
+
+    def divisor(self, batch_idx: int) -> float:
+        """Divisor for the ``batch_idx``-th micro-batch of the epoch: the accumulation, unless samples are missing."""
+        if self._dealer is None or batch_idx < self._regular:
+            return self._accumulation
+        return self._dealer.loss_divisor(batch_idx, self._accumulation, self._whole_step)
+
+    def weight(self, batch_idx: int) -> float:
+        """By what to multiply this rank's mean of a micro-batch, so that the mean over ranks is that over samples."""
+        if self._dealer is None or batch_idx < self._regular:
+            return 1.0
+        return 1 / self._dealer.loss_divisor(batch_idx, 1, False)
+
+
+class LeanOptimization(_AutomaticOptimization):
+    """Forward, zero_grad, backward, optimizer step; Lightning's, with an exact divisor of the loss."""
+
+    loss_divisor: LossDivisor | None = None
+    token_weights: TokenWeights | None = None
+    hooks: HookTable
+    phases: Phases
+
+    def run_lean(self, optimizer: Optimizer, batch_idx: int, args: tuple[Any, ...], stepping: bool) -> dict[str, Any]:
+        """As :meth:`run`, without looking up hooks that nobody has overridden."""
+        closure = _LeanClosure(self, optimizer, batch_idx, args)
+        strategy = self.trainer.strategy
+        if stepping or strategy.handles_gradient_accumulation:
+            self._step_lean(optimizer, batch_idx, closure, stepping)
+        else:
+            with _block_parallel_sync_behavior(strategy, block=True):
+                closure()
+        result = closure.result
+        if result is None:
+            raise MisconfigurationException(
+                "The closure hasn't been executed: the module's optimizer_step, or the optimizer's step, was given the "
+                "closure that computes loss and gradients and did not call it, so nothing is trained. Call "
+                "optimizer.step(closure), or the closure itself."
+            )
+        return {} if result.loss is None else {"loss": result.loss, **result.extra}
+
+    def _step_lean(
+        self, optimizer: Optimizer, batch_idx: int, closure: Callable[[], Tensor | None], stepping: bool
+    ) -> None:
+        trainer, progress = self.trainer, self.optim_progress.optimizer.step
+        module = trainer.lightning_module
+        if stepping:
+            progress.increment_ready()
+        names = module.__dict__
+        before, names["_current_fx_name"] = names["_current_fx_name"], "optimizer_step"
+        try:
+            if self.hooks.module_overrides("optimizer_step"):
+                wrapped = trainer.strategy._lightning_optimizers[0]
+                module.optimizer_step(trainer.current_epoch, batch_idx, wrapped, closure)
+            else:
+                trainer.strategy.optimizer_step(optimizer, closure)
+        except DropStep:
+            self._drop()
+        else:
+            if stepping:
+                progress.increment_completed()
+        names["_current_fx_name"] = before
+
+    def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
+        # Lightning's way, as above.
+        try:
+            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
+        except DropStep:
+            self._drop()
+
+    def _drop(self) -> None:
+        """A callback does not want the step that was about to be made; nothing has been changed by it."""
+        trainer: Any = self.trainer
+        progress = self.optim_progress.optimizer.step
+        for tracker in (progress.current, progress.total):
+            tracker.ready -= 1  # what was begun would else be counted as interrupted
+        forget_scaled(trainer)
+        trainer.fit_loop.record_dropped()
+        trainer.fit_loop.epoch_loop.dropped = True
+
+    def _make_closure(self, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Closure:
+        first = getattr(self.trainer.strategy, "backward_in_step", False)
+        make = ZeroGradFirst._make_closure if first else _AutomaticOptimization._make_closure
+        return make(self, kwargs, optimizer, batch_idx)  # type: ignore[arg-type]
+
+    def _training_step(self, kwargs: Any) -> ClosureResult:
+        # Lightning's way (with a profiler, or dataloader_iter); the scale of the loss is ours all the same.
+        if self.loss_divisor is not None:
+            strategy: Any = self.trainer.strategy
+            strategy.loss_divisor = self.loss_divisor.divisor(self.trainer.fit_loop.batch_idx)
+        batch_idx = self.trainer.fit_loop.batch_idx
+        loop: Any = self.trainer.fit_loop.epoch_loop
+        with self.observed(next(iter(kwargs.values())), batch_idx), loop.weighed_logs(batch_idx):
+            result = super()._training_step(kwargs)
+        loss, divisor = result.closure_loss, float(self.trainer.accumulate_grad_batches)
+        if self.loss_divisor is not None and loss is not None:
+            exact = self.loss_divisor.divisor(batch_idx)
+            if exact != divisor:
+                result.closure_loss = loss * (divisor / exact)
+                result._clone_loss()
+            loss, divisor = loss * divisor, exact
+        self.weigh(result, loss, divisor)
+        return result
+
+    def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
+        backward = super()._make_backward_fn(optimizer)
+        if backward is None or self.token_weights is None:
+            return backward
+
+        def backward_and_correct(loss: Tensor) -> None:
+            backward(loss)
+            self.correct_gradients()
+
+        return backward_and_correct
+
+    # ---- loss_weighting="tokens" ----------------------------------------------------------------------------------
+
+    def observed(self, batch: Any, batch_idx: int) -> AbstractContextManager[Any]:
+        """Around ``training_step``: count its tokens, if losses are weighed by them."""
+        weights = self.token_weights
+        if weights is None:
+            return nullcontext()
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            weights.begin()
+        # A strategy that runs backward within the step weighs its own micro-batches.
+        return nullcontext() if weights.strategy.backward_in_step else weights.observe(batch)
+
+    def weigh(self, result: ClosureResult, output: Any, divisor: float) -> None:
+        """Before backward: exchange the loss to differentiate for the one that is weighed by its tokens."""
+        if self.token_weights is None or self._skip_backward or output is None:
+            return
+        if not self.token_weights.strategy.backward_in_step:
+            self.token_weights.weigh(result, output, padding=divisor == float("inf"))
+        if not self.trainer.fit_loop._should_accumulate():
+            self.token_weights.start()
+
+    def correct_gradients(self) -> None:
+        """After the last backward of a step: the gradients of the mean over all its tokens."""
+        if self.token_weights is not None and not self.trainer.fit_loop._should_accumulate():
+            self.token_weights.finish()
+
+
+class _LeanClosure:
+    """Forward, zero_grad and backward of one micro-batch."""
+
+    def __init__(self, loop: LeanOptimization, optimizer: Optimizer, batch_idx: int, args: tuple[Any, ...]) -> None:
+        self._loop = loop
+        self._optimizer = optimizer
+        self._batch_idx = batch_idx
+        self._args = args
+        self.result: ClosureResult | None = None
+
+    def __call__(self) -> Tensor | None:
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self()
+        loop, trainer = self._loop, self._loop.trainer
+        module = trainer.lightning_module
+        strategy: Any = trainer.strategy
+        names = module.__dict__
+        assert loop.loss_divisor is not None
+        divisor = loop.loss_divisor.divisor(self._batch_idx)
+        zeroes_first = getattr(strategy, "backward_in_step", False)  # Lightning's own strategies have none
+        if zeroes_first:
+            strategy.loss_divisor = divisor
+            self._zero_grad_if_due(module)
+        before, names["_current_fx_name"] = names["_current_fx_name"], "training_step"
+        loop.phases.begin(FORWARD)
+        if loop.token_weights is None:
+            output = strategy.training_step(*self._args)
+        else:
+            with loop.observed(self._args[0], self._batch_idx):
+                output = strategy.training_step(*self._args)
+        names["_current_fx_name"] = before
+        if output is None:
+            _refuse_none(trainer)
+        self.result = result = _scaled(output, divisor)
+        if loop._skip_backward:
+            return result.loss
+        if not zeroes_first:
+            self._zero_grad_if_due(module)
+        loop.weigh(result, output, divisor)
+        if result.closure_loss is not None:
+            loop.phases.begin(BACKWARD)
+            names["_current_fx_name"] = "backward"
+            strategy.backward(result.closure_loss, self._optimizer)
+            names["_current_fx_name"] = before
+        loop.correct_gradients()
+        loop.phases.begin(OPTIMIZER)
+        return result.loss
+
+    def _zero_grad_if_due(self, module: LightningModule) -> None:
+        trainer = self._loop.trainer
+        if self._batch_idx % trainer.accumulate_grad_batches:
+            return
+        progress: Any = self._loop.optim_progress.optimizer.zero_grad
+        total, current = progress.total, progress.current
+        total.ready, current.ready = total.ready + 1, current.ready + 1
+        self._loop.hooks.call("on_before_zero_grad", self._optimizer)
+        total.started, current.started = total.started + 1, current.started + 1
+        names = module.__dict__
+        before, names["_current_fx_name"] = names["_current_fx_name"], "optimizer_zero_grad"
+        module.optimizer_zero_grad(trainer.current_epoch, self._batch_idx, self._optimizer)
+        names["_current_fx_name"] = before
+        total.completed, current.completed = total.completed + 1, current.completed + 1
+
+
+def forget_scaled(trainer: Trainer) -> None:
+    """A gradient scaler must not wait for the step of the gradients that it has unscaled."""
+    forget = getattr(getattr(trainer.precision_plugin, "scaler", None), "forget_unscaled", None)
+    if forget is not None:
+        forget()
+
+
+def _scaled(output: Any, divisor: float) -> ClosureResult:
+    if divisor == 1 and isinstance(output, Tensor):
+        return ClosureResult(output)  # no operation for what changes nothing
+    return ClosureResult.from_training_step_output(output, divisor)  # type: ignore[arg-type]
+
+
+def _refuse_none(trainer: Trainer) -> None:
+    if trainer.world_size > 1:
+        raise RuntimeError(
+            "Skipping the `training_step` by returning None on one of several ranks is not supported: the others would "
+            "wait for its gradients. Return a loss that counts for nothing instead, for example "
+            "0 * sum(p.sum() for p in self.parameters())."
+        )
+    rank_zero_warn("`training_step` returned `None`: no optimizer step is made for this batch.")

@@ -1,0 +1,222 @@
+"""What ``self.log`` collects, made exact over ranks and cheap for the metric that is logged every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from torch import Tensor
+
+from trainwright.trainer.loop.remembered_logs import RememberedLogs
+
+
+class LeanResults(_ResultCollection):
+    """A result collection that recognises a metric logged again with the same arguments.
+
+    Values of whole epochs are reduced over data ranks even without ``sync_dist=True`` (not with
+    ``rank_zero_only=True``), so that all ranks monitor the same number and every sample counts once. Values of single
+    steps keep Lightning's meaning: this rank's own unless ``sync_dist=True``; the mean over ranks is then one over
+    samples, also where ranks have unequal numbers of them.
+
+    Args:
+        training: whether it belongs to the training loop.
+    """
+
+    def __init__(self, training: bool) -> None:
+        super().__init__(training)
+        self._padding = False
+        self._weight = 1.0
+        self._reduces: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._known: dict[tuple[str, str, int | None], tuple[tuple[Any, ...], _ResultMetric]] = {}
+        self._remembered = RememberedLogs()
+
+    def remember(self, logs: RememberedLogs) -> None:
+        """Go on with what a run that was interrupted had collected of this epoch."""
+        self._remembered = logs
+        self._known.clear()  # each first call is to come by here
+
+    def forget(self) -> None:
+        """Be as before anything was logged."""
+        self.reset()
+        self.clear()
+        self._known.clear()
+
+    @contextmanager
+    def padding(self) -> Iterator[None]:
+        """What is logged inside takes part in collectives but counts for nothing."""
+        self._padding = True
+        try:
+            yield
+        finally:
+            self._padding = False
+
+    @contextmanager
+    def weighed(self, weight: float) -> Iterator[None]:
+        """Means over ranks of what is logged inside for a step give this rank's value so much weight."""
+        self._weight = weight
+        try:
+            yield
+        finally:
+            self._weight = 1.0
+
+    def _weighing(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
+        def weigh_and_reduce(value: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._weight != 1 and kwargs.get("reduce_op") == "mean":
+                value = value * self._weight
+            return reduce(value, *args, **kwargs)
+
+        # Always the same one: Lightning refuses a metric that is logged again in another way.
+        return self._reduces.setdefault(reduce, weigh_and_reduce)
+
+    @torch.compiler.disable
+    def log(
+        self,
+        fx: str,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool = False,
+        on_epoch: bool = True,
+        reduce_fx: Callable[..., Any] | str = torch.mean,
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_fn: Callable[..., Any] | None = None,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """See :meth:`lightning.pytorch.LightningModule.log`."""
+        if self._padding and isinstance(value, Tensor):
+            value, batch_size = _neutral(value, reduce_fx), 0
+        signature = (
+            prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
+            add_dataloader_idx, metric_attribute, rank_zero_only,
+        )  # fmt: skip
+        key = (fx, name, self.dataloader_idx)
+        known = self._known.get(key)
+        if known is not None and known[0] == signature and isinstance(value, Tensor):
+            self._log_again(known[1], value, batch_size, enable_graph)
+            return
+        if sync_dist_fn is not None:
+            sync_dist_fn = self._weighing(sync_dist_fn)
+        super().log(
+            fx, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph,
+            sync_dist, sync_dist_fn, sync_dist_group, add_dataloader_idx, batch_size,
+            metric_attribute, rank_zero_only,
+        )  # fmt: skip
+        metric = self[self._storage_key(fx, name, add_dataloader_idx)]
+        if self._remembered:
+            self._remembered.add_to(metric)
+        if isinstance(value, Tensor):
+            _count_in_floats(metric)
+            self._known[key] = (signature, metric)
+
+    def _storage_key(self, fx: str, name: str, add_dataloader_idx: bool) -> str:
+        key = f"{fx}.{name}"
+        return f"{key}.{self.dataloader_idx}" if add_dataloader_idx and self.dataloader_idx is not None else key
+
+    def _get_cache(self, result_metric: _ResultMetric, on_step: bool) -> Tensor | None:  # type: ignore[override]
+        meta = result_metric.meta
+        if not on_step and meta.on_epoch and result_metric.is_tensor and result_metric._computed is None:
+            asked, meta.sync.should = meta.sync.should, not meta.sync.rank_zero_only
+            try:
+                return super()._get_cache(result_metric, on_step)
+            finally:
+                meta.sync.should = asked
+        return super()._get_cache(result_metric, on_step)
+
+    def _log_again(self, metric: _ResultMetric, value: Tensor, batch_size: int | None, enable_graph: bool) -> None:
+        if not enable_graph:
+            value = value.detach()
+        if metric.value.device != value.device:
+            metric.to(value.device)
+        metric.forward(value, self._extract_batch_size(metric, batch_size, metric.meta))
+        metric.has_reset = False
+
+    def to(self, *args: Any, **kwargs: Any) -> LeanResults:
+        """Move all values to a device."""
+        self._known.clear()
+        return super().to(*args, **kwargs)  # type: ignore[return-value]
+
+
+class RepeatedLog:
+    """``self.log`` for a call that has been checked before.
+
+    Lightning checks each call of ``self.log`` anew: types, names, the hook it comes from, the signature of
+    ``training_step``. A call that repeats an earlier one in all but the value passes the same checks again; it goes
+    straight to the result. Any other goes to the module's own ``log``.
+
+    Args:
+        module: the module whose ``log`` is called.
+        trainer: its trainer.
+        results: where the training loop collects.
+    """
+
+    def __init__(self, module: LightningModule, trainer: Trainer, results: LeanResults) -> None:
+        self._module = module
+        self._trainer = trainer
+        self._results = results
+        self._connector = trainer._logger_connector
+        self._calls: dict[tuple[str, str], tuple[tuple[Any, ...], dict[str, Any], _ResultMetric]] = {}
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Stand before the module's ``log`` for the time of an epoch, unless the module has one of its own."""
+        own = "log" in vars(self._module) or type(self._module).log is not LightningModule.log
+        if own:
+            yield
+            return
+        self._module.__dict__["log"] = self
+        try:
+            yield
+        finally:
+            del self._module.__dict__["log"]
+
+    def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """See :meth:`lightning.pytorch.LightningModule.log`."""
+        fx = self._module.__dict__["_current_fx_name"]
+        known = self._calls.get((fx, name))
+        if known is None or not self._repeats(fx, value, (known[0], known[1]) == (args, kwargs)):
+            LightningModule.log(self._module, name, value, *args, **kwargs)
+            self._remember(fx, name, args, kwargs)
+            return
+        metric = known[2]
+        self._results._log_again(metric, value, kwargs.get("batch_size"), metric.meta.enable_graph)
+        self._connector._current_fx = fx
+
+    def _repeats(self, fx: str, value: Any, same_call: bool) -> bool:
+        connector = self._connector
+        return (
+            same_call
+            and not self._results._padding
+            and type(value) is Tensor
+            and value.dim() == 0
+            and self._trainer._results is self._results  # not while validating
+            and not (connector._current_fx != fx and connector._first_loop_iter in (None, True))
+        )
+
+    def _remember(self, fx: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        known = self._results._known.get((fx, name, self._results.dataloader_idx))
+        if known is not None and not args and kwargs.keys().isdisjoint(("metric_attribute",)):
+            self._calls[fx, name] = (args, dict(kwargs), known[1])
+
+
+def _count_in_floats(metric: _ResultMetric) -> None:
+    """Lightning counts samples in integers, whose mean over ranks it cuts off: 23 samples on 2 ranks became 11 each."""
+    if metric.meta.is_mean_reduction and not metric.cumulated_batch_size.is_floating_point():
+        metric.cumulated_batch_size = metric.cumulated_batch_size.to(metric.value.dtype)
+        metric._defaults["cumulated_batch_size"] = torch.tensor(0.0, dtype=metric.value.dtype)
+
+
+def _neutral(value: Tensor, reduce_fx: Callable[..., Any] | str) -> Tensor:
+    """The value that changes nothing under ``reduce_fx``."""
+    name = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
+    fill = {"min": float("inf"), "max": float("-inf")}.get(name.lower(), 0.0)
+    return torch.full_like(value, fill, dtype=value.dtype if value.is_floating_point() else torch.float32)
