@@ -55,7 +55,7 @@ from trainwright.core.layout import Layout
 from trainwright.core.run.launcher import Launcher
 from trainwright.core.text.messages import RUN_TOKEN, seal
 from trainwright.core.text.sizes import size_text
-from trainwright.launch.torchrun import external, handed_over
+from trainwright.launch.engines.engines.torchrun import external, handed_over
 from trainwright.planning.search.search import plan
 from trainwright.strategies.contract.communication.calls import Call, listen
 from trainwright.strategies.contract.communication.costs import least_bytes

@@ -19,8 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 from trainwright.checkpoint.format.manifest import read_manifest
 from trainwright.checkpoint.read.candidates import AUTO
 from trainwright.checkpoint.store.storage import Folder
-from trainwright.command.checks.validate import problems_before_layout, validate
-from trainwright.command.schema.config import AUTO_TARGET
 from trainwright.core.config.override_words import in_shell, typed
 from trainwright.core.config.references import literal
 from trainwright.core.errors import CheckpointError
@@ -28,8 +26,10 @@ from trainwright.core.layout import Layout
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.run_directory import PLAN_FILE
 from trainwright.core.text.sizes import size_text
+from trainwright.launch.checks.validate import problems_before_layout, validate
 from trainwright.launch.ranks.apart import call_apart
 from trainwright.launch.recovery.sizes import size_problems
+from trainwright.launch.schema import AUTO_TARGET
 from trainwright.planning.search.limits import OFFLOADS, Limits
 from trainwright.strategies.compose.world import Surroundings, closed_layout, world_size_of
 

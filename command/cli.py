@@ -21,9 +21,13 @@ from collections.abc import Sequence
 from trainwright.core.processes.orphans import end_with_agent
 from trainwright.core.run.interrupt import Interrupted, raise_interrupted
 from trainwright.core.run.launcher import detect_launcher
+from trainwright.core.tools import tool
 from trainwright.launch.ranks.forkserver import start_forkserver, stop_forkserver
 from trainwright.launch.ranks.importing import without_collector
 from trainwright.launch.ranks.output import ranks_speak_to_stderr
+
+# Verbs with words of their own, which compose no configuration.
+_ALONE = ("checkpoint", "report", "watch", "doctor", "profile")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,23 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_with_agent()
     previous = signal.signal(signal.SIGTERM, raise_interrupted)
     try:
-        if _first(words) == "checkpoint":  # has verbs and options of its own, and needs no configuration
-            from trainwright.tools.checkpoints.command import run_checkpoint_command
-
-            return run_checkpoint_command(words)
-        if _first(words) in ("report", "watch"):  # the same
-            from trainwright.tools.report.command import run_report_command
-
-            return run_report_command(words)
-        if _first(words) in ("doctor", "profile"):  # compose nothing, and start ranks of their own
-            from trainwright.tools.doctor.command import run_doctor_command
-
-            return run_doctor_command(words)
+        verb = _first(words)
+        if verb in _ALONE:
+            return int(tool(verb)(words))
         _make_cwd_importable()
-        if _first(words) == "import-deepspeed":  # has options of its own, and needs no ranks
-            from trainwright.tools.deepspeed.command import run_import_command
-
-            return run_import_command(words)
+        if verb == "import-deepspeed":  # reads a recipe of the user's, which may name modules beside it
+            return int(tool(verb)(words))
         if _wants_several_processes(words) and detect_launcher() is None:
             # What the ranks of `verify` print must not mix with its report.
             with ranks_speak_to_stderr() if "verify" in words else contextlib.nullcontext():

@@ -22,13 +22,13 @@ from omegaconf import MISSING, OmegaConf
 
 from trainwright.command.help import default_choice, description_of, field_comments, in_order
 from trainwright.command.schema.compose import choices_of, config_loader, group_names
-from trainwright.command.schema.config import RunConfig
 from trainwright.command.verify_options import PREFIX, VerifyOptions
+from trainwright.launch.schema import RunConfig
 
 _HEAD = """# All keys
 
 Every key that a run can be given, with its default and what it means: made from the typed configuration
-(`command/schema/config.py`) and the files of `conf/` by `python -m trainwright.command.document docs/keys.md`, and held
+(`launch/schema.py`) and the files of `conf/` by `python -m trainwright.command.document docs/keys.md`, and held
 equal to them by a test. How keys, groups and recipes go together is told in [configuration.md](configuration.md).
 `trainwright fit --help` says the same of your installation, your own `--config-dir` included.
 """

@@ -15,8 +15,8 @@ from hydra.core.default_element import GroupDefault
 from omegaconf import MISSING
 
 from trainwright.command.schema.compose import choices_of, config_loader, group_names
-from trainwright.command.schema.config import RunConfig
 from trainwright.command.verify_options import VerifyOptions
+from trainwright.launch.schema import RunConfig
 
 _WIDTH = 100
 _VERBS = {

@@ -21,7 +21,7 @@ from trainwright.command.bare_training import only_training, temporary_folder, t
 from trainwright.core.failures.failure import RankError
 from trainwright.core.run.launcher import Launcher
 from trainwright.core.text.sizes import size_text
-from trainwright.launch.engines import uses_engine
+from trainwright.launch.engines.engines import uses_engine
 from trainwright.strategies.compose.world import Surroundings, num_data_ranks, world_size_of
 from trainwright.tools.doctor.machine import machine_facts
 

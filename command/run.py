@@ -11,7 +11,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.checkpoint.read.candidates import AUTO
 from trainwright.command.auto import Choice, decide, hand_over, write_plan
-from trainwright.command.checks.validate import validate
 from trainwright.core.config.missing import unresolved
 from trainwright.core.config.references import settled
 from trainwright.core.failures.failure import RankError
@@ -28,15 +27,16 @@ from trainwright.core.run.run_directory import (
     write_command,
     write_config,
 )
-from trainwright.launch.engines import engine_of, uses_engine
+from trainwright.core.tools import tool
+from trainwright.launch.checks.validate import validate
+from trainwright.launch.engines.engines import engine_of, uses_engine
+from trainwright.launch.engines.torchrun.begun import begun_run
+from trainwright.launch.engines.torchrun.external import agree
 from trainwright.launch.outcome.ends import begins_again
 from trainwright.launch.ranks.importing import without_collector
 from trainwright.launch.recovery.check_resume import decide_resume, going_on_in_place, run_name, saved_global_batch
 from trainwright.launch.recovery.sizes import resized, size_problems
-from trainwright.launch.torchrun.begun import begun_run
-from trainwright.launch.torchrun.external import agree
 from trainwright.strategies.compose.world import Surroundings, resolve_devices
-from trainwright.tools.report.ending import write_report
 
 # What there was before the run directories that were prepared and not launched yet, by their paths.
 _PREPARED: dict[str, Before] = {}
@@ -280,12 +280,12 @@ def launch(cfg: DictConfig, verb: str, launcher: Launcher | None = None, *, own_
             before.restore()
             raise ConfigError([error.failure.message]) from None
         if writes_page:
-            write_report(Path(cfg.run_dir))
+            tool("write_report")(Path(cfg.run_dir))
         raise
     if metrics is None:
         return RunResult(Path(cfg.run_dir), has_ended=False)
     if writes_page:
-        write_report(Path(cfg.run_dir))
+        tool("write_report")(Path(cfg.run_dir))
     return RunResult(Path(cfg.run_dir), metrics)
 
 

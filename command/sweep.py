@@ -23,11 +23,11 @@ from trainwright.core.config.masking import masked_words
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.run_directory import command_words, timestamp
-from trainwright.launch.engines import starts_together, uses_engine
+from trainwright.core.tools import tool
+from trainwright.launch.engines.engines import starts_together, uses_engine
 from trainwright.launch.ranks.forkserver import start_forkserver
 from trainwright.tools.deepspeed.report import Report
 from trainwright.tools.deepspeed.tell import tell_import
-from trainwright.tools.report.ending import write_report
 
 MULTIRUN = Path("multirun")
 
@@ -171,7 +171,7 @@ def _run_together(
         if isinstance(end, Exception):
             print(f"trainwright: {end}\n", file=sys.stderr, flush=True)
         if verb == "fit" and cfg.report and end is not None:
-            write_report(Path(cfg.run_dir))
+            tool("write_report")(Path(cfg.run_dir))
     return [job for job, end in zip(jobs, ends, strict=True) if isinstance(end, Exception)]
 
 

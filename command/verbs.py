@@ -1,7 +1,6 @@
 """What the command `trainwright` does, once its parts are imported."""
 
 import argparse
-import json
 import os
 import sys
 import traceback
@@ -23,7 +22,8 @@ from trainwright.core.failures.uncaught import Uncaught
 from trainwright.core.problems import ConfigError, did_you_mean
 from trainwright.core.run.launcher import Launcher, detect_launcher
 from trainwright.core.run.run_directory import command_words
-from trainwright.launch.torchrun.external import agree
+from trainwright.core.tools import tool
+from trainwright.launch.engines.torchrun.external import agree
 from trainwright.strategies.compose.world import VERBS, Surroundings, closed_layout
 from trainwright.tools.deepspeed.tell import tell_import
 
@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         return _print_config(arguments)
     if arguments.verb == VERIFY:
-        return _verify(arguments)
+        return int(tool(VERIFY)(arguments))
     if arguments.verb == LAYOUT:
         return _layout(arguments)
     if arguments.verb == PLAN:
@@ -110,33 +110,6 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
     if _speaks(launcher) and verb != "fit" and result.has_ended:  # after fit, the callbacks of the group monitor say it
         _say_where(result, verb)
     return OK
-
-
-def _verify(arguments: argparse.Namespace) -> int:
-    """Compare a layout with one process; standard output holds the report alone."""
-    from trainwright.command.verify_options import take_options
-    from trainwright.launch.ranks.output import ranks_speak_to_stderr
-    from trainwright.tools.verify.verify import problems_of, verify
-
-    options, overrides, problems = take_options(arguments.overrides)
-    if arguments.multirun:
-        problems.append("--multirun with verify: it compares one layout; start one after the other")
-    composition = compose_checked(overrides, arguments.config_dir)
-    problems += composition.problems
-    if problems or composition.cfg is None:
-        if composition.cfg is not None and composition.guessed:
-            problems += [*problems_of(composition.cfg, options), *plan(composition.cfg, "fit")[1]]
-        raise ConfigError(problems)
-
-    def say(text: str) -> None:
-        print(f"verify: {text}", file=sys.stderr, flush=True)
-
-    tell_import(composition.import_report, sys.stderr)
-
-    with ranks_speak_to_stderr():
-        report = verify(composition.cfg, options, on_progress=say)
-    print(json.dumps(report.to_dict(), allow_nan=False) if arguments.json else report.to_text().rstrip(), flush=True)
-    return OK if report.passed else FAILED
 
 
 def _layout(arguments: argparse.Namespace) -> int:

@@ -29,7 +29,6 @@ from trainwright.callbacks.inject.words import make_faults
 from trainwright.callbacks.progress.throughput import Throughput
 from trainwright.checkpoint.memory.held import PENDING, HeldState
 from trainwright.checkpoint.read.candidates import LAST
-from trainwright.command.checks.check_compression import compression_of
 from trainwright.core.config.masking import MaskedParameters
 from trainwright.core.config.missing import resolved
 from trainwright.core.config.targets import class_of
@@ -39,6 +38,7 @@ from trainwright.core.failures.failure import log_file
 from trainwright.core.failures.refusal import refused_as
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import detect_launcher
+from trainwright.launch.checks.check_compression import compression_of
 from trainwright.launch.watchdog.callback import Watchdog
 from trainwright.launch.watchdog.check_hangs import AUTO
 from trainwright.strategies.averaging.compression.options import OFF

@@ -19,13 +19,13 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.strategies.compose.world import server_ranks
 from trainwright.core.layout import Layout
-from trainwright.planning.check_layout import build_on_meta, engine_options
+from trainwright.strategies.compose.check_layout import build_on_meta, engine_options
 from trainwright.strategies.compose.cuts_of import shapes_along_pipeline
 from trainwright.strategies.compose.engines import EngineOptions, plan_for
 from trainwright.strategies.compose.model_plan import describe_plan
 from trainwright.strategies.compose.rules import cuts_module
+from trainwright.strategies.compose.world import server_ranks
 from trainwright.strategies.parameter_server.server.shard import Plan
 from trainwright.strategies.plan.model_plan import ModelPlan
 

@@ -65,7 +65,7 @@ LIGHT = {
     "trainwright.strategies.contract.registry": {"torch", "lightning"},
     "trainwright.core.layout": {"torch", "lightning"},
     "trainwright.core.global_batch": {"torch", "lightning"},
-    "trainwright.command.schema.config": {"torch", "lightning"},
+    "trainwright.launch.schema": {"torch", "lightning"},
     "trainwright.command.schema.compose": {"torch", "lightning"},
     "trainwright.command.cli": {"torch", "lightning", "jinja2", "rich"},
     "trainwright.tools.report.page": {"torch", "lightning", "omegaconf"},
@@ -205,7 +205,7 @@ def test_no_folder_is_crowded():
     entries = {
         str(folder.relative_to(ROOT)): sum(each.name not in ("__pycache__", "__init__.py") for each in folder.iterdir())
         for folder in folders
-        if folder.is_relative_to(ROOT) and API not in (folder, *folder.parents)
+        if folder not in (API, ROOT / "conf")  # each group of `conf` is a choice of users
     }
     assert {folder: count for folder, count in entries.items() if count > 14} == {}
 

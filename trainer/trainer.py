@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
+from trainwright.callbacks.guard.copies import StateCopies
 from trainwright.callbacks.traffic.communication_advice import CommunicationAdvice
 from trainwright.checkpoint.exchange.groups import WorldGroup
 from trainwright.core.failures.uncaught import is_one_of_many, tell_uncaught
@@ -36,7 +37,6 @@ from trainwright.trainer.arguments import (
 )
 from trainwright.trainer.balance.balance import Balance, make_balance
 from trainwright.trainer.balance.options import BalanceArgument
-from trainwright.trainer.copies import StateCopies
 from trainwright.trainer.data.data_connector import OrderedDataConnector
 from trainwright.trainer.data.epoch_order import seed_of_run
 from trainwright.trainer.data.partition import DataKey, resolve_data_key

@@ -33,7 +33,7 @@ class Regrouping(Callback):
     Args:
         snapshots: where the copies are kept.
         mtbf: hours between two failures of the whole job, from which follows how often copies are made, see
-            :class:`~trainwright.trainer.copies.StateCopies`.
+            :class:`~trainwright.callbacks.guard.copies.StateCopies`.
         must_leave: step -> whether the ranks are called to leave after so many optimizer steps; asked at every step.
         tell_step: hears how many optimizer steps are done; called at every step.
     """

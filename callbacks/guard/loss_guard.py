@@ -24,7 +24,7 @@ from trainwright.checkpoint.exchange.distinct import of_all_ranks
 from trainwright.core.run.diverged import DivergedError
 
 if TYPE_CHECKING:
-    from trainwright.trainer.copies import StateCopies
+    from trainwright.callbacks.guard.copies import StateCopies
 
 
 class LossGuard(Callback):
@@ -61,7 +61,7 @@ class LossGuard(Callback):
         window: good optimizer steps that are remembered.
         min_history: good optimizer steps before anything is taken for a jump.
         snapshot_every_n_steps: optimizer steps between copies; ``None``: as many as lose least time, by ``mtbf``.
-        mtbf: hours between two bad steps that are expected, see :class:`~trainwright.trainer.copies.StateCopies`.
+        mtbf: hours between two bad steps that are expected, see ``StateCopies``.
         keep_snapshots: how many copies are kept, at least.
         back_steps: go back by at least so many steps where a copy is old enough: a jump may come from an update some
             steps before it.

@@ -32,9 +32,9 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from trainwright.callbacks.inject.words import take_inject
 from trainwright.callbacks.monitor.trace.profile_word import spell_out_profile
 from trainwright.command.schema.compose_faults import Fault, extra_keys, fault_of, first_line, key_of, render_fault
-from trainwright.command.schema.config import AUTO_TARGET, RunConfig, register_schema
 from trainwright.core.failures.refusal import refused_as
 from trainwright.core.problems import ConfigError, did_you_mean, nearest
+from trainwright.launch.schema import AUTO_TARGET, RunConfig, register_schema
 from trainwright.tools.deepspeed.expand import Expansion, asks_for_file, expand
 from trainwright.tools.deepspeed.report import Report
 
@@ -105,7 +105,7 @@ def compose(
         config_dir: folder with your own groups and recipes; None = only those of the package.
 
     Returns:
-        A DictConfig typed by `trainwright.command.schema.config.RunConfig`, interpolations not yet resolved.
+        A DictConfig typed by `trainwright.launch.schema.RunConfig`, interpolations not yet resolved.
 
     Raises:
         ConfigError: naming every unknown group, choice and key and every value of the wrong type.

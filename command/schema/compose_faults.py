@@ -8,8 +8,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.command.schema.config import RunConfig
 from trainwright.core.problems import did_you_mean
+from trainwright.launch.schema import RunConfig
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null (off)"}
 _EXAMPLES = {int: "2", float: "0.5", bool: "true", str: "auto", list: "[]"}

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from omegaconf import DictConfig
 
 from trainwright.checkpoint.read.candidates import AUTO
-from trainwright.command.checks.validate import validate
 from trainwright.core.config.references import settled
+from trainwright.launch.checks.validate import validate
 from trainwright.strategies.compose.world import Surroundings, num_data_ranks
 
 

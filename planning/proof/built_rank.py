@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from trainwright.planning.check_layout import build_on_meta
 from trainwright.planning.model.experts import assume_routing
 from trainwright.planning.model.live import LiveCounter, local
 from trainwright.planning.model.without_memory import (
@@ -26,6 +25,7 @@ from trainwright.planning.search.plan import Candidate
 from trainwright.planning.search.searched import Searched
 from trainwright.planning.search.work import Work
 from trainwright.planning.time.order import Action, actions_of, until_fullest
+from trainwright.strategies.compose.check_layout import build_on_meta
 from trainwright.strategies.compose.engines import EngineOptions, Engines
 from trainwright.strategies.compose.rules import cuts_module
 from trainwright.strategies.contract.groups import LayoutGroups

@@ -15,7 +15,6 @@ from omegaconf import DictConfig
 from trainwright.core.config.targets import class_of
 from trainwright.core.layout import Layout
 from trainwright.core.problems import ConfigError
-from trainwright.planning.check_strategy import sequence_length
 from trainwright.planning.model.without_memory import FactsError
 from trainwright.planning.search.limits import Limits
 from trainwright.planning.search.overrides import overrides_of_axes
@@ -24,6 +23,7 @@ from trainwright.planning.search.refusals import Refusals
 from trainwright.planning.search.searched import Searched
 from trainwright.planning.search.sizes import divisors_of
 from trainwright.planning.time.cost import Cut
+from trainwright.strategies.compose.check_strategy import sequence_length
 from trainwright.strategies.compose.engines import EngineOptions, plan_for, problems_of
 from trainwright.strategies.compose.rules import length_problems, manual_optimization_problems, optimizer_problem
 from trainwright.strategies.plan.model_plan import ModelPlan

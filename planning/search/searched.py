@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 from trainwright.core.device_profiles import profile_of
 from trainwright.core.layout import Layout
 from trainwright.core.problems import ConfigError
-from trainwright.planning.check_layout import build_on_meta, meta_module
 from trainwright.planning.memory.peak import Held, held_by, moments
 from trainwright.planning.memory.share import Share, share_of
 from trainwright.planning.memory.state import StateTable, state_of
@@ -23,6 +22,7 @@ from trainwright.planning.search.plan import USABLE, Candidate
 from trainwright.planning.search.work import Work
 from trainwright.planning.time.cost import Cut, Pass
 from trainwright.planning.time.step import StepTime, step_time
+from trainwright.strategies.compose.check_layout import build_on_meta, meta_module
 from trainwright.strategies.compose.engines import EngineOptions, plan_for, stage_spans
 from trainwright.strategies.compose.world import Surroundings, world_size_of
 from trainwright.strategies.plan.model_plan import ModelPlan

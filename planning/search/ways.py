@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from trainwright.core.layout import Layout
-from trainwright.planning.check_strategy import too_few_samples
 from trainwright.planning.memory.peak import Held
 from trainwright.planning.model.without_memory import FactsError
 from trainwright.planning.search.limits import OFFLOADS, Limits
@@ -17,6 +16,7 @@ from trainwright.planning.search.searched import Searched
 from trainwright.planning.search.sizes import micro_batches_of
 from trainwright.planning.search.work import Work
 from trainwright.planning.time.cost import Cut, Pass
+from trainwright.strategies.compose.check_strategy import too_few_samples
 from trainwright.strategies.pipeline.schedules import can_run
 
 _MOST_IN_PIPELINE = 3

@@ -21,7 +21,6 @@ from torch.distributed.run import get_args_parser
 from tests.docs.blocks import ROOT
 from trainwright.command import verbs as command
 from trainwright.command.auto import is_auto
-from trainwright.command.checks.validate import problems_before_layout
 from trainwright.command.run import plan
 from trainwright.command.schema.compose import compose_checked
 from trainwright.command.sweep import expand
@@ -30,6 +29,7 @@ from trainwright.core.device_profiles import profile_problems
 from trainwright.core.problems import ConfigError
 from trainwright.core.processes import machine
 from trainwright.core.run.launcher import Launcher
+from trainwright.launch.checks.validate import problems_before_layout
 from trainwright.launch.recovery.check_resume import decide_resume
 from trainwright.strategies.compose.world import Surroundings
 from trainwright.tools.checkpoints import command as checkpoint_command

@@ -17,9 +17,9 @@ from hydra.core.config_store import ConfigStore
 
 from tests.parity.layout_modules import LENGTH, make_module
 from tests.trainer.planning.bytes_of_ranks import Predictor, predictor
-from trainwright.command.schema.config import register_schema
 from trainwright.core.device_profiles import profile_named
 from trainwright.core.layout import Layout
+from trainwright.launch.schema import register_schema
 from trainwright.planning.layout_report import StateRules, bytes_of_ranks
 from trainwright.planning.memory.share import share_of
 from trainwright.planning.memory.state import StateTable

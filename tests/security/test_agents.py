@@ -11,10 +11,10 @@ import pytest
 
 from tests.security.attacks import SECONDS, hostile
 from trainwright.core.text.bounded import ContentError
+from trainwright.launch.engines.torchrun.hosts import Host
+from trainwright.launch.engines.torchrun.multinode_agent import Agent, Heard
+from trainwright.launch.engines.torchrun.words import MARK, to_command
 from trainwright.launch.members.mailbox import Left, Mailbox
-from trainwright.launch.torchrun.hosts import Host
-from trainwright.launch.torchrun.multinode_agent import Agent, Heard
-from trainwright.launch.torchrun.words import MARK, to_command
 
 ATTEMPTS = 100
 

@@ -20,8 +20,8 @@ from trainwright.core.config.masking import masked, masked_word
 from trainwright.core.config.missing import resolved
 from trainwright.core.config.references import literal, plain_values, settled, variables_of
 from trainwright.core.run.run_directory import read_config, write_config_file
-from trainwright.launch.engines import variable_problems
-from trainwright.launch.torchrun.multinode_agent import environment_of
+from trainwright.launch.engines.engines import variable_problems
+from trainwright.launch.engines.torchrun.multinode_agent import environment_of
 
 SECRET = "hf_Zq7secret0815"
 NAME = "TRAINWRIGHT_TEST_SECRET"

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from tests.parity.harness import make_trainer
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
-from trainwright.command.schema.config import HybridConfig
 from trainwright.core.layout import Layout
+from trainwright.launch.schema import HybridConfig
 from trainwright.strategies.compose.hybrid import HybridStrategy
 from trainwright.strategies.compose.one_axis import PipelineStrategy
 from trainwright.strategies.compose.rules import (

@@ -8,8 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from trainwright.command.auto import ways_to_send
-from trainwright.command.checks.check_communication import communication_refusals
 from trainwright.core.layout import Layout
+from trainwright.launch.checks.check_communication import communication_refusals
 
 
 def refusals(layout: Layout | None, compression: str = "none", launch: dict[str, Any] | None = None, **strategy: Any):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from trainwright.command.checks.check_compression import compression_of, compression_refusals
 from trainwright.command.schema.compose import compose
 from trainwright.core.layout import Layout
+from trainwright.launch.checks.check_compression import compression_of, compression_refusals
 from trainwright.strategies.averaging.compression.options import compressor_names, option_defaults
 from trainwright.strategies.parameter_server.options import server_problems
 

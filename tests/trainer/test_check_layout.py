@@ -13,7 +13,7 @@ from tests.trainer.project import environment, write_project
 from trainwright.command.cli import main
 from trainwright.command.schema.compose import compose
 from trainwright.core.processes import machine
-from trainwright.planning.check_layout import engine_options, meta_module
+from trainwright.strategies.compose.check_layout import engine_options, meta_module
 
 HYBRID = ("strategy=hybrid", "devices=4", "strategy.shard=-1")
 EMA = "+callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging"

@@ -18,10 +18,10 @@ from tests.trainer.checkpoints import RANK_FILE, cut_short, flip_bit, write_chec
 from tests.trainer.project import environment, run_command, write_project
 from trainwright.checkpoint.store import write_errors
 from trainwright.command import run
-from trainwright.command.schema import config
 from trainwright.command.schema.compose import compose
 from trainwright.command.verbs import run_command as main
 from trainwright.core.processes import machine
+from trainwright.launch import schema as config
 from trainwright.launch.recovery import check_resume
 from trainwright.trainer.data import partition
 

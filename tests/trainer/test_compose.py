@@ -17,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf
 from tests.trainer.project import RECIPE, write_project
 from trainwright.command import run
 from trainwright.command.help import description_of, field_comments, help_of_verb, overview
-from trainwright.command.schema import config as schema
 from trainwright.command.schema.compose import choices_of, compose, compose_checked, config_loader, group_names
 from trainwright.command.sweep import expand
 from trainwright.core.config.targets import lineage, problem_of_target
@@ -31,6 +30,7 @@ from trainwright.core.run.run_directory import (
     read_config,
     write_config,
 )
+from trainwright.launch import schema as schema
 from trainwright.strategies.compose import world
 
 SCHEMAS = [

@@ -11,9 +11,9 @@ from lightning.pytorch import Callback
 
 from tests.callbacks.modules import QUIET, Regression, loader
 from trainwright import Trainer
+from trainwright.callbacks.guard.copies import CopySchedule
 from trainwright.checkpoint.memory.snapshots import Snapshots
 from trainwright.checkpoint.write.interval import young_daly
-from trainwright.trainer.copies import CopySchedule
 
 
 class Wants(Callback):

@@ -17,10 +17,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from tests.trainer.project import environment
-from trainwright.command.checks import validate
 from trainwright.command.cli import main
 from trainwright.command.schema.compose import Composition, compose_checked
 from trainwright.core.processes import machine
+from trainwright.launch.checks import validate
 from trainwright.strategies.compose.world import Surroundings
 from trainwright.tools.deepspeed.document import BEGIN, END, markdown_table, with_table
 from trainwright.tools.deepspeed.expand import not_expanded

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainwright.command import document as keys
 from trainwright.command.schema.compose import choices_of, config_loader, group_names
-from trainwright.command.schema.config import RunConfig
+from trainwright.launch.schema import RunConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 

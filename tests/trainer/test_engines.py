@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from tests.trainer.project import write_project
 from trainwright import compose, run
 from trainwright.core.problems import ConfigError
-from trainwright.launch import engines
+from trainwright.launch.engines.engines import engines
 from trainwright.launch.outcome.ends import empty_ends, ends_folder, forget_end
 
 MODULE = "engine_of_a_test"

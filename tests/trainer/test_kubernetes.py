@@ -27,12 +27,12 @@ from trainwright.command.sweep import run_sweep
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.interrupt import Interrupted
-from trainwright.launch.kubernetes import node as kubernetes_node
-from trainwright.launch.kubernetes import submit as kubernetes_submit
-from trainwright.launch.kubernetes.kubernetes import launch, problems
-from trainwright.launch.kubernetes.manifest import JOBS, manifests, name_of
-from trainwright.launch.kubernetes.node import Place, place_of, settle
-from trainwright.launch.torchrun.words import to_command
+from trainwright.launch.engines.engines.kubernetes import node as kubernetes_node
+from trainwright.launch.engines.engines.kubernetes import submit as kubernetes_submit
+from trainwright.launch.engines.kubernetes.kubernetes import launch, problems
+from trainwright.launch.engines.kubernetes.manifest import JOBS, manifests, name_of
+from trainwright.launch.engines.kubernetes.node import Place, place_of, settle
+from trainwright.launch.engines.torchrun.words import to_command
 
 WORDS = (
     *("strategy=ddp", "devices=2", "nodes=2", "monitor=none", "logger=csv", "launch=kubernetes"),
@@ -124,7 +124,7 @@ def test_a_trainjob_patches_the_pods_of_its_runtime(conf: Path) -> None:
     _, job = rendered(conf, *EVERYTHING)
     trainer, [patch] = job["spec"]["trainer"], job["spec"]["runtimePatches"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 2)
-    assert trainer["command"] == ["python", "-u", "-m", "trainwright.launch.kubernetes.node"]
+    assert trainer["command"] == ["python", "-u", "-m", "trainwright.launch.engines.kubernetes.node"]
     assert trainer["args"] == ["fit"]
     assert trainer["resourcesPerNode"]["limits"] == {
         "cpu": "16",
@@ -309,7 +309,7 @@ def test_two_pods_train_together_and_tell_the_metrics(conf: Path, tmp_path: Path
     volume = tmp_path / "volume"
     volume.mkdir()
     folder = str(Path("runs/mine").absolute())
-    code = f"from trainwright.launch.kubernetes.node import main; raise SystemExit(main(['fit'], {folder!r}))"
+    code = f"from trainwright.launch.engines.kubernetes.node import main; raise SystemExit(main(['fit'], {folder!r}))"
     own = {
         "TRAINWRIGHT_JOB": "a",
         "TRAINWRIGHT_RUN_TOKEN": "a secret",
@@ -542,7 +542,7 @@ def test_a_cluster_that_does_not_answer_is_asked_again(
     cluster.conditions = [{"type": "Complete", "status": "True"}]
     cluster.silent = 2
     assert launch(submitted(conf), "fit") == {"loss": 0.5}
-    monkeypatch.setattr("trainwright.launch.kubernetes.submit._SILENCE_SECONDS", 0.0)
+    monkeypatch.setattr("trainwright.launch.engines.kubernetes.submit._SILENCE_SECONDS", 0.0)
     cluster.silent = 2
     with pytest.raises(RankError, match="the cluster has not answered for 0 s, and TrainJob .* may go on"):
         launch(submitted(conf, "run_dir=runs/other"), "fit")

@@ -26,7 +26,7 @@ from trainwright.core.global_batch import solve_accumulation
 from trainwright.core.problems import ConfigError
 from trainwright.core.processes.scratch import remove_abandoned
 from trainwright.core.run.launcher import Launcher, detect_launcher
-from trainwright.launch.torchrun import external
+from trainwright.launch.engines.engines.torchrun import external
 
 WORDS = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv")
 

@@ -12,10 +12,10 @@ import pytest
 from torch.distributed import HashStore
 
 from trainwright.core.run.launcher import Launcher
+from trainwright.launch.engines.torchrun.begun import agent_id, begun_run, remember
 from trainwright.launch.ranks import meeting
 from trainwright.launch.ranks.meeting import meet
 from trainwright.launch.ranks.rendezvous import LocalStore
-from trainwright.launch.torchrun.begun import agent_id, begun_run, remember
 
 
 @pytest.fixture

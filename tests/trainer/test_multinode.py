@@ -18,12 +18,12 @@ from tests.trainer.project import command, environment, write_project
 from trainwright import compose
 from trainwright.command.run import plan
 from trainwright.core.problems import ConfigError
+from trainwright.launch.engines.torchrun.host import PROBE, address_here, environment_here, problem_here
+from trainwright.launch.engines.torchrun.hosts import Endpoint, Host, endpoint_of, host_problems, hosts_of, is_mine
+from trainwright.launch.engines.torchrun.multinode import launch
+from trainwright.launch.engines.torchrun.multinode_agent import command_for, environment_of
+from trainwright.launch.engines.torchrun.words import Setup, from_agent, to_command, versions
 from trainwright.launch.outcome.ends import empty_ends
-from trainwright.launch.torchrun.host import PROBE, address_here, environment_here, problem_here
-from trainwright.launch.torchrun.hosts import Endpoint, Host, endpoint_of, host_problems, hosts_of, is_mine
-from trainwright.launch.torchrun.multinode import launch
-from trainwright.launch.torchrun.multinode_agent import command_for, environment_of
-from trainwright.launch.torchrun.words import Setup, from_agent, to_command, versions
 
 # In place of ssh: an address of this machine is reached, what is called `gone` is not.
 TRANSPORT = """#!/bin/sh
@@ -132,7 +132,7 @@ def setup(**more: Any) -> Setup:
 
 
 def test_an_agent_sees_the_run_directory_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.launch.torchrun.host._SECONDS_TO_SEE", 0.2)
+    monkeypatch.setattr("trainwright.launch.engines.torchrun.host._SECONDS_TO_SEE", 0.2)
     assert "must see one and the same folder" in str(problem_here(setup()))
     (empty_ends(Path("run")) / PROBE).write_text("that of another run")
     assert "must see one and the same folder" in str(problem_here(setup()))
@@ -277,7 +277,7 @@ def test_nothing_is_left_on_any_host(how: str, conf: Path, transport: str, comma
         assert run.end() == 130
         assert "trainwright: ended by SIGINT" in run.output
     else:
-        agents = run.living("-m trainwright.launch.torchrun.host")
+        agents = run.living("-m trainwright.launch.engines.torchrun.host")
         assert len(agents) == 2
         os.kill(max(agents), signal.SIGKILL)
         assert run.end() == 1

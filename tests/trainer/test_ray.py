@@ -23,11 +23,11 @@ from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
 from trainwright.core.processes.held_signals import HeldSignals
 from trainwright.core.run.interrupt import Interrupted
-from trainwright.launch.ray import room as ray_room
-from trainwright.launch.ray.actors import RankActors
-from trainwright.launch.ray.places import Place, actor_options, bundles, environment_of, resources_of, total
-from trainwright.launch.ray.ray import problems
-from trainwright.launch.ray.room import Room
+from trainwright.launch.engines.engines.ray import room as ray_room
+from trainwright.launch.engines.ray.actors import RankActors
+from trainwright.launch.engines.ray.places import Place, actor_options, bundles, environment_of, resources_of, total
+from trainwright.launch.engines.ray.ray import problems
+from trainwright.launch.engines.ray.room import Room
 from trainwright.launch.recovery.restart_log import RestartLog
 
 WITHOUT_RAY = importlib.util.find_spec("ray") is None

@@ -18,21 +18,21 @@ from tests.faults.commands import Command
 from tests.trainer.project import command, environment, write_project
 from trainwright import compose
 from trainwright.callbacks.end.requeue import requeue
-from trainwright.command.schema.config import RunConfig
 from trainwright.core.failures.failure import FailureRecorder, RankError, first_failure
 from trainwright.core.failures.records import write_result
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.core.text.messages import RUN_TOKEN, run_token
+from trainwright.launch.engines.engines.slurm import job as slurm_job
+from trainwright.launch.engines.slurm.job import meeting_of
+from trainwright.launch.engines.slurm.options import sbatch_options
+from trainwright.launch.engines.slurm.problems import problems
+from trainwright.launch.engines.slurm.slurm import alike
+from trainwright.launch.engines.slurm.submit import SubmittedJob, cancel, submit
 from trainwright.launch.outcome.ending import preemption_refusals
 from trainwright.launch.outcome.ends import begins_again, empty_ends, ends_folder
 from trainwright.launch.outcome.job_end import NodeEnd, metrics_of, read_node, write_node
 from trainwright.launch.ranks.follow import Follower
-from trainwright.launch.slurm import job as slurm_job
-from trainwright.launch.slurm.job import meeting_of
-from trainwright.launch.slurm.options import sbatch_options
-from trainwright.launch.slurm.problems import problems
-from trainwright.launch.slurm.slurm import alike
-from trainwright.launch.slurm.submit import SubmittedJob, cancel, submit
+from trainwright.launch.schema import RunConfig
 
 WORDS = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv", "launch=slurm")
 LOCAL = "launch.cluster=local"

@@ -21,9 +21,9 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright import Trainer, Watchdog
-from trainwright.command.schema.config import LaunchConfig
 from trainwright.core.processes.process import catches, state_of
 from trainwright.core.run import phases
+from trainwright.launch.schema import LaunchConfig
 from trainwright.launch.watchdog import answers, monitor
 from trainwright.launch.watchdog.answers import Answer, Answerer, ask, own_answer, read_answer
 from trainwright.launch.watchdog.boxes import OTHER, Box, Boxes, Progress

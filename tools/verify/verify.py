@@ -12,11 +12,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.command.bare_training import only_training, temporary_folder, train_apart
-from trainwright.command.checks.check_local_updates import difference_from_one_process
 from trainwright.command.run import plan
 from trainwright.command.verify_options import VerifyOptions
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import detect_launcher
+from trainwright.launch.checks.check_local_updates import difference_from_one_process
 from trainwright.strategies.compose.world import Surroundings, num_data_ranks, world_size_of
 from trainwright.tools.verify.report import VerifyReport
 

@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 
 from tests.strategies.local_updates.cases import fit
 from trainwright import DiLoCoStrategy, LocalSGDStrategy, compose
-from trainwright.command.checks.check_local_updates import local_update_refusals_of_module
-from trainwright.command.checks.validate import validate
 from trainwright.command.verify_options import VerifyOptions
+from trainwright.launch.checks.check_local_updates import local_update_refusals_of_module
+from trainwright.launch.checks.validate import validate
 from trainwright.launch.worker import build_trainer
 from trainwright.strategies.compose.world import Surroundings
 from trainwright.strategies.local_updates.fragments import fragment_of

@@ -1,0 +1,27 @@
+"""Tools that the command loads on demand, by name: nothing below them imports one."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_TOOLS = {
+    "checkpoint": "trainwright.tools.checkpoints.command:run_checkpoint_command",
+    "report": "trainwright.tools.report.command:run_report_command",
+    "watch": "trainwright.tools.report.command:run_report_command",
+    "doctor": "trainwright.tools.doctor.command:run_doctor_command",
+    "profile": "trainwright.tools.doctor.command:run_doctor_command",
+    "import-deepspeed": "trainwright.tools.deepspeed.command:run_import_command",
+    "verify": "trainwright.tools.verify.command:run_verify_command",
+    "write_report": "trainwright.tools.report.ending:write_report",
+}
+
+
+def tool(name: str) -> Any:
+    """Return a tool: the function behind a verb, or one that several parts of the package call.
+
+    Args:
+        name: a verb of its own folder, or ``"write_report"``.
+    """
+    module, _, function = _TOOLS[name].partition(":")
+    return getattr(importlib.import_module(module), function)

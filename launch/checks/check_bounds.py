@@ -1,0 +1,102 @@
+"""Values against the bounds of the schema: what holds for every key, without a word about it in a check of its own.
+
+Numbers are finite and not negative unless their field says otherwise, seconds are those of a clock, and text is not
+empty and can be printed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, fields, is_dataclass
+from typing import Any, get_args, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainwright.launch.schema import RunConfig
+
+# 30 years: the clocks of Python and of torch's stores take longer times for errors.
+_MOST_SECONDS = 1e9
+_MOST = 2**63 - 1
+# Keys of any type, of which the rest of the checks reads keys.
+_GROUPS = ("strategy", "accumulation", "compression", "optimizer")
+
+
+def bound_problems(cfg: DictConfig, missing: Sequence[str] = ()) -> dict[str, str]:
+    """What is out of the bounds of the schema, by dotted key.
+
+    Args:
+        cfg: as composed, so that its parts know their types; whatever it refers to is there.
+        missing: keys of groups that have null in the place of a missing value.
+    """
+    values: Any = OmegaConf.to_container(cfg, resolve=True)
+    found = dict(_of_schema(RunConfig, values, cfg, ""))
+    found.update(
+        (key, f"{key}={values[key]}: is no mapping; type {key}=<choice>, `trainwright fit --help` lists them")
+        for key in _GROUPS
+        if not isinstance(values.get(key), dict) and key not in missing
+    )
+    found.update(_of_optimizer(values.get("optimizer")))
+    return found
+
+
+def _of_schema(schema: Any, values: Mapping[str, Any], typed: Any, path: str) -> Iterator[tuple[str, str]]:
+    hints = get_type_hints(schema)
+    for item in fields(schema):
+        value, key = values.get(item.name), f"{path}{item.name}"
+        below = typed._get_node(item.name) if isinstance(typed, DictConfig) else None
+        part = OmegaConf.get_type(below) if isinstance(below, DictConfig) else hints[item.name]
+        if isinstance(value, dict) and is_dataclass(part):
+            yield from _of_schema(part, value, below, f"{key}.")
+        elif isinstance(value, dict) and float in get_args(hints[item.name]):
+            for name, each in value.items():
+                yield from _told(f"{key}.{name}", each, _number_problem(item, f"{key}.{name}", each))
+        elif isinstance(value, str) and value != "???":
+            yield from _told(key, value, _text_problem(value))
+        else:
+            yield from _told(key, value, _number_problem(item, key, value))
+
+
+def _told(key: str, value: Any, problem: str | None) -> Iterator[tuple[str, str]]:
+    if problem is not None:
+        yield key, f"{key}={value}: {problem}"
+
+
+def _number_problem(item: Field[Any], key: str, value: Any) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    least, most = item.metadata.get("least", 0), item.metadata.get("most")
+    is_time = item.name.endswith(("seconds", "timeout"))
+    limit = most if most is not None else _MOST_SECONDS if is_time else _MOST if isinstance(value, int) else math.inf
+    if math.isfinite(value) and least <= value <= limit:
+        return None
+    kind = "a whole number" if isinstance(value, int) else "a finite number"
+    has_upper = math.isfinite(limit) and (most is not None or is_time or value > limit)
+    upper = f" and at most {int(limit)}" if has_upper else ""
+    return f"must be {kind} of at least {least:g}{upper}{_or_null(item)}{_instead(item, key)}"
+
+
+def _instead(item: Field[Any], key: str) -> str:
+    is_number = isinstance(item.default, int | float) and not isinstance(item.default, bool)
+    return f"; the default is {key}={item.default}" if is_number else ""
+
+
+def _or_null(item: Field[Any]) -> str:
+    if "None" not in str(item.type):
+        return ""
+    return ", or null for no limit" if item.name.startswith("max_") else ", or null"
+
+
+def _text_problem(value: str) -> str | None:
+    if not value.strip():
+        return "is empty; type a value, null where the key takes it, or leave the key out"
+    if not value.isprintable():
+        return "has characters that cannot be printed; leave them out"
+    return None
+
+
+def _of_optimizer(options: Any) -> Iterator[tuple[str, str]]:
+    """A learning rate that trains nothing good with any optimizer; the class judges its other options itself."""
+    rate = options.get("lr") if isinstance(options, Mapping) else None
+    if rate is not None and not (isinstance(rate, int | float) and 0 <= rate < math.inf):
+        yield "optimizer.lr", f"optimizer.lr={rate}: must be a finite number of at least 0; type optimizer.lr=0.001"

@@ -1,0 +1,1 @@
+"""Engines: start the ranks of a run on other machines than this command's."""

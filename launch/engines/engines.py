@@ -1,0 +1,157 @@
+"""Engines: who starts the ranks of a run on other machines than this command's, one module each, loaded when chosen.
+
+What an engine starts is `python -m trainwright.command.started RUN_DIR VERB`, once per rank, with the environment that
+torchrun or SLURM would give a rank: the configuration was composed and checked before, and lies in the run directory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from omegaconf import DictConfig
+
+from trainwright.core.config.references import variables_of
+from trainwright.launch.recovery.check_recovery import RESTART
+
+
+class Engine(Protocol):
+    """What the module of an engine has."""
+
+    def problems(self, cfg: DictConfig, verb: str) -> list[str]:
+        """What is impossible about `launch` and what goes with it, with what to type instead.
+
+        Args:
+            cfg: resolved, with `run_dir` decided.
+            verb: fit, validate, test or predict.
+        """
+
+    def launch(self, cfg: DictConfig, verb: str) -> dict[str, float] | None:
+        """Start the ranks and wait for their end.
+
+        Args:
+            cfg: the resolved configuration, already written to its run directory.
+            verb: fit, validate, test or predict.
+
+        Returns:
+            The metrics that rank 0 ended with, by name; None: the run was handed over, and has not ended.
+
+        Raises:
+            RankError: if a rank failed; all others have ended.
+            Interrupted: if this process was told to end; all ranks have ended.
+        """
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where an engine is, and what it needs.
+
+    Attributes:
+        module: that is an :class:`Engine`.
+        packages: that must be importable.
+        extra: of this project, which installs them; empty = there is none.
+        recovers: whether it reads `launch.recovery` and `launch.min_devices` itself.
+        gives_variables: whether ranks get the variables of this process that the configuration refers to.
+    """
+
+    module: str
+    packages: tuple[str, ...] = ()
+    extra: str = ""
+    recovers: bool = False
+    gives_variables: bool = True
+
+
+_ENGINES: dict[str, _Entry] = {
+    "multinode": _Entry("trainwright.launch.engines.torchrun.multinode"),
+    "kubernetes": _Entry("trainwright.launch.engines.kubernetes.kubernetes", gives_variables=False),
+    "slurm": _Entry("trainwright.launch.engines.slurm.slurm", ("submitit",), "slurm", recovers=True),
+    "ray": _Entry("trainwright.launch.engines.ray.ray", ("ray",), "ray", recovers=True),
+}
+
+
+def kinds() -> tuple[str, ...]:
+    """What `launch.kind` may be besides local and torchrun."""
+    return tuple(_ENGINES)
+
+
+def uses_engine(cfg: DictConfig) -> bool:
+    """Whether an engine starts the ranks of this run."""
+    return cfg.launch.kind in _ENGINES
+
+
+def engine_of(cfg: DictConfig) -> Engine:
+    """The engine of a configuration for which :func:`uses_engine` holds."""
+    return cast(Engine, importlib.import_module(_ENGINES[cfg.launch.kind].module))
+
+
+def starts_together(cfgs: Sequence[DictConfig]) -> Callable[..., list[Any]] | None:
+    """What starts all of these runs at once; None: they are started one after the other.
+
+    It is called with the resolved configurations, the verb, a folder for what it writes and a title of each run, and
+    returns for each its metrics, the error that ended it, or None: it was handed over.
+    """
+    if len({cfg.launch.kind for cfg in cfgs}) > 1 or not uses_engine(cfgs[0]):
+        return None
+    found: Callable[..., list[Any]] | None = getattr(engine_of(cfgs[0]), "launch_all", None)
+    return found
+
+
+def engine_problems(cfg: DictConfig, verb: str) -> list[str]:
+    """What speaks against the engine of a configuration for which :func:`uses_engine` holds.
+
+    Args:
+        cfg: resolved, with `run_dir` decided.
+        verb: fit, validate, test or predict.
+    """
+    problems = list(_in_any_case(cfg))
+    missing = [name for name in _ENGINES[cfg.launch.kind].packages if importlib.util.find_spec(name) is None]
+    if missing:
+        kind, extra = cfg.launch.kind, _ENGINES[cfg.launch.kind].extra
+        return [
+            *problems,
+            f"launch={kind} needs {' and '.join(missing)}, which is not installed; type "
+            f"pip install 'trainwright[{extra}]'",
+        ]
+    return problems + engine_of(cfg).problems(cfg, verb)
+
+
+def variable_problems(cfg: DictConfig) -> list[str]:
+    """Return which variables of this process ranks on other machines would lack.
+
+    Args:
+        cfg: with its references to environment variables.
+    """
+    if not uses_engine(cfg) or _ENGINES[cfg.launch.kind].gives_variables:
+        return []
+    return [
+        f"${{oc.env:{name}}} with launch={cfg.launch.kind}: values of variables are not written where others may read "
+        "them, so the pods would lack this one; type "
+        f"launch.secret_env={{{name}: <secret>/<key>}} if the cluster keeps it, or "
+        f"launch.env={{{name}: <value>}} if it is no secret"
+        for name in sorted(variables_of(cfg) & set(os.environ) - {*cfg.launch.env, *cfg.launch.secret_env})
+    ]
+
+
+def _in_any_case(cfg: DictConfig) -> Iterator[str]:
+    if cfg.devices == "auto":
+        yield (
+            f"devices=auto with launch={cfg.launch.kind}: the devices are those of other machines, which this command "
+            "does not count; type the ranks of each machine, like devices=8"
+        )
+    recovers = _ENGINES[cfg.launch.kind].recovers
+    if cfg.launch.recovery != RESTART and not recovers:
+        yield (
+            f"launch.recovery={cfg.launch.recovery} with launch={cfg.launch.kind}: only ranks that launch=local has "
+            "started go on when one is lost; type launch.recovery=restart"
+        )
+    if cfg.launch.min_devices is not None and not recovers:
+        yield (
+            f"launch.min_devices={cfg.launch.min_devices} with launch={cfg.launch.kind}: only launch=local chooses "
+            "among the devices of a machine; leave it out"
+        )
+    if cfg.launch.port is not None:
+        yield f"launch.port={cfg.launch.port} with launch={cfg.launch.kind}: only launch=local reads it; leave it out"

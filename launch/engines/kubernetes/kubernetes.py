@@ -1,0 +1,216 @@
+"""`launch=kubernetes`: the run as a job of pods, written as a manifest or submitted.
+
+The configuration is composed and checked here and travels in a ConfigMap; pods compose nothing. See
+:mod:`trainwright.launch.engines.kubernetes.manifest` for what is written, and
+:mod:`trainwright.launch.engines.kubernetes.node` for what the pods run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from omegaconf import DictConfig
+
+from trainwright.core.problems import did_you_mean
+from trainwright.core.run.run_directory import CONFIG_FILE
+from trainwright.launch.engines.kubernetes.manifest import (
+    JOBS,
+    JOBSET,
+    PYTORCHJOB,
+    RUN_LABEL,
+    TRAINJOB,
+    gpus_of,
+    manifests,
+    name_of,
+    text_of,
+)
+from trainwright.launch.schema import KubernetesLaunchConfig
+
+MANIFEST_FILE = "kubernetes.yaml"
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[KMGTPE]i?)?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_RESERVED = ("PET_", "TRAINWRIGHT_")
+_LONGEST_NAME = 50  # operators put more behind it, and 63 characters are allowed
+_WORDS = {
+    "job": JOBS,
+    "on_interrupt": ("delete", "leave"),
+    "restart_policy": ("Never", "OnFailure"),
+    "runtime_kind": ("ClusterTrainingRuntime", "TrainingRuntime"),
+}
+_LEAST = {"gpus": 0, "backoff_limit": 0, "ttl_seconds": 0, "start_timeout": 1, "poll_seconds": 0.1}
+# What the runtime of a TrainJob decides, or its operator.
+_NOT_OF_TRAINJOB = ("backoff_limit", "image_pull_policy", "rdzv_port", "restart_policy", "ttl_seconds")
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def problems(cfg: DictConfig, verb: str) -> list[str]:
+    """What is impossible about `launch`, with what to type instead.
+
+    Args:
+        cfg: resolved, with `run_dir` decided.
+        verb: fit, validate, test or predict.
+    """
+    found = [*_of_words(cfg), *_of_names(cfg), *_of_numbers(cfg), *_of_places(cfg), *_of_variables(cfg)]
+    if cfg.launch.submit and importlib.util.find_spec("kubernetes") is None:
+        found.append(
+            "launch.submit=true needs the package kubernetes, which is not installed; type pip install "
+            f"'trainwright[kubernetes]', or launch.submit=false and kubectl apply -f {MANIFEST_FILE}"
+        )
+    return found
+
+
+def _of_words(cfg: DictConfig) -> Iterator[str]:
+    launch = cfg.launch
+    for key, allowed in _WORDS.items():
+        if launch[key] not in allowed:
+            yield f"launch.{key}={launch[key]}: unknown; {did_you_mean(str(launch[key]), allowed, 'choices')}"
+    policies = ("Always", "IfNotPresent", "Never")
+    if launch.image_pull_policy not in (None, *policies):
+        given = str(launch.image_pull_policy)
+        yield f"launch.image_pull_policy={given}: unknown; {did_you_mean(given, policies, 'choices')}, or null"
+    default = KubernetesLaunchConfig()
+    for key in _NOT_OF_TRAINJOB if launch.job == TRAINJOB else ():
+        if launch[key] != getattr(default, key):
+            yield (
+                f"launch.{key}={launch[key]} with launch.job=trainjob: the runtime {launch.runtime} decides that; "
+                f"leave launch.{key} out, or type launch.job=pytorchjob"
+            )
+    if launch.job == JOBSET and launch.restart_policy != default.restart_policy:
+        yield (
+            f"launch.restart_policy={launch.restart_policy} with launch.job=jobset: all its pods are made anew when "
+            "one fails; type launch.backoff_limit=3"
+        )
+
+
+def _of_names(cfg: DictConfig) -> Iterator[str]:
+    launch = cfg.launch
+    named = {"job_name": launch.job_name, "namespace": launch.namespace, "claim": launch.claim}
+    for key, given in named.items():
+        if given is not None and (_NAME.fullmatch(str(given)) is None or len(str(given)) > _LONGEST_NAME):
+            yield (
+                f"launch.{key}={given}: must be small letters, digits and -, beginning with a letter, at most "
+                f"{_LONGEST_NAME} characters"
+            )
+    for key in ("cpu", "memory", "shm"):
+        if launch[key] is not None and _QUANTITY.fullmatch(str(launch[key])) is None:
+            yield f"launch.{key}={launch[key]}: must be a quantity of Kubernetes, like 16, 500m or 64Gi"
+
+
+def _of_numbers(cfg: DictConfig) -> Iterator[str]:
+    launch, gpus = cfg.launch, gpus_of(cfg)
+    for key, least in _LEAST.items():
+        if launch[key] is not None and launch[key] < least:
+            yield f"launch.{key}={launch[key]}: must be at least {least}"
+    if not 1 <= launch.rdzv_port <= 65535:
+        yield f"launch.rdzv_port={launch.rdzv_port}: must be 1 to 65535; 29400 is the default"
+    if gpus and cfg.accelerator == "cpu":
+        yield f"launch.gpus={gpus} with accelerator=cpu: they would stand idle; leave launch.gpus out"
+    elif not gpus and cfg.accelerator == "gpu":
+        yield f"accelerator=gpu with launch.gpus=0: the pods have none; type launch.gpus={cfg.devices}, or leave it out"
+    elif gpus and isinstance(cfg.devices, int) and gpus < cfg.devices:
+        yield (
+            f"devices={cfg.devices} with launch.gpus={gpus}: each rank of a pod needs one; type "
+            f"launch.gpus={cfg.devices}, or devices={gpus}"
+        )
+    yield from _of_elasticity(cfg)
+
+
+def _of_elasticity(cfg: DictConfig) -> Iterator[str]:
+    least = cfg.launch.min_nodes
+    if least is None:
+        return
+    if cfg.launch.job != PYTORCHJOB:
+        yield (
+            f"launch.min_nodes={least} with launch.job={cfg.launch.job}: only a PyTorchJob has an elastic policy; type "
+            "launch.job=pytorchjob, or leave launch.min_nodes out"
+        )
+    elif not 1 <= least <= cfg.nodes:
+        yield f"launch.min_nodes={least}: must be 1 to nodes={cfg.nodes}; leave it out for all"
+    elif least < cfg.nodes and cfg.launch.max_restarts == 0:
+        yield (
+            f"launch.min_nodes={least} with launch.max_restarts=0: ranks are never started again, on fewer pods "
+            "either; type launch.max_restarts=3"
+        )
+
+
+def _of_places(cfg: DictConfig) -> Iterator[str]:
+    mount, run_dir = PurePosixPath(cfg.launch.mount), PurePosixPath(cfg.run_dir)
+    if not mount.is_absolute():
+        yield f"launch.mount={mount}: must be a path from the root, like /workspace"
+    elif ".." in run_dir.parts or (run_dir.is_absolute() and mount not in run_dir.parents):
+        yield (
+            f"run_dir={run_dir} does not lie under launch.mount={mount}, where the pods have the volume of "
+            f"launch.claim={cfg.launch.claim}; type a run_dir=... from there, like runs/mine, or another "
+            "launch.mount=..."
+        )
+    for claim, path in cfg.launch.volumes.items():
+        if not PurePosixPath(str(path)).is_absolute():
+            yield f"launch.volumes.{claim}={path}: must be a path from the root, like /data"
+
+
+def _of_variables(cfg: DictConfig) -> Iterator[str]:
+    for group in ("env", "secret_env"):
+        for name in cfg.launch[group]:
+            if _VARIABLE.fullmatch(str(name)) is None:
+                yield f"launch.{group}.{name}: is no name of a variable"
+            elif str(name).startswith(_RESERVED):
+                yield f"launch.{group}.{name}: is set by who starts the pods; leave it out"
+    for name, where in cfg.launch.secret_env.items():
+        secret, slash, key = str(where).partition("/")
+        if not (secret and slash and key):
+            yield f"launch.secret_env.{name}={where}: must be secret/key, like wandb/api-key"
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+def launch(cfg: DictConfig, verb: str) -> dict[str, float] | None:
+    """Write the manifest into the run directory; with `launch.submit`, create the job and follow it to its end.
+
+    Args:
+        cfg: the resolved configuration, already written to its run directory.
+        verb: fit, validate, test or predict.
+
+    Returns:
+        The metrics that rank 0 ended with, by name; None: the manifest was written and nothing was started.
+
+    Raises:
+        ConfigError: if the cluster cannot be reached, or refuses the job.
+        RankError: if the job failed.
+        Interrupted: if this process was told to end; the job was deleted, unless `launch.on_interrupt` leaves it.
+    """
+    run_dir = Path(cfg.run_dir)
+    objects = manifests(cfg, verb, (run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+    path = run_dir / MANIFEST_FILE
+    path.write_text(text_of(objects), encoding="utf-8")
+    if not cfg.launch.submit:
+        print(_what_to_type(cfg, path), flush=True)
+        return None
+    from trainwright.launch.engines.kubernetes.submit import submit
+
+    return submit(cfg, verb, objects)
+
+
+def _what_to_type(cfg: DictConfig, path: Path) -> str:
+    options = _options_of_kubectl(cfg)
+    file = shlex.quote(str(path))
+    return "\n".join(
+        (
+            f"manifest:      {path}",
+            f"submit it:     kubectl{options} apply -f {file}",
+            f"follow it:     kubectl{options} logs -f --max-log-requests={cfg.nodes} -l {RUN_LABEL}={name_of(cfg)}",
+            f"end it:        kubectl{options} delete -f {file}",
+        )
+    )
+
+
+def _options_of_kubectl(cfg: DictConfig) -> str:
+    given = {"context": cfg.launch.context, "namespace": cfg.launch.namespace}
+    return "".join(f" --{name}={value}" for name, value in given.items() if value is not None)

@@ -1,0 +1,234 @@
+"""What each pod of `launch=kubernetes` runs: an agent of torchrun, which starts the ranks of the pod.
+
+    python -m trainwright.launch.engines.kubernetes.node VERB
+
+The configuration was composed where the job was made, and lies in a folder that the cluster mounts. What the ranks
+print goes to the pod's log, with the rank in front.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from trainwright.checkpoint.read.candidates import AUTO
+from trainwright.core.failures.failure import first_failure, log_file
+from trainwright.core.failures.records import read_result
+from trainwright.core.run.interrupt import Interrupted, raise_interrupted
+from trainwright.core.run.run_directory import CONFIG_FILE, holds_run, read_config, write_config
+from trainwright.launch.engines.kubernetes.manifest import CONFIG_FOLDER, ENDPOINT, JOB_NAME, POD_IP, WORKDIR
+from trainwright.launch.engines.torchrun.agent import AgentEnd, Meeting, run_agent
+from trainwright.launch.engines.torchrun.host import agent_environment
+from trainwright.launch.engines.torchrun.words import to_command
+from trainwright.launch.outcome.ending import told_to_end
+from trainwright.launch.outcome.ends import ends_folder
+from trainwright.launch.ranks.follow import Follower
+from trainwright.launch.ranks.here import HERE, ranks_here
+from trainwright.launch.ranks.threads import threads_of_rank
+
+if TYPE_CHECKING:
+    from trainwright.launch.ranks.rendezvous import LocalStore
+
+# Seconds between two looks at the logs of the ranks, and at whether the first pod is there.
+_LOOK_SECONDS = 0.5
+_CONNECT_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the agents of a job meet, as the variables of a pod say it.
+
+    Attributes:
+        host: name of the first pod.
+        port: at which its store listens.
+        is_first: whether this pod is that one.
+    """
+
+    host: str
+    port: int
+    is_first: bool
+
+
+def place_of(environment: Mapping[str, str], hostname: str) -> Place:
+    """Where the agents meet.
+
+    Args:
+        environment: variables of the pod: those of a JobSet that this project has written, else those that the operator
+            of a PyTorchJob or TrainJob gives its pods.
+        hostname: of the pod.
+
+    Raises:
+        ValueError: if no variable says it.
+    """
+    if ENDPOINT in environment:
+        host, _, port = environment[ENDPOINT].rpartition(":")
+        return Place(host, int(port), environment.get("JOB_COMPLETION_INDEX", "0") == "0")
+    if "PET_RDZV_ENDPOINT" in environment:
+        host, _, port = environment["PET_RDZV_ENDPOINT"].rpartition(":")
+        return Place(host, int(port), hostname == host.split(".")[0])
+    if "PET_MASTER_ADDR" in environment:
+        port = environment.get("PET_MASTER_PORT", "29500")
+        return Place(environment["PET_MASTER_ADDR"], int(port), environment.get("PET_NODE_RANK", "0") == "0")
+    raise ValueError(
+        f"none of {ENDPOINT}, PET_RDZV_ENDPOINT and PET_MASTER_ADDR says where the pods meet: this runs in the pods of "
+        "trainwright fit launch=kubernetes"
+    )
+
+
+def main(words: Sequence[str], folder: str = CONFIG_FOLDER) -> int:
+    """Run the ranks of this pod.
+
+    Args:
+        words: the verb.
+        folder: with the composed `config.yaml`.
+
+    Returns:
+        The exit code of the container.
+    """
+    [verb] = words
+    signal.signal(signal.SIGTERM, raise_interrupted)
+    os.chdir(os.environ[WORKDIR])
+    cfg, place = read_config(folder), place_of(os.environ, socket.gethostname())
+    problem = settle(cfg, (Path(folder) / CONFIG_FILE).read_text(encoding="utf-8")) if place.is_first else None
+    if problem is not None:
+        print(f"trainwright: {problem}", file=sys.stderr, flush=True)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="trainwright-here-", ignore_cleanup_errors=True) as here:
+        try:
+            with _shown(Path(cfg.run_dir), Path(here)):
+                end = _run(cfg, verb, place)
+        except Interrupted as interrupted:
+            return interrupted.exit_code
+        return _tell(cfg, end, 0 in ranks_here(Path(here)))
+
+
+def settle(cfg: DictConfig, text: str) -> str | None:
+    """Make the run directory on the volume, on the first pod, with the configuration in it.
+
+    Args:
+        cfg: the resolved configuration.
+        text: the same, as it was written where the job was made.
+
+    Returns:
+        Why the run cannot be there; None: it can.
+    """
+    run_dir = Path(cfg.run_dir)
+    if not holds_run(run_dir):
+        write_config(cfg)
+    elif (run_dir / CONFIG_FILE).read_text(encoding="utf-8") != text:
+        if cfg.resume != AUTO:
+            return (
+                f"run_dir={run_dir}: holds another run already, on the volume of launch.claim={cfg.launch.claim}; type "
+                "resume=auto to go on from it, or another run_dir=..."
+            )
+        write_config(cfg)
+    return None
+
+
+def _run(cfg: DictConfig, verb: str, place: Place) -> AgentEnd:
+    """Be an agent."""
+    address = os.environ[POD_IP]
+    store = _open_store(place, address) if place.is_first else None
+    try:
+        host = address if store is not None else _wait_for_first(place, cfg.launch.start_timeout)
+        threads = {"OMP_NUM_THREADS": threads_of_rank(cfg, os.environ)}
+        os.environ.update(agent_environment(address, host, place.port) | threads)
+        meeting = Meeting(os.environ[JOB_NAME], host, place.port, False, cfg.launch.get("min_nodes"), address)
+        return run_agent(cfg, verb, meeting)
+    finally:
+        if store is not None:
+            store.close()
+
+
+def _open_store(place: Place, address: str) -> LocalStore:
+    from trainwright.launch.ranks.rendezvous import LocalStore
+
+    return LocalStore(place.port, address)
+
+
+def _wait_for_first(place: Place, seconds: float) -> str:
+    """The name of the first pod, once its store answers: its image may be fetched later than this one's.
+
+    Raises:
+        TimeoutError: if it does not within so many seconds.
+    """
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            socket.create_connection((place.host, place.port), timeout=_CONNECT_SECONDS).close()
+            return place.host
+        time.sleep(_LOOK_SECONDS)
+    raise TimeoutError(
+        f"the first pod, {place.host}, has not answered at port {place.port} within launch.start_timeout={seconds:g} s"
+    )
+
+
+@contextlib.contextmanager
+def _shown(run_dir: Path, folder: Path) -> Iterator[None]:
+    """Print what the ranks of this pod write into their logs, as they do; that they are here, they say in a folder."""
+    os.environ[HERE] = str(folder)
+    logs, known, ended = Follower(), set[int](), threading.Event()
+
+    def look() -> None:
+        for rank, at in ranks_here(folder).items():
+            if rank not in known:
+                known.add(rank)
+                logs.add(log_file(run_dir, rank), f"[rank {rank}]", at=at)
+        logs.poll()
+
+    def show() -> None:
+        while not ended.wait(_LOOK_SECONDS):
+            look()
+
+    thread = threading.Thread(target=show, name="trainwright-logs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        look()
+        logs.finish()
+        del os.environ[HERE]
+
+
+def _tell(cfg: DictConfig, end: AgentEnd, has_first: bool) -> int:
+    """Say how the ranks of this pod ended, for people and for the command that has submitted the job.
+
+    Args:
+        cfg: the resolved configuration.
+        end: of the ranks.
+        has_first: whether rank 0 is among them.
+    """
+    folder = ends_folder(Path(cfg.run_dir))
+    if end.signal is not None:
+        return 128 + end.signal
+    if end.codes:
+        told = told_to_end(cfg, end.codes)
+        if told is not None:
+            return told.exit_code
+        everybody: dict[int, int | None] = dict.fromkeys(range(cfg.devices * cfg.nodes))
+        failure = first_failure(folder, everybody | end.codes, Path(cfg.run_dir))
+        print(f"trainwright: {failure}", file=sys.stderr, flush=True)
+        return 1
+    if has_first:
+        with contextlib.suppress(FileNotFoundError):  # the user's own code has ended the ranks well
+            print(to_command(metrics=json.dumps(read_result(folder))), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

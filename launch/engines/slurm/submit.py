@@ -1,0 +1,242 @@
+"""Jobs of `launch=slurm`: submitted through submitit, shown until they end, cancelled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from trainwright.core.processes.machine import num_gpus
+from trainwright.core.run.interrupt import Interrupted
+from trainwright.core.text.messages import token_environment
+from trainwright.launch.engines.slurm.options import gpus_per_node, sbatch_options
+from trainwright.launch.outcome.ends import empty_ends, ends_folder
+from trainwright.launch.outcome.job_end import metrics_of, read_node
+from trainwright.launch.ranks.follow import Follower
+
+# States that a job does not leave by itself.
+_ENDED = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "TIMEOUT",
+)
+_GONE = "gone"
+# Seconds between two looks at the logs.
+_LOOK_SECONDS = 0.5
+# Seconds that a job has to end after it was cancelled, besides what SLURM gives its processes.
+_CANCEL_SECONDS = 60.0
+# Nobody gives a local job so long: submitit has no other word for "no limit".
+_MINUTES = 60 * 24 * 365
+
+
+@dataclass
+class SubmittedJob:
+    """The job of one run.
+
+    Attributes:
+        cfg: the resolved configuration of the run.
+        job: submitit's.
+        title: stands before the ranks in what is shown; empty = the run is the only one.
+        state: as SLURM calls it, when it was last asked.
+    """
+
+    cfg: DictConfig
+    job: Any
+    title: str = ""
+    state: str = ""
+
+    @property
+    def on_slurm(self) -> bool:
+        """Whether SLURM has it; else it is a process of this machine."""
+        return bool(self.cfg.launch.cluster == "slurm")
+
+    @property
+    def name(self) -> str:
+        """For a person."""
+        return f"{'SLURM job' if self.on_slurm else 'local job'} {self.job.job_id}"
+
+    def output(self, node: int = 0) -> Path:
+        """What its task on a machine prints: who starts the ranks, and where there is but one machine, rank 0."""
+        return Path(self.job.task(node).paths.stdout)
+
+    @property
+    def how_to_end(self) -> str:
+        """What to type to end it."""
+        return f"scancel {self.job.job_id}" if self.on_slurm else f"kill -INT {self.job.job_id}"
+
+    @property
+    def how_to_follow(self) -> str:
+        """What to type to see how it goes, and to end it."""
+        return f"trainwright watch {self.cfg.run_dir}, or tail -F {self.output()}; {self.how_to_end} ends it"
+
+    def metrics(self) -> dict[str, float]:
+        """What rank 0 ended with.
+
+        Raises:
+            RankError: if a rank failed, or the job did.
+            Interrupted: if the ranks were told to end.
+        """
+        run_dir = Path(self.cfg.run_dir)
+        folder = ends_folder(run_dir)
+        ends = [read_node(folder, node) for node in range(self.cfg.nodes)]
+        silence = f"{self.name} ended ({self.state}) before it could say why; the last it said is in {self.output()}"
+        return metrics_of(folder, self.cfg, ends, silence)
+
+
+def submit(cfgs: Sequence[DictConfig], verb: str, folder: Path, titles: Sequence[str] = ("",)) -> list[SubmittedJob]:
+    """Submit the jobs of several runs that ask for the same, as one array.
+
+    Args:
+        cfgs: the resolved configurations, each already written to its run directory.
+        verb: fit, validate, test or predict.
+        folder: for what submitit writes, scripts and outputs; all machines see it.
+        titles: of the runs.
+    """
+    from submitit.helpers import clean_env
+
+    from trainwright.launch.engines.slurm.job import run_node
+
+    for cfg in cfgs:
+        empty_ends(Path(cfg.run_dir))
+    executor = _executor(cfgs[0], folder)
+    os.environ.update(token_environment())  # jobs get the environment
+    with clean_env():
+        if len(cfgs) == 1:
+            jobs = [executor.submit(run_node, str(Path(cfgs[0].run_dir).absolute()), verb)]
+        else:
+            with executor.batch():
+                jobs = [executor.submit(run_node, str(Path(cfg.run_dir).absolute()), verb) for cfg in cfgs]
+    return [SubmittedJob(cfg, job, title) for cfg, job, title in zip(cfgs, jobs, titles, strict=True)]
+
+
+def _executor(cfg: DictConfig, folder: Path) -> Any:
+    if cfg.launch.cluster == "local":
+        from submitit import LocalExecutor
+
+        executor = LocalExecutor(folder, python=cfg.launch.python)
+        executor.update_parameters(
+            timeout_min=_MINUTES,
+            tasks_per_node=1,
+            gpus_per_node=_gpus_here(cfg),
+            stderr_to_stdout=True,
+            setup=list(cfg.launch.setup),
+        )
+        return executor
+    from submitit import SlurmExecutor
+
+    executor = SlurmExecutor(folder, python=cfg.launch.python)
+    executor.update_parameters(**sbatch_options(cfg))
+    return executor
+
+
+def _gpus_here(cfg: DictConfig) -> int:
+    """GPUs of this machine that a local job shall see; submitit hides all that nobody asks for."""
+    if cfg.accelerator == "cpu":
+        return 0
+    asked = gpus_per_node(cfg)
+    return min(int(cfg.devices), num_gpus()) if asked is None else asked
+
+
+def follow(jobs: Sequence[SubmittedJob], poll_seconds: float) -> None:
+    """Show what the ranks of jobs say, until all jobs have ended.
+
+    Args:
+        jobs: that were just submitted.
+        poll_seconds: between two questions to SLURM.
+
+    Raises:
+        Interrupted: if this process was told to end; the jobs were cancelled.
+    """
+    logs = Follower()
+    for job in jobs:
+        ranks, several = range(job.cfg.devices * job.cfg.nodes), job.cfg.nodes > 1
+        for node in range(job.cfg.nodes):
+            # On one machine rank 0 prints where its task does.
+            logs.add(job.output(node), f"[{job.title}node {node}]" if several else f"[{job.title}rank 0]")
+        logs.add_ranks(Path(job.cfg.run_dir), ranks if several else ranks[1:], job.title)
+    try:
+        _wait(jobs, logs, poll_seconds)
+    except (Interrupted, KeyboardInterrupt) as interrupted:
+        number = interrupted.number if isinstance(interrupted, Interrupted) else signal.SIGINT
+        cancel([job for job in jobs if job.state not in (*_ENDED, _GONE)])
+        with contextlib.suppress(Interrupted, KeyboardInterrupt):  # who is impatient leaves the rest to SLURM
+            _wait(jobs, logs, 1.0, _CANCEL_SECONDS)
+        raise Interrupted(number) from None
+    finally:
+        logs.finish()
+
+
+def _wait(jobs: Sequence[SubmittedJob], logs: Follower, poll_seconds: float, longest: float | None = None) -> None:
+    """Until all jobs have ended, as two looks in a row say: between them, one may have been requeued."""
+    on_slurm = any(job.on_slurm for job in jobs)
+    begin, looked, seen_ended = time.monotonic(), -poll_seconds, 0
+    poll_seconds = poll_seconds if on_slurm else _LOOK_SECONDS
+    while longest is None or time.monotonic() - begin < longest:
+        logs.poll()
+        if time.monotonic() - looked >= poll_seconds:
+            _ask(jobs)
+            looked = time.monotonic()
+            seen_ended = seen_ended + 1 if all(job.state in (*_ENDED, _GONE) for job in jobs) else 0
+            if seen_ended == (2 if on_slurm else 1):
+                return
+        time.sleep(_LOOK_SECONDS)
+
+
+def _ask(jobs: Sequence[SubmittedJob]) -> None:
+    """Learn in which state the jobs are, and tell of what has changed."""
+    local = [job for job in jobs if not job.on_slurm]
+    states = _states([str(job.job.job_id) for job in jobs if job.on_slurm])
+    states |= {str(job.job.job_id): "COMPLETED" if job.job.done() else "RUNNING" for job in local}
+    for job in jobs:
+        state = states.get(str(job.job.job_id), job.state)
+        if state != job.state and state != _GONE and job.on_slurm:
+            say(f"{job.title}{job.name}: {state}")
+        job.state = job.state if state == _GONE and job.state in _ENDED else state
+
+
+def _states(ids: Sequence[str]) -> dict[str, str]:
+    """States by number of the job; without those of which SLURM cannot be asked just now.
+
+    `squeue` knows jobs for some minutes after their end, on clusters without accounting too.
+    """
+    if not ids:
+        return {}
+    words = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T", f"--jobs={','.join(ids)}"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    if done.returncode != 0:
+        return dict.fromkeys(ids, _GONE) if "Invalid job id" in done.stderr else {}
+    found = dict(line.split() for line in done.stdout.splitlines() if len(line.split()) == 2)
+    return {each: found.get(each, _GONE) for each in ids}
+
+
+def cancel(jobs: Sequence[SubmittedJob]) -> None:
+    """End jobs: SLURM tells their ranks by SIGTERM, waits a while and kills them."""
+    for job in jobs:
+        say(f"cancelling {job.name}")
+        try:
+            job.job.cancel(check=False)
+        except Exception as error:  # of one job; the others are to end too
+            say(f"{job.name} could not be cancelled ({error}); type {job.how_to_end}")
+
+
+def say(text: str) -> None:
+    """Tell a person, beside what ranks print."""
+    print(f"trainwright: {text}", file=sys.stderr, flush=True)
