@@ -18,7 +18,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.report import Goal, finish, say, table_of
 from tests.parity.layouts import LayoutCase
 from tests.parity.test_layouts import EIGHT, FOUR, TWO
-from tests.trainer.planning.bytes_of_ranks import measured, predictor
+from tests.planning.bytes_of_ranks import measured, predictor
 from trainwright.command.schema.compose import compose
 from trainwright.planning.memory.peak import Held
 from trainwright.planning.model.experts import EVEN, Routing

@@ -38,13 +38,13 @@ from trainwright.callbacks.guard.replica_check import _Holders
 from trainwright.callbacks.monitor.sample import sampled_ranks
 from trainwright.callbacks.monitor.trace.clocks import clock_offset
 from trainwright.callbacks.traffic.stragglers import StepTimes, find_stragglers
+from trainwright.checkpoint.exchange import distinct
+from trainwright.checkpoint.exchange import groups as gloo_groups
 from trainwright.checkpoint.exchange.distinct import of_all_ranks, problems_of_ranks
 from trainwright.checkpoint.format.dcp import from_json, to_json
 from trainwright.checkpoint.format.manifest import MANIFEST, read_manifest, records_of
 from trainwright.checkpoint.format.records import SPLIT, TENSORS, FileRecord, Listed, Manifest, file_of, list_to_bytes
 from trainwright.checkpoint.format.stored import stored_tensors
-from trainwright.checkpoint.store.publish import distinct
-from trainwright.checkpoint.store.publish import groups as gloo_groups
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.checkpoint.write.dealing import Box, Deal, Kin, choose_writers, share_out, writers_of_common
 from trainwright.checkpoint.write.save import Content, write
@@ -55,7 +55,7 @@ from trainwright.core.layout import Layout
 from trainwright.core.run.launcher import Launcher
 from trainwright.core.text.messages import RUN_TOKEN, seal
 from trainwright.core.text.sizes import size_text
-from trainwright.launch.engines.engines.torchrun import external, handed_over
+from trainwright.launch.engines.torchrun import external, handed_over
 from trainwright.planning.search.search import plan
 from trainwright.strategies.contract.communication.calls import Call, listen
 from trainwright.strategies.contract.communication.costs import least_bytes

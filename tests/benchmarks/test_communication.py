@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from benchmarks.communication import AXES, measure_all, module_of
 from benchmarks.memory import Ids
 from tests.parity.harness import make_trainer
-from tests.strategies.communication.kernel import written_bytes
+from tests.strategies.contract.communication.kernel import written_bytes
 from trainwright import Preemption
 from trainwright.recipes.gpt.model import GPTConfig
 from trainwright.recipes.tables.wide_deep import ClickData, WideDeep

@@ -1,7 +1,7 @@
 """What the pages take for granted, made by honest means before the command that needs it: runs, checkpoints, models.
 
 Runs are those of the same command line, in few steps. Checkpoints of others are written by torch, Lightning and
-transformers, DeepSpeed's in its form (`tests/checkpoint/deepspeed_files.py`).
+transformers, DeepSpeed's in its form (`tests/checkpoint/foreign/deepspeed_files.py`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.command.project import environment
 from tests.docs.blocks import ROOT
 from tests.docs.project import MODEL, RUN, write_language_model
 from tests.docs.smaller import as_processes, small
-from tests.trainer.project import environment
 
 _STAMPED = re.compile(r"runs/(\w+)/(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)((?:/[\w.=-]+)*)")
 # The model of recipe mine, trained for a step by plain Lightning; its weights in the forms that others save.
@@ -139,7 +139,7 @@ def _folder_of_deepspeed(name: str, folder: Path) -> None:
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from tests.checkpoint.deepspeed_files import Trained, write_deepspeed
+from tests.checkpoint.foreign.deepspeed_files import Trained, write_deepspeed
 weights = {{name: weight.detach() for name, weight in module.named_parameters()}}
 states = trainer.optimizers[0].state
 moments = {{name: {{key: states[weight][key] for key in ("exp_avg", "exp_avg_sq")}}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.trainer.checkpoints import write_checkpoint
+from tests.tools.checkpoints import write_checkpoint
 
 PACKAGE = """
 import lightning.pytorch as pl

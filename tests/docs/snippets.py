@@ -23,12 +23,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.command.project import environment
 from tests.docs.blocks import SHELL, Block, blocks_of, pages
 from tests.docs.made_before import make_before
 from tests.docs.project import RUN, write_project
 from tests.docs.shell import commands_of
 from tests.docs.smaller import as_processes, small, why_not
-from tests.trainer.project import environment
 
 WORKERS = 3
 _SECONDS = 900

@@ -26,7 +26,7 @@ from tests.docs.project import MODEL, leave_behind, write_language_model, write_
 from tests.docs.shell import commands_of, sbatch_options
 from trainwright.command.schema.compose import compose_checked
 from trainwright.core.processes import machine
-from trainwright.launch.engines.engines import engines
+from trainwright.launch.engines import engines
 
 MOST_RANKS = 4
 NOT_HERE = ("not run", "in snippets")

@@ -16,7 +16,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 
 from tests.parity.layout_modules import LENGTH, make_module
-from tests.trainer.planning.bytes_of_ranks import Predictor, predictor
+from tests.planning.bytes_of_ranks import Predictor, predictor
 from trainwright.core.device_profiles import profile_named
 from trainwright.core.layout import Layout
 from trainwright.launch.schema import register_schema

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.trainer.project import command, environment, write_project
+from tests.command.project import command, environment, write_project
 
 # Long enough to be told to end in; module.sleep makes steps that a person could see.
 WORDS = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv", "run_dir=run")

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.command.project import environment
 from tests.faults.commands import WORDS, Command, ends, training, write_faulty_project
 from tests.faults.failing_hooks import OF_CALLBACK, OF_MODULE, end_of_fit, hooks_of_a_fit
-from tests.trainer.project import environment
 
 CASES = [("module", hook) for hook in OF_MODULE] + [("callback", hook) for hook in OF_CALLBACK]
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint import killed
-from tests.checkpoint.test_malicious import Net, loader
+from tests.checkpoint.foreign.test_malicious import Net, loader
+from tests.checkpoint.store import killed
 from tests.faults import system_calls
 from tests.faults.system_calls import Ended, Errors, SystemCall
 from tests.parity.harness import make_trainer

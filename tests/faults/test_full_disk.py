@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.tensorflow_stub.io import gfile
 
-from tests.checkpoint.test_malicious import Net, loader
+from tests.checkpoint.foreign.test_malicious import Net, loader
 from tests.parity.harness import make_trainer
 from trainwright.callbacks.monitor.records import MonitorFile, records_path
 from trainwright.callbacks.monitor.step_time import StepTime

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.command.project import run_command, write_project
 from tests.faults import hanging
 from tests.faults.hanging import NO_LIMITS, watched_ranks
-from tests.trainer.project import run_command, write_project
 from trainwright.launch.watchdog.monitor import FoundHang
 
 # Their server, from which the ranks of these tests fork too.

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.command.project import environment, write_project
 from tests.faults.junk import BASES, VALUES, build_accepted, keys_of, override, problems_of
-from tests.trainer.project import environment, write_project
 from trainwright.command.cli import main
 from trainwright.core.processes import machine
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.command.project import environment
 from tests.faults.commands import LIMIT, Command, training, write_faulty_project
-from tests.trainer.project import environment
 from trainwright.core.processes.process import is_alive
 
 pytestmark = pytest.mark.skipif(

@@ -19,11 +19,11 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
+from tests.command.project import environment
 from tests.faults.commands import LIMIT, Command, ends, goes_on, training, write_faulty_project
 from tests.faults.preempted import Told, alone, evaluate, parameters_of, points, trainer_of, watched
 from tests.parity.test_resume_watched import Net
 from tests.pool import free_port
-from tests.trainer.project import environment
 from trainwright import RunStateCheckpoint
 from trainwright.callbacks.end.notice import FILE, URL, NoticePoll
 from trainwright.callbacks.end.preemption import Preempted, Preemption

@@ -16,7 +16,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.trainer.project import command, environment
+from tests.command.project import command, environment
 from trainwright import Trainer
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.strategies.compose.hybrid import HybridStrategy

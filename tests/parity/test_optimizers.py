@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from tests.parity.harness import Record, differences, make_trainer, world_size
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import LayoutCase, Texts, WholeRecorder, assert_layouts, reference, run_all
-from tests.strategies.traffic import recorded
+from tests.strategies.contract.traffic import recorded
 from trainwright.core.layout import Layout
 
 Ranks = Callable[..., list[Any]]

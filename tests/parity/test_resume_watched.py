@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from tests.parity.harness import make_trainer, world_size
-from trainwright.trainer.loop.epoch import fit_loop
+from trainwright.trainer.loop import fit_loop
 from trainwright.trainer.loop.remembered_logs import shared_out
 
 SAMPLES, BATCH = 24, 4  # six steps an epoch

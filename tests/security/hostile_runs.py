@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tests.trainer.report.runs import CONFIG, records_of
+from tests.tools.report.runs import CONFIG, records_of
 
 ESCAPES = (
     "\x1b[2J\x1b[31mred",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import xxhash
 
-from tests.checkpoint.deepspeed_files import deepspeed_modules, make_trained, write_deepspeed
+from tests.checkpoint.foreign.deepspeed_files import deepspeed_modules, make_trained, write_deepspeed
 from trainwright.checkpoint.foreign.state_file import write_file
 from trainwright.checkpoint.format import records
 from trainwright.checkpoint.format.directory import Directory, Entry, Place

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import Launcher
 from trainwright.core.text.messages import RUN_TOKEN, run_token, seal
-from trainwright.launch.engines.engines.torchrun import external, handed_over
+from trainwright.launch.engines.torchrun import external, handed_over
 
 HOSTILE = "module:\n  _target_: os.system\n"
 SECRET = "0123456789abcdef" * 2

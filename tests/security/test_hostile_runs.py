@@ -18,8 +18,8 @@ import pytest
 
 from tests.security.deadlines import deadline
 from tests.security.hostile_runs import ESCAPES, FILES, hostile_run
-from tests.trainer.report.parsed import Parsed
-from tests.trainer.report.runs import BEGAN, small_run, whole_run, write_records
+from tests.tools.report.parsed import Parsed
+from tests.tools.report.runs import BEGAN, small_run, whole_run, write_records
 from trainwright.tools.report.command import run_report_command
 
 # What moves a cursor, hides or reorders text; a picture in the terminal has ends of lines beside letters.

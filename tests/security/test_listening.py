@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.project import command, environment, write_project
+from tests.command.project import command, environment, write_project
 
 LIMIT = 200.0
 _LISTENS = "0A"

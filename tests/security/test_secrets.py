@@ -12,8 +12,8 @@ import pytest
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from tests.checkpoint.test_malicious import Net, changed, forge, good_files, loader, trainer
-from tests.trainer.project import run_command, write_project
+from tests.checkpoint.foreign.test_malicious import Net, changed, forge, good_files, loader, trainer
+from tests.command.project import run_command, write_project
 from trainwright.checkpoint.foreign.export import export
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.core.config.masking import masked, masked_word

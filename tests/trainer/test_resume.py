@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.trainer.checkpoints import RANK_FILE, cut_short, flip_bit, write_checkpoint
+from tests.tools.checkpoints import RANK_FILE, cut_short, flip_bit, write_checkpoint
 from trainwright import RunStateCheckpoint, Trainer
 from trainwright.checkpoint.format.tensor_file import bytes_of
 from trainwright.core.errors import CheckpointError

@@ -17,9 +17,9 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from tests.command.project import environment
 from tests.parity.harness import make_trainer
 from tests.parity.modules import Tokens, make_module
-from tests.trainer.project import environment
 from trainwright.callbacks.end.preemption import Preemption
 from trainwright.trainer.signals import Pace
 

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from tests.parity.harness import make_trainer
 from tests.parity.layouts import Texts
+from tests.strategies.contract.traffic import recorded
 from tests.strategies.local_updates.cases import Outer, by_hand, difference, fit
-from tests.strategies.traffic import recorded
 from trainwright import LossGuard, Preemption
 from trainwright.callbacks.guard.replica_check import ReplicaCheck
 

@@ -1,1 +1,0 @@
-"""Ranks that torchrun starts."""

@@ -1,0 +1,146 @@
+"""`micro_batch_size=auto` is tried before training: what is found, what follows, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from tests.command.test_auto import losses
+from trainwright import compose, run
+from trainwright.command import auto, probe
+from trainwright.command.run import plan, prepare
+from trainwright.core.failures.failure import Failure, RankError
+from trainwright.core.problems import ConfigError
+from trainwright.core.run.launcher import Launcher
+from trainwright.planning.memory.measured import host_peak
+from trainwright.recipes.gpt.module import GPTModule
+
+MIB = 2**20
+TINY = [
+    "module.config.layers=4", "module.config.dim=16", "module.config.heads=2", "module.config.seq_len=16",
+    "callbacks.sample=null", "logger=csv", "trainer.val_check_interval=null", "trainer.limit_val_batches=0",
+    "monitor=none", "accelerator=cpu", "global_batch_size=16", "trainer.log_every_n_steps=1", "max_steps=3",
+]  # fmt: skip
+
+
+class Greedy(GPTModule):
+    """A GPT for which the second rank has memory for four samples at a time."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        samples = len(batch[0] if isinstance(batch, (list, tuple)) else batch)
+        if samples > 4 and self.global_rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().training_step(batch, batch_idx)
+
+
+def composed(*words: str) -> DictConfig:
+    return compose("gpt", [*TINY, *words])
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan in this process, which has imported everything already."""
+    monkeypatch.setattr(auto, "call_apart", lambda function, *arguments: function(*arguments))
+
+
+def record(host: int, device: int = 0, there: int = 0, retries: int = 0) -> dict[str, int]:
+    return {"host": host, "device": device, "device_there": there, "retries": retries}
+
+
+def test_what_is_held_is_held_against_what_there_is() -> None:
+    fits = probe.judge(8, [record(10), record(30)], 100)
+    assert (fits.fits, fits.needed, fits.there) == (True, 40, 100)
+    assert not probe.judge(8, [record(60), record(36)], 100).fits
+    device = probe.judge(8, [record(1, 10, 100), record(1, 99, 100)], 100)
+    assert not device.fits
+    assert "rank 1 held" in device.text
+    assert "rank 1 went on only after" in probe.judge(8, [record(1, 10, 100), record(1, 10, 100, 2)], 100).text
+
+
+def test_sizes_that_cannot_fit_are_not_tried() -> None:
+    smaller = (4, 8, 16, 32)
+    assert probe.Probed(64, False).next_of(smaller) == 32
+    # At least a quarter of 400 is held with a quarter of the samples.
+    assert probe.Probed(64, False, "", 400, 120).next_of(smaller) == 16
+    assert probe.Probed(64, False, "", 400, 4).next_of(smaller) is None
+    assert probe.Probed(1, False).next_of(()) is None
+
+
+@pytest.mark.parametrize(
+    ("failure", "exit_code", "fits"),
+    [
+        (("OutOfMemoryError", "CUDA out of memory"), 1, False),
+        (("RuntimeError", "DefaultCPUAllocator: can't allocate memory"), 1, False),
+        (("MemoryError", ""), 1, False),
+        (None, -9, False),
+        (("ValueError", "boom"), 1, None),
+        (None, -11, None),
+    ],
+)
+def test_why_a_rank_ended(failure: tuple[str, str] | None, exit_code: int, fits: bool | None) -> None:
+    said = None if failure is None else Failure(1, *failure, time_ns=0)
+    assert probe._failed(8, RankError("", 1, exit_code, said)).fits is fits
+
+
+def test_the_peak_of_a_process() -> None:
+    held = torch.ones(64 * MIB)
+    assert 256 * MIB <= host_peak() < 64 * 256 * MIB
+    del held
+    assert host_peak() >= 256 * MIB
+
+
+@pytest.mark.usefixtures("here")
+def test_the_run_is_that_of_the_size_that_fits_to_the_bit(tmp_path: Path) -> None:
+    """One of two ranks is out of memory with what was predicted: the other does not wait, and nothing is left of it."""
+    words = ["strategy=zero2", "devices=2", f"module._target_={__name__}.Greedy"]
+    tried = run(composed(*words, "micro_batch_size=auto", f"run_dir={tmp_path / 'auto'}")).run_dir
+    document = json.loads((tried / "plan.json").read_text())
+    first, second = document["tried"]
+    assert (first["micro_batch_size"], first["fits"]) == (8, False)
+    assert "rank 1 failed with OutOfMemoryError" in first["why"]
+    assert (second["micro_batch_size"], second["fits"]) == (4, True)
+    assert second["needed"] > 0
+    assert (document["chosen"]["micro_batch_size"], document["why"]) == (
+        4,
+        "larger ones did not fit when they were tried.",
+    )
+    assert document["lines"][2] == "the same by hand: micro_batch_size=4 global_batch_size=16"
+    assert [line.split(":")[0] for line in document["lines"][3:]] == ["tried", "tried"]
+
+    by_hand = run(composed(*words, "micro_batch_size=4", f"run_dir={tmp_path / 'hand'}")).run_dir
+    assert len(losses(tried)) == 3
+    assert losses(tried) == losses(by_hand)
+    kept = [sorted(folder.glob("checkpoints/*/*.safetensors")) for folder in (tried, by_hand)]
+    assert kept[0]
+    assert [path.read_bytes() for path in kept[0]] == [path.read_bytes() for path in kept[1]]
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "words", [["strategy=tensor", "devices=2"], ["strategy=pipeline", "devices=2"]], ids=["tensor", "pipeline"]
+)
+def test_too_little_memory_under_layouts_that_cut(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Little:
+        available = 100 * MIB  # less than a rank takes that computes nothing
+
+    monkeypatch.setattr(probe, "machine_facts", Little)
+    with pytest.raises(ConfigError, match=r"all ranks together held .* of the host's 100.00 MiB, more than 95 %; type"):
+        prepare(composed(*words, "micro_batch_size=auto", f"run_dir={tmp_path / 'run'}"), "fit")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("here")
+def test_ranks_of_a_launcher_say_that_nothing_was_tried(tmp_path: Path) -> None:
+    cfg = composed("micro_batch_size=auto", f"run_dir={tmp_path}")
+    planned, problems = plan(cfg, "fit")
+    assert not problems
+    found = probe.try_out(planned, Launcher("torchrun", 0, 2, 2))
+    assert found.fits is None
+    assert found.text.startswith("not tried: under torchrun the ranks are there already")

@@ -1,0 +1,293 @@
+"""What a run goes on from, as the launching process decides and checks it: before a process starts, without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from tests.command.project import environment, run_command, write_project
+from tests.tools.checkpoints import RANK_FILE, cut_short, flip_bit, write_checkpoint
+from trainwright.checkpoint.store import write_errors
+from trainwright.command import run
+from trainwright.command.schema.compose import compose
+from trainwright.command.verbs import run_command as main
+from trainwright.core.processes import machine
+from trainwright.launch import schema as config
+from trainwright.launch.recovery import check_resume
+from trainwright.trainer.data import partition
+
+RUN = "runs/mine/2026-01-01/checkpoints"
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's configuration directory beside their module, on a machine without a GPU."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
+    return write_project(tmp_path)
+
+
+def planned(conf: Path, *overrides: str, verb: str = "fit") -> tuple[DictConfig, list[str]]:
+    return run.plan(compose("mine", overrides, config_dir=conf), verb)
+
+
+def decided(conf: Path, *overrides: str, verb: str = "fit") -> str | None:
+    """The checkpoint that is gone on from; nothing may speak against it."""
+    cfg, problems = planned(conf, *overrides, verb=verb)
+    assert problems == []
+    return None if cfg.ckpt_path is None else os.path.relpath(cfg.ckpt_path)
+
+
+def refusal(conf: Path, *overrides: str, verb: str = "fit") -> str:
+    """The only thing that is said against it."""
+    [problem] = planned(conf, *overrides, verb=verb)[1]
+    return problem
+
+
+# ---- what is meant --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["ckpt_path=last", "resume=auto"])
+def test_the_newest_good_one(conf: Path, word: str) -> None:
+    for step in (1, 2, 10, 3):
+        write_checkpoint(f"{RUN}/step={step}", step)
+    (Path(RUN) / ".step=11.partial-x").mkdir()
+    assert decided(conf, word) == f"{RUN}/step=10"
+    cut_short(f"{RUN}/step=10")
+    flip_bit(f"{RUN}/step=3", "manifest.json", at=9)
+    assert decided(conf, word) == f"{RUN}/step=2"
+    assert decided(conf, word, "run_dir=runs/mine/2026-01-01") == f"{RUN}/step=2"
+    write_checkpoint("runs/mine/2026-01-02/checkpoints/step=1", 1)
+    assert decided(conf, word) == "runs/mine/2026-01-02/checkpoints/step=1"
+    cut_short("runs/mine/2026-01-02/checkpoints/step=1")
+    cfg, _ = planned(conf, word)
+    assert os.path.relpath(cfg.ckpt_path) == f"{RUN}/step=2"
+    assert list(cfg.resume_folders) == ["runs/mine/2026-01-02/checkpoints", RUN]
+
+
+def test_weights_alone_are_no_run_to_go_on_with(conf: Path) -> None:
+    write_checkpoint(f"{RUN}/step=1", 1)
+    weights = write_checkpoint(f"{RUN}/step=2", 2, kind="weights")
+    assert decided(conf, "ckpt_path=last") == f"{RUN}/step=1"
+    assert decided(conf, "ckpt_path=last", verb="test") == f"{RUN}/step=2"
+    problem = refusal(conf, f"ckpt_path={weights}")
+    assert "holds weights alone" in problem
+    assert f"type init_from={weights}" in problem
+    assert decided(conf, f"init_from={weights}") is None
+
+
+def test_without_a_good_one(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert decided(conf, "resume=auto") is None
+    path = write_checkpoint(f"{RUN}/step=1", 1)
+    cut_short(path)
+    problem = refusal(conf, "ckpt_path=last")
+    assert "no good checkpoint" in problem
+    assert f"{path}: {RANK_FILE} (written by rank 0): truncated".replace(str(Path(path)), "") in problem.replace(
+        str(Path(path).absolute()), ""
+    )
+    cfg, problems = planned(conf, "resume=auto")
+    assert problems == []
+    # The ranks look again, and say why it is passed over.
+    assert (cfg.ckpt_path, list(cfg.resume_folders)) == (None, [RUN])
+
+
+def test_auto_begins_in_a_directory_whose_run_never_saved(conf: Path) -> None:
+    run.prepare(compose("mine", ["run_dir=here"], config_dir=conf), "fit")
+    assert "resume=auto" in refusal(conf, "run_dir=here")
+    assert decided(conf, "run_dir=here", "resume=auto") is None
+
+
+def test_folders_that_the_configuration_names(conf: Path) -> None:
+    write_checkpoint("elsewhere/step=5", 5)
+    write_checkpoint(f"{RUN}/step=1", 1)
+    for more in ((), ("run_dir=new",)):
+        assert decided(conf, "ckpt_path=last", "checkpoint.last.dirpath=elsewhere", *more) == "elsewhere/step=5"
+    write_checkpoint("memory://planned/step=3", 3)
+    cfg, problems = planned(conf, "ckpt_path=last", "checkpoint.last.dirpath=memory://planned")
+    assert (cfg.ckpt_path, problems) == ("memory://planned/step=3", [])
+
+
+def test_paths_may_have_equals_signs(conf: Path) -> None:
+    write_checkpoint("a b/epoch=1-step=2", 2)
+    assert decided(conf, "ckpt_path=a b/epoch=1-step=2") == "a b/epoch=1-step=2"
+    assert decided(conf, "ckpt_path='a b/epoch=1-step=2'") == "a b/epoch=1-step=2"
+
+
+# ---- contradictions -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["resume=yes"], ["resume=", "resume=auto", "resume=null"]),
+        (["ckpt_path=c", "resume=auto"], ["ckpt_path=c with resume=auto", "leave one out"]),
+        (["ckpt_path=c", "init_from=c"], ["init_from=c with ckpt_path=c", "leave one out"]),
+        (["trust=true"], ["trust=true without a checkpoint"]),
+        (["trust=true", "init_from=c"], ["trust=true without a checkpoint"]),
+        (["trust=true", "ckpt_path=c"], ["trust=true has no effect"]),
+        (["strict=false"], ["strict=false", "ckpt_path and init_from"]),
+        (["resume_folders=[c]"], ["resume_folders", "resume=auto"]),
+        (["init_from=nowhere"], ["init_from=nowhere", "no such file"]),
+        (["init_from=my_module.py"], ["my_module.py", ".safetensors", "checkpoint import my_module.py"]),
+        (["init_from=http://x/y"], ["http", "fetch"]),
+        (["trainer.data_partition=hsh"], ["did you mean hash?", "interleave, range"]),
+        (["trainer.data_key=a:b"], ["trainer.data_key=a:b", "trainer.data_partition=hash"]),
+    ],
+)
+def test_contradictions(conf: Path, overrides: list[str], parts: list[str]) -> None:
+    write_checkpoint("c", 1)
+    problem = refusal(conf, *overrides)
+    for part in parts:
+        assert part in problem
+
+
+def test_only_fit_starts_afresh(conf: Path) -> None:
+    assert "type ckpt_path=last" in refusal(conf, "resume=auto", verb="test")
+
+
+def test_auto_may_begin_from_weights(conf: Path) -> None:
+    weights = write_checkpoint("weights", 1)
+    assert decided(conf, "resume=auto", f"init_from={weights}", "strict=false") is None
+
+
+def test_partitions_are_those_of_the_trainer() -> None:
+    assert config.PARTITIONS == partition.PARTITIONS
+
+
+# ---- what is at a path ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_checkpoint(conf: Path, tmp_path: Path) -> None:
+    path = write_checkpoint(f"{RUN}/step=1", 1)
+    said = {
+        "nowhere": ["no such file or folder", "the newest of mine: ckpt_path=", "step=1"],
+        f"{path}/{RANK_FILE}": ["one file of a checkpoint", f"ckpt_path={path}"],
+        RUN: ["holds checkpoints, but is none", "step=1"],
+        "runs/mine/2026-01-01": ["holds checkpoints, but is none", "step=1"],
+        "link": ["is a link to gone, which is not there"],
+        "empty": ["has no manifest.json"],
+        "deepspeed": ["DeepSpeed", "checkpoint import deepspeed", "ckpt_path=imported"],
+        "torch": [".metadata is a pickle", "trust=true"],
+        "weights": ["init_from=weights"],
+        "weights/a.safetensors": ["init_from=weights/a.safetensors"],
+        "memory://nothing/here": ["memory://nothing/here"],
+    }
+    for name, file in (("empty", "x"), ("deepspeed", "latest"), ("torch", ".metadata"), ("weights", "a.safetensors")):
+        Path(name).mkdir()
+        (Path(name) / file).touch()
+    Path("link").symlink_to("gone")
+    for given, parts in said.items():
+        problem = refusal(conf, f"ckpt_path={given}")
+        for part in (f"ckpt_path={given}: ", *parts):
+            assert part in problem
+    assert decided(conf, "ckpt_path=torch", "trust=true") == "torch"
+
+
+def test_half_written_damaged_and_newer(conf: Path) -> None:
+    path = Path(write_checkpoint("c", 1))
+    cut_short(path)
+    problem = refusal(conf, "ckpt_path=c")
+    assert f"{RANK_FILE} (written by rank 0): truncated" in problem
+    flip_bit(path, "manifest.json", at=9)
+    assert "manifest.json (written by rank 0)" in refusal(conf, "ckpt_path=c")
+    (path / "manifest.json").unlink()
+    assert "has no manifest.json" in refusal(conf, "ckpt_path=c")
+
+
+def test_permissions(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint("c", 1)
+    # A mode of 0 does not stop root, whom CI often is.
+    access = os.access
+    monkeypatch.setattr(check_resume.os, "access", lambda path, mode: Path(path).name != "c" and access(path, mode))
+    assert "cannot be read by this user" in refusal(conf, "ckpt_path=c")
+    assert "cannot be read by this user" in refusal(conf, "init_from=c")
+
+
+def test_a_file_is_taken_as_it_is(conf: Path) -> None:
+    torch.save({}, "a.ckpt")
+    assert decided(conf, "ckpt_path=a.ckpt") == "a.ckpt"
+    assert decided(conf, "ckpt_path=a.ckpt", "trust=true") == "a.ckpt"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/a.ckpt"
+        assert planned(conf, f"ckpt_path={address}")[1] == []
+    [problem] = planned(conf, f"ckpt_path={address}")[1]
+    assert "cannot connect to 127.0.0.1" in problem
+
+
+def test_another_global_batch(conf: Path) -> None:
+    write_checkpoint("c", 1, global_batch_size=8)
+    assert decided(conf, "ckpt_path=c", "global_batch_size=8") == "c"
+    problem = refusal(conf, "ckpt_path=c", "global_batch_size=16")
+    for part in ("global_batch_size=16", "trained with 8", "type global_batch_size=8", "allow_changed_data=true"):
+        assert part in problem
+    assert decided(conf, "ckpt_path=c", "global_batch_size=16", "trainer.allow_changed_data=true") == "c"
+    assert decided(conf, "ckpt_path=c", "global_batch_size=16", verb="validate") == "c"
+
+
+def test_a_disk_without_room(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint("c", 1)
+    monkeypatch.setattr(check_resume, "free_bytes", lambda path: 10)
+    problem = refusal(conf, "ckpt_path=c")
+    for part in ("checkpoint.last.dirpath", "10 B are free", "another checkpoint.last.dirpath="):
+        assert part in problem
+    assert decided(conf, "ckpt_path=c", "checkpoint=none") == "c"
+    assert decided(conf, "ckpt_path=c", verb="test") == "c"
+    assert write_errors.free_bytes(".") > 10
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_launching_process_needs_no_torch(conf: Path) -> None:
+    write_checkpoint(f"{RUN}/step=1", 1)
+    script = (
+        "import sys\n"
+        "from trainwright.trainer import machine, run\n"
+        "from trainwright.command.schema.compose import compose\n"
+        "machine.num_gpus = lambda: 0\n"
+        f"cfg, problems = run.plan(compose('mine', ['resume=auto'], config_dir={str(conf)!r}), 'fit')\n"
+        "assert cfg.ckpt_path.endswith('step=1'), problems\n"
+        "assert not {'torch', 'lightning', 'fsspec'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment(), timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_job_that_is_started_again_and_again(conf: Path) -> None:
+    """Two ranks; the newest checkpoint is damaged in between, where sizes do not show it."""
+    words = ("fit", "--config-dir", str(conf), "recipe=mine", "run_dir=job", "resume=auto", "strategy=ddp", "devices=2")
+    quiet = ("monitor=none", "logger=csv", "checkpoint.last.every_n_steps=1", "checkpoint.last.keep_last=3")
+    first = run_command(*words, *quiet, "max_steps=3")
+    assert first.returncode == 0, first.stdout
+    assert "there is no checkpoint yet; starting afresh" in first.stdout
+    flip_bit("job/checkpoints/step=3")
+    second = run_command(*words, *quiet, "max_steps=5")
+    assert second.returncode == 0, second.stdout
+    assert f"passed over {Path('job/checkpoints/step=3').absolute()}: {RANK_FILE} (written by rank 0)" in second.stdout
+    assert "step=2" in Path("job/logs/rank_0.log").read_text()
+    found = json.loads(run_command("checkpoint", "list", "job", "--deep", "--json").stdout)
+    assert [(row["step"], row["state"]) for row in found][:3] == [(5, "good"), (4, "good"), (3, "good")]
+
+
+def test_what_is_said(conf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr("trainwright.command.verbs.launch", lambda cfg, *_: started.append(cfg.ckpt_path))
+    words = ["fit", "--config-dir", str(conf), "recipe=mine", "resume=auto"]
+    assert main(words) == 0
+    assert "resume=auto: there is no checkpoint yet; starting afresh" in capsys.readouterr().out
+    path = write_checkpoint("runs/mine/2026-01-01/checkpoints/step=1", 1)
+    assert main(words) == 0
+    assert f"going on from {path}" in capsys.readouterr().out
+    flip_bit(path, "manifest.json", at=9)
+    assert main(words) == 0
+    assert "no good checkpoint among those in runs/mine/2026-01-01/checkpoints" in capsys.readouterr().out
+    assert [bool(each) for each in started] == [False, True, False]

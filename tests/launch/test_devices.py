@@ -1,0 +1,152 @@
+"""Which devices a run may use, and with how many it can go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from tests.command.project import write_project
+from trainwright.command.schema.compose import compose
+from trainwright.launch.local.devices import Devices, Probe, probe_environment, speaks_of_device
+from trainwright.launch.recovery.restarts import Setback
+from trainwright.launch.recovery.sizes import feasible, global_batch, resized
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _died(rank: int, kind: str = "SIGKILL", message: str = "", raised: bool = False, trained: bool = False) -> Setback:
+    return Setback(rank, kind, message, step=5, begun=4 if trained else 5, raised=raised)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def devices(tmp_path: Path, clock: Clock) -> Devices:
+    return Devices(4, fewest=2, limit_file=tmp_path / "devices", probe_seconds=60.0, clock=clock)
+
+
+def test_a_device_whose_rank_dies_twice_in_a_row_without_a_step_is_lost(devices: Devices) -> None:
+    assert not devices.strike(2, _died(2))
+    assert not devices.strike(1, _died(1))  # another one: the count begins anew
+    assert not devices.strike(2, _died(2))
+    assert not devices.strike(2, _died(2, trained=True))  # it works
+    assert not devices.strike(2, _died(2))
+    assert devices.strike(2, _died(2))
+
+
+@pytest.mark.parametrize(
+    ("setback", "of_device"),
+    [
+        (_died(0, "SIGSEGV"), True),
+        (_died(0, "hang", "waits for nothing"), True),
+        (_died(0, "AcceleratorError", "CUDA error: uncorrectable ECC error encountered", raised=True), True),
+        (_died(0, "RuntimeError", "NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO)", raised=True), True),
+        (_died(0, "OutOfMemoryError", "CUDA out of memory. CUDA error", raised=True), False),
+        (_died(0, "ValueError", "shapes do not fit", raised=True), False),
+        (_died(0, "exit code 7", raised=True), False),
+    ],
+)
+def test_only_some_failures_speak_of_the_device(setback: Setback, of_device: bool) -> None:
+    assert speaks_of_device(setback) == of_device
+
+
+def test_a_lost_device_is_asked_again_less_and_less_often(devices: Devices, clock: Clock) -> None:
+    devices.lose(2)
+    assert devices.usable() == [0, 1, 3]
+    assert devices.due() == []
+    clock.now = 60.0
+    assert devices.due() == [2]
+    assert devices.due() == []  # it has been told
+    clock.now = 120.0
+    assert devices.due() == [2]
+    devices.found(2)
+    assert devices.usable() == [0, 1, 2, 3]
+    devices.lose(2)  # it had answered, but does not work
+    clock.now = 239.0
+    assert devices.due() == []
+    clock.now = 240.0
+    assert devices.due() == [2]
+
+
+@pytest.mark.parametrize(
+    ("text", "usable"),
+    [("3\n", [0, 1, 2]), ("1", [0, 1]), ("100", [0, 1, 2, 3]), ("three", [0, 1, 2, 3]), ("", [0, 1, 2, 3])],
+)
+def test_a_file_limits_the_devices_but_not_below_the_fewest(
+    devices: Devices, tmp_path: Path, text: str, usable: list[int]
+) -> None:
+    (tmp_path / "devices").write_text(text)
+    assert devices.usable() == usable
+
+
+def test_ranks_take_the_gpus_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Devices(4, 1, tmp_path / "devices", 60.0, on_gpu=True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus.environment([0, 1]) == {}
+    assert gpus.environment([0, 1, 3]) == {"CUDA_VISIBLE_DEVICES": "0,1,3"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,GPU-6,7")
+    assert gpus.environment([1, 2]) == {"CUDA_VISIBLE_DEVICES": "5,GPU-6"}
+    assert probe_environment(2, 4, on_gpu=True)["CUDA_VISIBLE_DEVICES"] == "GPU-6"
+
+
+def test_a_probe_asks_each_device_in_a_process_of_its_own(ranks: object) -> None:
+    probe = Probe([0, 3], on_gpu=False, environment=lambda device: probe_environment(device, 4, on_gpu=False))
+    assert probe.answers(wait=True) == {0: True, 3: True}
+    # There is no GPU here, or none of that name.
+    silent = Probe([0], on_gpu=True, environment=lambda _: {"CUDA_VISIBLE_DEVICES": "99"})
+    assert silent.answers(wait=True) == {0: False}
+    late = Probe([1], on_gpu=False, environment=lambda _: {}, seconds=0.0)
+    assert late.answers() == {1: False}
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compose_mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    conf = write_project(tmp_path)
+
+    def composed(*words: str) -> DictConfig:
+        cfg = compose("mine", ["accelerator=cpu", f"run_dir={tmp_path / 'run'}", *words], conf)
+        plain = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+        assert isinstance(plain, DictConfig)
+        return plain
+
+    return composed
+
+
+def test_the_samples_of_a_step_stay_the_same(compose_mine) -> None:  # type: ignore[no-untyped-def]
+    cfg = compose_mine("strategy=ddp", "devices=4", "accumulation=fixed", "accumulation.steps=3")
+    assert global_batch(cfg) == 48
+    assert resized(cfg, 4, None) == cfg
+    fewer = resized(cfg, 3, None)
+    assert (fewer.devices, fewer.global_batch_size, fewer.accumulation.steps) == (3, 48, None)
+    assert fewer.trainer.uneven_steps
+    cfg.micro_batch_size = None
+    assert global_batch(cfg) is None
+    assert resized(cfg, 3, samples=48).global_batch_size == 48
+
+
+def test_the_largest_possible_number_is_found(compose_mine) -> None:  # type: ignore[no-untyped-def]
+    ddp = compose_mine("strategy=ddp", "devices=4")
+    assert feasible(ddp, "fit", range(3, 0, -1), None) == 3
+    pipeline = compose_mine("strategy=hybrid", "strategy.pipeline=2", "strategy.stage=1", "devices=4")
+    # Only even numbers suit the layout.
+    assert feasible(pipeline, "fit", range(3, 0, -1), None) == 2
+    ddp.micro_batch_size = None
+    assert feasible(ddp, "fit", range(3, 0, -1), None) is None  # nobody knows the samples of a step
+    assert feasible(ddp, "fit", range(3, 0, -1), 16) == 3

@@ -1,0 +1,143 @@
+"""Engines that start ranks elsewhere: how they are chosen, and what a rank does that one has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from omegaconf import DictConfig
+
+from tests.command.project import write_project
+from trainwright import compose, run
+from trainwright.core.problems import ConfigError
+from trainwright.launch.engines import engines
+from trainwright.launch.outcome.ends import empty_ends, ends_folder, forget_end
+
+MODULE = "engine_of_a_test"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """An engine that remembers what it was asked for."""
+    asked: list[tuple[str, str]] = []
+    module = ModuleType(MODULE)
+
+    def launch(cfg: DictConfig, verb: str) -> dict[str, float]:
+        asked.append((cfg.run_dir, verb))
+        return {"loss": 0.5}
+
+    module.launch = launch  # type: ignore[attr-defined]
+    wanted = ["this engine wants two"]
+    module.problems = lambda cfg, verb: [] if cfg.nodes == 2 else wanted  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    monkeypatch.setitem(engines._ENGINES, "mine", engines._Entry(MODULE))
+    return asked
+
+
+def configured(tmp_path: Path, *overrides: str) -> DictConfig:
+    folder = write_project(tmp_path)
+    words = ["strategy=ddp", "devices=2", "launch.kind=mine", f"run_dir={tmp_path / 'run'}", *overrides]
+    return compose("mine", words, folder)
+
+
+@pytest.fixture(autouse=True)
+def _importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_an_engine_runs_what_was_prepared(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    result = run(configured(tmp_path, "nodes=2"), "test")
+    assert result.metrics == {"loss": 0.5}
+    assert calls == [(str(tmp_path / "run"), "test")]
+    assert (tmp_path / "run/config.yaml").is_file()
+
+
+def test_an_engine_that_is_refused_leaves_the_run_directory_free(
+    tmp_path: Path, calls: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(cfg: DictConfig, verb: str) -> None:
+        raise ConfigError(["no host answers"])
+
+    cfg = configured(tmp_path, "nodes=2")
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules[MODULE], "launch", refuse)
+        with pytest.raises(ConfigError, match="no host answers"):
+            run(cfg, "test")
+    assert run(cfg, "test").metrics == {"loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("nodes=1", "this engine wants two"),
+        ("devices=auto", "devices=auto with launch=mine"),
+        ("launch.recovery=replicas", "launch.recovery=replicas with launch=mine"),
+        ("launch.min_devices=1", "launch.min_devices=1 with launch=mine"),
+        ("launch.port=1234", "only launch=local reads it"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused(
+    tmp_path: Path, calls: list[tuple[str, str]], override: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run(configured(tmp_path, override))
+    assert not calls
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engines._ENGINES, "mine", engines._Entry(MODULE, ("no_such_package",), "mine"))
+    with pytest.raises(ConfigError, match=r"needs no_such_package.*pip install 'trainwright\[mine\]'"):
+        run(configured(tmp_path))
+
+
+def test_a_rank_makes_room_for_its_end_and_rank_0_for_those_that_are_gone(tmp_path: Path) -> None:
+    folder = empty_ends(tmp_path)
+    for rank in range(4):
+        (folder / f"{rank}.json").write_text(json.dumps({"rank": rank}))
+    forget_end(tmp_path, 1, 2)
+    assert sorted(path.name for path in folder.iterdir()) == ["0.json", "2.json", "3.json"]
+    forget_end(tmp_path, 0, 2)
+    assert list(folder.iterdir()) == []
+    (folder / "result").write_text("{}")
+    assert list(empty_ends(tmp_path).iterdir()) == []
+    assert ends_folder(tmp_path) == folder
+
+
+ORPHAN = """
+import os, subprocess, sys, time
+from trainwright.core.processes.orphans import end_with_agent
+if len(sys.argv) == 1:
+    os.environ["TRAINWRIGHT_AGENT"] = str(os.getpid())
+    child = subprocess.Popen([sys.executable, __file__, "rank"])
+    sys.stdin.readline()
+    os.kill(os.getpid(), 9)
+end_with_agent()
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems tell no process of the end of its parent")
+def test_a_rank_ends_with_its_agent(tmp_path: Path) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(ORPHAN)
+    agent = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert agent.stdin is not None
+    assert agent.stdout is not None
+    rank = int(agent.stdout.readline())
+    ending = os.pidfd_open(rank)
+    try:
+        print(file=agent.stdin, flush=True)
+        assert agent.wait(timeout=30) == -9
+        assert select.select([ending], [], [], 30)[0], "the rank outlives its agent"
+    finally:
+        os.close(ending)
+        agent.stdin.close()
+        agent.stdout.close()

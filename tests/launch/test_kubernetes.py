@@ -1,0 +1,584 @@
+"""`launch=kubernetes`: manifests against the published models, pods as processes, a small server as the cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubeflow_trainer_api import models
+from omegaconf import DictConfig
+
+from tests.command.project import environment, write_project
+from trainwright import compose
+from trainwright.command.run import plan, prepare
+from trainwright.command.sweep import run_sweep
+from trainwright.core.failures.failure import RankError
+from trainwright.core.problems import ConfigError
+from trainwright.core.run.interrupt import Interrupted
+from trainwright.launch.engines.kubernetes import node as kubernetes_node
+from trainwright.launch.engines.kubernetes import submit as kubernetes_submit
+from trainwright.launch.engines.kubernetes.kubernetes import launch, problems
+from trainwright.launch.engines.kubernetes.manifest import JOBS, manifests, name_of
+from trainwright.launch.engines.kubernetes.node import Place, place_of, settle
+from trainwright.launch.engines.torchrun.words import to_command
+
+WORDS = (
+    *("strategy=ddp", "devices=2", "nodes=2", "monitor=none", "logger=csv", "launch=kubernetes"),
+    *("launch.image=registry/app:1", "launch.claim=runs", "run_dir=runs/mine"),
+)
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return write_project(tmp_path)
+
+
+def configured(conf: Path, *more: str) -> DictConfig:
+    return compose("mine", [*WORDS, *more], conf)
+
+
+def rendered(conf: Path, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    config_map, job = manifests(configured(conf, *more), "fit", "name: mine\n")
+    return config_map, job
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+EVERYTHING = (
+    *("accelerator=gpu", "launch.cpu=16", "launch.memory=64Gi", "launch.resources={rdma/ib:1}"),
+    *("launch.namespace=team", "launch.max_restarts=3", "launch.image_pull_secrets=[registry]"),
+    *("launch.volumes={data:/data}", "launch.env={NCCL_DEBUG:INFO}", "launch.secret_env={WANDB_API_KEY:wandb/key}"),
+    *("launch.labels={kueue.x-k8s.io/queue-name:team}", "launch.annotations={a:b}", "launch.node_selector={gpu:h100}"),
+    *("launch.tolerations=[{key:gpu,operator:Exists,effect:NoSchedule}]", "launch.service_account=trainer"),
+)
+
+
+def pod_of(job: dict[str, Any]) -> dict[str, Any]:
+    """The template of the pods of a JobSet or PyTorchJob."""
+    if job["kind"] == "JobSet":
+        template: dict[str, Any] = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    else:
+        template = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+    return template
+
+
+def known(model: Any, given: dict[str, Any]) -> bool:
+    """Whether a published model takes these values, and has a field for each: it drops those that it does not know."""
+    return bool(json.loads(json.dumps(model.from_dict(given).to_dict(), default=str)) == given)
+
+
+@pytest.mark.parametrize("more", [(), EVERYTHING], ids=["least", "everything"])
+@pytest.mark.parametrize("job", JOBS)
+def test_manifests_are_of_the_published_kinds(conf: Path, job: str, more: tuple[str, ...]) -> None:
+    config_map, found = rendered(conf, f"launch.job={job}", *more)
+    if job == "trainjob":
+        assert known(models.TrainerV1alpha1TrainJob, found)
+    elif job == "jobset":
+        assert known(models.JobsetV1alpha2JobSet, found)
+        assert known(models.IoK8sApiCoreV1PodTemplateSpec, pod_of(found))
+    else:
+        assert known(models.IoK8sApiCoreV1PodTemplateSpec, pod_of(found))
+    assert found["metadata"]["name"] == config_map["metadata"]["name"] == name_of(configured(conf))
+
+
+def test_a_field_that_no_model_has_is_noticed(conf: Path) -> None:
+    _, job = rendered(conf, "launch.job=jobset")
+    job["spec"]["replicatedJobs"][0]["replica"] = 1
+    assert not known(models.JobsetV1alpha2JobSet, job)
+
+
+def test_a_pytorchjob_has_the_fields_of_training_operator_1(conf: Path) -> None:
+    """No package of today's Python has models of it; these are the fields of its published schema that are used."""
+    _, job = rendered(
+        conf, "launch.job=pytorchjob", "launch.min_nodes=1", "launch.max_restarts=3", "launch.ttl_seconds=60",
+        "launch.restart_policy=OnFailure", "launch.backoff_limit=2",
+    )  # fmt: skip
+    spec = job["spec"]
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert spec.keys() == {"runPolicy", "nprocPerNode", "elasticPolicy", "pytorchReplicaSpecs"}
+    assert spec["runPolicy"] == {"cleanPodPolicy": "None", "backoffLimit": 2, "ttlSecondsAfterFinished": 60}
+    assert spec["nprocPerNode"] == "2"  # a string there
+    assert spec["elasticPolicy"] == {"rdzvBackend": "c10d", "minReplicas": 1, "maxReplicas": 2, "maxRestarts": 3}
+    worker = spec["pytorchReplicaSpecs"]["Worker"]
+    assert (worker["replicas"], worker["restartPolicy"]) == (2, "OnFailure")
+    [container] = worker["template"]["spec"]["containers"]
+    # By these names the operator finds the container, and the port that it tells the pods to meet at.
+    assert container["name"] == "pytorch"
+    assert container["ports"] == [{"name": "pytorchjob-port", "containerPort": 29400, "protocol": "TCP"}]
+
+
+def test_a_trainjob_patches_the_pods_of_its_runtime(conf: Path) -> None:
+    _, job = rendered(conf, *EVERYTHING)
+    trainer, [patch] = job["spec"]["trainer"], job["spec"]["runtimePatches"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 2)
+    assert trainer["command"] == ["python", "-u", "-m", "trainwright.launch.engines.kubernetes.node"]
+    assert trainer["args"] == ["fit"]
+    assert trainer["resourcesPerNode"]["limits"] == {
+        "cpu": "16",
+        "memory": "64Gi",
+        "nvidia.com/gpu": "2",
+        "rdma/ib": "1",
+    }
+    [group] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pods = group["template"]["spec"]["template"]
+    assert group["name"] == pods["spec"]["containers"][0]["name"] == "node"
+    assert pods["metadata"]["labels"] == {
+        "kueue.x-k8s.io/queue-name": "team",
+        "trainwright/run": job["metadata"]["name"],
+    }
+
+
+def test_pods_have_what_was_asked_for(conf: Path) -> None:
+    config_map, job = rendered(conf, "launch.job=jobset", *EVERYTHING, "preemption.deadline_seconds=300")
+    pod, name = pod_of(job)["spec"], job["metadata"]["name"]
+    [container] = pod["containers"]
+    assert config_map["data"] == {"config.yaml": "name: mine\n"}
+    assert config_map["metadata"]["namespace"] == job["metadata"]["namespace"] == "team"
+    assert {each["name"]: each["mountPath"] for each in container["volumeMounts"]} == {
+        "run": "/workspace",
+        "volume-0": "/data",
+        "configuration": "/etc/trainwright",
+        "shm": "/dev/shm",
+    }
+    assert pod["volumes"] == [
+        {"name": "run", "persistentVolumeClaim": {"claimName": "runs"}},
+        {"name": "volume-0", "persistentVolumeClaim": {"claimName": "data"}},
+        {"name": "configuration", "configMap": {"name": name}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}},
+    ]
+    variables = {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
+    assert variables["NCCL_DEBUG"] == "INFO"
+    assert variables["WANDB_API_KEY"] == {"secretKeyRef": {"name": "wandb", "key": "key"}}
+    assert variables["TRAINWRIGHT_ENDPOINT"] == f"{name}-node-0-0.{name}:29400"
+    assert len(variables["TRAINWRIGHT_RUN_TOKEN"]) == 32  # pods of one job share it
+    assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert pod["nodeSelector"] == {"gpu": "h100"}
+    assert pod["terminationGracePeriodSeconds"] == 315  # ranks may save before
+    spec = job["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (2, 2, "Indexed")
+
+
+def test_names_are_those_of_runs_and_short_enough(conf: Path) -> None:
+    cfg = configured(conf)
+    assert name_of(cfg).startswith("mine-mine-")
+    other = configured(conf)
+    other.run_dir = "runs/other"
+    assert name_of(other) != name_of(cfg)
+    other.run_dir = "multirun/2026-01-31_14-05-09/0_strategy=ddp,seed=2,module.hidden=16,and_more"
+    assert len(name_of(other)) <= 40
+    assert set(name_of(other)) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+    assert name_of(configured(conf, "launch.job_name=given")) == "given"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["launch.job=job"], "launch.job=job: unknown"),
+        (["launch.job_name=Run_1"], "launch.job_name=Run_1: must be small letters"),
+        (["launch.memory=64GB"], "launch.memory=64GB: must be a quantity"),
+        (["launch.gpus=1"], "devices=2 with launch.gpus=1: each rank of a pod needs one"),
+        (["launch.gpus=2", "accelerator=cpu"], "launch.gpus=2 with accelerator=cpu"),
+        (["launch.gpus=0", "accelerator=gpu"], "accelerator=gpu with launch.gpus=0"),
+        (["launch.min_nodes=1"], "only a PyTorchJob has an elastic policy"),
+        (["launch.min_nodes=1", "launch.job=pytorchjob"], "launch.min_nodes=1 with launch.max_restarts=0"),
+        (["launch.backoff_limit=2"], "the runtime torch-distributed decides that"),
+        (["launch.restart_policy=OnFailure", "launch.job=jobset"], "all its pods are made anew when one fails"),
+        (["run_dir=/elsewhere/run"], "does not lie under launch.mount=/workspace"),
+        (["run_dir=../run"], "does not lie under launch.mount=/workspace"),
+        (["launch.mount=here"], "launch.mount=here: must be a path from the root"),
+        (["launch.volumes={data:data}"], "launch.volumes.data=data: must be a path from the root"),
+        (["launch.env={PET_NNODES:3}"], "launch.env.PET_NNODES: is set by who starts the pods"),
+        (["launch.secret_env={KEY:secret}"], "launch.secret_env.KEY=secret: must be secret/key"),
+        (["launch.on_interrupt=stop"], "launch.on_interrupt=stop: unknown"),
+    ],
+)
+def test_what_cannot_be_is_refused(conf: Path, more: list[str], said: str) -> None:
+    assert said in "\n".join(problems(configured(conf, *more), "fit"))
+
+
+def test_what_is_needed_is_asked_for(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = compose("mine", ["strategy=ddp", "devices=2", "nodes=2", "launch=kubernetes"], conf)
+    found = "\n".join(plan(cfg, "fit")[1])
+    assert "launch.image has no value" in found
+    assert "launch.claim has no value" in found
+    assert not problems(configured(conf), "fit")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'trainwright[kubernetes]'" in "\n".join(problems(configured(conf, "launch.submit=true"), "fit"))
+
+
+def test_without_submit_the_manifest_is_written_and_what_to_type_is_said(
+    conf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = prepare(configured(conf), "fit")
+    assert launch(cfg, "fit") is None
+    config_map, job = yaml.safe_load_all(Path("runs/mine/kubernetes.yaml").read_text())
+    assert config_map["data"]["config.yaml"] == Path("runs/mine/config.yaml").read_text()
+    assert job["kind"] == "TrainJob"
+    said = capsys.readouterr().out
+    assert "kubectl apply -f runs/mine/kubernetes.yaml" in said
+    assert f"-l trainwright/run={job['metadata']['name']}" in said
+
+
+def test_every_run_of_a_sweep_has_a_manifest(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [word for word in WORDS if not word.startswith("run_dir=")]
+    assert run_sweep("fit", ["recipe=mine", *given, "seed=1,2", "run_dir=runs/sweep"], conf) == 0
+    files = sorted(Path("runs/sweep").glob("*/kubernetes.yaml"))
+    assert [path.parent.name for path in files] == ["0_seed=1", "1_seed=2"]
+    assert len({list(yaml.safe_load_all(path.read_text()))[1]["metadata"]["name"] for path in files}) == 2
+    assert "2 of 2 jobs were written" in capsys.readouterr().out
+
+
+# ---- pods ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "hostname", "expected"),
+    [
+        (
+            {"TRAINWRIGHT_ENDPOINT": "a-node-0-0.a:29400", "JOB_COMPLETION_INDEX": "1"},
+            "a-node-0-1",
+            Place("a-node-0-0.a", 29400, False),
+        ),
+        ({"PET_RDZV_ENDPOINT": "a-worker-0:29400"}, "a-worker-0", Place("a-worker-0", 29400, True)),
+        ({"PET_RDZV_ENDPOINT": "a-worker-0:29400"}, "a-worker-1", Place("a-worker-0", 29400, False)),
+        (
+            {"PET_MASTER_ADDR": "a-node-0-0.a", "PET_MASTER_PORT": "29500", "PET_NODE_RANK": "0"},
+            "x",
+            Place("a-node-0-0.a", 29500, True),
+        ),
+    ],
+    ids=["jobset", "first of pytorchjob", "second of pytorchjob", "trainjob"],
+)
+def test_a_pod_finds_the_first_one(variables: dict[str, str], hostname: str, expected: Place) -> None:
+    assert place_of(variables, hostname) == expected
+
+
+def test_a_pod_that_nobody_tells_where_to_go_says_so() -> None:
+    with pytest.raises(ValueError, match="this runs in the pods of"):
+        place_of({}, "x")
+
+
+def test_the_first_pod_makes_the_run_directory_and_goes_into_no_other_run(conf: Path) -> None:
+    cfg = prepare(configured(conf), "fit")
+    text = Path("runs/mine/config.yaml").read_text()
+    assert settle(cfg, text) is None  # the volume is the one that the command has written to
+    assert "holds another run already" in str(settle(cfg, text + "# another\n"))
+    cfg.resume = "auto"
+    assert settle(cfg, text + "# another\n") is None
+    assert Path("runs/mine/config.1.yaml").is_file()
+    cfg.run_dir = "runs/new"
+    assert settle(cfg, text) is None
+    assert Path("runs/new/config.yaml").is_file()
+
+
+def test_a_pod_that_fails_leaves_nothing_behind(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise TimeoutError("the first pod has not answered")
+
+    prepare(configured(conf), "fit")
+    folder, temporary = str(Path("runs/mine").absolute()), tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(kubernetes_node, "_run", fail)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    for name, value in (("TRAINWRIGHT_ENDPOINT", "a:1"), ("TRAINWRIGHT_WORKDIR", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TimeoutError):
+        kubernetes_node.main(["fit"], folder)
+    assert not list(temporary.iterdir())
+
+
+def test_two_pods_train_together_and_tell_the_metrics(conf: Path, tmp_path: Path) -> None:
+    """As pods of a JobSet, on two addresses of this machine; the volume is a folder beside."""
+    prepare(configured(conf, "devices=1", "strategy=ddp"), "fit")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.2", 0))
+        port = probe.getsockname()[1]
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    folder = str(Path("runs/mine").absolute())
+    code = f"from trainwright.launch.engines.kubernetes.node import main; raise SystemExit(main(['fit'], {folder!r}))"
+    own = {
+        "TRAINWRIGHT_JOB": "a",
+        "TRAINWRIGHT_RUN_TOKEN": "a secret",
+        "TRAINWRIGHT_WORKDIR": str(volume),
+        "TRAINWRIGHT_ENDPOINT": f"127.0.0.2:{port}",
+        "PYTHONPATH": str(tmp_path),
+    }
+    pods = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment() | own | {"JOB_COMPLETION_INDEX": str(at), "TRAINWRIGHT_POD_IP": f"127.0.0.{at + 2}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for at in range(2)
+    ]
+    try:
+        said = [pod.communicate(timeout=240)[0] for pod in pods]
+    finally:
+        for pod in pods:
+            pod.kill()
+    assert [pod.returncode for pod in pods] == [0, 0], "\n".join(said)
+    for rank in (0, 1):
+        assert sum(f"[rank {rank}] first step of rank {rank}" in text for text in said) == 1
+    assert sum('"metrics"' in text for text in said) == 1
+    assert (volume / "runs/mine/checkpoints").is_dir()
+
+
+# ---- a cluster -------------------------------------------------------------------------------------------------------
+
+
+class FakeCluster:
+    """The few addresses of an API server that a submitted job needs."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.objects: list[dict[str, Any]] = []
+        self.asked: list[str] = []
+        self.deleted: dict[str, str] | None = None
+        self.pods: list[dict[str, Any]] = []
+        self.logs: dict[str, list[str]] = {}
+        self.conditions: list[dict[str, str]] = []
+        self.refuse: tuple[int, str] | None = None
+        self.when_asked: Callable[[], None] = lambda: None
+        self.silent = 0  # questions that are not answered, from the next on
+        handler = type("Handler", (_Handler,), {"cluster": self})
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self.thread.start()
+
+    @property
+    def kubeconfig(self) -> str:
+        address = f"http://127.0.0.1:{self.server.server_port}"
+        return yaml.safe_dump(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "clusters": [{"name": "fake", "cluster": {"server": address}}],
+                "users": [{"name": "me", "user": {}}],
+                "contexts": [{"name": "here", "context": {"cluster": "fake", "user": "me", "namespace": "team"}}],
+                "current-context": "here",
+            }
+        )
+
+    def add_pod(self, name: str, *lines: str, exit_code: int = 0) -> None:
+        state = {"terminated": {"exitCode": exit_code}}
+        status = {"phase": "Succeeded", "containerStatuses": [{"restartCount": 0, "state": state}]}
+        self.pods.append({"metadata": {"name": name, "uid": name}, "status": status})
+        self.logs[name] = list(lines)
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    cluster: FakeCluster
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def _answer(self, status: int, body: Any) -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain" if isinstance(body, bytes) else "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _body(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        return found
+
+    def do_POST(self) -> None:
+        body = self._body()
+        self.cluster.asked.append(self.path)
+        if self.cluster.refuse is not None:
+            status, message = self.cluster.refuse
+            return self._answer(status, {"kind": "Status", "message": message})
+        self.cluster.objects.append(body)
+        return self._answer(201, body | {"metadata": body["metadata"] | {"uid": "1-2-3"}})
+
+    def do_GET(self) -> None:
+        self.cluster.asked.append(self.path)
+        if self.cluster.silent:
+            self.cluster.silent -= 1
+            return self._answer(503, {"kind": "Status", "message": "being updated"})
+        if "/log" in self.path:
+            pod = self.path.split("/pods/")[1].split("/")[0]
+            return self._answer(200, "".join(f"{line}\n" for line in self.cluster.logs[pod]).encode())
+        if "/pods" in self.path:
+            return self._answer(200, {"items": [] if self.cluster.deleted is not None else self.cluster.pods})
+        self.cluster.when_asked()
+        return self._answer(200, {"status": {"conditions": self.cluster.conditions}})
+
+    def do_DELETE(self) -> None:
+        if self.cluster.refuse is not None:
+            status, message = self.cluster.refuse
+            return self._answer(status, {"kind": "Status", "message": message})
+        self.cluster.deleted = {"path": self.path}
+        return self._answer(200, {})
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
+    found = FakeCluster("trainjob")
+    path = tmp_path / "kubeconfig"
+    path.write_text(found.kubeconfig)
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    yield found
+    found.close()
+
+
+def submitted(conf: Path, *more: str) -> DictConfig:
+    return prepare(configured(conf, "launch.submit=true", "launch.poll_seconds=0.1", *more), "fit")
+
+
+def test_a_submitted_job_is_followed_to_its_end(
+    conf: Path, cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.add_pod("mine-node-0-0", "hello", "[rank 0] step 1", to_command(metrics='{"loss": 0.5}'))
+    cluster.add_pod("mine-node-0-1", "[rank 1] step 1")
+    cluster.conditions = [{"type": "Complete", "status": "True"}]
+    assert launch(submitted(conf), "fit") == {"loss": 0.5}
+    job, config_map = cluster.objects
+    assert job["kind"] == "TrainJob"
+    assert cluster.asked[0].startswith("/apis/trainer.kubeflow.org/v1alpha1/namespaces/team/trainjobs")
+    assert config_map["metadata"]["ownerReferences"] == [
+        {
+            "apiVersion": "trainer.kubeflow.org/v1alpha1",
+            "kind": "TrainJob",
+            "name": job["metadata"]["name"],
+            "uid": "1-2-3",
+        }
+    ]
+    said = capsys.readouterr().out.splitlines()
+    assert {"[mine-node-0-0] hello", "[rank 0] step 1", "[rank 1] step 1"} <= set(said)
+    assert not any("metrics" in line for line in said)
+    assert cluster.deleted is None
+
+
+class EndlessLogs:
+    """Logs of pods, which go on until they are ended."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.asked: list[str] = []
+
+    def log(self, pod: str) -> Iterator[str]:
+        self.asked.append(pod)
+        yield f"{pod} has begun"
+        assert self.ended.wait(60)
+
+
+def test_logs_of_many_pods_are_shown_some_at_a_time() -> None:
+    def pods(failed: int = -1) -> list[dict[str, Any]]:
+        return [
+            {"metadata": {"name": f"a-{at}", "uid": at}, "status": {"phase": "Failed" if at == failed else "Running"}}
+            for at in reversed(range(200))
+        ]
+
+    cluster = EndlessLogs()
+    logs = kubernetes_submit._Logs(cluster)  # type: ignore[arg-type]
+    logs.look(pods())
+    logs.look(pods(failed=150))
+    assert sorted(cluster.asked) == sorted(f"a-{at}" for at in range(64))
+    cluster.ended.set()
+    logs.finish()
+    assert cluster.asked[64] == "a-150"
+    assert sorted(cluster.asked) == sorted(logs.last_lines) == sorted(f"a-{at}" for at in range(200))
+    logs.close()
+
+
+def test_a_failed_job_says_which_pod_and_what_it_said(conf: Path, cluster: FakeCluster) -> None:
+    cluster.add_pod("mine-node-0-0", exit_code=143)
+    cluster.add_pod("mine-node-0-1", "trainwright: rank 1 of 4 failed with ValueError: boom", exit_code=1)
+    cluster.conditions = [{"type": "Failed", "status": "True", "reason": "JobFailed", "message": "pods failed"}]
+    with pytest.raises(RankError) as failed:
+        launch(submitted(conf), "fit")
+    assert "(JobFailed: pods failed); mine-node-0-1 ended with exit code 1" in str(failed.value)
+    assert "rank 1 of 4 failed with ValueError: boom" in str(failed.value)
+
+
+def test_pods_that_were_told_to_end_are_no_failure(conf: Path, cluster: FakeCluster) -> None:
+    cluster.add_pod("mine-node-0-0", exit_code=143)
+    cluster.conditions = [{"type": "Failed", "status": "True"}]
+    with pytest.raises(Interrupted) as ended:
+        launch(submitted(conf), "fit")
+    assert ended.value.exit_code == 143
+
+
+@pytest.mark.parametrize("how", ["delete", "leave"])
+def test_ctrl_c_deletes_the_job_or_leaves_it(how: str, conf: Path, cluster: FakeCluster) -> None:
+    cluster.add_pod("mine-node-0-0", "[rank 0] step 1")
+    cluster.when_asked = lambda: os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(Interrupted) as ended:
+        launch(submitted(conf, f"launch.on_interrupt={how}"), "fit")
+    assert ended.value.exit_code == 130
+    assert (cluster.deleted is not None) == (how == "delete")
+
+
+def test_a_cluster_that_does_not_answer_is_asked_again(
+    conf: Path, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.add_pod("mine-node-0-0", to_command(metrics='{"loss": 0.5}'))
+    cluster.conditions = [{"type": "Complete", "status": "True"}]
+    cluster.silent = 2
+    assert launch(submitted(conf), "fit") == {"loss": 0.5}
+    monkeypatch.setattr("trainwright.launch.engines.kubernetes.submit._SILENCE_SECONDS", 0.0)
+    cluster.silent = 2
+    with pytest.raises(RankError, match="the cluster has not answered for 0 s, and TrainJob .* may go on"):
+        launch(submitted(conf, "run_dir=runs/other"), "fit")
+
+
+@pytest.mark.parametrize(("status", "goes_on"), [(403, True), (404, False)])
+def test_a_job_that_cannot_be_deleted_is_told(
+    status: int, goes_on: bool, conf: Path, cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        cluster.refuse = (status, "may not delete")
+        cluster.deleted = {} if status == 404 else None
+        os.kill(os.getpid(), signal.SIGINT)
+
+    cluster.when_asked = interrupt
+    with pytest.raises(Interrupted):
+        launch(submitted(conf), "fit")
+    said = capsys.readouterr().err
+    assert ("was not deleted, the cluster refuses it (403 Forbidden): may not delete; type kubectl" in said) == goes_on
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (404, "the cluster knows no trainer.kubeflow.org/v1alpha1 trainjobs"),
+        (409, "one of that name is there already"),
+        (422, "the cluster refuses it (422 Unprocessable Entity): spec.x is wrong"),
+    ],
+)
+def test_what_the_cluster_refuses_is_told(conf: Path, cluster: FakeCluster, status: int, said: str) -> None:
+    cluster.refuse = (status, "spec.x is wrong")
+    with pytest.raises(ConfigError) as refused:
+        launch(submitted(conf), "fit")
+    assert said in str(refused.value)
+
+
+def test_a_context_that_is_not_there_is_told(conf: Path, cluster: FakeCluster) -> None:
+    with pytest.raises(ConfigError, match=r"launch\.context=elsewhere: is not in the kubeconfig; contexts: here"):
+        launch(submitted(conf, "launch.context=elsewhere"), "fit")

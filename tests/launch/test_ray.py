@@ -1,0 +1,274 @@
+"""`launch=ray`: what is asked of the cluster and what ranks are told; and a real cluster, where Ray is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+
+from tests.command.project import command, write_project
+from tests.faults.commands import Command
+from trainwright import compose
+from trainwright.core.failures.failure import RankError
+from trainwright.core.problems import ConfigError
+from trainwright.core.processes.held_signals import HeldSignals
+from trainwright.core.run.interrupt import Interrupted
+from trainwright.launch.engines.ray import room as ray_room
+from trainwright.launch.engines.ray.actors import RankActors
+from trainwright.launch.engines.ray.places import Place, actor_options, bundles, environment_of, resources_of, total
+from trainwright.launch.engines.ray.ray import problems
+from trainwright.launch.engines.ray.room import Room
+from trainwright.launch.recovery.restart_log import RestartLog
+
+WITHOUT_RAY = importlib.util.find_spec("ray") is None
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return write_project(tmp_path)
+
+
+def configured(conf: Path, *overrides: str) -> DictConfig:
+    return compose("mine", ["strategy=ddp", "devices=2", "launch=ray", *overrides], conf)
+
+
+def test_a_bundle_holds_the_ranks_of_a_machine(conf: Path) -> None:
+    cfg = configured(
+        conf,
+        "nodes=2",
+        "accelerator=gpu",
+        "launch.cpus_per_rank=4",
+        "launch.memory_gb_per_rank=1",
+        "launch.resources.fast=0.5",
+        "launch.ranks={3: {cpus: 8, gpus: 0, tables: 1}}",
+    )
+    plain = {"CPU": 4.0, "GPU": 1.0, "memory": float(1 << 30), "fast": 0.5}
+    assert resources_of(cfg, 0) == plain
+    assert resources_of(cfg, 3) == {"CPU": 8.0, "memory": float(1 << 30), "fast": 0.5, "tables": 1.0}
+    assert bundles(cfg) == [
+        {"CPU": 8.0, "GPU": 2.0, "memory": float(2 << 30), "fast": 1.0},
+        {"CPU": 12.0, "GPU": 1.0, "memory": float(2 << 30), "fast": 1.0, "tables": 1.0},
+    ]
+    assert total(cfg)["CPU"] == 20.0
+    assert actor_options(cfg, 3) == {
+        "num_cpus": 8.0,
+        "num_gpus": 0.0,
+        "memory": 1 << 30,
+        "resources": {"fast": 0.5, "tables": 1.0},
+        "max_restarts": 0,
+        "max_task_retries": 0,
+    }
+
+
+def test_ranks_know_each_other_and_see_the_gpus_of_their_machine(conf: Path) -> None:
+    cfg = configured(conf, "nodes=2", "accelerator=gpu", "launch.cpus_per_rank=3")
+    places = [Place("a", "10.0.0.1", ("4",)), Place("a", "10.0.0.1", ("1",)), Place("b", "10.0.0.2", ("0",))]
+    places.append(Place("b", "10.0.0.2", ("1",)))
+    told = [environment_of(cfg, rank, places, ("10.0.0.1", 99), 1, None) for rank in range(4)]
+    named = [(each["RANK"], each["LOCAL_RANK"], each["GROUP_RANK"], each["CUDA_VISIBLE_DEVICES"]) for each in told]
+    assert named == [("0", "0", "0", "4,1"), ("1", "1", "0", "4,1"), ("2", "0", "1", "0,1"), ("3", "1", "1", "0,1")]
+    shared = {name: told[0][name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    assert shared == {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"}
+    assert told[0]["OMP_NUM_THREADS"] == "3"
+    assert "GLOO_SOCKET_IFNAME" not in told[0]
+
+
+def test_on_a_cluster_of_this_machine_nothing_listens_to_the_network(conf: Path) -> None:
+    cfg = configured(conf, "launch.threads=2")
+    assert not problems(cfg, "fit")
+    told = environment_of(cfg, 1, [Place("a", "127.0.0.1")] * 2, ("127.0.0.1", 99), 0, "5")
+    assert told["GLOO_SOCKET_IFNAME"] == "lo"
+    assert told["OMP_NUM_THREADS"] == "2"
+    assert "CUDA_VISIBLE_DEVICES" not in told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["launch.placement=PAK"], "launch.placement=PAK: unknown; did you mean"),
+        (["launch.placement_seconds=0"], "launch.placement_seconds=0: must be more than 0"),
+        (["launch.cpus_per_rank=-1"], "launch.cpus_per_rank=-1.0: must be at least 0"),
+        (["launch.resources.x=-2"], "launch.resources.x=-2.0: must be at least 0"),
+        (["accelerator=gpu", "launch.gpus_per_rank=2"], "a rank trains on one GPU"),
+        (["launch.ranks={2: {cpus: 1}}"], "there are ranks 0 to 1"),
+        (["launch.ranks={1: {cpus: many}}"], "launch.ranks.1.cpus=many: must be a number"),
+        (["launch.ranks={1: 4}"], "launch.ranks.1=4: must be names and amounts"),
+        (["launch.recovery=replicas"], "launch.recovery=replicas with launch=ray"),
+        (["nodes=2", "launch.min_devices=1"], "launch.min_devices=1 with launch=ray on nodes=2"),
+        (["preemption.requeue=true"], "Ray has no queue"),
+    ],
+)
+def test_what_cannot_be_is_refused(conf: Path, overrides: list[str], said: str) -> None:
+    [found] = problems(configured(conf, *overrides), "fit")
+    assert said in found
+
+
+class _Group:
+    def __init__(self, fits: bool) -> None:
+        self._fits = fits
+
+    def wait(self, seconds: float) -> bool:
+        return self._fits
+
+
+class _Cluster:
+    """As much of Ray as the choice of a size asks: a cluster of so many cores, which may change."""
+
+    def __init__(self, cores: int) -> None:
+        self.cores = cores
+        self.util = self
+        self.__spec__ = ModuleSpec("ray", None)
+
+    def placement_group(self, bundles: list[dict[str, float]], strategy: str) -> _Group:
+        return _Group(sum(bundle["CPU"] for bundle in bundles) <= self.cores)
+
+    def remove_placement_group(self, group: _Group) -> None:
+        """Nothing is held."""
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": {"CPU": float(self.cores)}}]
+
+
+def test_a_run_shrinks_to_the_room_there_is_and_grows_again(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = _Cluster(4)
+    monkeypatch.setitem(sys.modules, "ray", there)
+    words = (
+        "devices=4",
+        "global_batch_size=16",
+        "launch.min_devices=2",
+        "launch.placement_seconds=0.01",
+        "launch.max_restarts=null",
+        "run_dir=run",
+    )
+    monkeypatch.setattr(ray_room, "_SMALLER_SECONDS", 0.0)
+    log = RestartLog(Path("run"))
+    room = Room(configured(conf, *words, "launch.probe_seconds=0.001"), "fit", log, HeldSignals())
+    assert room.size == 4
+    there.cores = 3
+    assert (room.size, room.look(16)) == (3, False)
+    there.cores = 4
+    room._look_at = 0.0
+    assert room.look(16)
+    assert room.size == 4
+    there.cores = 1
+    with pytest.raises(RankError, match=r"no room for \{CPU: 4\}.*the machines of the cluster have \{CPU: 1\}"):
+        room.size  # noqa: B018
+    with pytest.raises(ConfigError, match="no room for"):
+        Room(configured(conf, *words), "fit", log, HeldSignals()).place()
+
+
+class _Method:
+    """Of an actor: called at once."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def remote(self, *args: Any) -> Any:
+        return _Answer(self._method(*args))
+
+
+class _Answer:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _Actor:
+    """Whose rank ends as soon as it has started; that of rank 1 badly."""
+
+    def __init__(self, rank: int, *_: Any) -> None:
+        self.place = _Method(lambda: Place("a", "127.0.0.1"))
+        self.open_store = _Method(lambda address: (address, 99))
+        self.start = _Method(lambda *_: rank)
+        self.wait = _Method(lambda seconds: int(rank == 1))
+
+
+class _Ray:
+    """As much of Ray as actors need that answer at once."""
+
+    class exceptions:
+        RayError = RuntimeError
+
+    def __init__(self) -> None:
+        self.util = self
+        self.waits = 0
+        self.__spec__ = ModuleSpec("ray", None)
+
+    def remote(self, kind: type) -> Any:
+        return self
+
+    def options(self, **_: Any) -> Any:
+        return SimpleNamespace(remote=_Actor)
+
+    def wait(self, answers: list[_Answer], num_returns: int, timeout: float) -> tuple[list[_Answer], list[_Answer]]:
+        self.waits += 1
+        return answers[:num_returns], answers[num_returns:]
+
+    def get(self, answers: Any) -> Any:
+        return [each.value for each in answers] if isinstance(answers, list) else answers.value
+
+    def PlacementGroupSchedulingStrategy(self, *_: Any, **__: Any) -> None:
+        """Not looked at."""
+
+
+def test_ranks_that_have_answered_are_heard_together(
+    conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = _Ray()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", ray)
+    actors = RankActors(configured(conf, "devices=40", "run_dir=run"), 0, None, HeldSignals())
+    assert actors.start("fit", tmp_path) is None
+    ray.waits = 0
+    assert actors.hear(1.0)
+    assert actors.codes == {rank: int(rank == 1) for rank in range(40)}
+    assert not actors.has_ranks
+    assert ray.waits == 2
+
+
+def test_signals_that_come_within_a_call_are_raised_after_it() -> None:
+    done: list[str] = []
+
+    def call(signals: HeldSignals) -> None:
+        with signals.held():
+            with signals.held():
+                signal.raise_signal(signal.SIGUSR1)
+            done.append("all of it")
+
+    with HeldSignals([signal.SIGUSR1]) as signals:
+        with pytest.raises(Interrupted, match="SIGUSR1"):
+            call(signals)
+        assert done == ["all of it"]
+        with signals.held():
+            done.append("and nothing is left of it")
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.skipif(WITHOUT_RAY, reason="needs Ray, which `make install` leaves out: pip install 'trainwright[ray]'")
+def test_a_lost_rank_is_started_again_on_a_real_cluster(conf: Path) -> None:
+    words = ("recipe=mine", "strategy=ddp", "devices=2", "launch=ray", "monitor=none", "logger=csv", "run_dir=run")
+    lasting = ("launch.max_restarts=1", "checkpoint.last.every_n_steps=2", "max_steps=20", "max_epochs=100")
+    run = Command(command("fit", "--config-dir", str(conf), *words, *lasting, "module.sleep=0.1"), started="")
+    end = time.monotonic() + 200  # a cluster and two imports of torch, on a machine that may have other work
+    while "first step of rank 1" not in run.said() and time.monotonic() < end:
+        assert run.process.poll() is None, run.said()
+        time.sleep(0.1)
+    holders = [pid for pid, line in run.session().items() if line.startswith("ray::RankHolder")]
+    assert len(holders) == 2
+    os.kill(holders[0], signal.SIGKILL)
+    assert run.end(200) == 0, run.said()
+    assert "of 2 was lost with its actor" in Path("run/logs/restarts.log").read_text()
+    assert Path("run/checkpoints/step=20").is_dir()
+    assert run.said().count("[rank 1] first step of rank 1") >= 2
+    assert run.session() == {}

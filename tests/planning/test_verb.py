@@ -1,0 +1,72 @@
+"""The command `trainwright plan`."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.command.project import write_project
+from tests.planning.planned import SMALL, planned
+from trainwright.command.cli import main
+from trainwright.core.processes import machine
+from trainwright.planning.report.table import print_plan
+
+
+def test_no_column_is_cut_where_there_is_no_terminal() -> None:
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    print_plan(planned(*SMALL), console)
+    text = console.file.getvalue()
+    assert "…" not in text
+    title = planned(*SMALL).ranked[0].title
+    assert title in text, "a row is one line"
+    assert "activations  buffers" in text
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
+    return write_project(tmp_path)
+
+
+def test_the_command(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--config-dir", str(conf), "recipe=mine", "devices=4", "device=cpu"]
+    assert main([*words, "--html", "plan.html"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for part in ("4 x cpu", "layouts possible", "what to type for the first:", "strategy="):
+        assert part in out
+    page = Path("plan.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "<svg" in page
+    assert "http" not in page, "it needs nothing from anywhere"
+    assert main([*words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["best"] == document["ranked"][0]
+    assert document["best"]["bytes"]["total"] > 0
+    assert not Path("runs").exists()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["recipe=gpt", "device=h10"], "did you mean"),
+        (["recipe=gpt", "-m"], "--multirun with plan"),
+        (["recipe=gpt", "device=h100", "device.memory_bytes=0"], "device.memory_bytes=0"),
+    ],
+)
+def test_refused(words: list[str], part: str, conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_only_plan_takes_its_options(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["layout", "recipe=gpt", "--prove"]) == 2
+    assert "--prove: only plan takes it" in capsys.readouterr().err

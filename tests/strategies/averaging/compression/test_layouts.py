@@ -1,0 +1,142 @@
+"""Replicas that are themselves cut, bytes as the kernel counts them, loss scales, and what is refused at the start."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.parity.harness import differences, make_loader, make_trainer
+from tests.parity.layouts import LayoutCase, run
+from tests.parity.modules import LanguageModel
+from tests.strategies.averaging.compression.test_strategies import ALL, Replicas, trained
+from trainwright.strategies.averaging.compression.buckets import ReplicaPart
+from trainwright.strategies.averaging.compression.names import compressor_names
+from trainwright.strategies.averaging.compression.options import choose_compression
+from trainwright.strategies.averaging.compression.replicas import ReplicaAverage
+
+# Of networks that are cut: (network, options of hybrid).
+CUT: dict[str, tuple[str, dict[str, Any]]] = {
+    "tensor, sequence": ("llama", {"replicate": 2, "tensor": 2, "shard": 1, "stage": 1, "sequence_parallel": True}),
+    "pipeline, stage 3": ("gpt2", {"replicate": 2, "pipeline": 2, "shard": 1, "stage": 3}),
+}
+
+
+def cut(network: str, options: dict[str, Any]) -> list[Any]:
+    def case(compression: Any) -> LayoutCase:
+        return LayoutCase(network, {**options, "compression": compression}, clip=1.0, accumulation=2, steps=2, length=8)
+
+    return [run(case(None)), run(case(ALL)), run(case({**ALL, "ratio": 0.05}))]
+
+
+@pytest.mark.parametrize("layout", CUT)
+def test_replicas_that_are_cut(ranks: Any, layout: str) -> None:
+    """All sent is dense; some sent, all ranks still hold the same whole."""
+    results = ranks(cut, 4, *CUT[layout], timeout=120)
+    for dense, everything, some in results:
+        assert differences(everything, dense, 1e-6) == []
+        assert differences(some, results[0][2], 0.0) == []
+        assert differences(some, dense, 1e-7) != []
+
+
+def written_bytes() -> int:
+    """What this process has handed to the kernel so far."""
+    lines = Path(f"/proc/{os.getpid()}/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
+
+
+def sent_bytes(averages: int) -> dict[str, tuple[float, int]]:
+    """Bytes by the kernel and by the formula, of one average."""
+    found = {}
+    part = ReplicaPart("w", nn.Parameter(torch.zeros(1200, 1000)))
+    for name in compressor_names():
+        # Beside so many bytes the few that gloo adds to each message do not count.
+        choice = choose_compression({"name": name, **({"rank": 32} if name == "powersgd" else {})})
+        assert choice is not None
+        if choice.warmup_steps and name != "onebit":
+            choice = replace(choice, options={**choice.options, "warmup_steps": 0})
+        average = ReplicaAverage(choice, torch.device("cpu"))
+        average.take([part])
+        part.parameter.grad = torch.randn(1200, 1000)
+        average.average()  # whatever is sent once
+        dist.barrier()
+        before = written_bytes()
+        for _ in range(averages):
+            average.average()
+        found[name] = (written_bytes() - before) / averages, average.sent_bytes
+        dist.barrier()
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel does not count here")
+@pytest.mark.parametrize("count", [2, 3])
+def test_bytes_by_the_kernel(ranks: Any, count: int) -> None:
+    for found in ranks(sent_bytes, count, 2):
+        for name, (by_kernel, by_formula) in found.items():
+            assert by_kernel == pytest.approx(by_formula, rel=0.02), name
+
+
+class Manual(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def refusals() -> list[str]:
+    said = []
+    for module, compression, options in (
+        (Manual(), "topk", {}),
+        (LanguageModel("sgd"), "onebit", {}),
+        (LanguageModel("adamw"), "onebit", {"precision": "16-mixed"}),
+    ):
+        trainer = make_trainer("ddp", {"compression": compression}, max_steps=1, **options)
+        with pytest.raises(ValueError, match="compression") as caught:
+            trainer.fit(module, make_loader(8, 4))
+        said.append(str(caught.value))
+    with pytest.raises(ValueError, match="replicate=1") as caught:
+        make_trainer("zero2", {"compression": "bf16"}, max_steps=1).fit(LanguageModel(), make_loader(8, 4))
+    # By hand, with what keeps nothing back.
+    trainer = make_trainer("ddp", {"compression": "bf16"}, max_steps=2, max_epochs=1, callbacks=[Replicas()])
+    trainer.fit(Manual(), make_loader(16, 4))
+    return [*said, str(caught.value)]
+
+
+def test_what_is_refused(ranks: Any) -> None:
+    manual, sgd, scaled, alone = ranks(refusals, 2)[0]
+    assert "type compression=bf16 (or fp16, int8)" in manual
+    assert "optimizer SGD" in sgd
+    assert "type precision=bf16-mixed" in scaled
+    assert "type strategy.replicate=2" in alone
+
+
+def test_what_the_constructors_refuse() -> None:
+    from trainwright.strategies.data.ddp import DDPStrategy
+    from trainwright.strategies.data.zero import ZeroStrategy
+
+    with pytest.raises(ValueError, match="Did you mean 'topk'"):
+        DDPStrategy(compression="topp")
+    with pytest.raises(ValueError, match="compression.rank=0"):
+        ZeroStrategy(2, replicate=2, compression={"name": "powersgd", "rank": 0})
+    with pytest.raises(ValueError, match="ddp_comm_hook both decide"):
+        DDPStrategy(compression="bf16", ddp_comm_hook=lambda state, bucket: None)
+
+
+def scaled() -> Any:
+    return [trained("ddp", {}, choice, 3, 1, precision="16-mixed") for choice in (None, ALL)]
+
+
+def test_under_a_loss_scale(ranks: Any) -> None:
+    for dense, everything in ranks(scaled, 2):
+        assert differences(everything, dense, 1e-5) == []

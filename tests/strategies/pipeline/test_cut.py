@@ -1,0 +1,378 @@
+"""Blocks dealt out to stages, what each rank owns, and errors that say what to type."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.strategies.pipeline.models import Block, Model, build, engine_of, make_batch, plan_of, reference, train
+from trainwright.strategies.pipeline.cut import PipelineCut
+from trainwright.strategies.pipeline.schedules import (
+    SCHEDULES,
+    ranks_of_stages,
+    split_blocks,
+    stages_of_rank,
+    validate_pipeline,
+)
+
+Ranks = Callable[..., list[Any]]
+
+
+def lengths(weights: list[float], stages: int) -> list[int]:
+    return [len(span) for span in split_blocks(weights, stages)]
+
+
+def test_blocks_are_split_evenly_by_weight() -> None:
+    assert sorted(lengths([1.0] * 6, 4)) == [1, 1, 2, 2]
+    assert lengths([1.0] * 8, 4) == [2, 2, 2, 2]
+    assert lengths([5.0, 1.0, 1.0, 1.0, 1.0, 1.0], 2) == [1, 5]
+    assert lengths([1.0, 1.0, 1.0, 1.0, 4.0], 2) == [4, 1]
+    assert split_blocks([1.0, 2.0, 3.0], 3) == [range(1), range(1, 2), range(2, 3)]
+    with pytest.raises(ValueError, match="Use 1 to 2 stages"):
+        split_blocks([1.0, 1.0], 3)
+
+
+def test_the_heaviest_stage_is_as_light_as_possible() -> None:
+    from itertools import combinations
+
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        weights = torch.randint(1, 20, (9,), generator=generator).tolist()
+        found = max(sum(weights[i] for i in span) for span in split_blocks(weights, 4))
+        cuts = ([0, *inner, 9] for inner in combinations(range(1, 9), 3))
+        assert found == min(max(sum(weights[a:b]) for a, b in zip(c[:-1], c[1:], strict=True)) for c in cuts)
+
+
+def test_stages_of_a_rank() -> None:
+    assert stages_of_rank(1, 2, 4, "interleaved_1f1b") == [1, 3]
+    assert stages_of_rank(0, 2, 4, "zbv") == [0, 3]
+    assert ranks_of_stages(2, 4, "dualpipev") == [0, 1, 1, 0]
+    assert stages_of_rank(1, 2, 2, "1f1b") == [1]
+    assert all(SCHEDULES[name].__name__.startswith("Schedule") for name in SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((8, 2, "1f1b", 4), None),
+        ((8, 2, "2f2b", 4), "Choose one of: gpipe, 1f1b"),
+        ((8, 4, "1f1b", 2), "Possible are: 4, 5"),
+        ((3, 2, "zbv", 4), "Set pipeline to at most 1"),
+        ((8, 2, "zbv", 4, 3), "takes exactly 2"),
+        ((8, 2, "dualpipev", 3), "Possible are: 4"),
+        ((8, 2, "interleaved_1f1b", 5), "Possible are: 1, 2, 3, 4, 6"),
+        ((8, 2, "1f1b", 4, None, [3, 4]), r"split=\[3, 4\].*\[4, 4\]"),
+        ((8, 2, "1f1b", 4, None, [3, 5]), None),
+    ],
+)
+def test_validation_says_what_is_possible(arguments: Any, message: str | None) -> None:
+    import re
+
+    problems = validate_pipeline(*arguments)
+    assert bool(problems) == (message is not None)
+    assert message is None or re.search(message, " ".join(problems))
+
+
+def test_validation_does_not_import_torch() -> None:
+    code = "import sys; from trainwright.strategies.pipeline.schedules import validate_pipeline as v; "
+    code += "assert v(4, 2, '1f1b', 2) == []; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def cut_of(model: Any, stages: int, mine: list[int], **changes: Any) -> PipelineCut:
+    plan = plan_of(model, **changes)
+    return PipelineCut(model, plan, split_blocks([1.0] * len(plan.blocks), stages), mine)
+
+
+def test_each_parameter_has_its_stage() -> None:
+    cut = cut_of(Model(4, tied=True), 2, [1])
+    assert cut.holders["embed.weight"] == (0, 1)
+    assert cut.holders["layers.1.inner.weight"] == (0,)
+    assert cut.holders["norm.weight"] == (1,)
+    assert cut.owned == {name for name, stages in cut.holders.items() if 1 in stages}
+    assert "head.weight" not in cut.holders  # the embedding's name is the tied weight's
+    both = cut_of(Model(4), 2, [0], first=("embed", "norm"))
+    assert both.holders["norm.weight"] == (0, 1)
+    longer = cut_of(Model(4), 2, [0], first=("embed", ""), last=("norm", "head"))
+    assert longer.holders["norm.weight"] == (1,)
+
+
+def test_a_cut_module_is_a_shell() -> None:
+    model = Model(4, tied=True)
+    names = [name for name, _ in model.named_parameters()]
+    cut = cut_of(model, 2, [1])
+    cut.apply()
+    assert [name for name, _ in model.named_parameters()] == [name for name in names if name in cut.owned]
+    assert model.head.weight is model.embed.weight
+    ghost = model.layers[0].inner.weight
+    assert ghost.shape == (16, 8)
+    assert not isinstance(ghost, nn.Parameter)
+    assert ghost.untyped_storage().nbytes() == 4
+    assert type(model.layers[0]).__name__ == "Block"
+    with pytest.raises(RuntimeError, match="belongs to stage 0"):
+        model.layers[0](torch.zeros(1, 1, 8))
+    assert set(model.state_dict()) == {*cut.owned, "mask", "head.weight"}
+
+
+def test_a_module_built_on_meta_takes_no_memory_for_others() -> None:
+    with torch.device("meta"):
+        model = Model(4)
+    cut_of(model, 2, [0]).apply(torch.device("cpu"))
+    assert model.head.weight.device.type == "cpu"
+    assert model.head.weight.untyped_storage().nbytes() == 4
+    assert model.embed.weight.is_meta
+
+
+def test_recurrent_modules_let_go_of_their_weights() -> None:
+    model = Model(2)
+    model.add_module("memory", nn.LSTM(8, 8))
+    cut_of(model, 2, [1], first=("embed", "memory")).apply()
+    memory: Any = model.memory
+    assert all(weight.untyped_storage().nbytes() == 4 for weight in memory._flat_weights)
+    memory(torch.zeros(1, 1, 8))
+
+
+def test_errors_of_a_cut_say_what_to_type() -> None:
+    assert cut_of(Model(4), 2, [0], last=("head",)).holders["norm.weight"] == (0,)  # sent to where it is used
+    with pytest.raises(ValueError, match="has no such module"):
+        cut_of(Model(4), 2, [0], last=("norm", "haed"))
+    shared = Model(4)
+    shared.layers[1] = shared.layers[0]
+    with pytest.raises(ValueError, match="one and the same module"):
+        cut_of(shared, 2, [0])
+    with pytest.raises(ValueError, match="do not cover"):
+        PipelineCut(Model(4), plan_of(Model(4)), [range(2), range(2, 3)], [0])
+
+
+class Skip(Model):
+    """Uses the embedding's result again after the blocks."""
+
+    def hidden(self, ids: Any) -> Any:
+        return super().hidden(ids) + self.embed(ids)
+
+
+class Early(Model):
+    """Uses the last norm before the blocks."""
+
+    def hidden(self, ids: Any) -> Any:
+        x = self.norm(self.embed(ids))
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Bias(Model):
+    """Gives every block something computed from the embedding."""
+
+    def hidden(self, ids: Any) -> Any:
+        x = self.embed(ids)
+        mask = x.mean(-1)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.norm(x)
+
+
+class Twice(Model):
+    def hidden(self, ids: Any) -> Any:
+        x = self.embed(ids)
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x)
+        return self.norm(x)
+
+
+class Backwards(Model):
+    def hidden(self, ids: Any) -> Any:
+        x = self.embed(ids)
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return self.norm(x)
+
+
+class Short(Model):
+    def hidden(self, ids: Any) -> Any:
+        return self.norm(self.layers[0](self.embed(ids)))
+
+
+class Penalty(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + 0.1 * sum(p.square().sum() for p in self.parameters())
+
+
+class Between(Model):
+    def hidden(self, ids: Any) -> Any:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+            x += 1
+        return self.norm(x)
+
+
+class Opaque(Model):
+    def hidden(self, ids: Any) -> Any:
+        x = self.embed(ids)
+        for layer in self.layers:
+            layer.register_forward_hook(lambda module, args, output: (output, object()))
+            x = layer(x)[0]
+        return self.norm(x)
+
+
+class Vector(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.logits(batch["ids"]).mean((1, 2))
+
+
+_SHARED: list[Tensor] = []
+
+
+class Hidden(Model):
+    """What a block computes within is put into a list."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        _SHARED.clear()
+        forward = Block.forward
+        Block.forward = _told_to_a_list  # type: ignore[method-assign]
+        try:
+            return super().training_step(batch, batch_idx) + sum(x.mean() for x in _SHARED)
+        finally:
+            Block.forward = forward  # type: ignore[method-assign]
+
+
+def _told_to_a_list(self: Block, x: Tensor, mask: Any = None, *, scale: float = 1.0) -> Tensor:
+    inner = torch.tanh(self.inner(self.norm(x)))
+    _SHARED.append(inner)
+    return x + self.outer(inner)
+
+
+class Collective(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        torch.distributed.all_reduce(loss.detach())
+        return loss
+
+
+class Running(Model):
+    """Keeps a running mean of its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.mean = 0.9 * getattr(self, "mean", 0.0) + 0.1 * loss.detach()
+        return loss
+
+
+class Listed(Model):
+    """Collects losses for the end of the epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.__dict__.setdefault("outputs", []).append(loss.detach())
+        return loss
+
+
+class Modest(Model):
+    """Reads shapes and dtypes of whatever it likes."""
+
+    def hidden(self, ids: Any) -> Any:
+        x = self.embed(ids).to(self.head.weight.dtype)
+        mask = torch.ones_like(x[..., 0]) + x.new_zeros(ids.shape)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.norm(x).type_as(self.embed.weight)
+
+
+MISUSES: list[tuple[Any, dict[str, Any], str | None]] = [
+    (Skip, {}, None),
+    (Early, {"last": ("head", "norm")}, r"'norm.bias'.*layer_norm, before the blocks.*plan.first=\['norm.bias'\]"),
+    (Early, {"first": ("embed", "norm"), "last": ("head",)}, None),
+    (Bias, {}, None),
+    (Twice, {}, "The block 'layers.0' was called when all blocks had run"),
+    (Backwards, {}, "The block 'layers.3' was called when 'layers.0' was next"),
+    (Short, {}, "ended after the block 'layers.0'"),
+    (Penalty, {}, "sees only the parameters of this rank's stage"),
+    (Between, {}, None),
+    (Opaque, {}, "returns a object, which cannot be passed on"),
+    (Hidden, {}, "uses a tensor that the block 'layers.0' computes but neither returns nor keeps"),
+    (Collective, {}, r"a collective \(all_reduce\) in which ranks \[0, 1\]"),
+    (Running, {}, "changes 'mean' .Running. by the samples that it sees.*each of 2 micro-batches"),
+    (Listed, {}, "keeps tensors in 'outputs' .list."),
+    (Modest, {}, None),
+    (Model, {"first": ("embed", "norm"), "last": ("head",)}, None),
+]
+
+
+def misuse() -> list[str | None]:
+    """What the first step of each model says; its state is as if it had not begun."""
+    found: list[str | None] = []
+    for kind, changes, _ in MISUSES:
+        model = build(kind, 4)
+        engine = engine_of(model, "gpipe", 2, plan_of(model, **changes))
+        before = {name: value.clone() for name, value in model.named_buffers()}
+        try:
+            loss = train(engine, make_batch())
+            wanted = reference(build(kind, 4), make_batch())[0][0]
+            found.append(None if abs(float(loss - wanted)) < 1e-6 else f"{float(loss)} instead of {float(wanted)}")
+        except (RuntimeError, TypeError) as error:
+            found.append(str(error))
+            assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+            assert not any(parameter.grad is not None for parameter in model.parameters())
+    return found
+
+
+def test_misuse_is_found_on_every_rank_before_the_first_step(ranks: Ranks) -> None:
+    for found in ranks(misuse, 2, timeout=60):
+        for (kind, _, message), text in zip(MISUSES, found, strict=True):
+            if message is None:
+                assert text is None, f"{kind.__name__}: {text}"
+            else:
+                assert re.search(message, text or ""), f"{kind.__name__}: {text}"
+
+
+def first_step(model: type[Model], changes: dict[str, Any]) -> str:
+    instance = build(model, 4)
+    engine = engine_of(instance, "gpipe", 2, plan_of(instance, **changes))
+    try:
+        train(engine, make_batch())
+    except TypeError as error:
+        assert all(stage.live == 0 for stage in engine.stages)
+        # The other rank waits for a gradient that never comes; a launcher would end it.
+        raise AssertionError(error) from error
+    train(engine, make_batch())
+    return "done"
+
+
+def test_the_first_step_is_watched_and_an_error_clears_what_was_held(ranks: Ranks) -> None:
+    from tests.pool import RankError
+
+    assert ranks(first_step, 2, Modest, {}, timeout=30) == ["done", "done"]
+    with pytest.raises(RankError, match="a loss of shape"):
+        ranks(first_step, 2, Vector, {}, timeout=30)
+
+
+def compiled() -> str:
+    model = build(Model, 4)
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    engine = engine_of(model, "1f1b")
+    found = float(train(engine, make_batch()))
+    assert found == pytest.approx(float(build(Model, 4).training_step(make_batch(), 0)), rel=1e-6)
+    engine.detach()
+    with pytest.raises(ValueError, match="schedule to one of: gpipe, 1f1b, interleaved_1f1b, looped_bfs") as raised:
+        engine_of(build_compiled(), "zbv")
+    return str(raised.value)
+
+
+def build_compiled() -> Model:
+    model = build(Model, 4)
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    return model
+
+
+def test_compiled_blocks(ranks: Ranks) -> None:
+    ranks(compiled, 2, timeout=60)

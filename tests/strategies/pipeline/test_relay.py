@@ -1,0 +1,142 @@
+"""Evaluation under a pipeline: every rank sees what one process would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.strategies.pipeline.models import Model, build, engine_of, make_batch, train
+from trainwright.strategies.pipeline.cut import make_ghost
+
+Ranks = Callable[..., list[Any]]
+
+
+def evaluated(schedule: str, style: str, blocks: int) -> Any:
+    """Logits of several passes of several shapes, and whether ghosts came back."""
+    model = build(Model, blocks, style=style, tied=True)
+    twin = build(Model, blocks, style=style, tied=True)
+    engine = engine_of(model, schedule)
+    train(engine, make_batch())
+    batches = [make_batch(2, 5, seed)["ids"] for seed in range(2)]
+    asked: list[str] = []
+
+    def whole(name: str) -> Any:
+        asked.append(name)
+        return dict(model.named_parameters())[name]
+
+    def step() -> list[Any]:
+        """A greedy generation loop: one pass per word."""
+        found = []
+        for ids in batches:
+            for _ in range(3):
+                logits = model.logits(ids)
+                found.append(logits)
+                ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+        return found
+
+    names = list(dict(model.named_parameters()))
+    with torch.no_grad():
+        with engine.evaluating(whole):
+            found = engine.relay(step)
+            again = engine.relay(lambda: model.logits(batches[0]))
+            assert list(dict(model.named_parameters())) == names
+        model_logits, model.logits = model.logits, twin.logits  # type: ignore[method-assign]
+        wanted = step()
+        model.logits = model_logits  # type: ignore[method-assign]
+    worst = max(float((a - b).abs().max()) for a, b in zip([*found, again], [*wanted, wanted[0]], strict=True))
+    assert set(asked) <= engine.cut.owned
+    ghosts = [n for n in engine.cut.holders if n not in engine.cut.owned]
+    for name in ghosts:
+        owner, key = engine.cut.slots(name)[0]
+        assert owner.__dict__[key].untyped_storage().nbytes() == 4
+    train(engine, make_batch())
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("schedule", "style", "blocks"), [("1f1b", "tensor", 3), ("interleaved_1f1b", "dict", 4), ("zbv", "tuple", 5)]
+)
+def test_every_rank_sees_the_whole_output(ranks: Ranks, schedule: str, style: str, blocks: int) -> None:
+    assert max(ranks(evaluated, 2, schedule, style, blocks, timeout=60)) < 1e-6
+
+
+def test_four_ranks_in_a_loop(ranks: Ranks) -> None:
+    assert max(ranks(evaluated, 4, "interleaved_1f1b", "tensor", 8, timeout=60)) < 1e-6
+
+
+class Normed(Model):
+    """Has running statistics before the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.batch_norm = torch.nn.BatchNorm1d(8)
+
+    def hidden(self, ids: Any) -> Any:
+        x = self.batch_norm(self.embed(ids).transpose(1, 2)).transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+def statistics() -> Any:
+    from tests.strategies.pipeline.models import plan_of
+
+    model = build(Normed)
+    plan = plan_of(model, first=("embed", "batch_norm"))
+    with pytest.raises(RuntimeError, match="'batch_norm.running_mean' .BatchNorm1d. by the samples.*micro_batches=1"):
+        train(engine_of(build(Normed), "1f1b", 2, plan), make_batch())
+    engine = engine_of(model, "1f1b", 1, plan)
+    train(engine, make_batch())
+    with engine.evaluating():
+        return model.batch_norm.running_mean.tolist(), engine.cut.buffer_stages["batch_norm.running_mean"]
+
+
+def test_buffers_before_the_blocks_are_those_of_the_first_stage(ranks: Ranks) -> None:
+    (first, stage), (second, _) = ranks(statistics, 2, timeout=60)
+    assert stage == 0
+    assert first == second
+    assert any(first)
+
+
+def cache_refused() -> str:
+    model = build(Model, 4)
+    for layer in model.layers:
+        forward = layer.forward
+        layer.forward = lambda x, past_key_values=None, forward=forward: forward(x)  # type: ignore[misc]
+    engine = engine_of(model)
+    cache = object()
+
+    def passes(count: int, caches: list[Any]) -> None:
+        for i in range(count):
+            x = model.embed(make_batch()["ids"])
+            for layer in model.layers:
+                x = layer(x, past_key_values=caches[i])
+
+    with torch.no_grad(), engine.evaluating():
+        engine.relay(lambda: passes(2, [object(), object()]))
+        with pytest.raises(RuntimeError, match="use_cache=False") as raised:
+            engine.relay(lambda: passes(2, [cache, cache]))
+    return str(raised.value)
+
+
+def test_a_reused_cache_is_refused(ranks: Ranks) -> None:
+    assert all("past_key_values" in message for message in ranks(cache_refused, 2, timeout=60))
+
+
+def unfinished() -> None:
+    model = build(Model, 4)
+    engine = engine_of(model, "1f1b")
+    with torch.no_grad(), engine.evaluating(), pytest.raises(RuntimeError, match="ended after the block 'layers.0'"):
+        engine.relay(lambda: model.layers[0](model.embed(make_batch()["ids"])))
+
+
+def test_an_unfinished_pass_is_found(ranks: Ranks) -> None:
+    ranks(unfinished, 2, timeout=60)
+
+
+def test_ghosts_have_no_gradient() -> None:
+    ghost = make_ghost(torch.nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16)))
+    assert (ghost.shape, ghost.dtype, ghost.requires_grad) == ((3, 2), torch.bfloat16, False)

@@ -1,0 +1,191 @@
+"""Values that leave a block on other ways than to the next block reach the stage that uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.strategies.pipeline.models import (
+    WIDTH,
+    Model,
+    build,
+    engine_of,
+    make_batch,
+    plan_of,
+    reference,
+    train,
+    worst_gradient,
+)
+
+Ranks = Callable[..., list[Any]]
+
+
+class Deep(Model):
+    """A loss on the output of every block."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, losses = self.embed(batch["ids"]), []
+        for layer in self.layers:
+            x = layer(x)
+            losses.append(F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch["ids"].flatten()))
+        self.log("first", losses[0])
+        return torch.stack(losses).mean()
+
+
+class LongSkip(Model):
+    """Outputs of early blocks are joined to the inputs of late ones, by layers between the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.joins = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(2))
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x, held = self.embed(ids), []
+        for index, layer in enumerate(self.layers):
+            if index >= 2:
+                x = self.joins[index - 2](torch.cat([x, held.pop()], -1))
+            x = layer(x)
+            if index < 2:
+                held.append(x)
+        return self.norm(x)
+
+
+_SEEN: list[Tensor] = []
+
+
+class Hooked(Model):
+    """The outputs of blocks and of a part of each are collected by hooks."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        for layer in self.layers:
+            layer.register_forward_hook(lambda module, args, output: _SEEN.append(output * args[0]))
+            layer.inner.register_forward_hook(lambda module, args, output: _SEEN.append(output.square()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        _SEEN.clear()
+        loss = super().training_step(batch, batch_idx)
+        assert len(_SEEN) == 8
+        return loss + sum(tensor.square().mean() for tensor in _SEEN)
+
+
+class Auxiliary(Model):
+    """A part of each block keeps a loss as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        for layer in self.layers:
+            layer.inner = _Penalised(WIDTH, 2 * WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + sum(module.aux for module in self.modules() if isinstance(module, _Penalised))
+
+
+class _Penalised(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.aux = y.square().mean()
+        return y
+
+
+class Uneven(Model):
+    """The first block returns more than the others do, which all get it."""
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x, extra = self.embed(ids), None
+        for index, layer in enumerate(self.layers):
+            x = layer(x, extra)
+            if index == 0:
+                x, extra = x, x.mean(-1)
+        return self.norm(x)
+
+
+class Skip(Model):
+    """What was computed before the blocks is used by all of them and after them."""
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = first = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, first.mean(-1))
+        return self.norm(x) + first
+
+
+class Tied(Model):
+    """The head is the embedding's weight, without a module of its own."""
+
+    def logits(self, ids: Tensor) -> Tensor:
+        return F.linear(self.hidden(ids), self.embed.weight) + self.head(self.hidden_of_none(ids))
+
+    def hidden_of_none(self, ids: Tensor) -> Tensor:
+        return F.one_hot(ids, WIDTH + 3)[..., :WIDTH].to(self.norm.weight.dtype)
+
+
+class Root(Model):
+    """Parameters of the root, used after the blocks; one of a block, used outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.scale = nn.Parameter(torch.full((), 1.5))
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        return super().hidden(ids) * self.scale + self.layers[0].norm.bias
+
+
+class InPlace(Model):
+    """Outputs of blocks are changed in place, at the border of stages and elsewhere, and used again."""
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x, kept = self.embed(ids), []
+        for layer in self.layers:
+            x = layer(x)
+            kept.append(x)
+            x += 0.5
+        return self.norm(x) + kept[0] * 0.1
+
+
+class Decides(Model):
+    """Python decides by the value of an early output."""
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index == 0:
+                size = float(x.detach().abs().sum().item() > 0)
+        return self.norm(x) * (1.0 + size)
+
+
+MODELS: dict[str, Any] = {
+    kind.__name__: kind for kind in (Deep, LongSkip, Hooked, Auxiliary, Uneven, Skip, Tied, Root, InPlace, Decides)
+}
+FIRST = {"LongSkip": ("embed", "joins")}
+
+
+def compared(name: str, schedule: str) -> tuple[float, float, float]:
+    """Worst error of two losses, of a gradient, and of the loss in evaluation, on this rank."""
+    kind = MODELS[name]
+    batches = [make_batch(8, 6, 0), make_batch(7, 5, 1)]
+    losses, gradients = reference(build(kind), *batches)
+    model = build(kind)
+    engine = engine_of(model, schedule, 4, plan_of(model, first=FIRST.get(name, ("embed",))))
+    found = [train(engine, batch) for batch in batches]
+    with torch.no_grad(), engine.evaluating():
+        evaluated = [engine.relay(lambda: model.training_step(batches[0], 0), "step") for _ in range(2)]
+    return (
+        max(abs(float(a - b)) for a, b in zip(found, losses, strict=True)),
+        worst_gradient(model, engine, gradients),
+        max(abs(float(a - losses[0])) for a in evaluated),
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
+@pytest.mark.parametrize("name", [*MODELS])
+def test_values_reach_the_stage_that_uses_them(ranks: Ranks, name: str, schedule: str) -> None:
+    for errors in ranks(compared, 2, name, schedule, timeout=60):
+        assert max(errors) < 2e-6

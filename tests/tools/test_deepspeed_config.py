@@ -1,0 +1,630 @@
+"""A DeepSpeed JSON becomes native configuration, and every key of it is accounted for."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from tests.command.project import environment
+from trainwright.command.cli import main
+from trainwright.command.schema.compose import Composition, compose_checked
+from trainwright.core.processes import machine
+from trainwright.launch.checks import validate
+from trainwright.strategies.compose.world import Surroundings
+from trainwright.tools.deepspeed.document import BEGIN, END, markdown_table, with_table
+from trainwright.tools.deepspeed.expand import not_expanded
+from trainwright.tools.deepspeed.key import KINDS, STATUSES
+from trainwright.tools.deepspeed.optimizers import OWN, TORCH
+from trainwright.tools.deepspeed.reading import read
+from trainwright.tools.deepspeed.recipe import Recipe, recipe_of
+from trainwright.tools.deepspeed.report import Line, Report
+from trainwright.tools.deepspeed.table import TABLE, key_of, names_within
+from trainwright.tools.deepspeed.translate import translate
+from trainwright.tools.deepspeed.typed import hydra_value
+
+SCHEDULES = "trainwright.callbacks.schedule.schedules"
+ROOT = Path(__file__).parents[2]
+FILES = sorted((Path(__file__).parent / "deepspeed_configs").glob("*.json"))
+DOCUMENTED = (Path(__file__).parent / "deepspeed_configs" / "documented_keys.txt").read_text().split()
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
+
+
+GPT = Recipe(
+    name="gpt",
+    world_size=2,
+    micro_batch_size=4,
+    global_batch_size=32,
+    optimizer={
+        "_target_": "torch.optim.AdamW",
+        "_partial_": True,
+        "lr": 0.004,
+        "betas": [0.9, 0.95],
+        "weight_decay": 0.1,
+    },
+    own_optimizer_keys=frozenset({"_target_", "_partial_", "lr", "weight_decay"}),
+    max_steps=500,
+    warmup_steps=20,
+    gradient_clip_val=1.0,
+)
+
+
+def composed(path: Path | str, *overrides: str) -> Composition:
+    """Compose gpt with a file on two ranks, unless overrides say otherwise."""
+    given = {text.split("=")[0] for text in overrides}
+    rest = [text for text in ("recipe=gpt", "devices=2") if text.split("=")[0] not in given]
+    return compose_checked([*rest, "strategy=deepspeed_json", f"strategy.path={path}", *overrides])
+
+
+def translated(
+    content: dict[str, Any] | Path, *overrides: str, recipe: Recipe | None = GPT
+) -> tuple[dict[str, Any], Report]:
+    """Translate without composing: native keys with their values, what was typed included, and the report."""
+    path = content if isinstance(content, Path) else Path("ds_config.json")
+    if isinstance(content, dict):
+        path.write_text(json.dumps(content))
+    report, problems = translate(read(path), recipe, overrides)
+    assert not problems, problems
+    parsed = [OverridesParser.create().parse_override(text) for text in [*report.overrides, *overrides]]
+    return {each.get_key_element().lstrip("+"): each.value() for each in parsed}, report
+
+
+def line_of(report: Report, key: str) -> Line:
+    [line] = [line for line in report.lines if line.key == key]
+    return line
+
+
+def leaves(tree: dict[str, Any], above: str = "") -> set[str]:
+    found: set[str] = set()
+    for name, value in tree.items():
+        path = f"{above}.{name}" if above else name
+        is_section = isinstance(value, dict) and bool(value) and bool(names_within(path.split(".")))
+        found |= leaves(value, path) if is_section else {path}
+    return found
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def test_every_documented_key_is_in_the_table() -> None:
+    assert len(DOCUMENTED) > 400
+    assert [path for path in DOCUMENTED if key_of(path.split(".")) is None] == []
+
+
+def test_every_key_says_what_becomes_of_it() -> None:
+    for key in TABLE:
+        assert key.status in STATUSES, key
+        assert key.kind in KINDS, key
+        assert key.becomes or key.note, f"{key}: without native configuration it needs a note"
+        assert key.status == "mapped" or key.note, f"{key}: how does it differ, or why is it not there?"
+        assert key.status == "unsupported" or not key.stops, key
+        assert not key.switch or key_of(key.switch.split(".")) is not None, f"{key}: there is no such switch"
+        assert not key.note or key.note.endswith("."), key
+    assert len({key.path for key in TABLE}) == len(TABLE)
+
+
+def test_the_documentation_has_the_table() -> None:
+    text = (ROOT / "docs" / "deepspeed.md").read_text()
+    how = "python -m trainwright.tools.deepspeed.document docs/deepspeed.md"
+    assert text == with_table(text), f"type {how}"
+    between = text.split(BEGIN)[1].split(END)[0]
+    assert between.strip() == markdown_table()
+
+
+def test_every_key_alone_is_accounted_for() -> None:
+    # Each key of the table by itself, with a value of its kind that changes something.
+    kinds = {"bool": True, "text": "x", "list": [1], "mapping": {"a": 1}}
+    for key in TABLE:
+        path = key.path.replace("*", "mine")
+        value: Any = next((word for word in key.words if word not in key.harmless), kinds.get(key.kind, 1))
+        tree: dict[str, Any] = {}
+        for name in filter(None, (key.switch, key.path)):
+            node, *parts = tree, *name.replace("*", "mine").split(".")
+            for part in parts[:-1]:
+                node = node.setdefault(part, {})
+            node[parts[-1]] = value if name == key.path else True
+        Path("one.json").write_text(json.dumps(tree))
+        given = read("one.json")
+        assert not given.problems, (key, given.problems)
+        assert given.keys[path] == key
+        report, _ = translate(given, GPT)
+        line = line_of(report, path)
+        assert line.note or line.becomes or line.status == "mapped", line
+
+
+# ---- whole files ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_reports_are_complete(file: Path) -> None:
+    result = composed(file, f"recipe={'moe' if file.stem == 'moe' else 'gpt'}")
+    report = result.import_report
+    assert report is not None
+    assert {line.key for line in report.lines} == leaves(json.loads(file.read_text()))
+    assert len({line.key for line in report.lines}) == len(report.lines)
+    assert {text for line in report.lines for text in line.becomes} <= set(report.overrides)
+    if file.stem == "methods":
+        assert {line.key.split(".")[0] for line in report.stopping} == {
+            *("optimizer", "sparse_attention", "curriculum_learning", "elasticity", "compression_training")
+        }
+        assert len(result.problems) == len(report.stopping)
+        shown = report.to_text() + json.dumps(report.to_dict()) + " ".join(report.overrides)
+        assert "do-not-show-me" not in shown
+        return
+    assert not result.problems
+    assert result.cfg is not None
+    assert validate.validate(_in(result.cfg), Surroundings()) == []
+
+
+def _in(cfg: DictConfig) -> DictConfig:
+    cfg.run_dir = "run"
+    return cfg
+
+
+def test_the_recipe_is_read() -> None:
+    cfg = compose_checked(["recipe=gpt", "devices=2"]).cfg
+    assert cfg is not None
+    assert recipe_of(cfg, compose_checked(["recipe=gpt", "optimizer=adagrad"]).cfg) == GPT
+
+
+def test_equals_the_explicit_configuration() -> None:
+    cfg = composed(FILES[0].with_name("zero2_offload_cpu.json")).cfg
+    assert cfg is not None
+    explicit = compose_checked(
+        [
+            "recipe=gpt",
+            "devices=2",
+            "strategy=zero2",
+            "strategy.offload=optimizer",
+            "strategy.bucket_mib=762.939",
+            "precision=32",
+            "micro_batch_size=4",
+            "global_batch_size=null",
+            "accumulation=fixed",
+            "accumulation.steps=2",
+            "optimizer.lr=3e-5",
+            "optimizer.betas=[0.8,0.999]",
+            "+optimizer.eps=1e-8",
+            "optimizer.weight_decay=3e-7",
+            "trainer.gradient_clip_algorithm=norm",
+            "trainer.log_every_n_steps=2000",
+            "+callbacks.learning_rate_schedule="
+            "{_target_:trainwright.callbacks.schedule.learning_rate_schedule.LearningRateSchedule,"
+            "schedule:{_target_:trainwright.callbacks.schedule.schedules.Warmup,warmup_steps:500,lowest:0,highest:3e-5}}",
+        ]
+    )
+    assert explicit.problems == []
+    assert explicit.cfg is not None
+    cfg.deepspeed_json = None
+    assert OmegaConf.to_container(cfg, resolve=True) == OmegaConf.to_container(explicit.cfg, resolve=True)
+
+
+# ---- keys that decide something -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"zero_optimization": {"stage": 0}}, {"strategy": "ddp"}),
+        ({}, {"strategy": "ddp"}),
+        ({"zero_optimization": True}, {"strategy": "zero1"}),
+        (
+            {"zero_optimization": {"stage": 2, "cpu_offload": True, "ignore_unused_parameters": True}},
+            {"strategy": "zero2", "strategy.offload": "optimizer", "strategy.find_unused_parameters": True},
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            {"strategy": "zero3", "strategy.offload": "parameters"},
+        ),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, {"strategy.shard": 2, "strategy.replicate": -1}),
+        ({"bf16": {"enabled": True}}, {"precision": "bf16-mixed"}),
+        ({"bfloat16": {"enabled": True}}, {"precision": "bf16-mixed"}),
+        ({"fp16": {"enabled": False}}, {"precision": "32"}),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+            {"precision": "bf16-true"},
+        ),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 128, "min_loss_scale": 4}},
+            {"precision": "16-mixed", "trainer.loss_scale.initial": 128.0, "trainer.loss_scale.fixed": True},
+        ),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 8, "min_loss_scale": 2}},
+            {
+                "trainer.loss_scale.initial": 256.0,
+                "trainer.loss_scale.least": 2.0,
+                "trainer.loss_scale.growth_interval": 1000,
+            },
+        ),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, {"precision": "16-mixed"}),
+        ({"amp": {"enabled": True, "opt_level": "O0"}}, {"precision": "32"}),
+        ({"gradient_clipping": 0}, {"trainer.gradient_clip_val": None}),
+        ({"communication_data_type": "fp16"}, {"compression": "fp16"}),
+        (
+            {"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True}},
+            {
+                "strategy": "hybrid",
+                "strategy.tensor": 2,
+                "strategy.loss_parallel": True,
+                "strategy.stage": 1,
+                "strategy.shard": 1,
+                "strategy.replicate": -1,
+            },
+        ),
+        (
+            {"sequence_parallel_size": 2, "zero_optimization": {"stage": 3}},
+            {"strategy": "hybrid", "strategy.context": 2, "strategy.attention": "ulysses", "strategy.stage": 3},
+        ),
+        ({"expert_parallel": {"enabled": False, "autoep_size": 2}}, {"strategy": "ddp"}),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, {"strategy.expert": 2, "strategy.stage": 1}),
+        ({"pipeline": {"stages": "auto"}}, {"strategy": "ddp"}),
+        (
+            {"optimizer": {"type": "Adam"}},
+            {
+                "optimizer": "adamw",
+                "optimizer._target_": "torch.optim.AdamW",
+                "optimizer.lr": 0.001,
+                "optimizer.betas": [0.9, 0.999],
+                "optimizer.eps": 1e-8,
+                "optimizer.weight_decay": 0.0,
+            },
+        ),
+        ({"optimizer": {"type": "adam", "params": {"adam_w_mode": False}}}, {"optimizer._target_": "torch.optim.Adam"}),
+        (
+            {"optimizer": {"type": "RMSprop", "params": {"alpha": 0.9}}},
+            {"optimizer": "sgd", "optimizer._target_": "torch.optim.RMSprop", "optimizer.alpha": 0.9},
+        ),
+        (
+            {"optimizer": {"type": "OneBitAdam"}},
+            {"optimizer": "adamw", "compression": "onebit", "compression.warmup_steps": 100000},
+        ),
+        ({"checkpoint": {"writer": {"decoupled": True}}}, {"checkpoint": "async"}),
+        ({"steps_per_print": 7}, {"trainer.log_every_n_steps": 7}),
+        ({"comms_logger": {"enabled": True}}, {"monitor": "communication"}),
+        ({"compile": {"deepcompile": True}}, {"strategy.compile": True}),
+        ({"pipeline": {"activation_checkpoint_interval": 2}}, {"strategy.activation_checkpointing": "full"}),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": [1, 2]}}},
+            {
+                "callbacks.learning_rate_schedule.schedule._target_": f"{SCHEDULES}.OneCycle",
+                "callbacks.learning_rate_schedule.schedule.lowest": 0.1,
+                "callbacks.learning_rate_schedule.schedule.highest": [1, 2],
+            },
+        ),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}},
+            {"callbacks.learning_rate_schedule.schedule.highest": 0.001},
+        ),
+    ],
+    ids=lambda value: json.dumps(value)[:50],
+)
+def test_becomes(content: dict[str, Any], expected: dict[str, Any]) -> None:
+    native, report = translated(content)
+    assert {line.key for line in report.lines} == leaves(content)
+    assert {key: native.get(key, "not there") for key in expected} == expected
+    assert ("strategy.offload" in native) == ("offload" in json.dumps(content))
+
+
+def test_pipelines_are_filled_by_accumulated_micro_batches() -> None:
+    content = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "pipeline": {"stages": 2}}
+    native, _ = translated(content, recipe=replace(GPT, world_size=4))
+    assert (native["micro_batch_size"], native["global_batch_size"], native["strategy.micro_batches"]) == (12, 24, 6)
+    assert (native["strategy.pipeline"], native["strategy.shard"], native["strategy.replicate"]) == (2, 1, -1)
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "accumulation", "expected"),
+    [
+        (16, 2, 4, {"global_batch_size": 16, "micro_batch_size": 2}),
+        (16, None, 4, {"global_batch_size": 16, "micro_batch_size": 2}),
+        (16, 2, None, {"global_batch_size": 16, "micro_batch_size": 2}),
+        (16, None, None, {"global_batch_size": 16, "micro_batch_size": 8}),
+        (16, "auto", "auto", {"global_batch_size": 16}),
+        (16, "auto", 4, {"global_batch_size": 16, "micro_batch_size": 2}),
+        (None, 2, 4, {"micro_batch_size": 2, "accumulation.steps": 4, "global_batch_size": None}),
+        (None, 2, None, {"micro_batch_size": 2, "accumulation.steps": 1, "global_batch_size": None}),
+        ("auto", 2, None, {"micro_batch_size": 2}),
+        ("auto", "auto", "auto", {}),
+        ("auto", "auto", 2, {"accumulation.steps": 2, "global_batch_size": None}),
+        (None, None, None, {}),
+    ],
+)
+def test_batch_sizes(train: Any, micro: Any, accumulation: Any, expected: dict[str, Any]) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    given = zip(names, (train, micro, accumulation), strict=True)
+    native, _ = translated({name: size for name, size in given if size is not None})
+    found = {
+        key: native[key] for key in ("global_batch_size", "micro_batch_size", "accumulation.steps") if key in native
+    }
+    assert found == expected
+    assert native.get("accumulation") == ("fixed" if "accumulation.steps" in expected else None)
+
+
+def test_auto_is_taken_from_the_recipe_and_what_is_typed() -> None:
+    file = FILES[0].with_name("hugging_face_auto.json")
+    result = composed(file, "precision=bf16-mixed", "optimizer.lr=0.01", "max_steps=70")
+    assert result.problems == []
+    assert result.cfg is not None
+    assert result.import_report is not None
+    schedule = result.cfg.callbacks.learning_rate_schedule.schedule
+    assert (schedule.total_steps, schedule.warmup_steps, schedule.highest) == (70, 20, 0.01)
+    assert result.cfg.optimizer == {**GPT.optimizer, "lr": 0.01, "eps": 1e-8}
+    assert result.cfg.precision == "bf16-mixed"
+    assert line_of(result.import_report, "fp16.enabled").status == "mapped"
+    assert result.cfg.trainer.loss_scale.growth_interval == 2000
+    with pytest.raises(AssertionError, match=r"total_num_steps is .auto., but the recipe .*gpt.* does not say"):
+        translated(file, recipe=replace(GPT, max_steps=None))
+
+
+def test_what_is_typed_wins_and_the_report_says_so() -> None:
+    native, report = translated(
+        {
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "optimizer": {"type": "Lamb", "params": {"lr": 0.1}},
+            "bf16": {"enabled": True},
+            "train_batch_size": 32,
+            "train_micro_batch_size_per_gpu": 3,
+        },
+        *("precision=32", "optimizer=sgd", "strategy.offload=none", "global_batch_size=12"),
+    )
+    assert (native["precision"], native["strategy.offload"], native["global_batch_size"]) == (32, "none", 12)
+    assert (native["micro_batch_size"], native["optimizer"]) == (3, "sgd")
+    assert line_of(report, "bf16.enabled").typed == ("precision=32",)
+    assert line_of(report, "optimizer.type").typed == ("optimizer=sgd",)
+    assert line_of(report, "train_batch_size").typed == ("global_batch_size=12",)
+    assert report.stopping == []
+    assert "on the command line: strategy.offload=none" in report.to_text()
+    assert not any(text.startswith(("precision", "strategy.offload", "global", "optim")) for text in report.overrides)
+
+
+def test_typed_axes_make_the_layout_hybrid() -> None:
+    native, _ = translated({"zero_optimization": {"stage": 1}}, "strategy.tensor=2")
+    assert (native["strategy"], native["strategy.tensor"], native["strategy.stage"]) == ("hybrid", 2, 1)
+
+
+def test_modules_with_their_own_optimizer_keep_it() -> None:
+    content = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "train_batch_size": 8}
+    native, report = translated(content, recipe=replace(GPT, takes_optimizer=False))
+    assert not any(key.startswith("optimizer") for key in native)
+    for key in ("optimizer.type", "optimizer.params.lr"):
+        line = line_of(report, key)
+        assert (line.status, line.becomes, line.stops) == ("unsupported", (), False)
+        assert "configures its own optimizer" in line.note
+
+
+def test_arguments_of_the_recipes_optimizer_do_not_stay() -> None:
+    Path("a.json").write_text('{"optimizer": {"type": "AdamW"}}')
+    result = composed("a.json", "recipe=linear_regression")
+    assert result.cfg is not None
+    assert set(result.cfg.optimizer) == {"_target_", "_partial_", "lr", "betas", "eps", "weight_decay"}
+
+
+def test_what_does_not_fit_together_is_said() -> None:
+    scaled = {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 9}}, "fp16": {"enabled": True}}
+    native, report = translated(scaled)
+    assert "compression" not in native
+    assert "precision=bf16-mixed" in line_of(report, "optimizer.params.freeze_step").note
+    assert translated(scaled, "precision=bf16-mixed")[0]["compression.warmup_steps"] == 9
+    _, report = translated({"communication_data_type": "bf16", "zero_optimization": {"stage": 2}})
+    assert line_of(report, "communication_data_type").status == "unsupported"
+    _, report = translated({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}})
+    assert line_of(report, "zero_optimization.offload_param.device").status == "unsupported"
+    assert translated({"communication_data_type": "bf16"}, recipe=replace(GPT, world_size=1))[0].keys() == {"strategy"}
+
+
+# ---- refused --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ('{"zero_optimisation": {}}', ["zero_optimisation is no key", "did you mean zero_optimization?"]),
+        ('{"zero_optimization": {"stge": 1}}', ["zero_optimization.stge", "did you mean stage?"]),
+        ('{"stage": 1}', ["did you mean zero_optimization.stage?"]),
+        ('{"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}', ["did you mean device?"]),
+        ('{"optimizer": {"type": "Adam", "params": {"betta": 1}}}', ["did you mean betas?"]),
+        ('{"optimizer": {"type": "SGD", "params": {"betas": [1, 2]}}}', ["SGD takes no such argument", "momentum"]),
+        ('{"optimizer": {"type": "Adamm"}}', ["did you mean Adam"]),
+        ('{"scheduler": {"type": "WarmupL"}}', ["did you mean WarmupLR?"]),
+        ('{"scheduler": {"type": "WarmupDecayLR"}}', ["scheduler.params.total_num_steps"]),
+        ('{"train_batch_size": "32"}', ["a whole number, without quotes"]),
+        ('{"fp16": {"enabled": "true"}}', ["true or false, without quotes"]),
+        ('{"fp16": true}', ["fp16 is true, but a section"]),
+        ('{"train_batch_size": 1.5}', ["1.5", "a whole number"]),
+        ('{"zero_optimization": {"stage": 4}}', ["zero_optimization.stage is 4", "0, 1, 2, 3"]),
+        ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', ["fp16.enabled and bf16.enabled"]),
+        ('{"zero_optimization": {"stage": "auto"}}', ['"auto", which nobody fills in']),
+        ('{"gradient_clipping": -1}', ["at least 0"]),
+        ('{"train_batch_size": 0}', ["at least 1"]),
+        ('{"tensor_parallel": {"autotp_size": 3}}', ["does not divide the 2 rank(s)", "devices="]),
+        ('{"fp16": {}, "fp16": {}}', ["'fp16' is given twice"]),
+        ('{"fp16": {}, // a comment\n}', ["is not JSON", "comments"]),
+        ('{"gradient_clipping": NaN}', ["is not JSON", "NaN"]),
+        ('{"gradient_clipping": 1e999}', ["gradient_clipping", "a number"]),
+        ("[1]", ["a list, not a mapping"]),
+        (
+            '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}',
+            ["32", "4 (train_micro_batch_size_per_gpu) x 2 (gradient_accumulation_steps) x 2", "16", "4 data ranks"],
+        ),
+        ('{"train_batch_size": 33, "train_micro_batch_size_per_gpu": 4}', ["33", "a multiple of 8"]),
+    ],
+)
+def test_refused(text: str, parts: list[str]) -> None:
+    Path("wrong.json").write_text(text)
+    _, problems = translate(read("wrong.json"), GPT)
+    assert len(problems) == 1, problems
+    for part in ["wrong.json", *parts]:
+        assert part in problems[0], problems[0]
+
+
+def test_all_problems_are_said_at_once() -> None:
+    Path("wrong.json").write_text(
+        '{"stge": 1, "fp16": {"enabled": 1}, "train_batch_size": 33, "gradient_clipping": -2, '
+        '"gradient_allreduce_op": "sum"}'
+    )
+    problems = composed("wrong.json", "max_stepps=3").problems
+    for part in (
+        "stge",
+        "fp16.enabled",
+        "train_batch_size is 33",
+        "gradient_clipping is -2",
+        "never summed",
+        "max_step",
+    ):
+        assert any(part in problem for problem in problems), part
+
+
+def test_nothing_but_the_file_is_read() -> None:
+    Path("wrong.json").write_text('{"tensorboard": {"enabled": true, "job_name": "${oc.env:HOME}"}}')
+    [problem] = read("wrong.json").problems
+    assert "refers to something else" in problem
+    for path in ("none.json", "."):
+        [problem] = read(path).problems
+        assert "cannot be read" in problem
+
+
+def test_without_a_path_nothing_is_expanded() -> None:
+    cfg = compose_checked(["recipe=gpt", "strategy=deepspeed_json"]).cfg
+    assert cfg is not None
+    assert any("strategy.path has no value" in problem for problem in validate.validate(_in(cfg), Surroundings()))
+    with pytest.raises(ValueError, match=r"strategy\.path=<ds_config\.json>"):
+        not_expanded(path=None)
+
+
+# ---- the verb -------------------------------------------------------------------------------------------------------
+
+
+def test_import_writes_a_recipe_that_composes_to_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    file = FILES[0].with_name("zero1.json")
+    typed = ["recipe=gpt", "devices=2", "module.warmup_steps=3", "precision=bf16-mixed"]
+    assert main(["import-deepspeed", str(file), *typed, "--out", "conf/recipe/mine.yaml", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["counts"]["unsupported"] == 0
+    assert len(document["keys"]) == 25
+    written = compose_checked(["recipe=mine"], "conf")
+    assert written.problems == []
+    assert written.cfg is not None
+    cfg = composed(file, *typed).cfg
+    assert cfg is not None
+    cfg.deepspeed_json, cfg.name = None, "mine"
+    assert OmegaConf.to_container(written.cfg) == OmegaConf.to_container(cfg)
+
+
+def test_import_without_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    content = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "sparse_attention": {"mode": "fixed"}}
+    Path("a.json").write_text(json.dumps(content))
+    words = ["import-deepspeed", "a.json", "--out", "conf/recipe/ds.yaml"]
+    assert main(words) == 0
+    assert "sparse_attention.mode" in capsys.readouterr().out
+    mine = "# @package _global_\n# Mine.\ndefaults:\n  - gpt\n  - ds\n  - _self_\nname: mine\n"
+    Path("conf/recipe/mine.yaml").write_text(mine)
+    cfg = compose_checked(["recipe=mine"], "conf").cfg
+    assert cfg is not None
+    assert (cfg.global_batch_size, cfg.micro_batch_size) == (32, 4)
+    assert main(words) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    content = {"train_batch_size": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    Path("auto.json").write_text(json.dumps(content))
+    assert main(["import-deepspeed", "auto.json"]) == 2
+    err = capsys.readouterr().err
+    assert "2 problems" in err
+    assert "recipe=<name>" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([], "usage: trainwright import-deepspeed"),
+        (["--help"], "usage: trainwright import-deepspeed"),
+        (["recipe=gpt"], "no file was given"),
+        (["a.json", "b.json"], "one file at a time"),
+        (["a.json", "--jsn"], "did you mean --json?"),
+        (["a.json", "--out", "conf.json"], "cannot be read"),
+    ],
+)
+def test_the_verb_is_refused(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-deepspeed", *words]) == (0 if words == ["--help"] else 2)
+    captured = capsys.readouterr()
+    assert part in captured.out + captured.err
+
+
+# ---- against torch --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "known"), [*OWN.items(), *TORCH.items()], ids=lambda value: str(value)[:12])
+def test_optimizers_take_what_is_written(name: str, known: Any) -> None:
+    for key in known.allowed:
+        assert key_of(["optimizer", "params", key]) is not None, key
+    if not known.target:
+        return
+    cls = getattr(torch.optim, known.target.rsplit(".", 1)[1])
+    parameters = inspect.signature(cls.__init__).parameters
+    assert {*known.defaults, *known.more} <= set(parameters)
+    # Whatever the choice of the group has is written over.
+    choice = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{known.group}.yaml")
+    assert {str(key) for key in choice} - {"_target_", "_partial_"} <= set(known.defaults)
+    if name in TORCH:
+        assert {key: list(d) if isinstance(d := parameters[key].default, tuple) else d for key in known.defaults} == (
+            known.defaults
+        )
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 3, 1e-8, [0.9, 0.95], "plain", "a b", "it's", "a\\", "${x}", "null", {"a": "b'c"}]
+)
+def test_values_are_typed_so_that_hydra_reads_them_back(value: Any) -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    assert OverridesParser.create().parse_override(f"a={hydra_value(value)}").value() == value
+
+
+# ---- a whole command ------------------------------------------------------------------------------------------------
+
+
+def test_trains_as_the_explicit_configuration_does() -> None:
+    file = FILES[0].with_name("fp16_warmup.json")
+    script = Path("both.py")
+    script.write_text(
+        "from trainwright.command.cli import main\n"
+        "words = ['fit', 'recipe=digits', 'accelerator=cpu', 'max_steps=2', 'logger=csv', 'checkpoint=none',\n"
+        "         'trainer.log_every_n_steps=1', 'trainer.limit_val_batches=0', 'module.channels=4']\n"
+        f"json = ['strategy=deepspeed_json', 'strategy.path={file}', 'run_dir=json']\n"
+        "explicit = ['strategy=ddp', 'precision=16-mixed', 'trainer.loss_scale.initial=32768',\n"
+        "            'trainer.loss_scale.growth_interval=500', 'trainer.loss_scale.least=1', 'global_batch_size=64',\n"
+        "            'micro_batch_size=8', 'optimizer.lr=0.001', 'optimizer.betas=[0.8,0.999]',\n"
+        "            '+optimizer.eps=1e-8', 'optimizer.weight_decay=3e-7', 'trainer.gradient_clip_val=1.0',\n"
+        "            'run_dir=explicit',\n"
+        "            '+callbacks.r={_target_:trainwright.callbacks.schedule.learning_rate_schedule.'\n"
+        "            'LearningRateSchedule,'\n"
+        "            'schedule:{_target_:trainwright.callbacks.schedule.schedules.Warmup,highest:0.001}}']\n"
+        "raise SystemExit(main(words + json) or main(words + explicit))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment(), timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "fp16.hysteresis = 2" in done.stdout
+    losses = []
+    for run_dir in ("json", "explicit"):
+        with Path(run_dir, "metrics.csv").open() as rows:
+            losses.append([row["train_loss"] for row in csv.DictReader(rows) if row["train_loss"]])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2
+    cfg = OmegaConf.load("json/config.yaml")
+    assert (cfg.strategy._target_, cfg.trainer.loss_scale.initial) == (
+        "trainwright.strategies.data.ddp.DDPStrategy",
+        32768.0,
+    )
+    assert json.loads(Path("json/deepspeed_import.json").read_text())["counts"]["mapped"] > 10
