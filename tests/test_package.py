@@ -93,40 +93,27 @@ def layer_of(module: str) -> str:
 
 
 @cache
-def imports(module: str, at_load_only: bool = False) -> frozenset[str]:
-    """Modules of this project that ``module`` imports.
-
-    Args:
-        at_load_only: leave out those inside functions and those for types alone.
-    """
+def imports(module: str) -> frozenset[str]:
+    """Modules of this project that ``module`` imports: at load, inside functions, and for types alone."""
     found: set[str] = set()
-    _Imports(found, at_load_only).visit(ast.parse(modules()[module].read_text()))
+    for node in ast.walk(ast.parse(modules()[module].read_text())):
+        found |= imported_by(node)
     return frozenset(found)
 
 
-class _Imports(ast.NodeVisitor):
-    def __init__(self, found: set[str], at_load_only: bool) -> None:
-        self.found = found
-        self.at_load_only = at_load_only
-
-    def visit_If(self, node: ast.If) -> None:
-        if not (self.at_load_only and "TYPE_CHECKING" in ast.unparse(node.test)):
-            self.generic_visit(node)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        if not self.at_load_only:
-            self.generic_visit(node)
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def visit_Import(self, node: ast.Import) -> None:
-        self.found.update(alias.name for alias in node.names if alias.name.split(".")[0] == "trainwright")
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        if node.level == 0 and node.module and node.module.split(".")[0] == "trainwright":
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            submodules = names & modules().keys()
-            self.found.update(submodules if len(submodules) == len(names) else submodules | {node.module})
+def imported_by(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names if alias.name.split(".")[0] == "trainwright"}
+    if (
+        isinstance(node, ast.ImportFrom)
+        and node.level == 0
+        and node.module
+        and node.module.split(".")[0] == "trainwright"
+    ):
+        names = {f"{node.module}.{alias.name}" for alias in node.names}
+        submodules = names & modules().keys()
+        return submodules if len(submodules) == len(names) else submodules | {node.module}
+    return set()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -263,7 +250,7 @@ def test_no_import_circles():
         assert module not in path, "circle: " + " -> ".join([*path[path.index(module) :], module])
         if module in done or module not in modules():
             return
-        for name in imports(module, at_load_only=True):
+        for name in imports(module):
             walk(name, (*path, module))
         done.add(module)
 
@@ -271,14 +258,10 @@ def test_no_import_circles():
         walk(module, ())
 
 
-def test_arrows_are_seen(tmp_path):
-    """The checks above must see each form of import."""
-    found: set[str] = set()
-    source = (
-        "import trainwright.core.global_batch\nfrom trainwright.core import layout\ndef f():\n    import trainwright"
-    )
-    _Imports(found, at_load_only=False).visit(ast.parse(source))
-    assert found == {"trainwright.core.global_batch", "trainwright.core.layout", "trainwright"}
+def test_each_form_of_import_is_seen():
+    source = "import trainwright.core.layout\nfrom trainwright.core import tools\ndef f():\n    import trainwright"
+    seen = set().union(*(imported_by(node) for node in ast.walk(ast.parse(source))))
+    assert seen == {"trainwright.core.layout", "trainwright.core.tools", "trainwright"}
 
 
 @pytest.mark.parametrize("module", sorted(LIGHT))

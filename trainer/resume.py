@@ -35,12 +35,12 @@ from trainwright.core.run.run_directory import CHECKPOINTS
 from trainwright.core.text.bounded import ContentError, natural, understood
 
 if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.trainer.contract import RunTrainer
 
 T = TypeVar("T")
 
 
-def look_in(trainer: Trainer, folders: Sequence[str]) -> None:
+def look_in(trainer: RunTrainer, folders: Sequence[str]) -> None:
     """Let `ckpt_path="last"` and `"auto"` mean the checkpoints of other folders than those that the trainer saves in.
 
     Args:
@@ -58,9 +58,9 @@ class ResumeConnector(_CheckpointConnector):
         weights_only: as given to ``fit`` and its like; Lightning forgets it for strategies that restore late.
     """
 
-    trainer: Trainer
+    trainer: RunTrainer
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: RunTrainer) -> None:
         super().__init__(trainer)
         self.folders: Sequence[str] = ()
         self.weights_only: bool | None = None

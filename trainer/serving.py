@@ -9,10 +9,10 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.trainer.contract import RunTrainer
 
 
-def serve(trainer: Trainer, module: LightningModule) -> None:
+def serve(trainer: RunTrainer, module: LightningModule) -> None:
     """Take part in what the Trainer was asked for, on a rank whose strategy ``serves``.
 
     For ``fit`` the module and its optimizer are built by the user's own code, as on the other ranks; then the rank

@@ -6,13 +6,11 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import wraps
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.strategies import Strategy
@@ -23,9 +21,8 @@ from trainwright.callbacks.guard.copies import StateCopies
 from trainwright.callbacks.traffic.communication_advice import CommunicationAdvice
 from trainwright.checkpoint.exchange.groups import WorldGroup
 from trainwright.core.failures.uncaught import is_one_of_many, tell_uncaught
-from trainwright.core.global_batch import GlobalBatch, solve_accumulation
 from trainwright.core.processes.orphans import end_with_agent
-from trainwright.core.run.phases import SAVING, Phases
+from trainwright.core.run.phases import SAVING
 from trainwright.strategies.contract.precision import set_loss_scale
 from trainwright.strategies.contract.registry import strategy_names
 from trainwright.trainer.arguments import (
@@ -37,8 +34,8 @@ from trainwright.trainer.arguments import (
 )
 from trainwright.trainer.balance.balance import Balance, make_balance
 from trainwright.trainer.balance.options import BalanceArgument
+from trainwright.trainer.contract import RunTrainer
 from trainwright.trainer.data.data_connector import OrderedDataConnector
-from trainwright.trainer.data.epoch_order import seed_of_run
 from trainwright.trainer.data.partition import DataKey, resolve_data_key
 from trainwright.trainer.interruption import all_are_interrupted
 from trainwright.trainer.leases.batches import LeasedBatchSampler, SampleLeases
@@ -66,7 +63,7 @@ def _with_environment(init: _Init) -> _Init:
     return cast(_Init, with_environment)
 
 
-class Trainer(LightningTrainer):
+class Trainer(RunTrainer):
     """Trains a ``LightningModule`` on any layout of devices.
 
     Args:
@@ -149,8 +146,7 @@ class Trainer(LightningTrainer):
         LightningTrainer.__init__.__wrapped__(self, strategy=resolve_strategy(strategy, kwargs), **kwargs)  # type: ignore[attr-defined]
         self.global_batch_size = global_batch_size
         self.uneven_steps = uneven_steps
-        self.global_batch: GlobalBatch | None = None
-        self.settled_accumulation: int | None = None
+        self.global_batch = self.settled_accumulation = None
         self._data_seed = data_seed
         self.data_partition, self.data_key = data_partition, resolve_data_key(data_key)
         self.seed_samples, self.allow_changed_data = seed_samples, allow_changed_data
@@ -193,18 +189,6 @@ class Trainer(LightningTrainer):
         self._data_connector, self._signal_connector, self._checkpoint_connector = data, signals, checkpoints
 
     @property
-    def data_seed(self) -> int:
-        """Seed of the order of samples."""
-        return seed_of_run() if self._data_seed is None else self._data_seed
-
-    @property
-    def phases(self) -> Phases:
-        """What this rank is doing within a step, for those who watch."""
-        loop: Any = self.fit_loop.epoch_loop
-        phases: Phases = loop.phases
-        return phases
-
-    @property
     def reads_evenly(self) -> bool:
         """Whether ``training_step`` runs on a micro-batch of which every data rank has the same number of samples.
 
@@ -242,53 +226,6 @@ class Trainer(LightningTrainer):
             return found
         steps = math.ceil(leased.epoch_samples / self.global_batch.size) * max(self.max_epochs or 1, 1)
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
-
-    def settle_global_batch(self, micro_batch_size: int, data_ranks: int, deals_samples: bool = False) -> int:
-        """Fix the accumulation once the loader's batch size is known.
-
-        Args:
-            micro_batch_size: samples that one data rank reads at a time.
-            data_ranks: ranks that read different samples.
-            deals_samples: whether single samples are dealt, so that a micro-batch may be a smaller one.
-
-        Returns:
-            Micro-batches per optimizer step.
-
-        Raises:
-            ValueError: if ``global_batch_size`` cannot be made of such micro-batches.
-        """
-        if self.global_batch_size is not None:
-            uneven = self.uneven_steps and deals_samples
-            accumulation = solve_accumulation(self.global_batch_size, micro_batch_size, data_ranks, uneven)
-            self._refuse_unlike(accumulation, micro_batch_size)
-            self.accumulate_grad_batches = self.settled_accumulation = accumulation
-            self._refuse_manual_accumulation(micro_batch_size * data_ranks)
-        batch = GlobalBatch(micro_batch_size, self.accumulate_grad_batches, data_ranks)
-        if self.global_batch_size is not None and batch.size != self.global_batch_size:
-            batch = replace(batch, samples=self.global_batch_size)
-        self.global_batch = batch
-        return self.accumulate_grad_batches
-
-    def _refuse_unlike(self, accumulation: int, micro_batch_size: int) -> None:
-        if self.settled_accumulation not in (None, accumulation):
-            raise ValueError(
-                f"global_batch_size={self.global_batch_size} needs {self.settled_accumulation} accumulated "
-                f"micro-batches for one training loader and {accumulation} for another (batch_size={micro_batch_size}),"
-                " but all are read together. Give them the same batch_size, or leave global_batch_size out and set "
-                "accumulate_grad_batches."
-            )
-
-    def _refuse_manual_accumulation(self, wave_size: int) -> None:
-        if self.accumulate_grad_batches > 1 and not self.lightning_module.automatic_optimization:
-            raise ValueError(
-                f"global_batch_size={self.global_batch_size} needs {self.accumulate_grad_batches} accumulated "
-                "micro-batches, but the module optimizes manually and steps when it likes. "
-                f"Set global_batch_size={wave_size}, or leave it out and accumulate in training_step."
-            )
-
-    def agreement_group(self) -> dist.ProcessGroup:
-        """A gloo group of all ranks for agreements that must not wait for the collectives of training."""
-        return self._agreement_group.get()
 
     def _run(self, model: LightningModule, ckpt_path: Any = None, weights_only: bool | None = None) -> Any:
         self._all_interrupted = None

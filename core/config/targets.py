@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from trainwright.core.problems import did_you_mean
+
+_OWN = "trainwright"
 
 
 def targets_in(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -69,8 +72,19 @@ def problem_of_target(key: str, target: str) -> str | None:
     names = _top_level_names(spec)
     if names is None or not rest or rest[0] in names:
         return None
+    if parts[0] == _OWN and (places := _places_of(parts[-1])):
+        return f"{where}: {parts[-1]} has moved; type {key}._target_={' or '.join(places)}"
     defined = sorted(f"{module}.{name}" for name in names.defined if not name.startswith("_"))
     return f"{where}: {module} has no {rest[0]!r}; {did_you_mean(f'{module}.{rest[0]}', defined, 'it defines')}"
+
+
+def _places_of(name: str) -> list[str]:
+    """Dotted paths in this package of the classes and functions of a name, for those who know an older path."""
+    root = Path(__file__).parents[2]
+    pattern = re.compile(rf"^(?:class|def) {name}\b", re.MULTILINE)
+    files = (file for folder in sorted(root.iterdir()) for file in sorted(folder.rglob("*.py")))
+    found = (file for file in files if pattern.search(file.read_text(encoding="utf8")))
+    return [".".join((_OWN, *file.relative_to(root).with_suffix("").parts, name)) for file in found]
 
 
 @dataclass(frozen=True)

@@ -422,6 +422,8 @@ def test_targets_are_found_without_importing_them(tmp_path: Path, monkeypatch: p
     assert "did you mean loud.models.Model? it defines: loud.models.Model" in str(
         problem_of_target("module", "loud.models.Modle")
     )
+    moved = problem_of_target("strategy", "trainwright.strategies.zero.ZeroStrategy")
+    assert str(moved).endswith("type strategy._target_=trainwright.strategies.data.zero.ZeroStrategy")
     assert problem_of_target("optimizer", "torch.optim.AdamW") is None
     assert problem_of_target("module", "collections.OrderedDict") is None
     (package / "open.py").write_text("from os import *\n")

@@ -34,7 +34,7 @@ from trainwright.trainer.data.stream import StreamLoader, uses_stream
 from trainwright.trainer.leases.batches import LeasedBatchSampler, why_not_leased
 
 if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.trainer.contract import RunTrainer
 
 _EVALUATING = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 _ONLY_SINGLE_SAMPLES = (
@@ -46,9 +46,9 @@ _ONLY_SINGLE_SAMPLES = (
 class OrderedDataConnector(_DataConnector):
     """Deals samples to ranks in an order that does not depend on the layout, in place of Lightning's sampler."""
 
-    trainer: Trainer
+    trainer: RunTrainer
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: RunTrainer) -> None:
         super().__init__(trainer)
         self._given_back: dict[DataLoader[Any], Callable[[], None]] = {}
 
@@ -245,7 +245,7 @@ class OrderedDataConnector(_DataConnector):
         return int(getattr(self.trainer.strategy, "data_rank", self.trainer.global_rank))
 
 
-def _refuse_to_deal_batches(trainer: Trainer) -> None:
+def _refuse_to_deal_batches(trainer: RunTrainer) -> None:
     if trainer.data_partition != "interleave":
         raise ValueError(
             f"data_partition={trainer.data_partition!r} deals samples, but the training loader has a batch sampler of "

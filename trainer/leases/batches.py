@@ -24,7 +24,7 @@ from trainwright.trainer.leases.book import GUARANTEES, Lease
 from trainwright.trainer.leases.service import Address, LeaseDesk, LeaseService, listening_host
 
 if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.trainer.contract import RunTrainer
 
 # Where the first worker says how to reach its service.
 _STORE_KEY = "trainwright/leases/{}"
@@ -52,7 +52,7 @@ class SampleLeases:
         spent: whether the run has trained on as many samples as ``max_steps`` global batches have.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: RunTrainer) -> None:
         self._trainer = trainer
         self._service: LeaseService | None = None
         self._desk: LeaseDesk | None = None
@@ -349,7 +349,7 @@ class LeasedBatchSampler(RankBatchSampler):
         return step / own if own else float("inf")
 
 
-def why_not_leased(trainer: Trainer, ranks: int) -> str | None:
+def why_not_leased(trainer: RunTrainer, ranks: int) -> str | None:
     """Why the samples of a run cannot be leased as its Trainer is set; ``None``: they can.
 
     Args:

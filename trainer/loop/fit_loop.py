@@ -39,8 +39,8 @@ from trainwright.trainer.loop.epoch import LeanEpochLoop
 from trainwright.trainer.loop.remembered_logs import reset_metrics, shared_out, summed_up
 
 if TYPE_CHECKING:
+    from trainwright.trainer.contract import RunTrainer
     from trainwright.trainer.leases.batches import LeasedBatchSampler
-    from trainwright.trainer.trainer import Trainer
 
 MOST_LOGGED = 256
 """Data ranks of which a checkpoint holds what each has logged; of more it holds the sum (the greatest, the least)."""
@@ -56,10 +56,10 @@ class ResumableFitLoop(_FitLoop):
         max_epochs: as Lightning's.
     """
 
-    trainer: Trainer
+    trainer: RunTrainer
     epoch_loop: LeanEpochLoop
 
-    def __init__(self, trainer: Trainer, min_epochs: int | None, max_epochs: int | None) -> None:
+    def __init__(self, trainer: RunTrainer, min_epochs: int | None, max_epochs: int | None) -> None:
         super().__init__(trainer, min_epochs=min_epochs, max_epochs=max_epochs)
         self._loaded: Cursor | None = None
         self._pending = False
