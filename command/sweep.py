@@ -19,6 +19,7 @@ from trainwright.callbacks.inject.words import is_inject
 from trainwright.command.auto import Choice
 from trainwright.command.run import choose, launch, prepare
 from trainwright.command.schema.compose import compose_checked, config_loader, quote_paths
+from trainwright.command.schema.expansion import ImportReport, tell_import
 from trainwright.core.config.masking import masked_words
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
@@ -26,8 +27,6 @@ from trainwright.core.run.run_directory import command_words, timestamp
 from trainwright.core.tools import tool
 from trainwright.launch.engines.engines import starts_together, uses_engine
 from trainwright.launch.ranks.forkserver import start_forkserver
-from trainwright.tools.deepspeed.report import Report
-from trainwright.tools.deepspeed.tell import tell_import
 
 MULTIRUN = Path("multirun")
 
@@ -65,7 +64,7 @@ class _Composed:
 
     cfg: DictConfig
     choice: Choice | None
-    report: Report | None
+    report: ImportReport | None
 
 
 def expand(overrides: Sequence[str], config_dir: str | Path | None = None) -> list[Job]:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainwright.command.auto import lines_of
 from trainwright.command.run import RunResult, launch, plan, prepare
 from trainwright.command.schema.compose import compose_checked
+from trainwright.command.schema.expansion import tell_import
 from trainwright.core.config.masking import masked
 from trainwright.core.config.missing import resolved
 from trainwright.core.config.references import settled
@@ -25,7 +26,6 @@ from trainwright.core.run.run_directory import command_words
 from trainwright.core.tools import tool
 from trainwright.launch.engines.torchrun.external import agree
 from trainwright.strategies.compose.world import VERBS, Surroundings, closed_layout
-from trainwright.tools.deepspeed.tell import tell_import
 
 OK, FAILED, REFUSED = 0, 1, 2
 VERIFY, LAYOUT, PLAN, CHECKPOINT = "verify", "layout", "plan", "checkpoint"

@@ -13,6 +13,7 @@ _TOOLS = {
     "profile": "trainwright.tools.doctor.command:run_doctor_command",
     "import-deepspeed": "trainwright.tools.deepspeed.command:run_import_command",
     "verify": "trainwright.tools.verify.command:run_verify_command",
+    "expand": "trainwright.tools.deepspeed.expand:expand",
     "write_report": "trainwright.tools.report.ending:write_report",
 }
 
@@ -21,7 +22,7 @@ def tool(name: str) -> Any:
     """Return a tool: the function behind a verb, or one that several parts of the package call.
 
     Args:
-        name: a verb of its own folder, or ``"write_report"``.
+        name: a verb of its own folder, ``"expand"`` (of a DeepSpeed JSON) or ``"write_report"``.
     """
     module, _, function = _TOOLS[name].partition(":")
     return getattr(importlib.import_module(module), function)

@@ -9,41 +9,37 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 Rate = float | list[float]
 Shape = Literal["log", "linear"]
 SHAPES = ("log", "linear")
 
 
-class Schedule(Protocol):
-    """What a learning rate is to be."""
+class Schedule:
+    """Base of all schedules."""
 
     def rate(self, steps: int, base: float, group: int) -> float:
-        """Learning rate of the next optimizer step.
+        """Return the learning rate of the next optimizer step.
 
         Args:
             steps: optimizer steps that were made, 0 before the first.
             base: what the optimizer was made with.
             group: index of the parameter group.
         """
+        raise NotImplementedError
 
     def betas(self, steps: int, group: int) -> tuple[float, float] | None:
-        """Betas of the next optimizer step; `None` leaves them as they are."""
-
-    def lengths(self) -> list[int]:
-        """Numbers of parameter groups that lists of rates were given for."""
-
-
-@dataclass(frozen=True)
-class _WithoutBetas:
-    def betas(self, steps: int, group: int) -> tuple[float, float] | None:
-        """Betas stay as they are."""
+        """Return the betas of the next optimizer step; `None` leaves them as they are."""
         return None
 
+    def lengths(self) -> list[int]:
+        """Return the numbers of parameter groups that lists of rates were given for."""
+        return [len(value) for value in vars(self).values() if isinstance(value, list)]
+
 
 @dataclass(frozen=True)
-class Warmup(_WithoutBetas):
+class Warmup(Schedule):
     """From `lowest` to `highest` in `warmup_steps` steps, then constant.
 
     Args:
@@ -70,10 +66,6 @@ class Warmup(_WithoutBetas):
         high = base if self.highest is None else _of(self.highest, group)
         return low + (high - low) * self._part(steps)
 
-    def lengths(self) -> list[int]:
-        """See :class:`Schedule`."""
-        return _lengths(self.lowest, self.highest)
-
     def _part(self, steps: int) -> float:
         """Part of the way from lowest to highest."""
         return _warm(steps, self.warmup_steps, self.shape)
@@ -97,7 +89,7 @@ class WarmupDecay(Warmup):
 
 
 @dataclass(frozen=True)
-class WarmupCosine(_WithoutBetas):
+class WarmupCosine(Schedule):
     """From a part of the optimizer's own rate to all of it, then down along a cosine.
 
     Args:
@@ -131,13 +123,9 @@ class WarmupCosine(_WithoutBetas):
         height = (1 + math.cos(math.pi * way)) / 2
         return base * max(0.0, self.last_part + (1 - self.last_part) * height)
 
-    def lengths(self) -> list[int]:
-        """See :class:`Schedule`."""
-        return []
-
 
 @dataclass(frozen=True)
-class OneCycle:
+class OneCycle(Schedule):
     """Up from `lowest` to `highest` and down again, while momentum does the opposite; then decay (arXiv:1803.09820).
 
     Args:
@@ -198,10 +186,6 @@ class OneCycle:
             return high - (high - low) * self._height(steps), 0.99
         return high * (1 + self.momentum_decay * self._decays(steps)), 0.99
 
-    def lengths(self) -> list[int]:
-        """See :class:`Schedule`."""
-        return _lengths(self.lowest, self.highest, self.lowest_momentum, self.highest_momentum)
-
     @property
     def _down(self) -> float:
         return self.up_steps if self.down_steps is None else self.down_steps
@@ -223,7 +207,7 @@ class OneCycle:
 
 
 @dataclass(frozen=True)
-class RangeTest(_WithoutBetas):
+class RangeTest(Schedule):
     """From `lowest` up without end, to find the rate at which training diverges (arXiv:1506.01186, section 3.3).
 
     Args:
@@ -243,10 +227,6 @@ class RangeTest(_WithoutBetas):
         intervals = steps / self.every
         return _of(self.lowest, group) * (1 + self.growth * (math.floor(intervals) if self.staircase else intervals))
 
-    def lengths(self) -> list[int]:
-        """See :class:`Schedule`."""
-        return _lengths(self.lowest)
-
 
 def _warm(steps: int, warmup_steps: int, shape: Shape) -> float:
     """Part of a warm-up that is done after `steps` optimizer steps."""
@@ -260,10 +240,6 @@ def _warm(steps: int, warmup_steps: int, shape: Shape) -> float:
 
 def _of(rate: Rate, group: int) -> float:
     return float(rate[group]) if isinstance(rate, list) else float(rate)
-
-
-def _lengths(*rates: Rate | None) -> list[int]:
-    return [len(rate) for rate in rates if isinstance(rate, list)]
 
 
 def _check(warmup_steps: int, shape: str) -> None:

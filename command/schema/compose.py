@@ -32,11 +32,11 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from trainwright.callbacks.inject.words import take_inject
 from trainwright.callbacks.monitor.trace.profile_word import spell_out_profile
 from trainwright.command.schema.compose_faults import Fault, extra_keys, fault_of, first_line, key_of, render_fault
+from trainwright.command.schema.expansion import Expansion, ImportReport, asks_for_file
 from trainwright.core.failures.refusal import refused_as
 from trainwright.core.problems import ConfigError, did_you_mean, nearest
+from trainwright.core.tools import tool
 from trainwright.launch.schema import AUTO_TARGET, RunConfig, register_schema
-from trainwright.tools.deepspeed.expand import Expansion, asks_for_file, expand
-from trainwright.tools.deepspeed.report import Report
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Composition:
     cfg: DictConfig | None = None
     problems: list[str] = field(default_factory=list)
     guessed: bool = True
-    import_report: Report | None = None
+    import_report: ImportReport | None = None
 
 
 def compose(
@@ -135,10 +135,11 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> Compos
     if problems:
         return Composition(problems=problems)
     faults = take_inject(overrides)
-    loader, expansion = config_loader(config_dir), None
+    loader = config_loader(config_dir)
+    expansion: Expansion[ImportReport] | None = None
     typed = _sizes_of_models(loader, quote_paths(faults.rest))
     if asks_for_file(typed):
-        expansion = expand(typed, lambda without: _Composer(loader).compose(without).cfg)
+        expansion = tool("expand")(typed, lambda without: _Composer(loader).compose(without).cfg)
         typed = expansion.overrides
     result = _Composer(loader).compose(typed)
     if expansion is not None:
@@ -150,7 +151,7 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> Compos
     return result
 
 
-def _add_expansion(result: Composition, expansion: Expansion) -> None:
+def _add_expansion(result: Composition, expansion: Expansion[ImportReport]) -> None:
     result.problems[:0] = expansion.problems
     result.import_report = expansion.report
     if expansion.problems:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import inspect
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,14 +23,12 @@ from trainwright.command.schema.compose import Composition, compose_checked
 from trainwright.core.processes import machine
 from trainwright.launch.checks import validate
 from trainwright.strategies.compose.world import Surroundings
-from trainwright.tools.deepspeed.document import BEGIN, END, markdown_table, with_table
 from trainwright.tools.deepspeed.expand import not_expanded
-from trainwright.tools.deepspeed.key import KINDS, STATUSES
-from trainwright.tools.deepspeed.optimizers import OWN, TORCH
-from trainwright.tools.deepspeed.reading import read
+from trainwright.tools.deepspeed.reading import Given, read
 from trainwright.tools.deepspeed.recipe import Recipe, recipe_of
 from trainwright.tools.deepspeed.report import Line, Report
-from trainwright.tools.deepspeed.table import TABLE, key_of, names_within
+from trainwright.tools.deepspeed.table import KEYS, SWITCHED, TREE
+from trainwright.tools.deepspeed.themes.optimizers import OWN, TORCH
 from trainwright.tools.deepspeed.translate import translate
 from trainwright.tools.deepspeed.typed import hydra_value
 
@@ -88,62 +87,76 @@ def line_of(report: Report, key: str) -> Line:
     return line
 
 
-def leaves(tree: dict[str, Any], above: str = "") -> set[str]:
+def leaves(tree: dict[str, Any], known: dict[str, Any] = TREE, above: str = "") -> set[str]:
     found: set[str] = set()
     for name, value in tree.items():
-        path = f"{above}.{name}" if above else name
-        is_section = isinstance(value, dict) and bool(value) and bool(names_within(path.split(".")))
-        found |= leaves(value, path) if is_section else {path}
+        below = known.get(name, known.get("*"))
+        inside = isinstance(value, dict) and value and below
+        found |= leaves(value, below, f"{above}{name}.") if inside else {f"{above}{name}"}
     return found
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
-def test_every_documented_key_is_in_the_table() -> None:
+def test_every_documented_key_is_known() -> None:
     assert len(DOCUMENTED) > 400
-    assert [path for path in DOCUMENTED if key_of(path.split(".")) is None] == []
+    for path in DOCUMENTED:
+        node = TREE
+        for name in path.split("."):
+            assert name in node or "*" in node, path
+            node = node.get(name, node.get("*", {}))
 
 
-def test_every_key_says_what_becomes_of_it() -> None:
-    for key in TABLE:
-        assert key.status in STATUSES, key
-        assert key.kind in KINDS, key
-        assert key.becomes or key.note, f"{key}: without native configuration it needs a note"
-        assert key.status == "mapped" or key.note, f"{key}: how does it differ, or why is it not there?"
-        assert key.status == "unsupported" or not key.stops, key
-        assert not key.switch or key_of(key.switch.split(".")) is not None, f"{key}: there is no such switch"
-        assert not key.note or key.note.endswith("."), key
-    assert len({key.path for key in TABLE}) == len(TABLE)
+def test_the_documentation_has_every_key_with_an_effect() -> None:
+    found: dict[str, str] = {}
+    for row in (ROOT / "docs" / "deepspeed.md").read_text().split("## All keys")[1].splitlines():
+        if row.startswith("| `"):
+            names, status, becomes, note = (cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1])
+            section = ""
+            for name in re.findall("`([^`]+)`", names):
+                path = section + name if name.startswith(".") else name
+                section = path.rpartition(".")[0]
+                assert path not in found, path
+                assert becomes or note, path
+                found[path] = "unsupported" if status == "stops a run" else status
+    assert found == {path: key.status for path, key in KEYS.items()}
 
 
-def test_the_documentation_has_the_table() -> None:
-    text = (ROOT / "docs" / "deepspeed.md").read_text()
-    how = "python -m trainwright.tools.deepspeed.document docs/deepspeed.md"
-    assert text == with_table(text), f"type {how}"
-    between = text.split(BEGIN)[1].split(END)[0]
-    assert between.strip() == markdown_table()
+def with_key(path: str, value: Any) -> Given:
+    """Read a file with one key, whose section is switched on."""
+    section, *rest = path.split(".")
+    tree: dict[str, Any] = {section: {} if rest else value}
+    if section in SWITCHED:
+        tree[section]["enabled"] = True
+    node = tree[section]
+    for part in rest[:-1]:
+        node = node.setdefault(part, {})
+    if rest:
+        node[rest[-1]] = value
+    Path("one.json").write_text(json.dumps(tree))
+    return read("one.json")
 
 
-def test_every_key_alone_is_accounted_for() -> None:
-    # Each key of the table by itself, with a value of its kind that changes something.
-    kinds = {"bool": True, "text": "x", "list": [1], "mapping": {"a": 1}}
-    for key in TABLE:
-        path = key.path.replace("*", "mine")
-        value: Any = next((word for word in key.words if word not in key.harmless), kinds.get(key.kind, 1))
-        tree: dict[str, Any] = {}
-        for name in filter(None, (key.switch, key.path)):
-            node, *parts = tree, *name.replace("*", "mine").split(".")
-            for part in parts[:-1]:
-                node = node.setdefault(part, {})
-            node[parts[-1]] = value if name == key.path else True
-        Path("one.json").write_text(json.dumps(tree))
-        given = read("one.json")
-        assert not given.problems, (key, given.problems)
-        assert given.keys[path] == key
-        report, _ = translate(given, GPT)
-        line = line_of(report, path)
-        assert line.note or line.becomes or line.status == "mapped", line
+@pytest.mark.parametrize("path", [path for path, key in KEYS.items() if key.status == "unsupported"])
+def test_stops_a_run_unless_it_is_off(path: str) -> None:
+    key = KEYS[path]
+    stopping: Any = {"bool": not key.harmless, "text": "sum" if key.words else "fixed", "mapping": {"a": 1}}[key.kind]
+    report, _ = translate(with_key(path, stopping), GPT)
+    [line] = report.stopping
+    assert (line.key, line.value, line.note) == (path, stopping, key.note)
+    report, _ = translate(with_key(path, key.harmless), GPT)
+    assert report.stopping == []
+    assert report.no_effect == (path,)
+
+
+@pytest.mark.parametrize("path", ["aio.block_size", "comet.api_key", "autotuning.enabled", "pipeline.seed_layers"])
+def test_other_keys_are_listed_without_their_values(path: str) -> None:
+    report, problems = translate(with_key(path, "do-not-show-me"), GPT)
+    assert not problems
+    assert report.no_effect == (path,)
+    assert f"no effect here (off, the default, or not supported): {path}\n" in report.to_text()
+    assert "do-not-show-me" not in report.to_text() + json.dumps(report.to_dict())
 
 
 # ---- whole files ----------------------------------------------------------------------------------------------------
@@ -154,16 +167,15 @@ def test_reports_are_complete(file: Path) -> None:
     result = composed(file, f"recipe={'moe' if file.stem == 'moe' else 'gpt'}")
     report = result.import_report
     assert report is not None
-    assert {line.key for line in report.lines} == leaves(json.loads(file.read_text()))
-    assert len({line.key for line in report.lines}) == len(report.lines)
+    assert sorted([*(line.key for line in report.lines), *report.no_effect]) == sorted(
+        leaves(json.loads(file.read_text()))
+    )
     assert {text for line in report.lines for text in line.becomes} <= set(report.overrides)
     if file.stem == "methods":
         assert {line.key.split(".")[0] for line in report.stopping} == {
             *("optimizer", "sparse_attention", "curriculum_learning", "elasticity", "compression_training")
         }
         assert len(result.problems) == len(report.stopping)
-        shown = report.to_text() + json.dumps(report.to_dict()) + " ".join(report.overrides)
-        assert "do-not-show-me" not in shown
         return
     assert not result.problems
     assert result.cfg is not None
@@ -314,7 +326,7 @@ def test_equals_the_explicit_configuration() -> None:
 )
 def test_becomes(content: dict[str, Any], expected: dict[str, Any]) -> None:
     native, report = translated(content)
-    assert {line.key for line in report.lines} == leaves(content)
+    assert {line.key for line in report.lines} | set(report.no_effect) == leaves(content)
     assert {key: native.get(key, "not there") for key in expected} == expected
     assert ("strategy.offload" in native) == ("offload" in json.dumps(content))
 
@@ -403,7 +415,7 @@ def test_modules_with_their_own_optimizer_keep_it() -> None:
     for key in ("optimizer.type", "optimizer.params.lr"):
         line = line_of(report, key)
         assert (line.status, line.becomes, line.stops) == ("unsupported", (), False)
-        assert "configures its own optimizer" in line.note
+    assert "configures its own optimizer" in line_of(report, "optimizer.type").note
 
 
 def test_arguments_of_the_recipes_optimizer_do_not_stay() -> None:
@@ -447,7 +459,7 @@ def test_what_does_not_fit_together_is_said() -> None:
         ('{"train_batch_size": 1.5}', ["1.5", "a whole number"]),
         ('{"zero_optimization": {"stage": 4}}', ["zero_optimization.stage is 4", "0, 1, 2, 3"]),
         ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', ["fp16.enabled and bf16.enabled"]),
-        ('{"zero_optimization": {"stage": "auto"}}', ['"auto", which nobody fills in']),
+        ('{"zero_optimization": {"stage": "auto"}}', ['"auto", which nothing fills in']),
         ('{"gradient_clipping": -1}', ["at least 0"]),
         ('{"train_batch_size": 0}', ["at least 1"]),
         ('{"tensor_parallel": {"autotp_size": 3}}', ["does not divide the 2 rank(s)", "devices="]),
@@ -513,8 +525,7 @@ def test_import_writes_a_recipe_that_composes_to_the_same(capsys: pytest.Capture
     typed = ["recipe=gpt", "devices=2", "module.warmup_steps=3", "precision=bf16-mixed"]
     assert main(["import-deepspeed", str(file), *typed, "--out", "conf/recipe/mine.yaml", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["counts"]["unsupported"] == 0
-    assert len(document["keys"]) == 25
+    assert document["counts"] == {"mapped": 18, "approximated": 1, "unsupported": 0, "without effect": 6}
     written = compose_checked(["recipe=mine"], "conf")
     assert written.problems == []
     assert written.cfg is not None
@@ -568,10 +579,8 @@ def test_the_verb_is_refused(words: list[str], part: str, capsys: pytest.Capture
 @pytest.mark.parametrize(("name", "known"), [*OWN.items(), *TORCH.items()], ids=lambda value: str(value)[:12])
 def test_optimizers_take_what_is_written(name: str, known: Any) -> None:
     for key in known.allowed:
-        assert key_of(["optimizer", "params", key]) is not None, key
-    if not known.target:
-        return
-    cls = getattr(torch.optim, known.target.rsplit(".", 1)[1])
+        assert f"optimizer.params.{key}" in KEYS, key
+    cls = getattr(torch.optim, known.name)
     parameters = inspect.signature(cls.__init__).parameters
     assert {*known.defaults, *known.more} <= set(parameters)
     # Whatever the choice of the group has is written over.
@@ -615,7 +624,7 @@ def test_trains_as_the_explicit_configuration_does() -> None:
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment(), timeout=200)
     assert done.returncode == 0, done.stderr
-    assert "fp16.hysteresis = 2" in done.stdout
+    assert "prescale_gradients, fp16.hysteresis" in done.stdout
     losses = []
     for run_dir in ("json", "explicit"):
         with Path(run_dir, "metrics.csv").open() as rows:

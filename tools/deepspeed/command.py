@@ -12,8 +12,9 @@ from typing import NoReturn
 from omegaconf import DictConfig
 
 from trainwright.command.schema.compose import compose_checked, config_loader, group_names, quote_paths
+from trainwright.command.schema.expansion import Expansion
 from trainwright.core.problems import ConfigError, did_you_mean
-from trainwright.tools.deepspeed.expand import Expansion, translate_file
+from trainwright.tools.deepspeed.expand import translate_file
 from trainwright.tools.deepspeed.recipe_file import recipe_text
 from trainwright.tools.deepspeed.report import Report
 
@@ -113,7 +114,7 @@ def _import(arguments: argparse.Namespace) -> None:
         print(f"written: {arguments.out}")
 
 
-def _translated(file: str, typed: Sequence[str], config_dir: str | None) -> Expansion:
+def _translated(file: str, typed: Sequence[str], config_dir: str | None) -> Expansion[Report]:
     problems: list[str] = []
 
     def composed(overrides: Sequence[str]) -> DictConfig | None:

@@ -3,69 +3,44 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig
 
+from trainwright.command.schema.expansion import ASKS, PATH, Compose, Expansion
 from trainwright.tools.deepspeed.reading import read
 from trainwright.tools.deepspeed.recipe import LEAST_OPTIMIZER, Recipe, recipe_of
 from trainwright.tools.deepspeed.report import Report
 from trainwright.tools.deepspeed.translate import translate
 
-CHOICE = "deepspeed_json"
-_ASKS = re.compile(rf"\+{{0,2}}strategy=['\"]?{CHOICE}['\"]?")
-_PATH = re.compile(r"\+{0,2}strategy\.path=.*", re.DOTALL)
 _STRATEGY = re.compile(r"[+~]{0,2}strategy[.=@]")
 _OPTIMIZER = re.compile(r"[+~]{0,2}optimizer[=@]")
 _RECIPE = re.compile(r"\+{0,2}recipe=.")
-Compose = Callable[[Sequence[str]], DictConfig | None]
 
 
-@dataclass
-class Expansion:
-    """What a file stands for.
-
-    Attributes:
-        overrides: to compose with: those of the file, then what was typed.
-        report: what became of each key; None where the file could not be read.
-        problems: one text each.
-    """
-
-    overrides: list[str]
-    report: Report | None = None
-    problems: list[str] = field(default_factory=list)
-
-
-def asks_for_file(overrides: Sequence[str]) -> bool:
-    """Whether a DeepSpeed JSON is to be expanded; without its path there is nothing to expand yet."""
-    return any(_ASKS.fullmatch(text) for text in overrides) and any(_PATH.fullmatch(text) for text in overrides)
-
-
-def expand(overrides: Sequence[str], compose: Compose) -> Expansion:
+def expand(overrides: Sequence[str], compose: Compose) -> Expansion[Report]:
     """Put native configuration in place of `strategy=deepspeed_json`.
 
     Args:
         overrides: as typed, with `strategy=deepspeed_json` and `strategy.path`.
         compose: composes overrides without the file; None where they cannot be composed.
     """
-    typed = [text for text in overrides if not _ASKS.fullmatch(text) and not _PATH.fullmatch(text)]
-    path = _value([text for text in overrides if _PATH.fullmatch(text)][-1])
+    typed = [text for text in overrides if not ASKS.fullmatch(text) and not PATH.fullmatch(text)]
+    path = _value([text for text in overrides if PATH.fullmatch(text)][-1])
     if not isinstance(path, str) or not path:
         return Expansion(typed, None, ["strategy.path: must be the path of a DeepSpeed JSON"])
     expansion = translate_file(path, typed, compose)
     if expansion.report is not None:
         expansion.problems += [
-            f"{path}: {line.key} changes what is trained and cannot be had: {line.note}"
+            f"{path}: {line.key} changes what is trained and is not supported: {line.note}"
             for line in expansion.report.stopping
         ]
     return expansion
 
 
-def translate_file(path: str, typed: Sequence[str], compose: Compose) -> Expansion:
+def translate_file(path: str, typed: Sequence[str], compose: Compose) -> Expansion[Report]:
     """Translate a file, with the recipe among what was typed, if there is one.
 
     Args:
@@ -82,7 +57,7 @@ def translate_file(path: str, typed: Sequence[str], compose: Compose) -> Expansi
 
 
 def _recipe(without: Sequence[str], compose: Compose, optimizer: bool) -> Recipe | None:
-    """What holds without the file.
+    """Return the recipe without the file; None if there is none.
 
     Args:
         without: what was typed but for the strategy.
@@ -105,7 +80,7 @@ def _value(text: str) -> Any:
 
 
 def not_expanded(**_: Any) -> NoReturn:
-    """What `strategy=deepspeed_json` stands for until it is expanded, which happens when a configuration is composed.
+    """Refuse `strategy=deepspeed_json` that was not expanded, as happens when a configuration is composed.
 
     Raises:
         ValueError: always.

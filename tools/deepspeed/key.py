@@ -1,12 +1,8 @@
-"""What a key of DeepSpeed's configuration is, and what becomes of it here.
-
-The tables of all keys (`table.py` joins them) follow DeepSpeed's documentation, "DeepSpeed Configuration JSON", and the
-models that DeepSpeed 0.19 reads a file with; keys that later versions dropped are kept, since files have them.
-"""
+"""One key of DeepSpeed's configuration that is mapped to an option, or that stops a run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 MAPPED, APPROXIMATED, UNSUPPORTED = "mapped", "approximated", "unsupported"
@@ -32,55 +28,42 @@ class Key:
     """One key.
 
     Attributes:
-        path: dotted; a star stands for a name that the user chooses.
-        kind: what its value is, see `KINDS`.
-        status: what becomes of it, unless the value or the rest of the file decides otherwise.
-        becomes: the native configuration; empty if there is none.
-        note: how the native configuration differs, or why there is none and what to do instead.
+        path: dotted path in the file.
+        kind: type of its value, see `KINDS`.
+        becomes: native key that takes its value; empty = other code decides.
+        note: how the native configuration differs, or why a run is refused and what to do instead.
+        status: mapped, approximated or, for a key that stops a run, unsupported.
         words: allowed values; empty = any of the kind.
-        harmless: values for which nothing needs to be done, whatever `status` says.
-        auto: what "auto" is taken from; empty = "auto" is refused.
-        stops: the key changes what is trained and cannot be had, so that a run from the file is refused.
-        switch: path of a key that must be true for this one to have an effect; empty = always.
-        secret: its value is never shown.
+        auto: whether "auto" is allowed.
+        least: smallest value; None = any.
+        sets: native key and value that follow where the value is true, not 0 and not empty; None = other code decides.
+        harmless: for a key that stops a run, the value with which it does not.
     """
 
     path: str
     kind: str
-    status: str
     becomes: str = ""
     note: str = ""
+    status: str = MAPPED
     words: tuple[Any, ...] = ()
-    harmless: tuple[Any, ...] = ()
-    auto: str = ""
-    stops: bool = False
-    switch: str = ""
-    secret: bool = False
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The path, taken apart."""
-        return tuple(self.path.split("."))
+    auto: bool = False
+    least: int | None = None
+    sets: tuple[str, Any] | None = None
+    harmless: Any = False
 
 
-def within(section: str, *keys: Key, switch: str = "") -> tuple[Key, ...]:
-    """Keys of a section, whose own paths are relative to it.
+def alike(section: str, kind: str, names: str, **common: Any) -> tuple[Key, ...]:
+    """Return keys that differ in nothing but their names.
 
     Args:
-        section: path of the section.
-        switch: key of the section that turns it on (its path relative to the section); empty = it is always on.
+        section: path of the section that they are in; empty = the file.
+        kind: of their values.
+        names: separated by spaces.
+        **common: other fields of :class:`Key`.
     """
-    turn = f"{section}.{switch}" if switch else ""
-    return tuple(
-        replace(
-            key,
-            path=f"{section}.{key.path}",
-            switch=f"{section}.{key.switch}" if key.switch else "" if key.path == switch else turn,
-        )
-        for key in keys
-    )
+    return tuple(Key(f"{section}.{name}".lstrip("."), kind, **common) for name in names.split())
 
 
-def alike(status: str, note: str, becomes: str = "", **kinds: str) -> tuple[Key, ...]:
-    """Keys of which the same is to be said: name -> kind."""
-    return tuple(Key(name, kind, status, becomes, note) for name, kind in kinds.items())
+def stop(path: str, note: str, kind: str = BOOL, harmless: Any = False, words: tuple[Any, ...] = ()) -> Key:
+    """Return a key that stops a run, except with its harmless value."""
+    return Key(path, kind, "", note, UNSUPPORTED, words, harmless=harmless)

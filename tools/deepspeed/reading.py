@@ -1,10 +1,10 @@
-"""Reading a DeepSpeed JSON: JSON and nothing else, each key known and of its type, each problem said."""
+"""Read a DeepSpeed JSON: as JSON and nothing else, each key known, each mapped key of its type."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,35 +13,36 @@ from trainwright.core.problems import did_you_mean, nearest
 from trainwright.tools.deepspeed.key import (
     ANY,
     AUTO,
+    BOOL,
     KINDS,
     LIST,
     MAPPING,
     NUMBER,
+    RATES,
     TEXT,
     WHOLE,
     Key,
 )
-from trainwright.tools.deepspeed.table import elsewhere, is_section, key_of, names_within
+from trainwright.tools.deepspeed.table import KEYS, TREE, Tree, elsewhere
 
+_TYPES: dict[str, type] = {BOOL: bool, TEXT: str, LIST: list, MAPPING: dict, ANY: object}
 # Larger files are no configuration.
 _MOST_BYTES = 2**20
 
 
 @dataclass
 class Given:
-    """What a file says.
+    """A file, read.
 
     Attributes:
         name: of the file, for messages.
-        values: dotted path -> value, for every key with a value; whole numbers are int.
-        keys: the same paths -> what the key is.
-        empty: paths whose value is null or an empty section, which DeepSpeed takes for its defaults.
+        values: dotted path -> value, for every key with a value; whole numbers of mapped keys are int.
+        empty: paths whose value is null or an empty section, for which DeepSpeed has its defaults.
         problems: what is wrong with the file, one text each.
     """
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
-    keys: dict[str, Key] = field(default_factory=dict)
     empty: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -69,7 +70,7 @@ def read(path: str | Path) -> Given:
     if not isinstance(tree, dict):
         given.problems.append(f"{path}: holds {_seen(tree)}, not a mapping of DeepSpeed's keys")
         return given
-    _walk(tree, (), given)
+    _walk(tree, TREE, "", given)
     return given
 
 
@@ -89,45 +90,37 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no number in JSON")
 
 
-def _walk(tree: Mapping[str, Any], at: tuple[str, ...], given: Given) -> None:
+def _walk(tree: Mapping[str, Any], known: Tree, above: str, given: Given) -> None:
     for name, value in tree.items():
-        here = (*at, str(name))
-        path, key = ".".join(here), key_of(here)
-        section = is_section(here)
-        if key is None and not section:
-            given.problems.append(_unknown(given.name, at, str(name)))
-        elif value is None or (section and value == {}):
+        path, below = f"{above}{name}", known.get(name, known.get("*"))
+        key = KEYS.get(path)
+        if below is None:
+            given.problems.append(f"{given.name}: {path} is no key of DeepSpeed's; {_meant(name, known, above)}")
+        elif value is None or (below and value == {}):
             given.empty.append(path)
-        elif section and isinstance(value, Mapping):
-            _walk(value, here, given)
+        elif below and isinstance(value, Mapping):
+            _walk(value, below, f"{path}.", given)
+        elif below and key is None:
+            example = f'"{name}": {{"{min(below)}": ...}}'
+            given.problems.append(f"{given.name}: {path} is {_seen(value)}, but a section; write {example}")
         elif key is None:
-            given.problems.append(
-                f"{given.name}: {path} is {_seen(value)}, but a section; write "
-                f'"{name}": {{"{names_within(here)[0]}": ...}}'
-            )
+            given.values[path] = value
+        elif problem := _wrong(path, key, value):
+            given.problems.append(f"{given.name}: {problem}")
         else:
-            problems = [f"{given.name}: {problem}" for problem in _wrong(path, key, value)]
-            given.problems += problems
-            if not problems:
-                given.values[path], given.keys[path] = _plain(key, value), key
+            given.values[path] = int(value) if key.kind == WHOLE and isinstance(value, float) else value
 
 
-def _unknown(file: str, at: tuple[str, ...], name: str) -> str:
-    where = ".".join(at)
-    siblings = names_within(at)
+def _meant(name: str, siblings: Tree, above: str) -> str:
     near = nearest(name, siblings)
-    path = f"{where}.{name}" if where else name
-    if near is not None:
-        return f"{file}: {path} is no key of DeepSpeed's; did you mean {near}?"
-    others = [other for other in elsewhere(name) if other != path]
+    others = [near] if near else [other for other in elsewhere(name) if other != f"{above}{name}"][:3]
     if others:
-        return f"{file}: {path} is no key of DeepSpeed's; did you mean {' or '.join(others[:3])}?"
-    what = f"keys of {where}" if where else "keys"
-    return f"{file}: {path} is no key of DeepSpeed's; {did_you_mean(name, siblings, what)}"
+        return f"did you mean {' or '.join(others)}?"
+    return did_you_mean(name, siblings, f"keys of {above[:-1]}" if above else "keys")
 
 
 def _refers(value: Any) -> bool:
-    """Whether some text in a value would be taken for a reference to something else by the configuration."""
+    """Return whether the configuration would take some text in a value for a reference to something else."""
     if isinstance(value, dict):
         return any(_refers(item) for pair in value.items() for item in pair)
     if isinstance(value, list):
@@ -135,42 +128,29 @@ def _refers(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
-def _wrong(path: str, key: Key, value: Any) -> Iterator[str]:
+def _wrong(path: str, key: Key, value: Any) -> str | None:
+    """Return what is wrong with a value; None if nothing is."""
     if _refers(value):
-        yield f"{path} has ${{ in it, which refers to something else in a configuration; write it out"
-        return
+        return f"{path} has ${{ in it, which refers to something else in a configuration; write it out"
     if value == AUTO and key.kind != ANY:
-        if not key.auto:
-            yield f'{path} is "auto", which nobody fills in; write {KINDS[key.kind]}'
-        return
+        return None if key.auto else f'{path} is "auto", which nothing fills in; write {KINDS[key.kind]}'
     if not _is(key.kind, value):
-        hint = ""
-        if isinstance(value, str) and key.kind != TEXT:
-            hint = ", without quotes" if _looks_like(key.kind, value) else ""
-        yield f"{path} is {_seen(value)}, but must be {KINDS[key.kind]}{hint}"
-    elif key.words and value not in key.words:
-        words = sorted({str(word) for word in key.words})
-        yield f"{path} is {_seen(value)}; {did_you_mean(str(value), words, 'allowed')}"
+        hint = ", without quotes" if isinstance(value, str) and _looks_like(key.kind, value) else ""
+        return f"{path} is {_seen(value)}, but must be {KINDS[key.kind]}{hint}"
+    if key.words and value not in key.words:
+        return f"{path} is {_seen(value)}; {did_you_mean(str(value), map(str, key.words), 'allowed')}"
+    if key.least is not None and value < key.least:
+        return f"{path} is {value}; must be at least {key.least}"
+    return None
 
 
 def _is(kind: str, value: Any) -> bool:
+    if kind in _TYPES:
+        return isinstance(value, _TYPES[kind])
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    match kind:
-        case "bool":
-            return isinstance(value, bool)
-        case "whole":
-            return number and float(value).is_integer()
-        case "number":
-            return number
-        case "text":
-            return isinstance(value, str)
-        case "list":
-            return isinstance(value, list)
-        case "mapping":
-            return isinstance(value, dict)
-        case "rates":
-            return number or (isinstance(value, list) and bool(value) and all(_is(NUMBER, item) for item in value))
-    return True
+    if kind == RATES and isinstance(value, list):
+        return bool(value) and all(_is(NUMBER, item) for item in value)
+    return number and (kind != WHOLE or float(value).is_integer())
 
 
 def _looks_like(kind: str, text: str) -> bool:
@@ -178,10 +158,6 @@ def _looks_like(kind: str, text: str) -> bool:
         return _is(kind, json.loads(text.lower()))
     except ValueError:
         return False
-
-
-def _plain(key: Key, value: Any) -> Any:
-    return int(value) if key.kind == WHOLE and isinstance(value, float) and value.is_integer() else value
 
 
 def _seen(value: Any) -> str:

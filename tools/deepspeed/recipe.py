@@ -1,4 +1,4 @@
-"""What a recipe, with what was typed, says where a file does not or says "auto"."""
+"""Values of a recipe and the command line, for keys that a file leaves out or sets to "auto"."""
 
 from __future__ import annotations
 

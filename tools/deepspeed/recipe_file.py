@@ -1,4 +1,4 @@
-"""The native configuration of a file as a recipe of one's own: a yaml that Hydra composes."""
+"""Write the native configuration of a file as a recipe, a yaml that Hydra composes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import OmegaConf
 
-from trainwright.tools.deepspeed.key import STATUSES
+from trainwright.tools.deepspeed.key import UNSUPPORTED
 from trainwright.tools.deepspeed.report import Report
 
 _NOT_OF_A_RECIPE = ("recipe", "run_dir", "ckpt_path", "resume")
 
 
 def recipe_text(report: Report, typed: Sequence[str], groups: Sequence[str], name: str) -> str:
-    """The yaml.
+    """Return the yaml.
 
     Args:
         report: of the file.
@@ -60,9 +60,8 @@ def recipe_text(report: Report, typed: Sequence[str], groups: Sequence[str], nam
 
 
 def _header(report: Report, left_over: Sequence[str], base: str | None) -> list[str]:
-    counts = ", ".join(f"{len(report.with_status(status))} {status}" for status in STATUSES)
-    lines = [f"# Of its keys: {counts}."]
-    lines += [f"# unsupported: {line.key}" for line in report.with_status(STATUSES[-1])]
+    lines = [f"# Of its keys: {', '.join(f'{count} {status}' for status, count in report.counts.items())}."]
+    lines += [f"# unsupported: {line.key}" for line in report.with_status(UNSUPPORTED)]
     if base is None:
         lines.append("# For a recipe of yours: put this file beside it and its name first under the recipe's defaults.")
     if left_over:

@@ -1,4 +1,4 @@
-"""What became of each key of a DeepSpeed JSON."""
+"""Report on the keys of a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trainwright.tools.deepspeed.key import STATUSES
+from trainwright.tools.deepspeed.key import APPROXIMATED, MAPPED, STATUSES, UNSUPPORTED
 
 _WIDTH = 110
 _TITLES = {
-    "mapped": "mapped",
-    "approximated": "approximated: how it differs",
-    "unsupported": "unsupported: why, and what to do instead",
+    MAPPED: "mapped",
+    APPROXIMATED: "approximated: how it differs",
+    UNSUPPORTED: "unsupported: why, and what to do instead",
 }
 
 
 @dataclass(frozen=True)
 class Line:
-    """What became of one key.
+    """Report on one key.
 
     Attributes:
         key: dotted path in the file.
-        value: as the file has it; "(not shown)" for a secret.
+        value: as the file has it; None where it does not have it.
         status: mapped, approximated or unsupported.
         becomes: the overrides that stand for it; empty if none are needed.
-        note: how it differs, or why it is not to be had and what to do instead.
+        note: how it differs, or why it is not supported and what to do instead.
         typed: what the command line says in its place; it wins.
-        stops: it changes what is trained and cannot be had, so that a run from the file is refused.
+        stops: whether a run from the file is refused for it.
     """
 
     key: str
@@ -41,7 +41,7 @@ class Line:
     stops: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values."""
         return {
             "key": self.key,
             "value": self.value,
@@ -54,34 +54,21 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Absent:
-    """A key that the file does not have, where that needs a word.
-
-    Attributes:
-        key: dotted path.
-        becomes: overrides that follow all the same.
-        note: what holds instead.
-    """
-
-    key: str
-    becomes: tuple[str, ...] = ()
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class Report:
-    """All of it.
+    """Report on a file.
 
     Attributes:
         file: the file that was read.
-        lines: one for each key of the file, in its order.
-        absent: what is to be said of keys that it does not have.
+        lines: keys of the file that have an effect here or stop a run, in its order.
+        absent: keys that it does not have, where DeepSpeed's default differs or overrides follow.
+        no_effect: all other keys of the file.
         overrides: the native configuration, as it would be typed.
     """
 
     file: str
     lines: tuple[Line, ...] = ()
-    absent: tuple[Absent, ...] = ()
+    absent: tuple[Line, ...] = ()
+    no_effect: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
 
     @property
@@ -89,78 +76,60 @@ class Report:
         """Keys for which a run from the file is refused."""
         return [line for line in self.lines if line.stops and not line.typed]
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Numbers of keys by status."""
+        counts = {status: len(self.with_status(status)) for status in STATUSES}
+        return {**counts, "without effect": len(self.no_effect)}
+
     def with_status(self, status: str) -> list[Line]:
-        """Lines of a status, in the order of the file."""
+        """Return the lines of a status, in the order of the file."""
         return [line for line in self.lines if line.status == status]
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "file": self.file,
-            "counts": {status: len(self.with_status(status)) for status in STATUSES},
+            "counts": self.counts,
             "keys": [line.to_dict() for line in self.lines],
             "absent": [{"key": a.key, "becomes": list(a.becomes), "note": a.note} for a in self.absent],
+            "no_effect": list(self.no_effect),
             "overrides": list(self.overrides),
         }
 
     def to_text(self) -> str:
-        """For a terminal."""
-        counts = ", ".join(f"{len(self.with_status(status))} {status}" for status in STATUSES)
-        total = len(self.lines)
-        parts = [f"{self.file}: {total} key{'' if total == 1 else 's'}: {counts}"]
-        for status in STATUSES:
-            lines = self.with_status(status)
-            if lines:
-                parts.append("\n".join([_TITLES[status], *_block(lines)]))
-        if self.absent:
-            parts.append("\n".join(["not in the file", *(text for absent in self.absent for text in _absent(absent))]))
-        return "\n\n".join(parts) + "\n"
+        """Return text for a terminal."""
+        return self._text(STATUSES)
 
     def summary(self) -> str:
-        """Counts and what differs, without what is mapped."""
-        short = Report(self.file, tuple(line for line in self.lines if line.status != STATUSES[0]), self.absent)
-        return short.to_text()
+        """Return counts and what differs, without what is mapped."""
+        return self._text((APPROXIMATED, UNSUPPORTED))
+
+    def _text(self, statuses: tuple[str, ...]) -> str:
+        total = len(self.lines) + len(self.no_effect)
+        counts = ", ".join(f"{count} {status}" for status, count in self.counts.items())
+        parts = [[f"{self.file}: {total} key{'' if total == 1 else 's'}: {counts}"]]
+        sections = [(_TITLES[status], self.with_status(status)) for status in statuses]
+        for title, lines in [*sections, ("not in the file", self.absent)]:
+            if lines:
+                parts.append([title, *(text for line in lines for text in _shown(line))])
+        if self.no_effect:
+            these = f"no effect here (off, the default, or not supported): {', '.join(self.no_effect)}"
+            parts.append(textwrap.wrap(these, _WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+        return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
-def _block(lines: list[Line]) -> Iterator[str]:
-    """Lines of which the same is to be said stand together, above it."""
-    rest = list(lines)
-    while rest:
-        first = rest.pop(0)
-        alike = [first]
-        if first.note and not first.becomes and not first.typed:
-            alike += [line for line in rest if (line.note, line.becomes, line.typed) == (first.note, (), ())]
-            rest = [line for line in rest if line not in alike]
-        for line in alike:
-            yield from _line(line)
-        yield from _wrapped(first.note if not first.typed else "")
-
-
-def _line(line: Line) -> Iterator[str]:
-    shown = json.dumps(line.value)
-    head = f"  {line.key} = {textwrap.shorten(shown, 60, placeholder=' ...')}"
+def _shown(line: Line) -> Iterator[str]:
+    """Return a key with what it becomes, on as many lines as that takes."""
+    head = f"  {line.key}"
+    if line.value is not None:
+        head += f" = {textwrap.shorten(json.dumps(line.value), 60, placeholder=' ...')}"
     if line.typed:
         yield f"{head}  ->  on the command line: {' '.join(line.typed)}"
         return
-    yield from _with_native(head, line.becomes)
-
-
-def _absent(absent: Absent) -> Iterator[str]:
-    yield from _with_native(f"  {absent.key}", absent.becomes)
-    yield from _wrapped(absent.note)
-
-
-def _with_native(head: str, becomes: tuple[str, ...]) -> Iterator[str]:
-    """A key and what it becomes, on as many lines as that takes."""
-    native = [text.lstrip("+") for text in becomes]
-    if not native:
-        yield head
-    elif len(together := f"{head}  ->  {' '.join(native)}") <= _WIDTH:
-        yield together
-    else:
-        yield head
-        yield from (f"      ->  {text}" for text in native)
-
-
-def _wrapped(note: str) -> list[str]:
-    return textwrap.wrap(note, _WIDTH, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False)
+    native = [text.lstrip("+") for text in line.becomes]
+    together = "  ->  ".join([head, *([" ".join(native)] if native else [])])
+    yield from [together] if len(together) <= _WIDTH else [head, *(f"      ->  {text}" for text in native)]
+    yield from textwrap.wrap(
+        line.note, _WIDTH, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False
+    )

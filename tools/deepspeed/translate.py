@@ -1,18 +1,18 @@
-"""From a file, a recipe and what was typed to native configuration and a report."""
+"""Translate a file, with a recipe and what was typed, to native configuration and a report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainwright.tools.deepspeed.batch import translate_batch
-from trainwright.tools.deepspeed.layout import translate_layout
-from trainwright.tools.deepspeed.optimizer import translate_clipping, translate_optimizer
-from trainwright.tools.deepspeed.precision import translate_precision
 from trainwright.tools.deepspeed.reading import Given
 from trainwright.tools.deepspeed.recipe import Recipe
 from trainwright.tools.deepspeed.report import Report
-from trainwright.tools.deepspeed.rest import translate_communication, translate_watching
-from trainwright.tools.deepspeed.scheduler import translate_scheduler
+from trainwright.tools.deepspeed.themes.batch import translate_batch
+from trainwright.tools.deepspeed.themes.layout import translate_layout
+from trainwright.tools.deepspeed.themes.optimizer import translate_clipping, translate_optimizer
+from trainwright.tools.deepspeed.themes.precision import translate_precision
+from trainwright.tools.deepspeed.themes.rest import translate_communication, translate_logging
+from trainwright.tools.deepspeed.themes.scheduler import translate_scheduler
 from trainwright.tools.deepspeed.translation import Translation
 from trainwright.tools.deepspeed.typed import Typed
 
@@ -36,5 +36,6 @@ def translate(given: Given, recipe: Recipe | None, overrides: Sequence[str] = ()
     translate_clipping(t)
     translate_scheduler(t)
     translate_communication(t, chosen, precision)
-    translate_watching(t)
+    translate_logging(t)
+    t.apply_table()
     return t.report(), [*given.problems, *dict.fromkeys(t.problems)]

@@ -1,4 +1,4 @@
-"""What was typed on the command line, which wins over a file; and how values are typed."""
+"""Overrides of the command line, which win over a file; and how values are typed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Typed:
         return key in self._by_key
 
     def over(self, key: str) -> str | None:
-        """The override that takes the place of a native key: of it, or of what it is in; None if none does."""
+        """Return the override that takes the place of a native key: of it, or of what it is in; None if none does."""
         if key in _BATCH:
             return next((self._by_key[other] for other in _BATCH if other in self._by_key), None)
         parts = key.split(".")
@@ -36,7 +36,7 @@ class Typed:
         return next((self._by_key[name] for name in above if name in self._by_key), None)
 
     def value(self, key: str) -> Any:
-        """The typed value of a key; None if it was not typed, or makes no sense."""
+        """Return the typed value of a key; None if it was not typed, or makes no sense."""
         if key not in self._by_key:
             return None
         try:

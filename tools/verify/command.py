@@ -8,10 +8,10 @@ import sys
 
 from trainwright.command.run import plan
 from trainwright.command.schema.compose import compose_checked
+from trainwright.command.schema.expansion import tell_import
 from trainwright.command.verify_options import take_options
 from trainwright.core.problems import ConfigError
 from trainwright.launch.ranks.output import ranks_speak_to_stderr
-from trainwright.tools.deepspeed.tell import tell_import
 from trainwright.tools.verify.verify import problems_of, verify
 
 OK, FAILED = 0, 1

@@ -35,35 +35,11 @@ class FlatTensor:
         """A tensor that is there in one piece."""
         return cls(tensor.shape, [tensor.reshape(-1)], tensor.dtype)
 
-    def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """The box ``[offsets, offsets + sizes)``, contiguous, in memory of its own.
-
-        Only the rows of the first tensor dimension that the box needs are read.
-
-        Args:
-            offsets: where the box begins in each tensor dimension; ``None``: at 0.
-            sizes: its length in each tensor dimension; ``None``: to the end.
-        """
-        starts = tuple(offsets) if offsets is not None else (0,) * len(self.shape)
-        lengths = tuple(sizes) if sizes is not None else tuple(n - at for n, at in zip(self.shape, starts, strict=True))
-        if not self.shape:
-            return self._values(0, 1).reshape(())
-        row = math.prod(self.shape[1:])
-        box = self._values(starts[0] * row, (starts[0] + lengths[0]) * row).reshape(lengths[0], *self.shape[1:])
-        for dim in range(1, len(self.shape)):
-            box = box.narrow(dim, starts[dim], lengths[dim])
-        return box.contiguous()
-
-    def _values(self, start: int, stop: int) -> Tensor:
-        """The flattened values from ``start`` to ``stop``, copied."""
-        values = torch.empty(stop - start, dtype=self.dtype)
-        at = 0
-        for piece in self._pieces:
-            first, last = max(start, at), min(stop, at + piece.numel())
-            if first < last:
-                values[first - start : last - start] = piece[first - at : last - at]
-            at += piece.numel()
-        return values
+    def read(self) -> Tensor:
+        """Return the tensor, contiguous, in memory of its own."""
+        if not self._pieces:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.cat(self._pieces)[: math.prod(self.shape)].reshape(self.shape).to(self.dtype)
 
 
 def cut(flats: Sequence[Tensor], start: int, length: int) -> list[Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -44,9 +43,9 @@ def of_deepspeed(source: str) -> Content:
                 stacklevel=2,
             )
     told = about("run state" if found.optimizer else "weights", found.global_step, found.epoch)
-    return Content(
-        tree, encoder.tensors, {**told, **found.about, "versions": told["versions"] | found.about["versions"]}
-    )
+    told["world_size"], told["strategy"] = found.ranks, f"deepspeed_stage_{found.stage}"
+    told["versions"]["deepspeed"] = found.version
+    return Content(tree, encoder.tensors, told)
 
 
 def _schedulers(found: DeepSpeedCheckpoint, encoder: Encoder) -> list[Any]:
@@ -98,4 +97,4 @@ def _state(name: str, values: Mapping[str, FlatTensor], encoder: Encoder) -> dic
 
 
 def _streamed(tensor: FlatTensor) -> StreamedTensor:
-    return StreamedTensor(tensor.shape, tensor.dtype, partial(tensor.read))
+    return StreamedTensor(tensor.shape, tensor.dtype, tensor.read)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainwright.checkpoint.foreign.deepspeed.files import Files, find_files, is_deepspeed
@@ -48,7 +47,7 @@ _OWN_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class DeepSpeedCheckpoint:
-    """What a DeepSpeed checkpoint holds. It is a ``TensorSource`` of the weights.
+    """What a DeepSpeed checkpoint holds.
 
     Args:
         path: folder of the step that was read.
@@ -79,33 +78,6 @@ class DeepSpeedCheckpoint:
     epoch: int
     client: Mapping[str, Any]
     left_out: Sequence[str]
-
-    def keys(self) -> Collection[str]:
-        """Names of all weights."""
-        return self.weights.keys()
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a weight; :class:`KeyError` if there is none of that name."""
-        return self.weights[key].shape
-
-    def dtype(self, key: str) -> torch.dtype:
-        """Its dtype; :class:`KeyError` if there is none of that name."""
-        return self.weights[key].dtype
-
-    def read(self, key: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """A box of a weight, see :meth:`~trainwright.checkpoint.format.source.TensorSource.read`."""
-        return self.weights[key].read(offsets, sizes)
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What is known about it, as JSON."""
-        return {
-            "step": self.global_step,
-            "epoch": self.epoch,
-            "world_size": self.ranks,
-            "strategy": f"deepspeed_stage_{self.stage}",
-            "versions": {"deepspeed": self.version},
-        }
 
 
 def read_deepspeed(path: str | os.PathLike[str]) -> DeepSpeedCheckpoint:

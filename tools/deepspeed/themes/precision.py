@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainwright.tools.deepspeed.key import APPROXIMATED, AUTO, MAPPED, UNSUPPORTED
+from trainwright.tools.deepspeed.key import AUTO, MAPPED, UNSUPPORTED
 from trainwright.tools.deepspeed.translation import Translation
 
 _MODES = ("fp16", "bf16", "bfloat16", "torch_autocast", "amp")
 _HALF = ("float16", "fp16", "half", "torch.float16")
-_DYNAMIC_WINDOW, _DYNAMIC_POWER = 1000, 16
+_DYNAMIC_POWER = 16  # as it is here
 
 
 def translate_precision(t: Translation) -> str:
@@ -28,14 +28,18 @@ def translate_precision(t: Translation) -> str:
     asked = [f"{mode}.enabled" for mode in _MODES if t.has(f"{mode}.enabled")]
     if chosen is not None:
         t.set("precision", chosen, by=f"{on[0]}.enabled")
-    elif asked and not any(t.given.values[path] == AUTO for path in asked):
+    elif asked and not any(map(t.is_auto, asked)):
         t.set("precision", "32", by=asked[0])
+        t.say(asked[0], MAPPED, "off")
     elif not asked:
         known = "" if t.recipe is None else f", which has precision={t.recipe.precision}"
         t.note_absent("fp16, bf16", f"DeepSpeed computes in float32 then; here the recipe decides{known}.")
     for path in asked:
-        _say_switch(t, path, path.split(".")[0] in on)
+        if t.is_auto(path) and path.split(".")[0] not in on:
+            t.say(path, MAPPED, "off, as the precision of the run says")
     precision = _effective(t, chosen if chosen is not None else "32" if asked else None)
+    if "torch_autocast" in on:
+        t.say("torch_autocast.dtype")
     _loss_scale(t, on, precision)
     _bf16_state(t, on)
     return precision
@@ -76,69 +80,39 @@ def _effective(t: Translation, chosen: str | None) -> str:
     return "32" if t.recipe is None else t.recipe.precision
 
 
-def _say_switch(t: Translation, path: str, on: bool) -> None:
-    if not on:
-        auto = t.given.values[path] == AUTO
-        t.say(path, MAPPED, "off, as the precision of the run says" if auto else "off there, so off here")
-    elif path.startswith("torch_autocast"):
-        t.say(path, MAPPED)
-    else:
-        t.say(path, APPROXIMATED)
-
-
 def _loss_scale(t: Translation, on: list[str], precision: str) -> None:
     mode = next((mode for mode in ("fp16", "amp") if mode in on), None)
-    if mode is None:
+    if mode is None or precision != "16-mixed":
         return
     scale: Any = t.value(f"{mode}.loss_scale", 0)
-    scale = 0 if isinstance(scale, str) else scale
-    if precision != "16-mixed":
-        for path in (f"{mode}.{name}" for name in ("loss_scale", "initial_scale_power", "loss_scale_window")):
-            t.say(path, MAPPED, f"precision={precision} needs no loss scale")
-        t.say(f"{mode}.min_loss_scale", MAPPED, f"precision={precision} needs no loss scale")
-        return
-    if scale:
+    if scale and not isinstance(scale, str):
         t.set("trainer.loss_scale.initial", float(scale), by=f"{mode}.loss_scale")
         t.set("trainer.loss_scale.fixed", True, by=f"{mode}.loss_scale")
         t.say(f"{mode}.loss_scale", MAPPED, "The scale stays; a step whose gradients overflow is dropped.")
-        for name in ("initial_scale_power", "loss_scale_window", "min_loss_scale"):
-            if mode == "fp16":
-                t.say(f"{mode}.{name}", MAPPED, "of dynamic scaling, which is off: nothing to do")
         return
     t.say(f"{mode}.loss_scale", MAPPED, "dynamic")
-    if mode == "amp":
-        return
-    _dynamic(t)
+    if mode == "fp16":
+        _dynamic(t)
 
 
 def _dynamic(t: Translation) -> None:
-    power, window = t.value("fp16.initial_scale_power", _DYNAMIC_POWER), t.value("fp16.loss_scale_window")
+    power, window = t.value("fp16.initial_scale_power", _DYNAMIC_POWER), t.value("fp16.loss_scale_window", 1000)
     if not 0 <= power <= 127:
         t.refuse(f"fp16.initial_scale_power is {power}; must be 0 to 127, since the scale is 2 to this power")
         return
     if power != _DYNAMIC_POWER:
         t.set("trainer.loss_scale.initial", float(2**power), by="fp16.initial_scale_power")
-    t.say("fp16.initial_scale_power", MAPPED, "" if power != _DYNAMIC_POWER else "2^16, as it is here")
-    window = _DYNAMIC_WINDOW if window is None else window
-    if window < 1:
-        t.refuse(f"fp16.loss_scale_window is {window}; must be at least 1")
-        return
     t.set("trainer.loss_scale.growth_interval", window, by="fp16.loss_scale_window")
-    t.say("fp16.loss_scale_window", MAPPED)
-    least = t.value("fp16.min_loss_scale", 1)
-    t.set("trainer.loss_scale.least", float(least), by="fp16.min_loss_scale")
-    t.say("fp16.min_loss_scale", MAPPED)
+    t.set("trainer.loss_scale.least", float(t.value("fp16.min_loss_scale", 1)), by="fp16.min_loss_scale")
 
 
 def _bf16_state(t: Translation, on: list[str]) -> None:
-    for mode in ("bf16", "bfloat16"):
-        weights, state = f"{mode}.bf16_master_weights_and_grads", f"{mode}.bf16_optimizer_states"
-        if mode not in on or bool(t.value(weights)) == bool(t.value(state)):
-            continue
-        for path in (weights, state):
-            if t.value(path):
-                t.say(
-                    path,
-                    UNSUPPORTED,
-                    "Weights, gradients and state have one type: precision=bf16-true has all of them in bfloat16.",
-                )
+    for mode in [mode for mode in on if mode.startswith("bf")]:
+        paths = [f"{mode}.{name}" for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states")]
+        asked = [path for path in paths if t.value(path)]
+        for path in asked:
+            if asked == paths:
+                t.say(path)
+            else:
+                why = "Weights, gradients and state have one type: precision=bf16-true has all of them in bfloat16."
+                t.say(path, UNSUPPORTED, why)

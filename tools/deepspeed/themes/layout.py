@@ -52,7 +52,6 @@ def translate_layout(t: Translation, precision: str) -> Chosen:
         t.set("strategy", "hybrid", by=by)
         for axis, size in axes.items():
             t.set(f"strategy.{axis}", size, by=found[axis][1])
-            t.say(found[axis][1], MAPPED)
         if "context" in axes:
             t.set("strategy.attention", "ulysses", by=found["context"][1])
         _state_axes(t, stage, axes, by)
@@ -60,26 +59,19 @@ def translate_layout(t: Translation, precision: str) -> Chosen:
         t.set("strategy", f"zero{stage}" if stage else "ddp", by=by)
     if not t.has(by):
         t.note_absent(by, "Stage 0: nothing is sharded.")
-    t.say(STAGE, MAPPED)
-    t.say(_ZERO, MAPPED)
     groups = _mics(t, stage)
     _offload(t, stage)
     _buckets(t, stage, precision)
     _unused(t, stage)
-    _hpz(t)
     _pipeline_options(t, axes)
-    _tensor_options(t, axes)
-    _expert_options(t, axes)
-    _activations(t)
-    _compile(t)
+    _options_of_axes(t, axes)
     return Chosen(stage, axes, _replicates(t, stage, axes, groups), _data_ranks(t, axes))
 
 
 def _stage(t: Translation) -> int:
     if t.has(_ZERO):
         return 1 if t.given.values[_ZERO] else 0
-    stage = t.value(STAGE, 0)
-    return int(stage) if stage in (0, 1, 2, 3) else 0  # another one has been refused
+    return int(t.value(STAGE, 0))
 
 
 def _axis(t: Translation, axis: str) -> tuple[int, str]:
@@ -91,17 +83,11 @@ def _axis(t: Translation, axis: str) -> tuple[int, str]:
     value: Any = t.value(path, 1)
     if value == AUTO:
         return _stages_of_recipe(t, path), path
-    if not isinstance(value, int) or value < 0:
-        if isinstance(value, int):
-            t.refuse(f"{path} is {value}; must be at least 1")
-        return 1, path
     if axis != "expert" and t.world_size is not None and value > 1 and t.world_size % value:
         t.refuse(
             f"{path} is {value}, which does not divide the {t.world_size} rank(s) of the run; type devices=<a multiple "
             f"of {value}>"
         )
-    if value <= 1:
-        t.say(path, MAPPED, "1 rank: off")
     return max(1, value), path
 
 
@@ -111,8 +97,8 @@ def _stages_of_recipe(t: Translation, path: str) -> int:
         t.say(
             path,
             UNSUPPORTED,
-            "There, the number of stages is in the code of the model. Type strategy.pipeline=<stages>, or take the key "
-            "out for a run without pipeline.",
+            "DeepSpeed has the number of stages in the code of the model. Type strategy.pipeline=<stages>, or take the "
+            "key out for a run without pipeline.",
         )
     return stages
 
@@ -145,20 +131,19 @@ def _mics(t: Translation, stage: int) -> int | None:
         t.refuse(f"{path} is {size}, which does not divide the {t.world_size} rank(s) of the run")
     t.set("strategy.shard", size, by=path)
     t.set("strategy.replicate", -1, by=path)
-    t.say(path, MAPPED)
     return size
 
 
 def _offload(t: Translation, stage: int) -> None:
-    parameters = _device(t, "offload_param", ("cpu_offload_param", "cpu_offload_params"))
-    optimizer = _device(t, "offload_optimizer", ("cpu_offload",))
+    parameters = _device(t, "offload_param", "cpu_offload_param", "cpu_offload_params")
+    optimizer = _device(t, "offload_optimizer", "cpu_offload")
     zenflow = next(iter(t.paths(f"{_ZERO}.zenflow")), None)
     if parameters is not None and stage != 3:
         t.say(
             parameters,
             UNSUPPORTED,
-            f"Only stage 3 shards parameters, and this is stage {stage}: they stay on the device, as there. Write "
-            "stage 3, or take the section out.",
+            f"Only stage 3 shards parameters, and this is stage {stage}: they stay on the device, as in DeepSpeed. "
+            "Write stage 3, or take the section out.",
         )
         parameters = None
     if optimizer is not None and stage == 0:
@@ -166,63 +151,37 @@ def _offload(t: Translation, stage: int) -> None:
         optimizer = None
     if parameters is not None:
         t.set("strategy.offload", "parameters", by=parameters)
-        _say_offloaded(t, parameters)
         if optimizer is None:
             t.note_absent(
                 f"{_ZERO}.offload_optimizer", "With offloaded parameters, optimizer state is in host memory as well."
             )
-        else:
-            _say_offloaded(t, optimizer, "Together with the parameters.")
     elif optimizer is not None:
         t.set("strategy.offload", "optimizer", by=optimizer)
-        _say_offloaded(t, optimizer)
     elif zenflow is not None and stage:
         t.set("strategy.offload", "optimizer", by=zenflow)
+        t.say(zenflow, APPROXIMATED, "Every gradient is applied in its own step.")
+    for path in filter(None, (parameters, optimizer)):
+        if t.value(path) == "nvme":
+            note = "In host memory in place of a drive, which must hold it all (trainwright layout says how much)."
+            t.say(path, APPROXIMATED, note)
+        else:
+            t.say(path)
 
 
-def _device(t: Translation, section: str, old: tuple[str, ...]) -> str | None:
-    """The key that asks for offload; None if none does."""
+def _device(t: Translation, section: str, *old: str) -> str | None:
+    """Return the key that asks for offload; None if none does."""
     path = f"{_ZERO}.{section}.device"
-    device = t.value(path, "none")
-    if device not in ("none", AUTO):
+    if t.value(path, "none") != "none":
         return path
-    t.say(path, MAPPED, "off there, so off here")
-    if t.paths(f"{_ZERO}.{section}") and not t.has(path):
-        for other in t.paths(f"{_ZERO}.{section}"):
-            t.say(other, MAPPED, 'no device is named, which is "none" there: nothing to do')
-    asked = next((f"{_ZERO}.{name}" for name in old if t.value(f"{_ZERO}.{name}")), None)
-    for name in old:
-        t.say(f"{_ZERO}.{name}", MAPPED, None if t.value(f"{_ZERO}.{name}") else "off there, so off here")
-    return asked
-
-
-def _say_offloaded(t: Translation, path: str, note: str = "") -> None:
-    if t.value(path) == "nvme":
-        t.say(
-            path,
-            APPROXIMATED,
-            f"{note} In host memory in place of a drive: the same numbers, but host memory must hold it all "
-            "(trainwright layout says how much).".strip(),
-        )
-    else:
-        t.say(path, MAPPED, note)
+    return next((f"{_ZERO}.{name}" for name in old if t.value(f"{_ZERO}.{name}")), None)
 
 
 def _buckets(t: Translation, stage: int, precision: str) -> None:
     path = f"{_ZERO}.reduce_bucket_size"
-    elements = t.value(path)
-    if elements is None:
-        return
-    if elements == AUTO:
-        t.say(path, MAPPED, "strategy.bucket_mib stays as the strategy has it")
-    elif stage in (1, 2) and elements > 0:
+    elements = t.value(path, AUTO)
+    if elements != AUTO and stage in (1, 2):
         width = 2 if precision == "bf16-true" else 4
         t.set("strategy.bucket_mib", round(elements * width / _MIB, 3), by=path)
-        t.say(path, MAPPED)
-    elif elements <= 0:
-        t.refuse(f"{path} is {elements}; must be at least 1")
-    else:
-        t.say(path, APPROXIMATED, "Stage 3 reduces block by block." if stage else "ddp has buckets of its own.")
 
 
 def _unused(t: Translation, stage: int) -> None:
@@ -232,91 +191,47 @@ def _unused(t: Translation, stage: int) -> None:
         if stage in (1, 2):
             t.note_absent(
                 path,
-                "There, a parameter without gradient is passed over; here it is an error. Type "
+                "DeepSpeed skips a parameter without gradient; here it is an error. Type "
                 "strategy.find_unused_parameters=true for a model that has some.",
             )
     elif stage == 3:
         t.say(path, MAPPED, "Stage 3 takes a parameter without gradient as it is, here and there.")
     else:
         t.set("strategy.find_unused_parameters", value, by=path)
-        t.say(path, MAPPED)
-
-
-def _hpz(t: Translation) -> None:
-    path = f"{_ZERO}.zero_hpz_partition_size"
-    size = t.value(path, 1)
-    if isinstance(size, int) and size > 1:
-        t.say(
-            path,
-            UNSUPPORTED,
-            f"There is no second copy of parameters within a machine, so gathering crosses machines. Type "
-            f"strategy.shard={size} strategy.replicate=-1 to shard within machines alone.",
-        )
 
 
 def _pipeline_options(t: Translation, axes: dict[str, int]) -> None:
-    section = "pipeline"
-    partition, interval = t.value(f"{section}.partition"), t.value(f"{section}.activation_checkpoint_interval", 0)
-    if isinstance(interval, int) and interval > 0:
-        t.set("strategy.activation_checkpointing", "full", by=f"{section}.activation_checkpoint_interval")
-        status = MAPPED if interval == 1 else APPROXIMATED
-        t.say(f"{section}.activation_checkpoint_interval", status)
-    if partition is None:
+    path = "pipeline.activation_checkpoint_interval"
+    interval = t.value(path, 0)
+    if interval > 0:
+        t.set("strategy.activation_checkpointing", "full", by=path)
+        t.say(path, MAPPED if interval == 1 else APPROXIMATED)
+    path = "pipeline.partition"
+    partition = t.value(path)
+    if partition is None or "pipeline" not in axes:
         return
-    path = f"{section}.partition"
-    if "pipeline" not in axes:
-        t.say(path, MAPPED, "there is no pipeline: nothing to do")
-    elif partition in ("best", "parameters"):
+    if partition in ("best", "parameters", "uniform"):
         t.set("strategy.split", "balanced", by=path)
-        t.say(path, MAPPED)
-    elif partition == "uniform":
-        t.set("strategy.split", "balanced", by=path)
+    if partition == "uniform":
         t.say(
             path,
             APPROXIMATED,
             "Balanced by parameters, not by the number of layers; strategy.split=[3,3] gives each stage its number.",
         )
-    else:
+    elif partition not in ("best", "parameters"):
         t.say(path, UNSUPPORTED, "Blocks are found in the model; strategy.blocks and strategy.split say otherwise.")
 
 
-def _tensor_options(t: Translation, axes: dict[str, int]) -> None:
+def _options_of_axes(t: Translation, axes: dict[str, int]) -> None:
     path = "tensor_parallel.vocab_parallel_lm_head"
-    if "tensor" not in axes:
-        for other in t.paths("tensor_parallel"):
-            if other not in _AXES["tensor"]:
-                t.say(other, MAPPED, "there is no tensor parallelism: nothing to do")
-    elif t.value(path):
+    if "tensor" in axes and t.value(path):
         t.set("strategy.loss_parallel", True, by=path)
-        t.say(path, MAPPED)
-
-
-def _expert_options(t: Translation, axes: dict[str, int]) -> None:
-    on = bool(t.value("expert_parallel.enabled", False))
-    t.say("expert_parallel.enabled", MAPPED, None if on else "off there, so off here")
-    if on and "expert" not in axes and not t.has("expert_parallel.autoep_size"):
-        t.note_absent("expert_parallel.autoep_size", "1 there: every rank has all experts.")
-
-
-def _activations(t: Translation) -> None:
-    section = "activation_checkpointing"
-    for name in ("partition_activations", "cpu_checkpointing", "number_checkpoints"):
-        path = f"{section}.{name}"
-        if t.value(path):
-            t.set("strategy.activation_checkpointing", "full", by=path)
-            t.say(path, APPROXIMATED)
-
-
-def _compile(t: Translation) -> None:
-    for name in ("deepcompile", "enabled"):
-        path = f"compile.{name}"
-        if t.value(path):
-            t.set("strategy.compile", True, by=path)
-            t.say(path)
+    if t.value("expert_parallel.enabled"):
+        t.say("expert_parallel.enabled")
 
 
 def _replicates(t: Translation, stage: int, axes: dict[str, int], group: int | None) -> bool:
-    """Whether there are several whole copies of the state."""
+    """Return whether there are several whole copies of the state."""
     typed = t.typed.value("strategy.replicate")
     if isinstance(typed, int):
         return typed != 1

@@ -1,1 +1,0 @@
-"""Tables of DeepSpeed's keys by theme."""

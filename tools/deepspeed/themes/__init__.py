@@ -1,0 +1,1 @@
+"""What becomes of the keys of a DeepSpeed JSON, theme by theme."""
