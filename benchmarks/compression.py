@@ -43,7 +43,6 @@ SIDES: dict[str, dict[str, Any]] = {
     "bf16": {"name": "bf16"},
     "int8": {"name": "int8"},
     "topk 1 %": {"name": "topk", "ratio": 0.01},
-    "randomk 1 %": {"name": "randomk", "ratio": 0.01},
     "powersgd rank 4": {"name": "powersgd", "rank": 4},
     "onebit": {"name": "onebit"},
 }

@@ -21,8 +21,7 @@ from trainwright.core.processes.orphans import end_with_agent
 from trainwright.core.run.interrupt import Interrupted, raise_interrupted
 from trainwright.core.run.launcher import detect_launcher
 from trainwright.launch.engines.torchrun.external import agree
-from trainwright.launch.outcome.ends import forget_end
-from trainwright.launch.ranks.here import tell_here
+from trainwright.launch.outcome.ends import forget_end, tell_here
 from trainwright.launch.ranks.output import Output
 
 _NO_RANK = "an engine gives its ranks RANK, WORLD_SIZE and the like"

@@ -25,7 +25,6 @@ def number(default: Any, *, least: float = 0, most: float | None = None) -> Any:
 PRECISIONS = ("32", "bf16-mixed", "bf16-true", "16-mixed")
 ACCELERATORS = ("auto", "cpu", "gpu")
 PARTITIONS = ("interleave", "range", "hash")
-_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 AUTO_TARGET = "trainwright.command.auto"
 
 
@@ -339,7 +338,7 @@ class BalanceConfig:
 class CompressionConfig:
     """`compression=none|fp16|bf16`: how gradients are sent between replicas."""
 
-    # none, fp16, bf16, int8, topk, randomk, powersgd or onebit.
+    # none, fp16, bf16, int8, topk, powersgd or onebit.
     name: str = "none"
 
 
@@ -365,17 +364,6 @@ class TopKCompressionConfig(CompressionConfig):
     sends: str = "auto"
     # Optimizer steps at the beginning in which gradients are averaged as they are; 0 = off.
     warmup_steps: int = 100
-
-
-@dataclass
-class RandomKCompressionConfig(TopKCompressionConfig):
-    """`compression=randomk`: numbers at random places."""
-
-    name: str = "randomk"
-    # Seed of the places.
-    seed: int = number(0, most=2**32 - 1)
-    # What is compressed, as of topk: gradients, steps of Adam, or auto.
-    sends: str = "gradients"
 
 
 @dataclass
@@ -452,35 +440,6 @@ class LaunchConfig:
     # Seconds that a phase may take of which nothing is known yet: setup, the first steps, the first validation, the
     # first checkpoint (hang_timeout=auto).
     hang_first_timeout: float = 1800.0
-
-
-@dataclass
-class MultinodeLaunchConfig(LaunchConfig):
-    """`launch=multinode`: an agent of torchrun on each host, started over ssh."""
-
-    kind: str = "multinode"
-    # Hosts as ssh calls them, like [a,b], or with the ranks that each has room for, like {a:8,b:8}; localhost = this
-    # machine, without ssh.
-    hosts: Any = MISSING
-    # Command in front of a host and what is run there; [] = none: all hosts are addresses of this machine.
-    ssh: list[str] = field(default_factory=lambda: list(_SSH))
-    # Python on the hosts; null = the path of the one that runs this command.
-    python: str | None = None
-    # Folder that the ranks work in; null = the one that this command runs in.
-    workdir: str | None = None
-    # Address, or address:port, at which agents meet, of the first host or of this machine; null = the first host's
-    # address and a free port.
-    rdzv_endpoint: str | None = None
-    # Network interface of the hosts that agents and ranks talk over, like eth0; null = the one that ssh came by.
-    interface: str | None = None
-    # Variables of this process that the ranks get: names, or patterns with *.
-    forward_env: list[str] = field(default_factory=lambda: ["OMP_NUM_THREADS", "NCCL_*", "GLOO_*", "TORCH_*"])
-    # Variables that the ranks get; they stand in config.yaml, so secrets belong into forward_env.
-    env: dict[str, str] = field(default_factory=dict)
-    # Fewest hosts to go on with when one is lost; null = always all.
-    min_nodes: int | None = None
-    # Seconds that a host has to answer.
-    connect_timeout: float = 60.0
 
 
 @dataclass
@@ -565,8 +524,6 @@ class KubernetesLaunchConfig(LaunchConfig):
     """`launch=kubernetes`: a job of pods, one for each machine; each has an agent of torchrun."""
 
     kind: str = "kubernetes"
-    # What is rendered: trainjob (Kubeflow Trainer), pytorchjob (Training Operator) or jobset (JobSet alone).
-    job: str = "trainjob"
     # Image of the containers, with this version of trainwright and your own code in it.
     image: str | None = MISSING
     # Claim of the volume (ReadWriteMany on several nodes) that the run directory lies on.
@@ -611,24 +568,11 @@ class KubernetesLaunchConfig(LaunchConfig):
     service_account: str | None = None
     # Secrets to fetch the image with; [] = none.
     image_pull_secrets: list[str] = field(default_factory=list)
-    # Always, IfNotPresent or Never; null = what the cluster does.
-    image_pull_policy: str | None = None
     # Python in the image.
     python: str = "python"
-    # TCP port of the first pod at which the agents meet.
-    rdzv_port: int = 29400
     # Seconds that pods wait for the first one, images are fetched meanwhile.
     start_timeout: float = 1800.0
-    # What becomes of a pod whose ranks have failed for good (job=pytorchjob): Never, or OnFailure = its container is
-    # started again.
-    restart_policy: str = "Never"
-    # How often the operator starts the job's pods again (jobset: all of them together).
-    backoff_limit: int = 0
-    # Fewest pods to go on with (job=pytorchjob); null = always all.
-    min_nodes: int | None = None
-    # Seconds after which the cluster deletes an ended job; null = it stays.
-    ttl_seconds: int | None = None
-    # Kind of the training runtime (job=trainjob): ClusterTrainingRuntime or TrainingRuntime.
+    # Kind of the training runtime: ClusterTrainingRuntime or TrainingRuntime.
     runtime_kind: str = "ClusterTrainingRuntime"
     # Its name.
     runtime: str = "torch-distributed"
@@ -907,11 +851,9 @@ def register_schema() -> None:
     store.store(group="compression", name="_none", node=CompressionConfig)
     store.store(group="compression", name="_int8", node=Int8CompressionConfig)
     store.store(group="compression", name="_topk", node=TopKCompressionConfig)
-    store.store(group="compression", name="_randomk", node=RandomKCompressionConfig)
     store.store(group="compression", name="_powersgd", node=PowerSGDCompressionConfig)
     store.store(group="compression", name="_onebit", node=OneBitCompressionConfig)
     store.store(group="launch", name="_launch", node=LaunchConfig)
-    store.store(group="launch", name="_multinode", node=MultinodeLaunchConfig)
     store.store(group="launch", name="_slurm", node=SlurmLaunchConfig)
     store.store(group="launch", name="_ray", node=RayLaunchConfig)
     store.store(group="launch", name="_kubernetes", node=KubernetesLaunchConfig)

@@ -79,7 +79,6 @@ ALONE = (
 # Files of which a few tests take minutes: begun last, one would keep one process busy after all others are done.
 FIRST = (
     "faults/test_preemption.py",
-    "launch/test_multinode.py",
     "planning/test_search.py",
     "launch/test_slurm.py",
     "tools/test_verify.py",
@@ -221,3 +220,14 @@ def _no_thread_left() -> Iterator[None]:
         thread.join(2.0)
     left = [t for t in left if t.is_alive()]
     assert not left, f"The test left threads running: {left}"
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's configuration directory beside their module, on a machine without a GPU."""
+    from tests.command.project import write_project
+    from trainwright.core.processes import machine
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
+    return write_project(tmp_path)

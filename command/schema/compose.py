@@ -33,6 +33,7 @@ from trainwright.callbacks.inject.words import take_inject
 from trainwright.callbacks.monitor.trace.profile_word import spell_out_profile
 from trainwright.command.schema.compose_faults import Fault, extra_keys, fault_of, first_line, key_of, render_fault
 from trainwright.command.schema.expansion import Expansion, ImportReport, asks_for_file
+from trainwright.command.schema.removed import REMOVED_CHOICES
 from trainwright.core.failures.refusal import refused_as
 from trainwright.core.problems import ConfigError, did_you_mean, nearest
 from trainwright.core.tools import tool
@@ -284,7 +285,10 @@ class _Composer:
     def _examine(self, overrides: Sequence[str]) -> list[str]:
         """Check names before composing; returns the overrides to compose with, guesses in place of misspelt ones."""
         good: list[str] = []
+        removed = [f"{key_of(text)}." for text in overrides if text in REMOVED_CHOICES]
         for text in overrides:
+            if key_of(text).startswith(tuple(removed)):
+                continue  # an option of a choice that is refused as a whole
             kept = self._examine_one(text)
             if kept is not None:
                 good.append(kept)
@@ -348,6 +352,11 @@ class _Composer:
             # Hydra takes only strings for a choice, and `precision=32` is a number to its parser.
             is_number = not isinstance(value, (str, list))
             return f"{text.split('=', 1)[0]}={_quoted(names[0])}" if is_number else text
+        removed = REMOVED_CHOICES.get(f"{group}={unknown[0]}")
+        if removed is not None:
+            self._add(f"{group}={unknown[0]} {removed}")
+            self.result.guessed = False
+            return None
         for name in unknown:
             meant = self._choice_of_another(name, group)
             allowed = meant or did_you_mean(name, choices, _plural(group))

@@ -8,6 +8,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.command.schema.removed import REMOVED_CHOICES, REMOVED_KEYS
 from trainwright.core.problems import did_you_mean
 from trainwright.launch.schema import RunConfig
 
@@ -71,10 +72,16 @@ def render_fault(fault: Fault, cfg: DictConfig | None) -> str:
             return f"{fault.text}: {given!r} is not {_expected(fault.key)}; type for example {_example(fault.key)}"
         case "file":
             return _render_file_fault(fault)
+    missing = re.search(r"Could not find '([^']+)/([^'/]+)'", fault.detail)
+    choice = f"{missing[1]}={missing[2]}" if missing else ""
+    if choice in REMOVED_CHOICES:
+        return f"{choice} {REMOVED_CHOICES[choice]}"
     return f"the configuration cannot be composed: {_without_search_path(fault.detail)}"
 
 
 def _render_unknown_key(fault: Fault, cfg: DictConfig | None) -> str:
+    if fault.key in REMOVED_KEYS:
+        return f"{fault.text} {REMOVED_KEYS[fault.key]}"
     parent, _, last = fault.key.rpartition(".")
     node = OmegaConf.select(cfg, parent) if cfg is not None and parent else None
     if not isinstance(node, DictConfig):
@@ -91,6 +98,8 @@ def _render_file_fault(fault: Fault) -> str:
     if not unknown:
         return f"in {fault.text}.yaml: {_without_search_path(fault.detail)}"
     full_key = re.search(r"full_key: (\S+)", fault.detail)
+    if full_key and full_key[1] in REMOVED_KEYS:
+        return f"in {fault.text}.yaml: {full_key[1]} {REMOVED_KEYS[full_key[1]]}"
     parent = full_key[1].rpartition(".")[0] if full_key else ""
     schema = _schema_at(parent)
     names = [item.name for item in fields(schema)] if is_dataclass(schema) else []

@@ -1,11 +1,13 @@
 """A run that was told to end."""
 
-import contextlib
+from __future__ import annotations
+
 import signal
 import threading
 from collections.abc import Iterable, Iterator
-from types import FrameType
-from typing import NoReturn
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals by which a process is told to end."""
@@ -32,15 +34,48 @@ def raise_interrupted(number: int, frame: FrameType | None) -> NoReturn:
     raise Interrupted(number)
 
 
-@contextlib.contextmanager
-def interrupted_by_signals(more: Iterable[int]) -> Iterator[None]:
-    """Raise `Interrupted` where this process is told to end, and put the handlers of the caller back after it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {number: signal.signal(number, raise_interrupted) for number in {*ENDING, *more}}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
+class HeldSignals:
+    """Raise `Interrupted` where this process is told to end, but not within :meth:`held`: there, at its end.
+
+    A context manager, which puts the handlers of the caller back; in threads other than the main one it does nothing.
+    An exception that a signal handler raises within compiled code may come out of it as another one (Ray's makes a
+    SystemError of it), and the run would not know that it was told to end.
+
+    Args:
+        more: signals besides SIGTERM, SIGINT, SIGHUP and SIGQUIT.
+    """
+
+    def __init__(self, more: Iterable[int] = ()) -> None:
+        self._numbers = {*ENDING, *more}
+        self._previous: dict[int, Any] = {}
+        self._depth = 0
+        self._noted: int | None = None
+
+    def __enter__(self) -> HeldSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._hear) for number in self._numbers}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What runs within is not interrupted; it must not take long."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        if self._noted is not None and self._depth == 0:
+            number, self._noted = self._noted, None
+            raise Interrupted(number)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self._depth > 0:
+            self._noted = number
+            return
+        raise Interrupted(number)

@@ -66,7 +66,6 @@ class _Entry:
 
 
 _ENGINES: dict[str, _Entry] = {
-    "multinode": _Entry("trainwright.launch.engines.torchrun.multinode"),
     "kubernetes": _Entry("trainwright.launch.engines.kubernetes.kubernetes", gives_variables=False),
     "slurm": _Entry("trainwright.launch.engines.slurm.slurm", ("submitit",), "slurm", recovers=True),
     "ray": _Entry("trainwright.launch.engines.ray.ray", ("ray",), "ray", recovers=True),

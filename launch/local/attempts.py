@@ -16,7 +16,7 @@ from trainwright.launch.outcome.ending import MARGIN_SECONDS
 from trainwright.launch.outcome.outcome import Outcome
 from trainwright.launch.recovery.check_resume import going_on_in_place
 from trainwright.launch.recovery.restart_log import RestartLog
-from trainwright.launch.recovery.restarts import RestartPolicy, Setback, Stop
+from trainwright.launch.recovery.restarts import RestartPolicy, Setback
 from trainwright.launch.recovery.sizes import resized
 
 # Seconds that the other ranks have to end when a restart follows. Those that wait for the failed one in a collective of
@@ -172,13 +172,9 @@ class AttemptedRun:
         self._log.tell(f"{failure.summary} ({setback.when})", str(failure))
         if self._sizes is not None and self._sizes.blame(setback, self._samples):
             self._policy.forgive()
-        decision = self._policy.decide(setback)
-        if isinstance(decision, Stop):
-            self._log.tell(f"given up: {decision.reason}")
-            raise failure.because(f"the run was given up: {decision.reason}")
-        wait = f" in {decision.seconds:g} s" if decision.seconds else ""
-        self._log.tell(f"restart {decision.number}{wait}; {self._log.path} says more")
-        time.sleep(decision.seconds)
+        restart = self._policy.restart(failure, setback, self._log)
+        self._log.tell(f"restart {restart.number}{restart.wait}; {self._log.path} says more")
+        time.sleep(restart.seconds)
 
     def _is_refused(self, attempt: RunningAttempt, failure: RankError) -> bool:
         """Whether a rank has refused the configuration before the run trained anything."""

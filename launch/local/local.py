@@ -10,11 +10,10 @@ from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError
 from trainwright.core.processes.scratch import scratch
-from trainwright.core.run.interrupt import interrupted_by_signals
+from trainwright.core.run.interrupt import HeldSignals
 from trainwright.core.run.run_directory import write_config_file
 from trainwright.launch.local.attempt import Attempt
 from trainwright.launch.local.attempts import AttemptedRun
-from trainwright.launch.local.watching import explained, monitor_of
 from trainwright.launch.members.replicas import ReplicaAttempt, keeps_replicas
 from trainwright.launch.outcome.ending import notices
 from trainwright.launch.ranks.forkserver import start_forkserver
@@ -23,6 +22,7 @@ from trainwright.launch.recovery.replacing import Replacements
 from trainwright.launch.recovery.restart_log import RestartLog
 from trainwright.launch.recovery.restarts import RestartPolicy
 from trainwright.launch.recovery.shrinking import Shrinking
+from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.monitor import HangMonitor
 
 
@@ -42,7 +42,7 @@ def launch_local(cfg: DictConfig, verb: str, *, is_written: bool = True) -> dict
         Interrupted: if this process was told to end; all ranks have ended.
     """
     start_forkserver()
-    with interrupted_by_signals(notices(cfg)):
+    with HeldSignals(notices(cfg)):
         log = RestartLog(Path(cfg.run_dir))
         sizes = None if cfg.launch.min_devices is None else Shrinking(cfg, verb, log)
         return AttemptedRun(cfg, verb, LocalAttempts(verb, is_written, sizes), log, sizes).run()
@@ -81,7 +81,7 @@ class LocalAttempts:
             folder = records
             write_config_file(cfg, folder)
         environment = {} if self._sizes is None else self._sizes.environment()
-        self._monitor = monitor = monitor_of(cfg, records)
+        self._monitor = monitor = _monitor_of(cfg, records)
         if keeps_replicas(cfg, self._verb):
             return ReplicaAttempt(
                 cfg, self._verb, records, environment=environment, monitor=monitor, policy=policy, log=log
@@ -100,7 +100,7 @@ class LocalAttempts:
 
     def explain(self, failure: RankError) -> RankError:
         """The failure of the last attempt, with what is known beside it."""
-        return explained(failure, self._monitor)
+        return _explained(failure, self._monitor)
 
     def end_attempt(self) -> None:
         """Hear that the last attempt has ended."""
@@ -110,3 +110,35 @@ class LocalAttempts:
     def close(self) -> None:
         """Remove what the attempts have left."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _monitor_of(cfg: DictConfig, records: Path) -> HangMonitor | None:
+    """The monitor of an attempt; None where `launch.hang_timeout` is null.
+
+    Args:
+        cfg: the resolved configuration of the attempt.
+        records: its folder for what the ranks write down.
+    """
+    launch = cfg.launch
+    if launch.hang_timeout is None:
+        return None
+    folder = records / "watchdog"
+    folder.mkdir()
+    limits = HangLimits.of(
+        launch.hang_timeout, launch.hang_safety_factor, launch.hang_floor_seconds, launch.hang_first_timeout
+    )
+    # While one process is being replaced, the one before may still live.
+    return HangMonitor(2 * cfg.devices + launch.spares, folder, Path(cfg.run_dir), limits)
+
+
+def _explained(failure: RankError, monitor: HangMonitor | None) -> RankError:
+    """A failure, with what the ranks say of the calls in which the connections between them broke.
+
+    Args:
+        failure: what ended an attempt.
+        monitor: of the attempt; None = nobody has watched.
+    """
+    if monitor is None or failure.hang is not None:
+        return failure
+    text = monitor.explain()
+    return failure if text is None else failure.because(text)

@@ -27,7 +27,7 @@ from trainwright.launch.outcome.outcome import Outcome
 from trainwright.launch.ranks.supervisor import Ended, Monitor
 from trainwright.launch.recovery.check_recovery import AUTO, REPLICAS
 from trainwright.launch.recovery.restart_log import RestartLog
-from trainwright.launch.recovery.restarts import RestartPolicy, Setback, Stop
+from trainwright.launch.recovery.restarts import RestartPolicy, Setback
 from trainwright.strategies.compose.world import Surroundings, closed_layout
 
 # Seconds between two looks at the mailbox; ends of processes are noticed at once.
@@ -164,12 +164,11 @@ class ReplicaAttempt:
 
     def _decide(self, error: RankError) -> None:
         assert self._setback is not None
-        decision = self._policy.decide(self._setback)
-        if isinstance(decision, Stop):
+        try:
+            self._start_at = time.monotonic() + self._policy.restart(error, self._setback, self._log).seconds
+        except RankError:
             self._members.end_all(self._grace)
-            self._log.tell(f"given up: {decision.reason}", str(error))
-            raise error.because(f"the run was given up: {decision.reason}")
-        self._start_at = time.monotonic() + decision.seconds
+            raise
 
     def _start_missing(self) -> None:
         """Start replacements, as soon as the policy allows it."""

@@ -1,12 +1,18 @@
-"""What the ranks of an engine leave in the run directory for the process that waits for them."""
+"""What the ranks of an engine leave for the process that waits for them, in the run directory or on their machine."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
+from trainwright.core.failures.failure import log_file
+from trainwright.core.failures.records import write_whole
+
 _FOLDER = Path("logs") / "ends"
 _BEGUN = "begun"
+HERE = "TRAINWRIGHT_HERE"
+"""Variable with a folder of this machine; without it nobody wants to know."""
 
 
 def ends_folder(run_dir: Path) -> Path:
@@ -46,3 +52,19 @@ def begins_again(run_dir: Path) -> bool:
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()
     return was_there
+
+
+def tell_here(run_dir: Path, rank: int) -> None:
+    """Say that a rank begins here, and how long its log is before it does."""
+    folder = os.environ.get(HERE)
+    if folder is None:
+        return
+    path = Path(folder) / str(rank)
+    if not path.exists():  # of ranks that are started again everything is shown once
+        log = log_file(run_dir, rank)
+        write_whole(path, str(log.stat().st_size if log.is_file() else 0))
+
+
+def ranks_here(folder: Path) -> dict[int, int]:
+    """The length that the log of each rank of this machine had when it began, by rank."""
+    return {int(path.name): int(path.read_text()) for path in sorted(folder.glob("[0-9]*"))}

@@ -11,7 +11,7 @@ from trainwright.core.failures.failure import RankError, failure_of
 from trainwright.core.failures.records import read_steps
 from trainwright.launch.ranks.supervisor import Ended
 from trainwright.launch.recovery.restart_log import RestartLog
-from trainwright.launch.recovery.restarts import RestartPolicy, Stop, setback_of
+from trainwright.launch.recovery.restarts import RestartPolicy, setback_of
 from trainwright.strategies.parameter_server.options import INCARNATION
 
 
@@ -84,14 +84,10 @@ class Replacements:
     def _replace(self, ended: Ended, begun: int) -> None:
         error = self._error(ended)
         setback = setback_of(error, read_steps(self._records).get(ended.rank), begun)
-        decision = self._policy.decide(setback)
         self._log.tell(f"{error.summary} ({setback.when})", str(error))
-        if isinstance(decision, Stop):
-            self._log.tell(f"given up: {decision.reason}")
-            raise error.because(f"the run was given up: {decision.reason}")
-        wait = f" in {decision.seconds:g} s" if decision.seconds else ""
-        self._log.tell(f"the others go on; rank {ended.rank} is started anew{wait} and joins them")
-        self._due[ended.rank] = time.monotonic() + decision.seconds
+        restart = self._policy.restart(error, setback, self._log)
+        self._log.tell(f"the others go on; rank {ended.rank} is started anew{restart.wait} and joins them")
+        self._due[ended.rank] = time.monotonic() + restart.seconds
 
     def _error(self, ended: Ended) -> RankError:
         error = failure_of(self._records, ended.rank, ended.exit_code, self._world_size, self._run_dir, ended.hang)

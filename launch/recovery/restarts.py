@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from trainwright.core.failures.failure import RankError
 from trainwright.core.run.diverged import DivergedError
+from trainwright.launch.recovery.restart_log import RestartLog
 
 # Longest wait before a restart, in seconds.
 _LONGEST_WAIT = 60.0
@@ -65,6 +66,11 @@ class Restart:
 
     number: int
     seconds: float
+
+    @property
+    def wait(self) -> str:
+        """The wait in words; empty if there is none."""
+        return f" in {self.seconds:g} s" if self.seconds else ""
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,18 @@ class RestartPolicy:
             return Stop(reason)
         self._restarts += 1
         return Restart(self._restarts, self._seconds())
+
+    def restart(self, failure: RankError, setback: Setback, log: RestartLog) -> Restart:
+        """Decide about a failure, and log it if the run is given up.
+
+        Raises:
+            RankError: the failure, with the reason to give up.
+        """
+        decision = self.decide(setback)
+        if isinstance(decision, Stop):
+            log.tell(f"given up: {decision.reason}", str(failure))
+            raise failure.because(f"the run was given up: {decision.reason}")
+        return decision
 
     def forgive(self) -> None:
         """Forget how often the last failure came: what caused it has been taken out of the run."""

@@ -21,7 +21,6 @@ from trainwright.planning.search.sizes import divisors_of
 from trainwright.planning.search.work import Work
 from trainwright.planning.time.cost import Cut
 from trainwright.planning.time.sending import average_by, bucket_mib, prefetch
-from trainwright.planning.time.step import StepTime
 from trainwright.strategies.compose.rules import micro_batches_for
 from trainwright.strategies.compose.world import Surroundings, closed_layout
 from trainwright.strategies.pipeline.schedules import stages_per_rank_of
@@ -98,30 +97,6 @@ def largest_micro_batch(asked: dict[str, Any], most: int | None = None) -> dict[
             "layout that fits, or strategy.activation_checkpointing=full"
         ]
     )
-
-
-def predicted_step(asked: dict[str, Any]) -> StepTime:
-    """Seconds of a step under the layout that a configuration has typed, as its ranks share this machine.
-
-    Args:
-        asked: a resolved configuration as plain values, with the number of devices, `micro_batch_size` and
-            `global_batch_size`.
-
-    Raises:
-        ConfigError: if nothing can be predicted.
-    """
-    cfg = _on_this_machine(asked)
-    layout = closed_layout(cfg, Surroundings())
-    if layout is None:
-        raise ConfigError([f"strategy: the layout of {cfg.strategy.get('_target_')} is not told by its configuration"])
-    searched, parts = Searched(cfg), _parts(cfg, layout)
-    rounds = cfg.global_batch_size // (layout.data_ranks * cfg.micro_batch_size)
-    work = _work(cfg, layout, cfg.micro_batch_size // parts, rounds, parts)
-    try:
-        cost = searched.facts.of(_cut(cfg, layout))
-    except FactsError as error:
-        raise ConfigError([str(error)]) from error
-    return searched.time_of(work, cost)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

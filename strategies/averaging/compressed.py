@@ -276,7 +276,6 @@ class CompressedReplicas(AveragedReplicas):
         if self._adam is not None:
             self._adam.steps = average.steps
         said = self._put_back(state, Layout(**of_run["layout"]), saved["kinds"])
-        average.agree()
         if saved["kinds"]:
             rank_zero_info(f"compression={name}: {said}")
 

@@ -38,7 +38,7 @@ from trainwright.strategies.pipeline.results import Publisher, Recorder, bound_l
 from trainwright.strategies.pipeline.schedules import CHOICES, make_schedule, orders_of, ranks_of_stages
 from trainwright.strategies.pipeline.sends import Place as SendPlace
 from trainwright.strategies.pipeline.sends import Sends, known_to_be_taken
-from trainwright.strategies.pipeline.stage import Around, OwnForwardStage
+from trainwright.strategies.pipeline.stage import OwnForwardStage
 
 Run = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -63,8 +63,6 @@ class PipelineEngine:
         batch_dims: exceptions to "samples are along dim 0", by path in the batch; see :func:`split_batch`.
         look: as ``run``, for a run without gradients in which every stage runs all of the step; ``None`` is ``run``.
         whole: see :meth:`evaluating`.
-        around_backward: ``around_backward(stage, last)`` gives a context manager for every backward of a stage that
-            computes gradients of weights, ``last`` for its last one in the step; ``None`` is none.
 
     Attributes:
         cut: as given.
@@ -84,7 +82,6 @@ class PipelineEngine:
         look: Run | None = None,
         whole: Callable[[str], Tensor] | None = None,
         batch_dims: BatchDims | None = None,
-        around_backward: Around | None = None,
     ) -> None:
         self.cut = cut
         self._module, self._group, self._device = module, group, torch.device(device)
@@ -108,9 +105,9 @@ class PipelineEngine:
         # What was run in a relay -> whether every rank must get everything for it, whether it draws outside of blocks.
         self._relays: dict[str, tuple[bool, bool]] = {}
         self._is_whole = False
-        self.stages = [self._make_stage(index, around_backward) for index in cut.mine]
+        self.stages = [self._make_stage(index) for index in cut.mine]
 
-    def _make_stage(self, index: int, around: Around | None) -> OwnForwardStage:
+    def _make_stage(self, index: int) -> OwnForwardStage:
         return OwnForwardStage(
             StageParameters(self.cut, index),
             index,
@@ -121,7 +118,6 @@ class PipelineEngine:
             book=self._book,
             forward=self._forward,
             source=f"The block {self.cut.names[self.cut.spans[index].stop - 1]!r}",
-            around=around,
         )
 
     def attach(self) -> None:

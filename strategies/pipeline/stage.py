@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,8 +17,6 @@ from trainwright.strategies.pipeline.sends import Sends
 
 # forward(stage, micro-batch, received structure) -> output structure, or the loss (or None) on the last stage
 Forward = Callable[[int, int, Any], Any]
-# (stage, whether it is the stage's last backward of the step) -> context around that backward
-Around = Callable[[int, bool], AbstractContextManager[Any]]
 
 
 class Activation(NamedTuple):
@@ -57,7 +54,6 @@ class OwnForwardStage(_PipelineStageBase):
         book: forms of what the stages send.
         forward: runs the user's step.
         source: what the output comes from, for messages.
-        around: context for every backward; ``None`` is none.
 
     Attributes:
         signatures: of the micro-batches of this step, by which forms are known.
@@ -76,12 +72,11 @@ class OwnForwardStage(_PipelineStageBase):
         book: FormBook,
         forward: Forward,
         source: str,
-        around: Around | None = None,
     ) -> None:
         super().__init__(submodule, index, count, device, group)
         self.stage_index_to_group_rank = dict(enumerate(ranks))
         self.signatures: list[Any] = []
-        self._book, self._forward, self._source, self._around = book, forward, source, around
+        self._book, self._forward, self._source = book, forward, source
         self._inputs: dict[int, Activation] = {}
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
         self._deferred: dict[int, Any] = {}
@@ -216,7 +211,7 @@ class OwnForwardStage(_PipelineStageBase):
         ]
         inputs = [leaf for leaf in leaves if leaf.requires_grad]
         if full_backward:
-            self._backward(pairs, last_backward)
+            self._backward(pairs)
         elif inputs and pairs:
             self._deferred[bwd_chunk_id] = ("weights", self._input_backward(pairs, inputs))
         else:
@@ -229,16 +224,14 @@ class OwnForwardStage(_PipelineStageBase):
             return
         kind, state = self._deferred.pop(bwd_chunk_id)
         if kind == "all":
-            self._backward(state, last_backward)
+            self._backward(state)
             return
-        with self._context(last_backward):
-            # Groups of weights may share parts of the graph; all of it goes with the state, right after.
-            stage_backward_weight(self.submod.parameters(), state, retain_graph=True)
+        # Groups of weights may share parts of the graph; all of it goes with the state, right after.
+        stage_backward_weight(self.submod.parameters(), state, retain_graph=True)
 
-    def _backward(self, pairs: list[tuple[Tensor, Tensor | None]], last: bool) -> None:
-        with self._context(last):
-            if pairs:
-                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+    def _backward(self, pairs: list[tuple[Tensor, Tensor | None]]) -> None:
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         for output, _ in pairs:
             # Torch's schedules keep losses, and this rank's next stage may keep outputs, until the step ends.
             if output.grad_fn is not None and not output._is_view():
@@ -251,11 +244,10 @@ class OwnForwardStage(_PipelineStageBase):
         outputs = [output if not output._is_view() else output.clone() for output, _ in pairs]
         gradients = [torch.ones_like(o) if g is None else g for o, (_, g) in zip(outputs, pairs, strict=True)]
         edges = [get_gradient_edge(output) for output in outputs]
-        with self._context(False):
-            _, groups = stage_backward_input(outputs, gradients, cast("list[Any]", inputs), self.submod.parameters())
-            if apart and _are_disjoint(groups):
-                return groups
-            self._weight_backward(edges, gradients)
+        _, groups = stage_backward_input(outputs, gradients, cast("list[Any]", inputs), self.submod.parameters())
+        if apart and _are_disjoint(groups):
+            return groups
+        self._weight_backward(edges, gradients)
         return []
 
     def _weight_backward(self, edges: list[GradientEdge], gradients: list[Tensor]) -> None:
@@ -265,9 +257,6 @@ class OwnForwardStage(_PipelineStageBase):
         for parameter, gradient in zip(parameters, found, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-    def _context(self, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext() if self._around is None else self._around(self.stage_index, last)
 
     def _is_here(self, stage: int) -> bool:
         return self.stage_index_to_group_rank[stage] == self.group_rank

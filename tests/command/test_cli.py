@@ -11,17 +11,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.command.project import environment, run_command, write_project
+from tests.command.project import environment, run_command
 from trainwright.command.cli import main
-from trainwright.core.processes import machine
 
 QUIET = ("monitor=none", "logger=csv", "trainer.log_every_n_steps=1")
-
-
-@pytest.fixture
-def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
-    return write_project(tmp_path)
 
 
 @pytest.mark.parametrize(

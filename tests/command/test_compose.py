@@ -14,7 +14,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from tests.command.project import RECIPE, write_project
+from tests.command.project import RECIPE
 from trainwright.command import run
 from trainwright.command.help import description_of, field_comments, help_of_verb, overview
 from trainwright.command.schema.compose import choices_of, compose, compose_checked, config_loader, group_names
@@ -44,7 +44,6 @@ SCHEMAS = [
     schema.CompressionConfig,
     schema.Int8CompressionConfig,
     schema.TopKCompressionConfig,
-    schema.RandomKCompressionConfig,
     schema.PowerSGDCompressionConfig,
     schema.OneBitCompressionConfig,
     schema.DeepSpeedJSONConfig,
@@ -52,14 +51,6 @@ SCHEMAS = [
     schema.LossScaleConfig,
     schema.TrainerConfig,
 ]
-
-
-@pytest.fixture
-def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's configuration directory beside their module, on a machine without a GPU."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
-    return write_project(tmp_path)
 
 
 def mine(conf: Path, *overrides: str) -> DictConfig:
@@ -198,6 +189,9 @@ def test_precision_is_chosen_by_its_name(conf: Path, precision: str) -> None:
         (["ckpt_path=last"], ["ckpt_path=last", "runs/mine/", "leave ckpt_path out"]),
         (["ckpt_path=last", "run_dir=here"], ["ckpt_path=last", "here/checkpoints"]),
         (["ckpt_path=http://somewhere/a"], ["ckpt_path=http://somewhere/a", "only single files", "fetch the folder"]),
+        (["launch=multinode", "launch.hosts=[a,b]", "nodes=2"], ["TRAINWRIGHT_RUN_TOKEN", "torchrun --nnodes=2"]),
+        (["compression=randomk"], ["compression=randomk was removed", "type compression=topk"]),
+        (["launch=kubernetes", "launch.image=a", "launch.claim=b", "launch.job=jobset"], ["every job is a TrainJob"]),
         (["launch=torchrun"], ["launch=torchrun", "torchrun --nproc-per-node", "launch=local"]),
         (["strategy=ddp", "nodes=2"], ["nodes=2", "torchrun --nnodes=2"]),
         (["launch.port=99999"], ["launch.port=99999", "65535"]),
@@ -225,6 +219,23 @@ def test_what_is_wrong_is_said_with_what_is_allowed(conf: Path, overrides: list[
     assert "Traceback" not in found[0]
     assert "hydra.cc" not in found[0]
     assert "Config search path" not in found[0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("  - override /launch: multinode\n", "launch=multinode was removed; start torchrun on each host"),
+        (
+            "  - override /launch: kubernetes\nlaunch: {job: jobset}\n",
+            "launch.job was removed: every job is a TrainJob",
+        ),
+    ],
+)
+def test_a_recipe_with_what_was_removed_is_told_what_to_type(conf: Path, lines: str, said: str) -> None:
+    head = "# @package _global_\ndefaults:\n  - mine\n"
+    (conf / "recipe/old.yaml").write_text(head + lines.replace("\nlaunch", "\n  - _self_\nlaunch"), encoding="utf-8")
+    [problem] = compose_checked(["recipe=old"], conf).problems
+    assert said in problem
 
 
 def test_all_problems_at_once(conf: Path) -> None:

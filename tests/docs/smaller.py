@@ -25,7 +25,6 @@ _HERE = (
     (r"size=(125m|7b)", ""),
     (r"\+*accelerator=.*", ""),
     (r"module\.config\.seq_len=\d+", ""),
-    (r"launch\.hosts=.*", "launch.hosts=[127.0.0.2,127.0.0.3]"),
     (r"launch\.(partition|time|account)=.*|preemption\.requeue=.*", ""),
 )
 _STEPS = re.compile(r"max_steps=(\d+)")
@@ -61,7 +60,6 @@ def small(words: Sequence[str]) -> list[str]:
         kept = [*(word for word in kept if not word.startswith("nodes=")), "launch.cluster=local"]
     elif any(word.startswith(("nodes=", "--nnodes=")) for word in kept):
         kept = [_several_agents(word) for word in kept]
-    kept += ["launch.ssh=[]"] if "launch=multinode" in kept else []
     kept += ["module.config.seq_len=512"] if "recipe=long_context" in kept else []
     kept += ["trainer.val_check_interval=1"] if any("EarlyStopping" in word for word in kept) else []
     kept += ["callbacks.sample.length=8"] if any(_WRITES_TEXT.fullmatch(word) for word in kept) else []
@@ -89,7 +87,7 @@ def _several_agents(word: str) -> str:
         return "devices=2"
     if word.startswith("--nproc-per-node="):
         return "--nproc-per-node=2"
-    if word.startswith("--rdzv-endpoint=host:"):
+    if word.startswith("--rdzv-endpoint="):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             return f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}"

@@ -29,6 +29,7 @@ from tests.docs.made_before import make_before
 from tests.docs.project import RUN, write_project
 from tests.docs.shell import commands_of
 from tests.docs.smaller import as_processes, small, why_not
+from trainwright.core.text.messages import RUN_TOKEN
 
 WORKERS = 3
 _SECONDS = 900
@@ -129,20 +130,21 @@ def _run_command(line: str, words: Sequence[str], wanted: int, folder: Path, out
         (folder / "lines_of_the_page.py").write_text(given[2], encoding="utf-8")
         given[1:] = ["lines_of_the_page.py"]
     ends_by, code = _ending(given)
-    log = folder / "output_of_the_command.txt"
+    log, processes = folder / "output_of_the_command.txt", as_processes(given)
+    secret = {RUN_TOKEN: "shared by the hosts"} if len(processes) > 1 else {}
     begun = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
         started = [
             subprocess.Popen(
                 command,
                 cwd=folder,
-                env={**environment(), "OMP_NUM_THREADS": "1"},
+                env={**environment(), "OMP_NUM_THREADS": "1", **secret},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            for command in as_processes(given)
+            for command in processes
         ]
         codes = [_end_of(process, log, ends_by) for process in started]
     said = log.read_text(encoding="utf-8", errors="replace")

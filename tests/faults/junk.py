@@ -22,7 +22,7 @@ BASES: tuple[tuple[str, ...], ...] = (
     ("recipe=digits",),
     ("recipe=digits", "guard=rollback", "checkpoint=best", "monitor=thorough", "optimizer=sgd"),
     ("recipe=digits", "strategy=ddp", "devices=2", "compression=topk", "balance=auto", "launch=resilient"),
-    ("recipe=digits", "strategy=zero3", "devices=2", "launch=multinode", "launch.hosts=[localhost]"),
+    ("recipe=digits", "strategy=zero3", "devices=2", "launch=kubernetes", "launch.image=a", "launch.claim=b"),
     ("recipe=digits", "strategy=parameter_server", "devices=2", "compression=powersgd", "accumulation=fixed",
      "accumulation.steps=2", "global_batch_size=32"),
     ("recipe=digits", "strategy=diloco", "devices=2", "preemption=none", "guard=skip"),

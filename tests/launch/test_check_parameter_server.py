@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from trainwright.command import run
 from trainwright.command.schema.compose import compose, compose_checked
 from trainwright.launch.worker import build_trainer
@@ -30,10 +28,9 @@ def test_the_group_says_how_gradients_are_pushed(tmp_path: Path) -> None:
         assert problems(f"compression={name}") == []
 
 
-@pytest.mark.parametrize("name", ["powersgd", "randomk"])
-def test_what_cannot_be_pushed_is_refused(name: str) -> None:
-    [problem] = problems(f"compression={name}")
-    assert f"compression={name} with parameter servers" in problem
+def test_what_cannot_be_pushed_is_refused() -> None:
+    [problem] = problems("compression=powersgd")
+    assert "compression=powersgd with parameter servers" in problem
     assert "fp16, bf16, int8, topk, onebit, or none; type compression=int8" in problem
 
 

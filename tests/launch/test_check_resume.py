@@ -14,26 +14,17 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from tests.command.project import environment, run_command, write_project
+from tests.command.project import environment, run_command
 from tests.tools.checkpoints import RANK_FILE, cut_short, flip_bit, write_checkpoint
 from trainwright.checkpoint.store import write_errors
 from trainwright.command import run
 from trainwright.command.schema.compose import compose
 from trainwright.command.verbs import run_command as main
-from trainwright.core.processes import machine
 from trainwright.launch import schema as config
 from trainwright.launch.recovery import check_resume
 from trainwright.trainer.data import partition
 
 RUN = "runs/mine/2026-01-01/checkpoints"
-
-
-@pytest.fixture
-def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's configuration directory beside their module, on a machine without a GPU."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
-    return write_project(tmp_path)
 
 
 def planned(conf: Path, *overrides: str, verb: str = "fit") -> tuple[DictConfig, list[str]]:

@@ -20,7 +20,7 @@ import yaml
 from kubeflow_trainer_api import models
 from omegaconf import DictConfig
 
-from tests.command.project import environment, write_project
+from tests.command.project import environment
 from trainwright import compose
 from trainwright.command.run import plan, prepare
 from trainwright.command.sweep import run_sweep
@@ -30,20 +30,14 @@ from trainwright.core.run.interrupt import Interrupted
 from trainwright.launch.engines.kubernetes import node as kubernetes_node
 from trainwright.launch.engines.kubernetes import submit as kubernetes_submit
 from trainwright.launch.engines.kubernetes.kubernetes import launch, problems
-from trainwright.launch.engines.kubernetes.manifest import JOBS, manifests, name_of
+from trainwright.launch.engines.kubernetes.manifest import manifests, name_of
 from trainwright.launch.engines.kubernetes.node import Place, place_of, settle
-from trainwright.launch.engines.torchrun.words import to_command
+from trainwright.launch.engines.kubernetes.pod_messages import metrics_in, metrics_line
 
 WORDS = (
     *("strategy=ddp", "devices=2", "nodes=2", "monitor=none", "logger=csv", "launch=kubernetes"),
     *("launch.image=registry/app:1", "launch.claim=runs", "run_dir=runs/mine"),
 )
-
-
-@pytest.fixture
-def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return write_project(tmp_path)
 
 
 def configured(conf: Path, *more: str) -> DictConfig:
@@ -67,11 +61,11 @@ EVERYTHING = (
 
 
 def pod_of(job: dict[str, Any]) -> dict[str, Any]:
-    """The template of the pods of a JobSet or PyTorchJob."""
-    if job["kind"] == "JobSet":
-        template: dict[str, Any] = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
-    else:
-        template = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+    """The template of the pods, as the job patches that of its runtime."""
+    [patch] = job["spec"]["runtimePatches"]
+    [group] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    assert group["name"] == "node"
+    template: dict[str, Any] = group["template"]["spec"]["template"]
     return template
 
 
@@ -81,94 +75,51 @@ def known(model: Any, given: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("more", [(), EVERYTHING], ids=["least", "everything"])
-@pytest.mark.parametrize("job", JOBS)
-def test_manifests_are_of_the_published_kinds(conf: Path, job: str, more: tuple[str, ...]) -> None:
-    config_map, found = rendered(conf, f"launch.job={job}", *more)
-    if job == "trainjob":
-        assert known(models.TrainerV1alpha1TrainJob, found)
-    elif job == "jobset":
-        assert known(models.JobsetV1alpha2JobSet, found)
-        assert known(models.IoK8sApiCoreV1PodTemplateSpec, pod_of(found))
-    else:
-        assert known(models.IoK8sApiCoreV1PodTemplateSpec, pod_of(found))
-    assert found["metadata"]["name"] == config_map["metadata"]["name"] == name_of(configured(conf))
+def test_manifests_are_of_the_published_kind(conf: Path, more: tuple[str, ...]) -> None:
+    config_map, job = rendered(conf, *more)
+    assert known(models.TrainerV1alpha1TrainJob, job)
+    assert job["metadata"]["name"] == config_map["metadata"]["name"] == name_of(configured(conf))
+    job["spec"]["trainer"]["image_of_no_model"] = "a"
+    assert not known(models.TrainerV1alpha1TrainJob, job)
 
 
-def test_a_field_that_no_model_has_is_noticed(conf: Path) -> None:
-    _, job = rendered(conf, "launch.job=jobset")
-    job["spec"]["replicatedJobs"][0]["replica"] = 1
-    assert not known(models.JobsetV1alpha2JobSet, job)
-
-
-def test_a_pytorchjob_has_the_fields_of_training_operator_1(conf: Path) -> None:
-    """No package of today's Python has models of it; these are the fields of its published schema that are used."""
-    _, job = rendered(
-        conf, "launch.job=pytorchjob", "launch.min_nodes=1", "launch.max_restarts=3", "launch.ttl_seconds=60",
-        "launch.restart_policy=OnFailure", "launch.backoff_limit=2",
-    )  # fmt: skip
-    spec = job["spec"]
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    assert spec.keys() == {"runPolicy", "nprocPerNode", "elasticPolicy", "pytorchReplicaSpecs"}
-    assert spec["runPolicy"] == {"cleanPodPolicy": "None", "backoffLimit": 2, "ttlSecondsAfterFinished": 60}
-    assert spec["nprocPerNode"] == "2"  # a string there
-    assert spec["elasticPolicy"] == {"rdzvBackend": "c10d", "minReplicas": 1, "maxReplicas": 2, "maxRestarts": 3}
-    worker = spec["pytorchReplicaSpecs"]["Worker"]
-    assert (worker["replicas"], worker["restartPolicy"]) == (2, "OnFailure")
-    [container] = worker["template"]["spec"]["containers"]
-    # By these names the operator finds the container, and the port that it tells the pods to meet at.
-    assert container["name"] == "pytorch"
-    assert container["ports"] == [{"name": "pytorchjob-port", "containerPort": 29400, "protocol": "TCP"}]
-
-
-def test_a_trainjob_patches_the_pods_of_its_runtime(conf: Path) -> None:
-    _, job = rendered(conf, *EVERYTHING)
-    trainer, [patch] = job["spec"]["trainer"], job["spec"]["runtimePatches"]
-    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 2)
-    assert trainer["command"] == ["python", "-u", "-m", "trainwright.launch.engines.kubernetes.node"]
-    assert trainer["args"] == ["fit"]
-    assert trainer["resourcesPerNode"]["limits"] == {
-        "cpu": "16",
-        "memory": "64Gi",
-        "nvidia.com/gpu": "2",
-        "rdma/ib": "1",
-    }
-    [group] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-    pods = group["template"]["spec"]["template"]
-    assert group["name"] == pods["spec"]["containers"][0]["name"] == "node"
-    assert pods["metadata"]["labels"] == {
-        "kueue.x-k8s.io/queue-name": "team",
-        "trainwright/run": job["metadata"]["name"],
-    }
-
-
-def test_pods_have_what_was_asked_for(conf: Path) -> None:
-    config_map, job = rendered(conf, "launch.job=jobset", *EVERYTHING, "preemption.deadline_seconds=300")
-    pod, name = pod_of(job)["spec"], job["metadata"]["name"]
-    [container] = pod["containers"]
+def test_a_trainjob_has_what_was_asked_for(conf: Path) -> None:
+    config_map, job = rendered(conf, *EVERYTHING, "preemption.deadline_seconds=300")
+    trainer, pod, name = job["spec"]["trainer"], pod_of(job), job["metadata"]["name"]
     assert config_map["data"] == {"config.yaml": "name: mine\n"}
     assert config_map["metadata"]["namespace"] == job["metadata"]["namespace"] == "team"
+    assert (trainer["numNodes"], trainer["numProcPerNode"], trainer["args"]) == (2, 2, ["fit"])
+    assert trainer["command"] == ["python", "-u", "-m", "trainwright.launch.engines.kubernetes.node"]
+    limits = {"cpu": "16", "memory": "64Gi", "nvidia.com/gpu": "2", "rdma/ib": "1"}
+    assert trainer["resourcesPerNode"] == {"limits": limits, "requests": limits}
+    variables = {each["name"]: each.get("value", each.get("valueFrom")) for each in trainer["env"]}
+    assert variables["NCCL_DEBUG"] == "INFO"
+    assert variables["WANDB_API_KEY"] == {"secretKeyRef": {"name": "wandb", "key": "key"}}
+    assert variables["TRAINWRIGHT_WORKDIR"] == "/workspace"
+    assert len(variables["TRAINWRIGHT_RUN_TOKEN"]) == 32  # pods of one job share it
+    assert pod["metadata"] == {
+        "labels": {"kueue.x-k8s.io/queue-name": "team", "trainwright/run": name},
+        "annotations": {"a": "b"},
+    }
+    [container] = pod["spec"]["containers"]
+    assert container["name"] == "node"
     assert {each["name"]: each["mountPath"] for each in container["volumeMounts"]} == {
         "run": "/workspace",
         "volume-0": "/data",
         "configuration": "/etc/trainwright",
         "shm": "/dev/shm",
     }
-    assert pod["volumes"] == [
+    assert pod["spec"]["volumes"] == [
         {"name": "run", "persistentVolumeClaim": {"claimName": "runs"}},
         {"name": "volume-0", "persistentVolumeClaim": {"claimName": "data"}},
         {"name": "configuration", "configMap": {"name": name}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}},
     ]
-    variables = {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
-    assert variables["NCCL_DEBUG"] == "INFO"
-    assert variables["WANDB_API_KEY"] == {"secretKeyRef": {"name": "wandb", "key": "key"}}
-    assert variables["TRAINWRIGHT_ENDPOINT"] == f"{name}-node-0-0.{name}:29400"
-    assert len(variables["TRAINWRIGHT_RUN_TOKEN"]) == 32  # pods of one job share it
-    assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]
-    assert pod["nodeSelector"] == {"gpu": "h100"}
-    assert pod["terminationGracePeriodSeconds"] == 315  # ranks may save before
-    spec = job["spec"]["replicatedJobs"][0]["template"]["spec"]
-    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (2, 2, "Indexed")
+    assert pod["spec"]["tolerations"] == [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert pod["spec"]["nodeSelector"] == {"gpu": "h100"}
+    assert pod["spec"]["serviceAccountName"] == "trainer"
+    assert pod["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    assert pod["spec"]["terminationGracePeriodSeconds"] == 315  # ranks may save before
 
 
 def test_names_are_those_of_runs_and_short_enough(conf: Path) -> None:
@@ -186,16 +137,13 @@ def test_names_are_those_of_runs_and_short_enough(conf: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["launch.job=job"], "launch.job=job: unknown"),
         (["launch.job_name=Run_1"], "launch.job_name=Run_1: must be small letters"),
         (["launch.memory=64GB"], "launch.memory=64GB: must be a quantity"),
         (["launch.gpus=1"], "devices=2 with launch.gpus=1: each rank of a pod needs one"),
         (["launch.gpus=2", "accelerator=cpu"], "launch.gpus=2 with accelerator=cpu"),
         (["launch.gpus=0", "accelerator=gpu"], "accelerator=gpu with launch.gpus=0"),
-        (["launch.min_nodes=1"], "only a PyTorchJob has an elastic policy"),
-        (["launch.min_nodes=1", "launch.job=pytorchjob"], "launch.min_nodes=1 with launch.max_restarts=0"),
-        (["launch.backoff_limit=2"], "the runtime torch-distributed decides that"),
-        (["launch.restart_policy=OnFailure", "launch.job=jobset"], "all its pods are made anew when one fails"),
+        (["launch.start_timeout=0"], "launch.start_timeout=0.0: must be at least 1"),
+        (["launch.runtime_kind=Runtime"], "launch.runtime_kind=Runtime: unknown"),
         (["run_dir=/elsewhere/run"], "does not lie under launch.mount=/workspace"),
         (["run_dir=../run"], "does not lie under launch.mount=/workspace"),
         (["launch.mount=here"], "launch.mount=here: must be a path from the root"),
@@ -244,31 +192,15 @@ def test_every_run_of_a_sweep_has_a_manifest(conf: Path, capsys: pytest.CaptureF
 # ---- pods ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("variables", "hostname", "expected"),
-    [
-        (
-            {"TRAINWRIGHT_ENDPOINT": "a-node-0-0.a:29400", "JOB_COMPLETION_INDEX": "1"},
-            "a-node-0-1",
-            Place("a-node-0-0.a", 29400, False),
-        ),
-        ({"PET_RDZV_ENDPOINT": "a-worker-0:29400"}, "a-worker-0", Place("a-worker-0", 29400, True)),
-        ({"PET_RDZV_ENDPOINT": "a-worker-0:29400"}, "a-worker-1", Place("a-worker-0", 29400, False)),
-        (
-            {"PET_MASTER_ADDR": "a-node-0-0.a", "PET_MASTER_PORT": "29500", "PET_NODE_RANK": "0"},
-            "x",
-            Place("a-node-0-0.a", 29500, True),
-        ),
-    ],
-    ids=["jobset", "first of pytorchjob", "second of pytorchjob", "trainjob"],
-)
-def test_a_pod_finds_the_first_one(variables: dict[str, str], hostname: str, expected: Place) -> None:
-    assert place_of(variables, hostname) == expected
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_pod_finds_the_first_one(rank: int) -> None:
+    variables = {"PET_MASTER_ADDR": "a-node-0-0.a", "PET_MASTER_PORT": "29500", "PET_NODE_RANK": str(rank)}
+    assert place_of(variables) == Place("a-node-0-0.a", 29500, is_first=rank == 0)
 
 
-def test_a_pod_that_nobody_tells_where_to_go_says_so() -> None:
-    with pytest.raises(ValueError, match="this runs in the pods of"):
-        place_of({}, "x")
+def test_what_is_no_pod_is_told_so() -> None:
+    with pytest.raises(ValueError, match="PET_MASTER_ADDR does not say .* this runs in the pods of"):
+        place_of({})
 
 
 def test_the_first_pod_makes_the_run_directory_and_goes_into_no_other_run(conf: Path) -> None:
@@ -293,7 +225,7 @@ def test_a_pod_that_fails_leaves_nothing_behind(conf: Path, tmp_path: Path, monk
     temporary.mkdir()
     monkeypatch.setattr(kubernetes_node, "_run", fail)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    for name, value in (("TRAINWRIGHT_ENDPOINT", "a:1"), ("TRAINWRIGHT_WORKDIR", str(tmp_path))):
+    for name, value in (("PET_MASTER_ADDR", "a"), ("TRAINWRIGHT_WORKDIR", str(tmp_path))):
         monkeypatch.setenv(name, value)
     with pytest.raises(TimeoutError):
         kubernetes_node.main(["fit"], folder)
@@ -301,7 +233,7 @@ def test_a_pod_that_fails_leaves_nothing_behind(conf: Path, tmp_path: Path, monk
 
 
 def test_two_pods_train_together_and_tell_the_metrics(conf: Path, tmp_path: Path) -> None:
-    """As pods of a JobSet, on two addresses of this machine; the volume is a folder beside."""
+    """As pods of a TrainJob, on two addresses of this machine; the volume is a folder beside."""
     prepare(configured(conf, "devices=1", "strategy=ddp"), "fit")
     with socket.socket() as probe:
         probe.bind(("127.0.0.2", 0))
@@ -314,13 +246,14 @@ def test_two_pods_train_together_and_tell_the_metrics(conf: Path, tmp_path: Path
         "TRAINWRIGHT_JOB": "a",
         "TRAINWRIGHT_RUN_TOKEN": "a secret",
         "TRAINWRIGHT_WORKDIR": str(volume),
-        "TRAINWRIGHT_ENDPOINT": f"127.0.0.2:{port}",
-        "PYTHONPATH": str(tmp_path),
+        "PET_MASTER_ADDR": "127.0.0.2",
+        "PET_MASTER_PORT": str(port),
+        "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))),
     }
     pods = [
         subprocess.Popen(
             [sys.executable, "-c", code],
-            env=environment() | own | {"JOB_COMPLETION_INDEX": str(at), "TRAINWRIGHT_POD_IP": f"127.0.0.{at + 2}"},
+            env=environment() | own | {"PET_NODE_RANK": str(at), "TRAINWRIGHT_POD_IP": f"127.0.0.{at + 2}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -335,7 +268,7 @@ def test_two_pods_train_together_and_tell_the_metrics(conf: Path, tmp_path: Path
     assert [pod.returncode for pod in pods] == [0, 0], "\n".join(said)
     for rank in (0, 1):
         assert sum(f"[rank {rank}] first step of rank {rank}" in text for text in said) == 1
-    assert sum('"metrics"' in text for text in said) == 1
+    assert [metrics_in(line) is not None for text in said for line in text.split("\n")].count(True) == 1
     assert (volume / "runs/mine/checkpoints").is_dir()
 
 
@@ -454,7 +387,7 @@ def submitted(conf: Path, *more: str) -> DictConfig:
 def test_a_submitted_job_is_followed_to_its_end(
     conf: Path, cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster.add_pod("mine-node-0-0", "hello", "[rank 0] step 1", to_command(metrics='{"loss": 0.5}'))
+    cluster.add_pod("mine-node-0-0", "hello", "[rank 0] step 1", metrics_line({"loss": 0.5}))
     cluster.add_pod("mine-node-0-1", "[rank 1] step 1")
     cluster.conditions = [{"type": "Complete", "status": "True"}]
     assert launch(submitted(conf), "fit") == {"loss": 0.5}
@@ -538,7 +471,7 @@ def test_ctrl_c_deletes_the_job_or_leaves_it(how: str, conf: Path, cluster: Fake
 def test_a_cluster_that_does_not_answer_is_asked_again(
     conf: Path, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster.add_pod("mine-node-0-0", to_command(metrics='{"loss": 0.5}'))
+    cluster.add_pod("mine-node-0-0", metrics_line({"loss": 0.5}))
     cluster.conditions = [{"type": "Complete", "status": "True"}]
     cluster.silent = 2
     assert launch(submitted(conf), "fit") == {"loss": 0.5}

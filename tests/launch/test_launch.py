@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.command.project import command, environment, run_command, write_project
+from tests.command.project import command, environment, run_command
 from trainwright.core.errors import CheckpointError
 from trainwright.core.failures.error_text import stands_alone
 from trainwright.core.failures.failure import Failure, FailureRecorder, first_failure
@@ -29,11 +30,6 @@ from trainwright.core.run.launcher import Launcher, detect_launcher
 from trainwright.launch.engines.torchrun import external
 
 WORDS = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv")
-
-
-@pytest.fixture
-def conf(tmp_path: Path) -> Path:
-    return write_project(tmp_path)
 
 
 # ---- which rank is to blame ------------------------------------------------------------------------------------------
@@ -425,25 +421,40 @@ def test_everything_ends_with_the_launching_process(
         assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")] == []
 
 
-def test_torchrun_starts_the_ranks_and_starts_them_again(conf: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_torchrun_starts_the_ranks_and_starts_them_again(hosts: int, conf: Path, tmp_path: Path) -> None:
+    """Two hosts are two agents on this one, with a rank each."""
     kills = "kill(rank=1, at_step=1), kill(rank=0, at_step=3)"
-    words = ("fit", "--config-dir", str(conf), *WORDS, "checkpoint.last.every_n_steps=1", f"+inject=[{kills}]")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node=2", "--max-restarts=3"),  # with the kind of store that misleads ranks
-            *command(*words)[1:],
-            "trainer.log_every_n_steps=1",
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        # torchrun leaves a folder for logs in the temporary folder.
-        env=environment() | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
-        timeout=250,
+    words = (
+        *("fit", "--config-dir", str(conf), *WORDS, "checkpoint.last.every_n_steps=1", f"+inject=[{kills}]"),
+        *(f"nodes={hosts}", f"devices={2 // hosts}", "trainer.log_every_n_steps=1"),
     )
-    assert done.returncode == 0, done.stdout
-    assert "going on from" in done.stdout
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        several = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}", "--rdzv-id=mine")
+    # Alone with the kind of store that misleads ranks.
+    place = ("--standalone",) if hosts == 1 else (f"--nnodes={hosts}", *several)
+    agent = [sys.executable, "-m", "torch.distributed.run", *place, f"--nproc-per-node={2 // hosts}"]
+    # torchrun leaves a folder for logs in the temporary folder.
+    more = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)} | (
+        {"TRAINWRIGHT_RUN_TOKEN": "a secret"} if hosts > 1 else {}
+    )
+    agents = [
+        subprocess.Popen(
+            [*agent, "--max-restarts=3", *command(*words)[1:]],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment() | more,
+        )
+        for _ in range(hosts)
+    ]
+    try:
+        said = "\n".join(each.communicate(timeout=250)[0] for each in agents)
+    finally:
+        for each in agents:
+            each.kill()
+    assert [each.returncode for each in agents] == [0] * hosts, said
+    assert "going on from" in said
     [run_dir] = Path("runs/mine").iterdir()
     assert {path.name for path in (run_dir / "logs").glob("rank_*")} == {"rank_0.log", "rank_1.log"}
     assert (run_dir / "checkpoints/step=4/manifest.json").exists()

@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from tests.command.project import command, write_project
+from tests.command.project import command
 from tests.faults.commands import Command
 from trainwright import compose
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
-from trainwright.core.processes.held_signals import HeldSignals
-from trainwright.core.run.interrupt import Interrupted
+from trainwright.core.run.interrupt import HeldSignals, Interrupted
 from trainwright.launch.engines.ray import room as ray_room
 from trainwright.launch.engines.ray.actors import RankActors
 from trainwright.launch.engines.ray.places import Place, actor_options, bundles, environment_of, resources_of, total
@@ -31,12 +30,6 @@ from trainwright.launch.engines.ray.room import Room
 from trainwright.launch.recovery.restart_log import RestartLog
 
 WITHOUT_RAY = importlib.util.find_spec("ray") is None
-
-
-@pytest.fixture
-def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return write_project(tmp_path)
 
 
 def configured(conf: Path, *overrides: str) -> DictConfig:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from tests.command.project import command, environment, write_project
+from tests.command.project import command, environment
 from tests.faults.commands import Command
 from trainwright import compose
 from trainwright.callbacks.end.requeue import requeue
@@ -25,8 +25,7 @@ from trainwright.core.text.messages import RUN_TOKEN, run_token
 from trainwright.launch.engines.slurm import job as slurm_job
 from trainwright.launch.engines.slurm.job import meeting_of
 from trainwright.launch.engines.slurm.options import sbatch_options
-from trainwright.launch.engines.slurm.problems import problems
-from trainwright.launch.engines.slurm.slurm import alike
+from trainwright.launch.engines.slurm.slurm import alike, problems
 from trainwright.launch.engines.slurm.submit import SubmittedJob, cancel, submit
 from trainwright.launch.outcome.ending import preemption_refusals
 from trainwright.launch.outcome.ends import begins_again, empty_ends, ends_folder
@@ -36,12 +35,6 @@ from trainwright.launch.schema import RunConfig
 
 WORDS = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv", "launch=slurm")
 LOCAL = "launch.cluster=local"
-
-
-@pytest.fixture
-def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return write_project(tmp_path)
 
 
 def configured(conf: Path, *overrides: str) -> DictConfig:

@@ -11,12 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.command.project import write_project
 from tests.parity.harness import make_trainer, world_size
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
 from trainwright.command.cli import main
-from trainwright.core.processes import machine
 from trainwright.planning.layout_report import OptimizerStates, StateRules, bytes_of_ranks
 from trainwright.recipes.gpt.model import GPTConfig
 from trainwright.recipes.gpt.module import GPTModule
@@ -103,12 +101,6 @@ def test_no_rank_ever_holds_the_whole_model(ranks, options):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
-    return write_project(tmp_path)
 
 
 def test_the_command(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:

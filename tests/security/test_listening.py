@@ -33,10 +33,28 @@ if __name__ == "__main__":
     trainer.fit(my_module.MyModule(), my_module.MyData())
 """
 
+POD = """
+import os
+import socket
+import sys
+from pathlib import Path
+
+from trainwright import compose
+from trainwright.launch.engines.kubernetes.node import main
+from trainwright.command.run import prepare
+
+words = ("strategy=ddp", "devices=2", "monitor=none", "launch=kubernetes", "launch.image=a", "launch.claim=b")
+cfg = prepare(compose("mine", [*words, "run_dir=run", "logger=csv", "report=false"], "my_conf"), "fit")
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = str(free.getsockname()[1])
+os.environ |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port, "TRAINWRIGHT_POD_IP": "127.0.0.1"}
+os.environ |= {"TRAINWRIGHT_JOB": "mine", "TRAINWRIGHT_WORKDIR": ".", "TRAINWRIGHT_RUN_TOKEN": "a secret"}
+sys.exit(main(["fit"], str(Path("run").absolute())))
+"""
+
 WORDS = ("fit", "recipe=mine", "--config-dir", "my_conf", "run_dir=run", "logger=csv", "report=false")
 OWN_SERVERS = ("strategy=parameter_server", "devices=3", "strategy.server_ranks=own", "strategy.consistency=async")
 REPLICAS = ("strategy=ddp", "devices=2", "monitor=none", "launch=resilient", "launch.recovery=replicas")
-HOST = ("strategy=ddp", "devices=2", "monitor=none", "launch=multinode", "launch.hosts=[localhost]")
 KINDS = {
     "replicas": command(
         *WORDS, "strategy=ddp", "devices=2", "monitor=none", "launch=resilient", "launch.recovery=replicas"
@@ -44,7 +62,7 @@ KINDS = {
     "servers, leases and figures": command(
         *WORDS, *OWN_SERVERS, "strategy.leases=at_least_once", "monitor=prometheus", "monitor.prometheus.port=0"
     ),
-    "an agent": command(*WORDS, *HOST),
+    "a pod": [sys.executable, "pod.py"],
     "script": [sys.executable, "script.py", "2", "ddp"],
 }
 
@@ -53,6 +71,7 @@ KINDS = {
 def test_only_the_loopback_address_listens(kind: str, tmp_path: Path) -> None:
     write_project(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    (tmp_path / "pod.py").write_text(POD, encoding="utf-8")
     output = tmp_path / "output.txt"
     with output.open("wb") as file:
         process = subprocess.Popen(

@@ -21,7 +21,6 @@ from trainwright.core.config.missing import resolved
 from trainwright.core.config.references import literal, plain_values, settled, variables_of
 from trainwright.core.run.run_directory import read_config, write_config_file
 from trainwright.launch.engines.engines import variable_problems
-from trainwright.launch.engines.torchrun.multinode_agent import environment_of
 
 SECRET = "hf_Zq7secret0815"
 NAME = "TRAINWRIGHT_TEST_SECRET"
@@ -247,11 +246,6 @@ def test_what_a_checkpoint_holds_is_not_interpolated(good: dict[str, bytes], tmp
 
 
 # ---- ranks on other machines -----------------------------------------------------------------------------------------
-
-
-def test_agents_of_other_hosts_get_the_variables_that_are_referred_to() -> None:
-    cfg = OmegaConf.create({"module": {"token": f"${{oc.env:{NAME}}}"}, "launch": {"forward_env": [], "env": {}}})
-    assert environment_of(cfg, {NAME: SECRET, "OTHER": "x"}) == {NAME: SECRET}
 
 
 def test_pods_must_be_given_the_variables_that_are_referred_to() -> None:

@@ -15,15 +15,13 @@ from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
-from trainwright.launch.engines.kubernetes.manifest import JOBSET, PYTORCHJOB, RUN_LABEL, TRAINJOB
+from trainwright.launch.engines.kubernetes.manifest import API_GROUP, API_VERSION, KIND, RUN_LABEL
 
 T = TypeVar("T")
 
-# Plural of the kind in addresses, and the words of its conditions for the two ends.
-_PLURALS = {TRAINJOB: "trainjobs", PYTORCHJOB: "pytorchjobs", JOBSET: "jobsets"}
-_GOOD_ENDS = {TRAINJOB: "Complete", PYTORCHJOB: "Succeeded", JOBSET: "Completed"}
-_BAD_END = "Failed"
-_OPERATORS = {TRAINJOB: "Kubeflow Trainer", PYTORCHJOB: "Kubeflow's Training Operator", JOBSET: "JobSet"}
+# Plural of the kind in addresses, and the conditions of its two ends.
+_PLURAL = "trainjobs"
+_ENDS = {"Complete": True, "Failed": False}
 
 
 class Cluster:
@@ -42,12 +40,9 @@ class Cluster:
         """Of all objects of the run."""
         self.name: str = job["metadata"]["name"]
         """Of the job."""
-        self.title = f"{job['kind']} {self.name}"
+        self.title = f"{KIND} {self.name}"
         """For a person."""
-        self._kind: str = cfg.launch.job
-        self._api_version: str = job["apiVersion"]
-        group, _, version = self._api_version.partition("/")
-        self._where = {"group": group, "version": version, "namespace": self.namespace, "plural": _PLURALS[self._kind]}
+        self._where = {"group": API_GROUP, "version": API_VERSION, "namespace": self.namespace, "plural": _PLURAL}
         self._core: Any = client.CoreV1Api(api)
         self._objects: Any = client.CustomObjectsApi(api)
         self._refused: type[Exception] = client.ApiException
@@ -66,8 +61,8 @@ class Cluster:
             answer = self._objects.create_namespaced_custom_object(**self._where, body=job, _preload_content=False)
             created = _json(answer)
         owner = {
-            "apiVersion": self._api_version,
-            "kind": job["kind"],
+            "apiVersion": job["apiVersion"],
+            "kind": KIND,
             "name": self.name,
             "uid": created["metadata"]["uid"],
         }
@@ -97,10 +92,8 @@ class Cluster:
             if condition.get("status") != "True":
                 continue
             said = ": ".join(part for part in (condition.get("reason"), condition.get("message")) if part)
-            if condition["type"] == _GOOD_ENDS[self._kind]:
-                return True, said
-            if condition["type"] == _BAD_END:
-                return False, said
+            if condition["type"] in _ENDS:
+                return _ENDS[condition["type"]], said
         return None, ""
 
     def pods(self) -> list[dict[str, Any]]:
@@ -151,7 +144,7 @@ class Cluster:
             with self._told(""):
                 self._delete()
         except ConfigError as error:
-            words = f"kubectl delete {_PLURALS[self._kind]} {self.name} --namespace={self.namespace}"
+            words = f"kubectl delete {_PLURAL} {self.name} --namespace={self.namespace}"
             reason = "; ".join(error.problems)
             print(f"trainwright: {self.title} was not deleted, {reason}; type {words}", file=sys.stderr, flush=True)
             return False
@@ -181,8 +174,8 @@ class Cluster:
     def _reason(self, error: Any) -> str:
         if error.status == 404:
             return (
-                f"the cluster knows no {self._api_version} {_PLURALS[self._kind]}, or no namespace {self.namespace}; "
-                f"install {_OPERATORS[self._kind]} there, or type another launch.job=... or launch.namespace=..."
+                f"the cluster knows no {API_GROUP}/{API_VERSION} {_PLURAL}, or no namespace {self.namespace}; install "
+                "Kubeflow Trainer 2.2 or later there, or type another launch.namespace=..."
             )
         if error.status == 409:
             return "one of that name is there already; delete it, or type another launch.job_name=... or run_dir=..."

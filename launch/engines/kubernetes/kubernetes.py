@@ -17,18 +17,7 @@ from omegaconf import DictConfig
 
 from trainwright.core.problems import did_you_mean
 from trainwright.core.run.run_directory import CONFIG_FILE
-from trainwright.launch.engines.kubernetes.manifest import (
-    JOBS,
-    JOBSET,
-    PYTORCHJOB,
-    RUN_LABEL,
-    TRAINJOB,
-    gpus_of,
-    manifests,
-    name_of,
-    text_of,
-)
-from trainwright.launch.schema import KubernetesLaunchConfig
+from trainwright.launch.engines.kubernetes.manifest import RUN_LABEL, gpus_of, manifests, name_of, text_of
 
 MANIFEST_FILE = "kubernetes.yaml"
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -37,14 +26,10 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = ("PET_", "TRAINWRIGHT_")
 _LONGEST_NAME = 50  # operators put more behind it, and 63 characters are allowed
 _WORDS = {
-    "job": JOBS,
     "on_interrupt": ("delete", "leave"),
-    "restart_policy": ("Never", "OnFailure"),
     "runtime_kind": ("ClusterTrainingRuntime", "TrainingRuntime"),
 }
-_LEAST = {"gpus": 0, "backoff_limit": 0, "ttl_seconds": 0, "start_timeout": 1, "poll_seconds": 0.1}
-# What the runtime of a TrainJob decides, or its operator.
-_NOT_OF_TRAINJOB = ("backoff_limit", "image_pull_policy", "rdzv_port", "restart_policy", "ttl_seconds")
+_LEAST = {"gpus": 0, "start_timeout": 1, "poll_seconds": 0.1}
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -71,22 +56,6 @@ def _of_words(cfg: DictConfig) -> Iterator[str]:
     for key, allowed in _WORDS.items():
         if launch[key] not in allowed:
             yield f"launch.{key}={launch[key]}: unknown; {did_you_mean(str(launch[key]), allowed, 'choices')}"
-    policies = ("Always", "IfNotPresent", "Never")
-    if launch.image_pull_policy not in (None, *policies):
-        given = str(launch.image_pull_policy)
-        yield f"launch.image_pull_policy={given}: unknown; {did_you_mean(given, policies, 'choices')}, or null"
-    default = KubernetesLaunchConfig()
-    for key in _NOT_OF_TRAINJOB if launch.job == TRAINJOB else ():
-        if launch[key] != getattr(default, key):
-            yield (
-                f"launch.{key}={launch[key]} with launch.job=trainjob: the runtime {launch.runtime} decides that; "
-                f"leave launch.{key} out, or type launch.job=pytorchjob"
-            )
-    if launch.job == JOBSET and launch.restart_policy != default.restart_policy:
-        yield (
-            f"launch.restart_policy={launch.restart_policy} with launch.job=jobset: all its pods are made anew when "
-            "one fails; type launch.backoff_limit=3"
-        )
 
 
 def _of_names(cfg: DictConfig) -> Iterator[str]:
@@ -108,8 +77,6 @@ def _of_numbers(cfg: DictConfig) -> Iterator[str]:
     for key, least in _LEAST.items():
         if launch[key] is not None and launch[key] < least:
             yield f"launch.{key}={launch[key]}: must be at least {least}"
-    if not 1 <= launch.rdzv_port <= 65535:
-        yield f"launch.rdzv_port={launch.rdzv_port}: must be 1 to 65535; 29400 is the default"
     if gpus and cfg.accelerator == "cpu":
         yield f"launch.gpus={gpus} with accelerator=cpu: they would stand idle; leave launch.gpus out"
     elif not gpus and cfg.accelerator == "gpu":
@@ -118,25 +85,6 @@ def _of_numbers(cfg: DictConfig) -> Iterator[str]:
         yield (
             f"devices={cfg.devices} with launch.gpus={gpus}: each rank of a pod needs one; type "
             f"launch.gpus={cfg.devices}, or devices={gpus}"
-        )
-    yield from _of_elasticity(cfg)
-
-
-def _of_elasticity(cfg: DictConfig) -> Iterator[str]:
-    least = cfg.launch.min_nodes
-    if least is None:
-        return
-    if cfg.launch.job != PYTORCHJOB:
-        yield (
-            f"launch.min_nodes={least} with launch.job={cfg.launch.job}: only a PyTorchJob has an elastic policy; type "
-            "launch.job=pytorchjob, or leave launch.min_nodes out"
-        )
-    elif not 1 <= least <= cfg.nodes:
-        yield f"launch.min_nodes={least}: must be 1 to nodes={cfg.nodes}; leave it out for all"
-    elif least < cfg.nodes and cfg.launch.max_restarts == 0:
-        yield (
-            f"launch.min_nodes={least} with launch.max_restarts=0: ranks are never started again, on fewer pods "
-            "either; type launch.max_restarts=3"
         )
 
 

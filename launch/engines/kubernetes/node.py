@@ -9,7 +9,6 @@ print goes to the pod's log, with the rank in front.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -29,14 +28,12 @@ from trainwright.core.failures.failure import first_failure, log_file
 from trainwright.core.failures.records import read_result
 from trainwright.core.run.interrupt import Interrupted, raise_interrupted
 from trainwright.core.run.run_directory import CONFIG_FILE, holds_run, read_config, write_config
-from trainwright.launch.engines.kubernetes.manifest import CONFIG_FOLDER, ENDPOINT, JOB_NAME, POD_IP, WORKDIR
-from trainwright.launch.engines.torchrun.agent import AgentEnd, Meeting, run_agent
-from trainwright.launch.engines.torchrun.host import agent_environment
-from trainwright.launch.engines.torchrun.words import to_command
+from trainwright.launch.engines.kubernetes.manifest import CONFIG_FOLDER, JOB_NAME, POD_IP, WORKDIR
+from trainwright.launch.engines.kubernetes.pod_messages import metrics_line
+from trainwright.launch.engines.torchrun.agent import AgentEnd, Meeting, agent_environment, run_agent
 from trainwright.launch.outcome.ending import told_to_end
-from trainwright.launch.outcome.ends import ends_folder
+from trainwright.launch.outcome.ends import HERE, ends_folder, ranks_here
 from trainwright.launch.ranks.follow import Follower
-from trainwright.launch.ranks.here import HERE, ranks_here
 from trainwright.launch.ranks.threads import threads_of_rank
 
 if TYPE_CHECKING:
@@ -62,30 +59,22 @@ class Place:
     is_first: bool
 
 
-def place_of(environment: Mapping[str, str], hostname: str) -> Place:
-    """Where the agents meet.
+def place_of(environment: Mapping[str, str]) -> Place:
+    """Return where the agents meet.
 
     Args:
-        environment: variables of the pod: those of a JobSet that this project has written, else those that the operator
-            of a PyTorchJob or TrainJob gives its pods.
-        hostname: of the pod.
+        environment: variables of the pod, as Kubeflow Trainer gives them to the pods of a TrainJob.
 
     Raises:
         ValueError: if no variable says it.
     """
-    if ENDPOINT in environment:
-        host, _, port = environment[ENDPOINT].rpartition(":")
-        return Place(host, int(port), environment.get("JOB_COMPLETION_INDEX", "0") == "0")
-    if "PET_RDZV_ENDPOINT" in environment:
-        host, _, port = environment["PET_RDZV_ENDPOINT"].rpartition(":")
-        return Place(host, int(port), hostname == host.split(".")[0])
-    if "PET_MASTER_ADDR" in environment:
-        port = environment.get("PET_MASTER_PORT", "29500")
-        return Place(environment["PET_MASTER_ADDR"], int(port), environment.get("PET_NODE_RANK", "0") == "0")
-    raise ValueError(
-        f"none of {ENDPOINT}, PET_RDZV_ENDPOINT and PET_MASTER_ADDR says where the pods meet: this runs in the pods of "
-        "trainwright fit launch=kubernetes"
-    )
+    if "PET_MASTER_ADDR" not in environment:
+        raise ValueError(
+            "PET_MASTER_ADDR does not say where the pods meet: this runs in the pods of trainwright fit "
+            "launch=kubernetes"
+        )
+    port = environment.get("PET_MASTER_PORT", "29500")
+    return Place(environment["PET_MASTER_ADDR"], int(port), environment.get("PET_NODE_RANK", "0") == "0")
 
 
 def main(words: Sequence[str], folder: str = CONFIG_FOLDER) -> int:
@@ -101,7 +90,7 @@ def main(words: Sequence[str], folder: str = CONFIG_FOLDER) -> int:
     [verb] = words
     signal.signal(signal.SIGTERM, raise_interrupted)
     os.chdir(os.environ[WORKDIR])
-    cfg, place = read_config(folder), place_of(os.environ, socket.gethostname())
+    cfg, place = read_config(folder), place_of(os.environ)
     problem = settle(cfg, (Path(folder) / CONFIG_FILE).read_text(encoding="utf-8")) if place.is_first else None
     if problem is not None:
         print(f"trainwright: {problem}", file=sys.stderr, flush=True)
@@ -146,7 +135,7 @@ def _run(cfg: DictConfig, verb: str, place: Place) -> AgentEnd:
         host = address if store is not None else _wait_for_first(place, cfg.launch.start_timeout)
         threads = {"OMP_NUM_THREADS": threads_of_rank(cfg, os.environ)}
         os.environ.update(agent_environment(address, host, place.port) | threads)
-        meeting = Meeting(os.environ[JOB_NAME], host, place.port, False, cfg.launch.get("min_nodes"), address)
+        meeting = Meeting(os.environ[JOB_NAME], host, place.port, False, address)
         return run_agent(cfg, verb, meeting)
     finally:
         if store is not None:
@@ -226,7 +215,7 @@ def _tell(cfg: DictConfig, end: AgentEnd, has_first: bool) -> int:
         return 1
     if has_first:
         with contextlib.suppress(FileNotFoundError):  # the user's own code has ended the ranks well
-            print(to_command(metrics=json.dumps(read_result(folder))), flush=True)
+            print(metrics_line(read_result(folder)), flush=True)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sys
 import threading
@@ -15,9 +14,9 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError
-from trainwright.core.run.interrupt import Interrupted, interrupted_by_signals
+from trainwright.core.run.interrupt import HeldSignals, Interrupted
 from trainwright.launch.engines.kubernetes.cluster import Cluster
-from trainwright.launch.engines.torchrun.words import from_agent
+from trainwright.launch.engines.kubernetes.pod_messages import metrics_in
 from trainwright.launch.outcome.ending import notices, seconds_to_end, told_to_end
 
 _STARTED = ("Running", "Succeeded", "Failed")
@@ -48,7 +47,7 @@ def submit(cfg: DictConfig, verb: str, objects: list[dict[str, Any]]) -> dict[st
         Interrupted: if this process was told to end.
     """
     cluster = Cluster(cfg, objects[-1])
-    with interrupted_by_signals(notices(cfg)):
+    with HeldSignals(notices(cfg)):
         logs = _Logs(cluster)
         try:
             cluster.create(objects)
@@ -147,9 +146,9 @@ class _Logs:
                 self._closed.wait(1.0)
 
     def _take(self, pod: str, line: str, lines: deque[str]) -> None:
-        message = from_agent(line)
-        if message is not None:
-            self.metrics = {name: float(value) for name, value in json.loads(message["metrics"]).items()}
+        metrics = metrics_in(line)
+        if metrics is not None:
+            self.metrics = metrics
             return
         lines.append(line)
         print(line if line.startswith("[rank ") else f"[{pod}] {line}", flush=True)

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError, log_file
-from trainwright.core.processes.held_signals import HeldSignals
+from trainwright.core.run.interrupt import HeldSignals
 from trainwright.core.run.run_directory import write_config_file
 from trainwright.launch.engines.ray.places import Place, actor_options, environment_of
 from trainwright.launch.engines.ray.rank import RankHolder

@@ -12,8 +12,7 @@ from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError, first_failure
 from trainwright.core.failures.records import Beginning, read_beginning
-from trainwright.core.processes.held_signals import HeldSignals
-from trainwright.core.run.interrupt import Interrupted
+from trainwright.core.run.interrupt import HeldSignals, Interrupted
 from trainwright.launch.engines.ray.actors import RankActors
 from trainwright.launch.engines.ray.room import Room
 from trainwright.launch.outcome.ending import patience, told_to_end

@@ -11,8 +11,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.core.problems import ConfigError
-from trainwright.core.processes.held_signals import HeldSignals
 from trainwright.core.processes.machine import num_cores
+from trainwright.core.run.interrupt import HeldSignals
 from trainwright.launch.engines.ray.places import total
 
 _LOCAL = "local"

@@ -6,20 +6,90 @@ while Ray decides where ranks are. Ray starts no actor again by itself: one rank
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from trainwright.core.processes.held_signals import HeldSignals
+from trainwright.core.problems import did_you_mean
+from trainwright.core.run.interrupt import HeldSignals
 from trainwright.launch.engines.ray.attempt import RayAttempts
 from trainwright.launch.engines.ray.cluster import cluster
-from trainwright.launch.engines.ray.problems import problems
 from trainwright.launch.engines.ray.room import Room
 from trainwright.launch.local.attempts import AttemptedRun
 from trainwright.launch.outcome.ending import notices
+from trainwright.launch.recovery.check_recovery import RESTART
 from trainwright.launch.recovery.restart_log import RestartLog
 
-__all__ = ["launch", "problems"]
+_PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+
+def problems(cfg: DictConfig, verb: str) -> list[str]:
+    """What is impossible about `launch`, with what to type instead.
+
+    Args:
+        cfg: resolved, with `run_dir` decided.
+        verb: fit, validate, test or predict.
+    """
+    return [*_of_recovery(cfg), *_of_resources(cfg), *_of_ranks(cfg)]
+
+
+def _of_recovery(cfg: DictConfig) -> Iterator[str]:
+    launch = cfg.launch
+    if launch.recovery != RESTART:
+        yield (
+            f"launch.recovery={launch.recovery} with launch=ray: a failure starts all ranks again; type "
+            "launch.recovery=restart"
+        )
+    if launch.min_devices is not None and cfg.nodes > 1:
+        yield (
+            f"launch.min_devices={launch.min_devices} with launch=ray on nodes={cfg.nodes}: only a group of ranks on "
+            "one machine shrinks; type nodes=1, or leave it out"
+        )
+    if cfg.preemption.requeue:
+        yield "preemption.requeue=true with launch=ray: Ray has no queue; type preemption.requeue=false"
+
+
+def _of_resources(cfg: DictConfig) -> Iterator[str]:
+    launch = cfg.launch
+    if launch.placement not in _PLACEMENTS:
+        given = launch.placement
+        yield f"launch.placement={given}: unknown; {did_you_mean(given, _PLACEMENTS, 'placements')}"
+    if launch.placement_seconds <= 0:
+        yield f"launch.placement_seconds={launch.placement_seconds:g}: must be more than 0; 300 is the default"
+    given = {
+        "launch.cpus_per_rank": launch.cpus_per_rank,
+        "launch.gpus_per_rank": launch.gpus_per_rank,
+        "launch.memory_gb_per_rank": launch.memory_gb_per_rank,
+        **{f"launch.resources.{name}": amount for name, amount in launch.resources.items()},
+    }
+    yield from (f"{key}={amount}: must be at least 0" for key, amount in given.items() if (amount or 0) < 0)
+    if cfg.accelerator == "gpu" and launch.gpus_per_rank not in (None, 1):
+        yield (
+            f"launch.gpus_per_rank={launch.gpus_per_rank:g} with accelerator=gpu: a rank trains on one GPU; type "
+            "launch.gpus_per_rank=1, or leave it out"
+        )
+
+
+def _of_ranks(cfg: DictConfig) -> Iterator[str]:
+    if cfg.devices == "auto":
+        return  # refused for every engine
+    world = cfg.devices * cfg.nodes
+    ranks: dict[int, Any] = dict(cfg.launch.ranks)
+    for rank, needs in ranks.items():
+        if not 0 <= rank < world:
+            yield f"launch.ranks.{rank}: there are ranks 0 to {world - 1}; leave it out"
+        if not isinstance(needs, DictConfig):
+            yield f"launch.ranks.{rank}={needs!s}: must be names and amounts, like launch.ranks={{{rank}: {{cpus: 8}}}}"
+            continue
+        plain: Any = OmegaConf.to_container(needs)
+        for name, amount in plain.items():
+            if not isinstance(amount, int | float) or isinstance(amount, bool) or amount < 0:
+                yield f"launch.ranks.{rank}.{name}={amount}: must be a number of at least 0"
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
 
 
 def launch(cfg: DictConfig, verb: str) -> dict[str, float]:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
-from trainwright.core.processes.held_signals import HeldSignals
+from trainwright.core.run.interrupt import HeldSignals
 from trainwright.launch.engines.ray.places import bundles
 from trainwright.launch.recovery.restart_log import RestartLog
 from trainwright.launch.recovery.restarts import Setback

@@ -1,14 +1,22 @@
-"""torchrun's agent in this process: starts the ranks of one machine of several, and starts them again together."""
+"""torchrun's agent in this process: starts the ranks of one machine of several, and restarts them together."""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import signal
+import socket
+import struct
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import DictConfig
 
+from trainwright.core.processes.orphans import AGENT
 from trainwright.launch.outcome.ending import notices, seconds_to_end
 
 # Signals that torch's agent passes on to its ranks.
@@ -17,6 +25,10 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _NO_LIMIT = 1_000_000
 # Longest wait of an agent for those of the other machines, in seconds.
 _RENDEZVOUS_SECONDS = 900
+# Variables that the user may decide.
+_DECIDED = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# Of SIOCGIFADDR in <linux/sockios.h>.
+_GET_ADDRESS = 0x8915
 
 
 @dataclass(frozen=True)
@@ -28,7 +40,6 @@ class Meeting:
         host: name or address of the machine that holds the store.
         port: at which it listens.
         is_host: whether the agent of this machine opens the store.
-        least_nodes: fewest machines to go on with; None = all.
         address: of this machine, by which the others reach it; None = what its name stands for.
     """
 
@@ -36,7 +47,6 @@ class Meeting:
     host: str
     port: int
     is_host: bool
-    least_nodes: int | None = None
     address: str | None = None
 
 
@@ -70,7 +80,7 @@ def run_agent(cfg: DictConfig, verb: str, meeting: Meeting) -> AgentEnd:
     limit = cfg.launch.max_restarts
     seconds = seconds_to_end(cfg, verb)
     config = LaunchConfig(
-        min_nodes=meeting.least_nodes or cfg.nodes,
+        min_nodes=cfg.nodes,
         max_nodes=cfg.nodes,
         nproc_per_node=cfg.devices,
         run_id=meeting.run_id,
@@ -91,3 +101,41 @@ def run_agent(cfg: DictConfig, verb: str, meeting: Meeting) -> AgentEnd:
     except SignalException as told:
         return AgentEnd(signal=int(told.sigval))
     return AgentEnd()
+
+
+def agent_environment(address: str, host: str, port: int) -> dict[str, str]:
+    """Variables by which ranks meet where this agent says, over the network of its address, and end with it.
+
+    Args:
+        address: of this machine, by which the others reach it.
+        host: address of the store of the run.
+        port: of the same.
+    """
+    from trainwright.launch.ranks.meeting import HOST_ADDRESS, STORE  # imports torch
+
+    interface = _interface_of(address)
+    # Otherwise the backends listen on what the name of the machine stands for, which may be no address of a network.
+    found = {} if interface is None else {name: os.environ.get(name, interface) for name in _DECIDED}
+    return {
+        **found,
+        AGENT: str(os.getpid()),
+        STORE: json.dumps([host, port]),
+        HOST_ADDRESS: address,
+        # torch's agent would open a store of its own, on every interface, and hand it to the ranks; with it, agents
+        # that come back after a loss do not meet.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Names of interfaces that are up and have an IPv4 address, with the first one of each."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                yield name, socket.inet_ntoa(answer[20:24])
+
+
+def _interface_of(address: str) -> str | None:
+    loopback = address.startswith("127.")
+    return next((name for name, own in _interfaces() if own == address or (loopback and own.startswith("127."))), None)

@@ -65,7 +65,7 @@ _STEPS = Exchange("none", in_rates=True, in_steps=True)
 _FACTORS = Exchange("after", in_rates=True)
 
 # Compressor -> what replicas exchange.
-EXCHANGES = {"onebit": _MOMENTUM, "topk": _STEPS, "randomk": _STEPS, "powersgd": _FACTORS}
+EXCHANGES = {"onebit": _MOMENTUM, "topk": _STEPS, "powersgd": _FACTORS}
 
 
 class CompressedAdam:

@@ -150,14 +150,6 @@ class CompressedBucket:
         """What else is remembered, of the bucket as a whole, by name; views."""
         return {name: value for name, value in self.state.items() if name not in (RESIDUAL, CHUNK_RESIDUAL)}
 
-    def agree(self) -> None:
-        """Take over the largest count of averages of all ranks, where they are counted. A collective."""
-        for value in self.others().values():
-            if not value.is_floating_point():
-                largest = value.to(self._device)
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-                value.copy_(largest)
-
     def _in_chunk(self, start: int, size: int) -> tuple[slice, slice]:
         """Of a part: where it lies in this rank's chunk, and which of its numbers do."""
         chunk = self.state[CHUNK_RESIDUAL].numel()

@@ -17,7 +17,6 @@ from trainwright.strategies.averaging.compression.options import (
     option_defaults,
 )
 from trainwright.strategies.averaging.compression.power import PowerSGD
-from trainwright.strategies.averaging.compression.random import RandomK
 
 __all__ = ["CompressionChoice", "choose_compression", "codec_of", "compressor_names", "make_compressor"]
 
@@ -34,16 +33,15 @@ def make_compressor(name: str, **options: Any) -> GradientCompressor:
     bf16       -                                          the same, with the range of float32 and 8 bits of it
     int8       ``block=256``                              a byte a number and a scale per block
     topk       ``ratio=0.01``, ``values="fp32"``          the largest numbers and their places, with feedback
-    randomk    ``ratio=0.01``, ``values``, ``seed=0``     numbers at random places, the same on all ranks
     powersgd   ``rank=4``, ``iterations=2``,              two thin factors of each matrix, with feedback
                ``least_gain=2``, ``values="bf16"``
     onebit     ``block=2048``                             a sign a number and a scale per block, with feedback
     =========  =========================================  ======================================================
 
     ``values`` writes what is picked (or the factors) as ``fp32``, ``fp16``, ``bf16`` or, not for factors, ``int8``.
-    ``warmup_steps=100`` of the last four is for whoever averages gradients of optimizer steps: the first so many are
-    averaged as they are (arXiv:1712.01887, section 3.3; arXiv:2102.02888). ``sends`` of ``topk``, ``randomk`` and
-    ``powersgd`` is for them, too: ``gradients``, or ``steps`` of Adam, which ``auto`` takes where there are any
+    ``warmup_steps=100`` of the last three is for whoever averages gradients of optimizer steps: the first so many are
+    averaged as they are (arXiv:1712.01887, section 3.3; arXiv:2102.02888). ``sends`` of ``topk`` and ``powersgd`` is
+    for them, too: ``gradients``, or ``steps`` of Adam, which ``auto`` takes where there are any
     (:mod:`~trainwright.strategies.averaging.compression.adam`). The compressor itself knows neither.
 
     Args:
@@ -102,7 +100,6 @@ _COMPRESSORS: dict[str, Callable[[dict[str, Any]], GradientCompressor]] = {
     "bf16": lambda given: TwoPhase(_CODECS["bf16"](given)),
     "int8": lambda given: TwoPhase(_CODECS["int8"](given)),
     "topk": lambda given: Gathered(_CODECS["topk"](given)),
-    "randomk": lambda given: RandomK(given["ratio"], TwoPhase(_values(given["values"])), given["seed"]),
     "powersgd": lambda given: PowerSGD(
         given["rank"],
         given["least_gain"],

@@ -18,7 +18,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "int8": {"block": 256},
     "topk": {"ratio": 0.01, "values": "fp32", "sends": "auto", "warmup_steps": 100},
-    "randomk": {"ratio": 0.01, "values": "fp32", "seed": 0, "sends": "gradients", "warmup_steps": 100},
     "powersgd": {
         "rank": 4,
         "iterations": 2,
@@ -30,13 +29,20 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "onebit": {"block": 2048, "warmup_steps": 100},
 }
 # How values that are picked, or factors, may be written.
-_VALUES = {"topk": (*_FLOATS, "int8"), "randomk": (*_FLOATS, "int8"), "powersgd": _FLOATS}
+_VALUES = {"topk": (*_FLOATS, "int8"), "powersgd": _FLOATS}
 # What is compressed: gradients before the optimizer sees them, or within Adam's steps; auto: steps where there are any.
 _SENDS = ("auto", "gradients", "steps")
 # Options of averages of gradients alone: a message by itself, or an outer gradient, has none of it.
 ONLY_OF_AVERAGES = ("sends", "warmup_steps")
 # Those that add to a message what earlier ones lacked.
-_WITH_RESIDUAL = ("topk", "randomk", "powersgd", "onebit")
+_WITH_RESIDUAL = ("topk", "powersgd", "onebit")
+REMOVED = {
+    "randomk": (
+        "was removed; type compression=topk, which sends as little with less error, or compression=powersgd, which "
+        "sends still less"
+    )
+}
+"""Names of earlier versions, each with what to type instead."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +172,8 @@ def scaled_steps_problem(choice: CompressionChoice) -> str:
 def _name_problems(name: Any) -> list[str]:
     if name in _OPTIONS:
         return []
+    if name in REMOVED:
+        return [f"compression={name} {REMOVED[name]}"]
     near = difflib.get_close_matches(str(name), [OFF, *_OPTIONS], n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return [f"Unknown compression {name!r}.{hint} Available: {OFF}, {', '.join(_OPTIONS)}."]
@@ -211,7 +219,6 @@ _RULES: dict[str, Any] = {
     "block": _block_rule,
     "ratio": _ratio_rule,
     "values": _values_rule,
-    "seed": lambda _, value: None if is_whole(value, 0) else "a whole number of at least 0",
     "sends": _sends_rule,
     "iterations": lambda _, value: None if is_whole(value, 1) else "a whole number of at least 1 (rounds of two sends)",
     "rank": lambda _, value: None if is_whole(value, 1) else "a whole number of at least 1 (columns)",

@@ -104,14 +104,6 @@ class ReplicaAverage:
             if key in values and values[key].shape == own.shape:
                 own.copy_(values[key])
 
-    def agree(self) -> None:
-        """Let all replicas have averaged equally often, by their own count. A collective of the replicas.
-
-        The places that random-k draws follow from that count.
-        """
-        for bucket in self.buckets:
-            bucket.agree()
-
     def of_buckets(self) -> dict[str, Tensor]:
         """What is remembered of buckets as a whole, by bucket and name; views."""
         return {f"{bucket.key}/{name}": value for bucket in self.buckets for name, value in bucket.others().items()}

@@ -23,8 +23,8 @@ FASTER = 0.9
 """Part of the time of the usual way to average that another one must stay below to be chosen."""
 BACKWARD_SHARE = 2 / 3
 """Of the time that a step computes: backward does twice the arithmetic of forward."""
-# By how little they change the numbers. Not among them: fp16 (as bf16, but overflows), randomk (as topk, but picks at
-# random), onebit (for Adam alone, after a warm-up).
+# By how little they change the numbers. Not among them: fp16 (as bf16, but overflows), onebit (for Adam alone, after a
+# warm-up).
 _MILDEST = ("bf16", "int8", "powersgd", "topk")
 LOCAL_STEPS = (10, 50)
 """Steps between two synchronisations of local updates that are considered: the defaults of local_sgd and diloco."""

@@ -6,21 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.command.project import run_command, write_project
+from tests.command.project import run_command
 from trainwright.callbacks import inject
 from trainwright.callbacks.inject.words import SentenceError, make_faults, read, take_inject
 from trainwright.command import run
 from trainwright.command.schema.compose import compose, compose_checked
 from trainwright.command.sweep import expand
 from trainwright.core.problems import ConfigError
-from trainwright.core.processes import machine
-
-
-@pytest.fixture
-def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
-    return write_project(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def gradient(name: str, step: int, rank: int) -> Tensor:
 
 def chosen(name: str) -> Any:
     """Of a rank so small that matrices of this size are shortened."""
-    options = {"powersgd": {"rank": 1, "warmup_steps": 0}, "topk": {"warmup_steps": 0}, "randomk": {"warmup_steps": 0}}
+    options = {"powersgd": {"rank": 1, "warmup_steps": 0}, "topk": {"warmup_steps": 0}}
     return choose_compression({"name": name, **options.get(name, {})})
 
 
@@ -54,7 +54,7 @@ def averaged(name: str, steps: int, skipped: tuple[str, int]) -> dict[str, Any]:
     return {"sent": sent, "kept": kept}
 
 
-@pytest.mark.parametrize("name", ["topk", "randomk", "powersgd", "onebit"])
+@pytest.mark.parametrize("name", ["topk", "powersgd", "onebit"])
 def test_what_is_kept_back_belongs_to_its_part(ranks: Any, name: str) -> None:
     """What was averaged and what is kept back add up to the mean of the gradients, part by part."""
     steps, skipped = 4, ("d", 2)
@@ -95,7 +95,7 @@ def moved(name: str) -> None:
             assert torch.equal(value, kept[part.name, RESIDUAL])
 
 
-@pytest.mark.parametrize("name", ["topk", "randomk", "powersgd", "onebit"])
+@pytest.mark.parametrize("name", ["topk", "powersgd", "onebit"])
 def test_moved(ranks: Any, name: str) -> None:
     ranks(moved, 2, name)
 
@@ -169,4 +169,4 @@ def test_what_is_kept_back_outlives_the_loss_scale(ranks: Any) -> None:
 
 
 def test_names() -> None:
-    assert compressor_names() == ("fp16", "bf16", "int8", "topk", "randomk", "powersgd", "onebit")
+    assert compressor_names() == ("fp16", "bf16", "int8", "topk", "powersgd", "onebit")

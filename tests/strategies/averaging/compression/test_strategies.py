@@ -27,7 +27,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "powersgd": {"rank": 1, "warmup_steps": 0},
     "onebit": {"warmup_steps": 2},
     "topk": {"ratio": 0.1, "warmup_steps": 1},
-    "randomk": {"ratio": 0.1, "warmup_steps": 0},
 }
 ALL = {"name": "topk", "ratio": 1.0, "warmup_steps": 0}
 
@@ -84,7 +83,7 @@ def every_name(strategy: str, options: dict[str, Any]) -> dict[str, Record]:
     results["all"] = trained(strategy, options, ALL, 3, 2, gradient_clip_val=1.0)
     mixed = {"precision": "bf16-mixed"}
     results["dense, mixed"] = trained(strategy, options, None, 2, 1, **mixed)
-    results["all, mixed"] = trained(strategy, options, {**ALL, "name": "randomk"}, 2, 1, **mixed)
+    results["all, mixed"] = trained(strategy, options, ALL, 2, 1, **mixed)
     return results
 
 
@@ -215,7 +214,7 @@ def resumed(
     ("layout", "name", "more"),
     [
         ("ddp", "topk", WARM),
-        ("ddp", "randomk", {}),
+        ("ddp", "powersgd", {}),
         ("ddp", "onebit", {}),
         ("zero3", "powersgd", {}),
         ("zero1", "onebit", {}),

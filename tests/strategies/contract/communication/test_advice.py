@@ -29,7 +29,7 @@ STEP = MeasuredStep(
     waits=0.0,
     sent={("replicate", "all_reduce"): (4.0, 150e6)},
     gradient_bytes=100e6,
-    compressed_bytes={"bf16": 75e6, "int8": 38e6, "powersgd": 4e6, "topk": 6e6, "randomk": 1.5e6, "onebit": 5e6},
+    compressed_bytes={"bf16": 75e6, "int8": 38e6, "powersgd": 4e6, "topk": 6e6, "onebit": 5e6},
 )
 
 
@@ -104,7 +104,7 @@ def test_latency_alone_makes_compression_useless():
 
 
 def test_what_is_no_choice_is_not_chosen():
-    step = replace(STEP, compressed_bytes={"randomk": 1.0, "onebit": 1.0, "fp16": 1.0})
+    step = replace(STEP, compressed_bytes={"onebit": 1.0, "fp16": 1.0})
     assert advise(step, [SLOW]).chosen.name.startswith("local updates")
 
 
