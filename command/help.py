@@ -31,7 +31,7 @@ _VERBS = {
     "report": "show a run, or several side by side, as one HTML page: `trainwright report --help`",
     "watch": "show a run in the terminal while it goes on: `trainwright watch --help`",
     "checkpoint": "verify, inspect, list, export or import a checkpoint: `trainwright checkpoint --help`",
-    "doctor": "look for what is wrong with machines, GPUs, versions, network and limits: `trainwright doctor --help`",
+    "doctor": "look for what is wrong with machines, GPUs, versions, network and disks: `trainwright doctor --help`",
     "profile": "measure devices and links, for device=<name> of a plan: `trainwright profile --help`",
 }
 _TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
@@ -150,7 +150,6 @@ def _options(verb: str) -> str:
         return """options:
   --json              print the plan as one JSON document, and nothing else, on standard output
   --html FILE         also write the plan as one page with pictures
-  --prove             build the first layout at full size, without memory, and compare the bytes of a rank or two
   --config-dir DIR    also search DIR for <group>/<choice>.yaml: your own recipes, devices and other groups
   --print-config      print the resolved configuration and end
   --help, --version"""
@@ -226,8 +225,7 @@ def _examples(verb: str) -> str:
         return """examples:
   trainwright plan recipe=llama_3d size=70b precision=bf16-mixed devices=1024 device=h100
   trainwright plan recipe=gpt devices=4
-  trainwright plan recipe=gpt size=7b devices=64 device=a100_80 --html plan.html
-  trainwright plan recipe=gpt size=1b module.meta=true devices=64 device=h100 --prove"""
+  trainwright plan recipe=gpt size=7b devices=64 device=a100_80 --html plan.html"""
     return f"""examples:
   trainwright {verb} recipe=digits ckpt_path=last
   trainwright {verb} recipe=digits ckpt_path=runs/digits/2026-01-31_14-05-09/checkpoints/step=500

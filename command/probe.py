@@ -19,11 +19,11 @@ from omegaconf import DictConfig
 from trainwright.command.auto import Choice
 from trainwright.command.bare_training import only_training, temporary_folder, train_apart
 from trainwright.core.failures.failure import RankError
+from trainwright.core.processes.machine import machine_facts
 from trainwright.core.run.launcher import Launcher
 from trainwright.core.text.sizes import size_text
 from trainwright.launch.engines.engines import uses_engine
 from trainwright.strategies.compose.world import Surroundings, num_data_ranks, world_size_of
-from trainwright.tools.doctor.machine import machine_facts
 
 SAFE = 0.95
 """Part of the memory that is there which the steps may take; later samples may be longer, and pieces do not fit."""

@@ -33,7 +33,7 @@ IMPORT_DEEPSPEED, REPORT, WATCH = "import-deepspeed", "report", "watch"
 _OF_THE_MACHINE = ("doctor", "profile")
 _ALL_VERBS = (*VERBS, VERIFY, LAYOUT, PLAN, CHECKPOINT, IMPORT_DEEPSPEED, REPORT, WATCH, *_OF_THE_MACHINE)
 _OPTIONS = (
-    "--help", "--version", "--multirun", "--print-config", "--config-dir", "--json", "--html", "--prove"
+    "--help", "--version", "--multirun", "--print-config", "--config-dir", "--json", "--html"
 )  # fmt: skip
 
 
@@ -151,10 +151,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     problems += composition.problems
     if problems or composition.cfg is None:
         raise ConfigError(problems)
-    from trainwright.planning.report.verb import PlanOptions, run_plan
+    from trainwright.planning.report.verb import run_plan
 
-    options = PlanOptions(arguments.json, arguments.html, arguments.prove)
-    return OK if run_plan(composition.cfg, options) else FAILED
+    return OK if run_plan(composition.cfg, as_json=arguments.json, html=arguments.html) else FAILED
 
 
 def _composed(verb: str, overrides: Sequence[str], config_dir: str | None, launcher: Launcher | None) -> DictConfig:
@@ -228,7 +227,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--html")
-    parser.add_argument("--prove", action="store_true")
+    parser.add_argument("--prove", action="store_true", help=argparse.SUPPRESS)  # was removed; says what to type
     arguments, rest = parser.parse_known_intermixed_args(list(words))
     plain = [*arguments.words, *(word for word in rest if not word.startswith("-"))]
     problems = [
@@ -254,9 +253,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")
     if arguments.json and arguments.verb not in (VERIFY, PLAN) and not arguments.help:
         problems.append("--json: only verify and plan write their report as JSON; leave it out")
-    for option, is_given in (("--html", arguments.html is not None), ("--prove", arguments.prove)):
-        if is_given and arguments.verb != PLAN and not arguments.help:
-            problems.append(f"{option}: only plan takes it; leave it out")
+    if arguments.html is not None and arguments.verb != PLAN and not arguments.help:
+        problems.append("--html: only plan takes it; leave it out")
+    if arguments.prove:
+        problems.append(
+            "--prove: plan no longer builds ranks; a fit with strategy=auto compares its steps with the plan"
+        )
     if problems:
         raise ConfigError(problems)
     return arguments

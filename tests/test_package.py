@@ -148,7 +148,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path, monkeypatch):
         kinds[file.suffix if file.suffix else file.name] += 1
     assert kinds[".py"] == len(modules())
     assert kinds[".yaml"] == len(list((ROOT / "conf").glob("**/*.yaml")))
-    templates = list((ROOT / "tools" / "report" / "templates").iterdir())
+    templates = list((ROOT / "core" / "charts" / "templates").iterdir())
     assert kinds[".j2"] + kinds[".css"] == len(templates) > 0
     assert Path("trainwright/py.typed") in files
     assert found.metadata.license_files == ["LICENSE"]

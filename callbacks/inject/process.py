@@ -8,13 +8,14 @@ import signal as signals
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from torch.utils._pytree import tree_leaves
 
 from trainwright.callbacks.inject.fault import Fault, StepFault
 from trainwright.callbacks.inject.rules import STEP
@@ -63,7 +64,8 @@ class OutOfMemory(StepFault):
 
     def around(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Allocate in vain, on the device of the batch."""
-        device = next((value.device for value in _tensors((args, kwargs))), torch.device("cpu"))
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         torch.empty(_TOO_MANY_BYTES, dtype=torch.uint8, device=device)
         raise AssertionError(f"{_TOO_MANY_BYTES} bytes could be allocated")
 
@@ -205,12 +207,3 @@ _HANGS: dict[str, Callable[[dist.ProcessGroup | None], None]] = {
     "gil": _hold_gil,
     "skip_collective": _enter_alone,
 }
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)

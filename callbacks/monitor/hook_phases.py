@@ -1,21 +1,20 @@
-"""Phases of a step where the loop does not tell them: as the hooks of Lightning's own Trainer show them."""
+"""Phases of a step where the loop does not report them: as the hooks of Lightning's own Trainer show them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
-from torch.optim import Optimizer
+from lightning.pytorch import Callback
 
 from trainwright.core.run.phases import BACKWARD, DATA, FORWARD, HOOKS, IDLE, OPTIMIZER, VALIDATION, Phases
 
 
 class HookPhases(Callback):
-    """Tells the phases of a Trainer that is not of this project; what its loop does between hooks counts as data.
+    """Reports the phases of a Trainer that is not of this project; what its loop does between hooks counts as data.
 
     Args:
-        phases: what is told.
+        phases: what is reported.
     """
 
     looks_at_parameters = False
@@ -23,43 +22,24 @@ class HookPhases(Callback):
     def __init__(self, phases: Phases) -> None:
         self.phases = phases
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The first batch is read."""
-        self.phases.begin(DATA)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Forward comes."""
-        self.phases.begin(FORWARD)
+def _begin(phase: str) -> Callable[..., None]:
+    return lambda self, *_: self.phases.begin(phase)
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Backward comes."""
-        self.phases.begin(BACKWARD)
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gradients are there."""
-        self.phases.begin(OPTIMIZER)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """The optimizer comes."""
-        self.phases.begin(OPTIMIZER)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Hooks of others, and the next batch."""
-        self.phases.begin(DATA)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """No part of a step."""
-        self.phases.begin(VALIDATION)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Back in training."""
-        self.phases.begin(HOOKS)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training has ended."""
-        self.phases.begin(IDLE)
+# The hook with which each phase begins.
+for _hook, _phase in {
+    "on_train_epoch_start": DATA,
+    "on_train_batch_start": FORWARD,
+    "on_before_backward": BACKWARD,
+    "on_after_backward": OPTIMIZER,
+    "on_before_optimizer_step": OPTIMIZER,
+    "on_train_batch_end": DATA,
+    "on_validation_start": VALIDATION,
+    "on_validation_end": HOOKS,
+    "on_train_end": IDLE,
+}.items():
+    setattr(HookPhases, _hook, _begin(_phase))
 
 
 def phases_of(trainer: Any) -> Phases:

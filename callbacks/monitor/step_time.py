@@ -11,17 +11,7 @@ from trainwright.callbacks.monitor.records import tell
 from trainwright.callbacks.step_clock import PhaseClock
 from trainwright.callbacks.steps import log_metrics
 from trainwright.callbacks.windows import Measuring, Windowed
-from trainwright.core.run.phases import (
-    AGREEMENT,
-    BACKWARD,
-    DATA,
-    FORWARD,
-    HOOKS,
-    IDLE,
-    OPTIMIZER,
-    SAVING,
-    Phases,
-)
+from trainwright.core.run.phases import AGREEMENT, BACKWARD, DATA, FORWARD, HOOKS, IDLE, OPTIMIZER, SAVING, Phases
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
 """Of a step, in the order in which they are told."""

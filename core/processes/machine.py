@@ -1,8 +1,32 @@
-"""What the launching process must know of the machine before it starts ranks."""
+"""Devices, cores and memory of this machine."""
 
 import errno
 import os
 import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+_NO_LIMIT = 2**60
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """A machine.
+
+    Args:
+        cores: that this process may use, by its affinity.
+        quota: cores that the control group gives, as a time; ``None``: no limit.
+        memory: bytes.
+        available: bytes that could be used now, within the control group's limit.
+        memory_limit: of the control group, bytes; ``None``: none.
+    """
+
+    cores: int
+    quota: float | None
+    memory: int
+    available: int
+    memory_limit: int | None = None
 
 
 def num_gpus() -> int:
@@ -27,3 +51,53 @@ def port_is_taken(port: int) -> bool:
         except OSError as error:
             return error.errno in (errno.EADDRINUSE, errno.EACCES)
     return False
+
+
+def machine_facts() -> MachineFacts:
+    """Of this machine."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, used = _memory_limit(_ROOT)
+    available = _available(memory)
+    if limit is not None:
+        available = min(available, max(0, limit - used))
+    return MachineFacts(num_cores(), cpu_quota(_ROOT), memory, available, limit)
+
+
+def cpu_quota(root: Path) -> float | None:
+    """Cores' worth of time that a control group gives; ``None``: no limit.
+
+    Args:
+        root: of the control groups, of version 2 or 1.
+    """
+    second = _words(root / "cpu.max")
+    if len(second) == 2 and second[0].isdecimal():
+        return int(second[0]) / int(second[1])
+    quota, period = (_words(root / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    if quota and period and quota[0].isdecimal():
+        return int(quota[0]) / int(period[0])
+    return None
+
+
+def _memory_limit(root: Path) -> tuple[int | None, int]:
+    """Bytes that a control group allows, and that it uses."""
+    pairs = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+    for limit, used in pairs:
+        allowed, taken = _words(root / limit), _words(root / used)
+        if allowed and allowed[0].isdecimal() and int(allowed[0]) < _NO_LIMIT:
+            return int(allowed[0]), int(taken[0]) if taken else 0
+    return None, 0
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").split()
+    except OSError:
+        return []
+
+
+def _available(memory: int) -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return memory
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), memory)

@@ -4,7 +4,7 @@ import os
 
 from omegaconf import DictConfig
 
-from trainwright.core.rendezvous import loopback_interfaces
+from trainwright.core.processes.rendezvous import loopback_interfaces
 from trainwright.core.text.messages import token_environment
 from trainwright.launch.ranks.rendezvous import ADDRESS
 from trainwright.launch.ranks.threads import threads_of_rank

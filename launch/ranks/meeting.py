@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore, rendezvous
 
-from trainwright.core.rendezvous import store_at
+from trainwright.core.processes.rendezvous import store_at
 from trainwright.core.run.launcher import Launcher
 from trainwright.launch.ranks.rendezvous import ADDRESS, LocalStore
 

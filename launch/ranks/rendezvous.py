@@ -5,7 +5,7 @@ from types import TracebackType
 
 from torch.distributed import TCPStore
 
-from trainwright.core.rendezvous import listen_at
+from trainwright.core.processes.rendezvous import listen_at
 
 ADDRESS = "127.0.0.1"
 

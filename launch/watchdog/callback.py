@@ -18,6 +18,11 @@ from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.monitor import VARIABLE
 
 
+def _beginning(phase: str) -> Any:
+    """Return a hook with which a phase begins."""
+    return lambda self, *_: self._begin(phase)
+
+
 class Watchdog(Callback):
     """Find a rank that hangs, write down who keeps whom waiting in which call, and end it.
 
@@ -118,33 +123,10 @@ class Watchdog(Callback):
 
     # ---- outside of training ----------------------------------------------------------------------------------------
 
-    def on_sanity_check_start(self, *_: Any) -> None:
-        """A batch of an evaluation is progress."""
-        self._begin(EVALUATION)
-
-    def on_validation_batch_start(self, *_: Any) -> None:
-        """A batch of an evaluation is progress."""
-        self._begin(EVALUATION)
-
-    def on_test_batch_start(self, *_: Any) -> None:
-        """A batch of an evaluation is progress."""
-        self._begin(EVALUATION)
-
-    def on_predict_batch_start(self, *_: Any) -> None:
-        """A batch of an evaluation is progress."""
-        self._begin(EVALUATION)
-
-    def on_validation_epoch_end(self, *_: Any) -> None:
-        """What metrics do at the end of an evaluation is not a batch of it."""
-        self._begin(EVALUATION_END)
-
-    def on_test_epoch_end(self, *_: Any) -> None:
-        """What metrics do at the end of an evaluation is not a batch of it."""
-        self._begin(EVALUATION_END)
-
-    def on_predict_epoch_end(self, *_: Any) -> None:
-        """What metrics do at the end of an evaluation is not a batch of it."""
-        self._begin(EVALUATION_END)
+    on_sanity_check_start = on_validation_batch_start = _beginning(EVALUATION)
+    on_test_batch_start = on_predict_batch_start = _beginning(EVALUATION)
+    # What metrics do at the end of an evaluation is not a batch of it.
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _beginning(EVALUATION_END)
 
     def on_fit_end(self, *_: Any) -> None:
         """Loggers and strategies end their work."""

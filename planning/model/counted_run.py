@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +13,11 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.callbacks.monitor.flops import operations_of
 from trainwright.core.layout import Layout
-from trainwright.planning.model.live import LiveCounter, local
 from trainwright.planning.model.without_memory import autocast_of, loss_of
 from trainwright.strategies.contract.communication.axes import name_of
 from trainwright.strategies.contract.communication.calls import Call, listen
@@ -167,7 +169,7 @@ class CountedRun:
     @property
     def graded_bytes(self) -> int:
         """Of gradients of weights that are there."""
-        return sum(local(each.grad).nbytes for each in self._graded if each.grad is not None)
+        return sum(each.grad.nbytes for each in self._graded if each.grad is not None)
 
 
 @dataclass(frozen=True)
@@ -185,11 +187,16 @@ class Counts:
     moved: defaultdict[Any, float] = field(default_factory=lambda: defaultdict(float))
 
 
-class OperationCounter(LiveCounter):
-    """Counts operations too, by phase of a run.
+class OperationCounter(TorchDispatchMode):
+    """Counts operations, and the storages that are alive, by phase of a run.
+
+    Args:
+        run: its ``phase``, ``in_backward`` and ``graded_bytes`` are read.
 
     Attributes:
         forward, backward: what was counted; in backward also what is computed again.
+        now: bytes alive.
+        peak: most bytes alive since :meth:`reset_peak`.
         block_peak: most bytes alive since the forward of a block began.
         accumulating_peak: most bytes alive in backward, gradients of weights left out.
     """
@@ -197,28 +204,66 @@ class OperationCounter(LiveCounter):
     def __init__(self, run: CountedRun) -> None:
         super().__init__()
         self._run = run
+        # By the address of a storage: what tells when it is gone, the phase that made it, its bytes.
+        self._seen: dict[int, tuple[Any, Any, int]] = {}
+        self._ignored = WeakIdKeyDictionary()
         self.forward, self.backward = Counts(), Counts()
-        self.accumulating_peak = self.block_peak = 0
+        self.now = self.peak = self.accumulating_peak = self.block_peak = 0
 
-    @property
-    def phase(self) -> Any:
-        """Where the run is."""
-        return self._run.phase
+    def alive(self) -> dict[Any, int]:
+        """Return the bytes alive by the phase that made them."""
+        found: dict[Any, int] = {}
+        for _, phase, size in list(self._seen.values()):
+            found[phase] = found.get(phase, 0) + size
+        return found
 
-    def _notice(self, now: int) -> None:
-        super()._notice(now)
-        self.block_peak = max(self.block_peak, now)
+    def reset_peak(self) -> None:
+        """Look for the peak from here on."""
+        self.peak = self.now
+
+    def ignore(self, tensors: Sequence[Tensor]) -> None:
+        """Leave out tensors that exist before the run."""
+        for tensor in tensors:
+            self._ignored[tensor.untyped_storage()] = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        before = self.now
+        for tensor in _tensors_in(output):
+            self._see(tensor)
+        if self.now > before:
+            self._raise_peaks()
+        self._count(func, args, kwargs, output)
+        return output
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._seen or storage in self._ignored:
+            return
+        size = storage.nbytes()
+        self._seen[key] = weakref.ref(storage, lambda _: self._on_gone(key)), self._run.phase, size
+        self.now += size
+
+    def _on_gone(self, key: int) -> None:
+        self.now -= self._seen.pop(key)[2]
+
+    def _raise_peaks(self) -> None:
+        self.peak, self.block_peak = max(self.peak, self.now), max(self.block_peak, self.now)
         if self._run.in_backward:
-            self.accumulating_peak = max(self.accumulating_peak, now - self._run.graded_bytes)
+            self.accumulating_peak = max(self.accumulating_peak, self.now - self._run.graded_bytes)
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        counts = self.backward if self._run.in_backward else self.forward
-        counts.calls[self.phase] += 1
+        counts, phase = self.backward if self._run.in_backward else self.forward, self._run.phase
+        counts.calls[phase] += 1
         operations = operations_of(func, args, kwargs, output, halve_causal=True)
         if operations:
-            counts.flops[self.phase] += operations
+            counts.flops[phase] += operations
         elif not _is_view(func):
-            counts.moved[self.phase] += _bytes_in((args, kwargs, output))
+            counts.moved[phase] += _bytes_in((args, kwargs, output))
 
 
 def _is_view(func: Any) -> bool:

@@ -32,7 +32,6 @@ from trainwright.planning.model.experts import assume_routing
 from trainwright.planning.model.per_sample import pass_of
 from trainwright.planning.model.without_memory import (
     FactsError,
-    autocast_of,
     default_dtype,
     fake_tensors,
     fake_world,
@@ -43,7 +42,6 @@ from trainwright.planning.model.without_memory import (
 from trainwright.planning.time.cost import Cut, Pass
 from trainwright.strategies.compose.engines import EngineOptions, Engines
 from trainwright.strategies.contract.groups import LayoutGroups
-from trainwright.strategies.pipeline.form import Form, take_apart
 from trainwright.strategies.plan.blocks import checkpoint_activations
 
 # Bytes of parameters up to which a module that reads values is run with real ones.
@@ -147,27 +145,6 @@ class ModelFacts:
 
         return pytree.tree_map(like, self._batch)
 
-    def handed_on(self, cut: Cut, samples: int) -> Form:
-        """What a block within the model returns, without its tensors.
-
-        Args:
-            cut: how a pass is split.
-            samples: of a micro-batch.
-
-        Raises:
-            TypeError: if it is nothing that a pipeline can hand on.
-        """
-        found: list[Form] = []
-        with self._prepared(cut, samples, self._without_values is False) as (module, blocks, batch, _):
-            place = self._representatives([place for place, _ in blocks])[0]
-            source = f"The block {self.blocks[place]!r}"
-            dict(blocks)[place].register_forward_hook(
-                lambda block, args, output: found.append(take_apart(output, source)[0])
-            )
-            with autocast_of(self.precision):
-                module.training_step(batch, 0)
-        return found[0]
-
     def _measure(self, cut: Cut) -> Pass:
         reason: Exception | None = None
         if self._without_values is not False:
@@ -200,7 +177,7 @@ class ModelFacts:
         # Not with one: views that are contiguous for one sample alone hold on to more than they show.
         two, three = (self._run(cut, samples, with_values) for samples in (2, 3))
         active = [place for place, _ in two.blocks]
-        return pass_of(two, three, self._representatives(active), is_real=with_values)
+        return pass_of(two, three, self._representatives(active))
 
     def _run(self, cut: Cut, samples: int, with_values: bool) -> CountedRun:
         with self._prepared(cut, samples, with_values) as (module, blocks, batch, layout):

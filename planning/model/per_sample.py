@@ -12,13 +12,12 @@ from trainwright.planning.time.cost import Bytes, Part, Pass
 from trainwright.strategies.contract.communication.meter import Sent
 
 
-def pass_of(two: CountedRun, three: CountedRun, representatives: Sequence[int], is_real: bool) -> Pass:
+def pass_of(two: CountedRun, three: CountedRun, representatives: Sequence[int]) -> Pass:
     """From runs with two and with three samples.
 
     Args:
         two, three: the runs.
         representatives: for each kind of block, the place of the one that stands for it.
-        is_real: whether they had values.
     """
 
     def grown(value: Callable[[CountedRun], float]) -> Bytes:
@@ -62,7 +61,6 @@ def pass_of(two: CountedRun, three: CountedRun, representatives: Sequence[int], 
         entry=grown(lambda run: run.entry) - through,
         block_peak=grown(lambda run: run.block_peak - run.entry),
         accumulating_peak=grown(lambda run: run.accumulating_peak - run.entry),
-        is_real=is_real,
     )
 
 

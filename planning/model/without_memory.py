@@ -39,12 +39,11 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
-    """A default process group of so many ranks of which this is one and the others are not there.
+def fake_world(ranks: int) -> Iterator[None]:
+    """A default process group of so many ranks, of which this is the first and the others are not there.
 
     Args:
         ranks: of the group.
-        rank: this one.
 
     Raises:
         FactsError: if the process has met real ranks already.
@@ -53,7 +52,7 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
         raise FactsError("this process has met other ranks already; plan before they meet, from the launching process")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         yield
     finally:

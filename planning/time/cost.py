@@ -173,7 +173,6 @@ class Pass:
         block_peak: bytes that come on top of that within the backward of a block, gradients of its weights included.
         accumulating_peak: the same where each gradient of a weight is added to an earlier one, and gone, once it is
             made.
-        is_real: whether it was run with values, because the module reads them.
     """
 
     before: Part
@@ -186,7 +185,6 @@ class Pass:
     entry: Bytes
     block_peak: Bytes
     accumulating_peak: Bytes
-    is_real: bool = False
 
     def again(self) -> Pass:
         """The same pass with every block computed again in backward (activation checkpointing of all blocks)."""
@@ -223,5 +221,4 @@ class Pass:
             blocks=tuple(a.over(b, c) for a, b, c in zip(self.blocks, one.blocks, alone.blocks, strict=True)),
             after=self.after.over(one.after, alone.after),
             **peaks,
-            is_real=self.is_real,
         )

@@ -22,7 +22,7 @@ from trainwright.checkpoint.exchange.distinct import from_rank
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
-from trainwright.core.rendezvous import first_store, is_loopback, loopback_interfaces
+from trainwright.core.processes.rendezvous import first_store, is_loopback, loopback_interfaces
 from trainwright.strategies.base.certificate.certificate import Certificate
 from trainwright.strategies.base.certificate.options import validate_certificate
 from trainwright.strategies.base.whole.view import end_view

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
-from trainwright.planning.model.live import LiveCounter
+from trainwright.planning.model.counted_run import OperationCounter
 
 
-def test_storages_count_while_they_are_there_as_large_as_they_are() -> None:
-    counter = LiveCounter()
+def test_storages_count_while_they_are_there() -> None:
+    run = SimpleNamespace(phase="first", in_backward=False, graded_bytes=0)
+    counter = OperationCounter(run)  # type: ignore[arg-type]
+    ignored = torch.ones(7)
+    counter.ignore([ignored])
     with counter:
         kept = torch.ones(100)
         torch.ones(1000)
         assert (counter.now, counter.peak) == (400, 4400)
         view = kept[:50]
+        ignored.add_(1)
         assert counter.now == 400
-        kept.untyped_storage().resize_(0)
-        assert counter.now == 0
         counter.reset_peak()
-        kept.untyped_storage().resize_(800)
-        assert (counter.now, counter.peak) == (800, 800)
-        del kept
-        assert counter.now == 800, "a view holds it"
+        run.phase = "second"
+        other = torch.ones(200)
+        assert (counter.now, counter.peak) == (1200, 1200)
+        assert counter.alive() == {"first": 400, "second": 800}
+        del kept, other
+        assert counter.now == 400, "a view holds it"
         del view
         assert counter.now == 0
-    torch.ones(10).untyped_storage().resize_(0)
-    assert counter.now == 0
+    torch.ones(10)
+    assert counter.peak == 1200

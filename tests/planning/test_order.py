@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.planning.memory.in_flight import in_flight, passes_of
-from trainwright.planning.time.order import BACKWARD, FORWARD, actions_of, until_fullest
+from trainwright.planning.memory.in_flight import BACKWARD, FORWARD, actions_of, in_flight, passes_of
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"])
@@ -24,20 +23,14 @@ ORDERS = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b
 
 @pytest.mark.parametrize(("schedule", "stages"), ORDERS)
 @pytest.mark.parametrize(("ranks", "parts"), [(2, 6), (4, 4), (4, 8)])
-def test_actions_are_those_of_the_schedule_as_far_as_it_gets_fuller(
-    schedule: str, stages: int, ranks: int, parts: int
-) -> None:
+def test_actions_are_those_of_the_schedule(schedule: str, stages: int, ranks: int, parts: int) -> None:
     for rank in range(ranks):
         actions = actions_of(schedule, ranks, stages, parts, rank)
         for kind in (FORWARD, BACKWARD):
             passes = {(each.stage, each.part) for each in actions if each.kind == kind}
             assert passes == {(rank + ranks * n, part) for n in range(stages) for part in range(parts)}
         assert len(actions) == 2 * stages * parts
-        first = until_fullest(actions)
-        assert first == actions[: len(first)]
-        assert most_live(first) == most_live(actions) == in_flight(schedule, ranks, stages, parts, rank)
-        graded = [len({each.stage for each in some[:-1] if each.kind == BACKWARD}) for some in (first, actions)]
-        assert graded[0] == graded[1]
+        assert most_live(actions) == in_flight(schedule, ranks, stages, parts, rank)
 
 
 def most_live(actions: object) -> int:
@@ -46,8 +39,3 @@ def most_live(actions: object) -> int:
         live += 1 if each.kind == FORWARD else -1
         most = max(most, live)
     return most
-
-
-def test_only_what_makes_it_fuller_is_run() -> None:
-    few = until_fullest(actions_of("1f1b", 4, 1, 1000, 1))
-    assert [each.kind for each in few] == [FORWARD] * 3 + [BACKWARD, FORWARD, BACKWARD]

@@ -1,5 +1,5 @@
 """`trainwright doctor`: what is wrong with the machines of a run, before it starts; and `trainwright profile`.
 
-What is looked at is collected as plain facts (``*_facts``), and judged by functions that take nothing but facts, so
-that any machine can be judged from a description of it.
+Each machine collects plain facts (``*_facts``) and judges them by functions that take nothing but facts, so that tests
+can judge any machine from a description of it. Findings travel to rank 0, which adds what ranks measured together.
 """

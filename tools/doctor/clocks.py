@@ -1,8 +1,4 @@
-"""Clocks of the machines, compared with that of rank 0.
-
-Cristian's method ("Probabilistic clock synchronization", Distributed Computing 3, 1989): the answer of the quickest of
-some questions was written half of its way ago, give or take the other half.
-"""
+"""Clocks of the machines, compared with that of rank 0."""
 
 from __future__ import annotations
 
@@ -31,17 +27,6 @@ class Offset:
     rank: int
     seconds: float
     uncertain: float
-
-
-def offset_of(rank: int, exchanges: Sequence[tuple[float, float, float]]) -> Offset:
-    """From some questions to rank 0.
-
-    Args:
-        rank: that asked.
-        exchanges: own time before, time of rank 0, own time after; at least one.
-    """
-    before, theirs, after = min(exchanges, key=lambda each: each[2] - each[0])
-    return Offset(rank, (before + after) / 2 - theirs, (after - before) / 2)
 
 
 def judge_clocks(offsets: Sequence[Offset], hosts: Sequence[str]) -> list[Finding]:

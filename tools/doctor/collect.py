@@ -1,4 +1,4 @@
-"""All facts of one machine, each kind within a time limit, as JSON for the rank that judges."""
+"""What one machine reports: its findings, versions and environment, each within a time limit."""
 
 from __future__ import annotations
 
@@ -10,134 +10,123 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainwright.tools.doctor.devices import DeviceFacts, Gpu, device_facts
-from trainwright.tools.doctor.libraries import LibraryFacts, library_facts
-from trainwright.tools.doctor.limits import (
-    FolderFacts,
-    LimitFacts,
-    SharedMemoryFacts,
-    folder_facts,
-    limit_facts,
-    shared_memory_facts,
-)
-from trainwright.tools.doctor.machine import MachineFacts, machine_facts
-from trainwright.tools.doctor.network import Interface, NetworkFacts, network_facts
+from trainwright.core.processes.machine import machine_facts
+from trainwright.tools.doctor import environment as env
+from trainwright.tools.doctor import folders, machine, network
+from trainwright.tools.doctor.finding import Finding, error
+from trainwright.tools.doctor.machine import Demand
 
-# Seconds that each kind of facts may take: a file system or a name server that does not answer takes for ever.
+# Seconds that each look may take: a file system or a name server that does not answer takes for ever.
 SECONDS = 20.0
 IMPORT_SECONDS = 180.0
 DEVICE_SECONDS = 60.0
+_TODO = {
+    "run directory": "look at the file system of run_dir= (a network file system that does not answer?)",
+    "temporary files": "look at the file system of TMPDIR",
+    "network": "look at the name server: getent hosts $(hostname) must answer at once",
+    "devices": "look at the driver: nvidia-smi must answer",
+}
 
 
 @dataclass(frozen=True)
-class HostFacts:
-    """What is known of a machine; ``None`` for what could not be found out within its time.
+class HostReport:
+    """What is known of a machine.
 
     Args:
         host: its name.
-        unanswered: kind of facts -> why there are none.
-        import_seconds: that importing torch and Lightning took.
+        findings: of checks that need no other machine.
+        versions: that must be the same on all machines; name -> version.
+        speed: bytes per second of its fastest interface; 0: unknown.
+        environment: fields of `torch.utils.collect_env`.
     """
 
     host: str
-    machine: MachineFacts | None = None
-    limits: LimitFacts | None = None
-    run_dir: FolderFacts | None = None
-    tmp: FolderFacts | None = None
-    shared_memory: SharedMemoryFacts | None = None
-    network: NetworkFacts | None = None
-    libraries: LibraryFacts | None = None
-    devices: DeviceFacts | None = None
-    import_seconds: float | None = None
-    unanswered: dict[str, str] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    speed: float = 0.0
+    environment: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """For the rank that judges."""
+        """Return this report as text for the rank that reports all."""
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> HostFacts:
-        """What :meth:`to_json` wrote; plain values alone, so nothing in it can run."""
+    def from_json(text: str) -> HostReport:
+        """Return what :meth:`to_json` wrote; plain values alone, so nothing in it can run."""
         values: dict[str, Any] = json.loads(text)
-        kinds: dict[str, Callable[..., Any]] = {
-            "machine": MachineFacts,
-            "limits": _limits,
-            "run_dir": FolderFacts,
-            "tmp": FolderFacts,
-            "shared_memory": SharedMemoryFacts,
-            "network": _network,
-            "libraries": LibraryFacts,
-            "devices": _devices,
-        }
-        for name, kind in kinds.items():
-            if values[name] is not None:
-                values[name] = kind(**values[name])
-        return HostFacts(**values)
+        return HostReport(**{**values, "findings": [Finding(**each) for each in values["findings"]]})
 
 
-def _limits(**values: Any) -> LimitFacts:
-    plain: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in values.items()}
-    return LimitFacts(**plain)
+def import_torch() -> tuple[list[Finding], bool]:
+    """Import torch, Lightning and what a rank uses.
+
+    Returns:
+        The finding about it, and whether all was imported in time.
+    """
+    begin = time.perf_counter()
+    try:
+        within(IMPORT_SECONDS, _import_everything)
+    except Exception as failure:  # whatever a broken environment raises
+        return machine.judge_import(None, IMPORT_SECONDS, str(failure) or repr(failure)), False
+    return machine.judge_import(time.perf_counter() - begin, IMPORT_SECONDS), True
 
 
-def _network(**values: Any) -> NetworkFacts:
-    return NetworkFacts(**{**values, "interfaces": [Interface(**each) for each in values["interfaces"]]})
+def _import_everything() -> None:
+    import trainwright.launch.worker  # noqa: F401
 
 
-def _devices(**values: Any) -> DeviceFacts:
-    xids = values["xids"]
-    return DeviceFacts(
-        **{
-            **values,
-            "gpus": [Gpu(**each) for each in values["gpus"]],
-            "xids": None if xids is None else [(bus, number) for bus, number in xids],
-        }
-    )
+def look_at_devices() -> tuple[list[Finding], env.DeviceFacts]:
+    """Return the GPUs of this machine, and a finding if the driver does not answer."""
+    found: list[Finding] = []
+    return found, _look(found, "devices", env.DEVICES, env.device_facts, DEVICE_SECONDS) or env.DeviceFacts()
 
 
-def collect(host: str, run_dir: str) -> HostFacts:
-    """Everything about this machine; leaves nothing behind.
+def report_host(host: str, run_dir: str, demand: Demand) -> HostReport:
+    """Judge this machine but for its devices; torch is imported, and nothing is left behind.
 
     Args:
         host: its name.
         run_dir: folder that a run would write to; it need not exist.
+        demand: of the run.
     """
-    found: dict[str, Any] = {}
-    unanswered: dict[str, str] = {}
-
-    def look(name: str, function: Callable[[], Any], seconds: float = SECONDS) -> None:
-        try:
-            found[name] = within(seconds, function)
-        except Exception as failure:  # whatever a machine that is not well raises
-            unanswered[name] = str(failure) or repr(failure)
-
-    look("machine", machine_facts)
-    look("limits", limit_facts)
-    look("run_dir", lambda: folder_facts(run_dir))
-    look("tmp", lambda: folder_facts(tempfile.gettempdir()))
-    look("shared_memory", shared_memory_facts)
-    look("network", network_facts)
-    look("import_seconds", _import_everything, IMPORT_SECONDS)
-    look("libraries", library_facts)
-    if "import_seconds" in found:
-        installed = found["libraries"].installed if "libraries" in found else {}
-        look("devices", lambda: device_facts(installed), DEVICE_SECONDS)
-    return HostFacts(host=host, unanswered=unanswered, **found)
+    found: list[Finding] = []
+    installed = env.installed_versions()
+    checks: dict[str, tuple[str, Callable[[], list[Finding]]]] = {
+        "machine": (machine.AREA, lambda: machine.judge_machine(machine_facts(), demand)),
+        "run directory": (folders.AREA, lambda: [folders.judge_run_dir(folders.folder_facts(run_dir))]),
+        "temporary files": (folders.AREA, lambda: folders.judge_tmp(folders.folder_facts(tempfile.gettempdir()))),
+        "shared memory": (folders.AREA, lambda: [folders.judge_shared_memory(*folders.shared_memory(), demand)]),
+        "network": (
+            network.AREA,
+            lambda: network.judge_network(network.network_facts(), demand.hosts, demand.on_gpu),
+        ),
+        "libraries": (env.LIBRARIES, lambda: env.judge_libraries(installed)),
+    }
+    for name, (area, check) in checks.items():
+        found += _look(found, name, area, check) or []
+    versions = _look(found, "versions", env.LIBRARIES, lambda: env.compared_versions(installed)) or {}
+    speed = max((each.speed or 0.0 for each in network.interfaces() if each.up), default=0.0)
+    environment = _look(found, "environment", env.LIBRARIES, env.environment, DEVICE_SECONDS) or {}
+    return HostReport(host, found, versions, speed, environment)
 
 
-def _import_everything() -> float:
-    begin = time.perf_counter()
-    import trainwright.launch.worker  # noqa: F401 - torch, Lightning and all that a rank uses
-
-    return time.perf_counter() - begin
+def _look(
+    findings: list[Finding], name: str, area: str, function: Callable[[], Any], seconds: float = SECONDS
+) -> Any | None:
+    try:
+        return within(seconds, function)
+    except Exception as failure:  # whatever a broken machine raises
+        todo = _TODO.get(name, "look at the machine: /proc and /sys must answer")
+        findings.append(error(area, f"{name} answers", str(failure) or repr(failure), "an answer", todo))
+        return None
 
 
 def within(seconds: float, function: Callable[[], Any]) -> Any:
-    """What a function returns, if it does so in time.
+    """Return what a function returns, if it does so in time.
 
     Args:
         seconds: limit.
-        function: goes on in a thread that keeps no process alive if it does not end.
+        function: runs on in a thread that keeps no process alive if it does not end.
 
     Raises:
         TimeoutError: if it takes longer.

@@ -10,7 +10,7 @@ from trainwright.core.device_profiles import MEASURED
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import Launcher, detect_launcher
 from trainwright.launch.ranks.output import ranks_speak_to_stderr
-from trainwright.tools.doctor.finding import ERROR, Finding, error
+from trainwright.tools.doctor.finding import ERROR
 from trainwright.tools.doctor.options import Typed, parse
 from trainwright.tools.doctor.together import Seen, see_locally, see_with
 
@@ -24,8 +24,9 @@ HELP = {
 
 usage: trainwright doctor [key=value ...] [--json]
 
-It looks at cores and memory, GPUs, installed versions, network interfaces, the speed between ranks, clocks, limits and
-disks, needs no root and leaves nothing behind. Exit code 0: no errors (there may be warnings), 1: errors.
+It checks cores and memory, GPUs, installed versions, network interfaces, the speed between ranks, clocks, disks and
+shared memory, and shows the environment (torch.utils.collect_env). It needs no root and leaves nothing behind.
+Exit code 0: no errors (there may be warnings), 1: errors.
 
 keys:
   devices=N           ranks to start on this machine (default: one for each GPU, or 2 on the CPU)
@@ -94,18 +95,10 @@ def run_doctor_command(words: Sequence[str]) -> int:
 def _doctor(typed: Typed, launcher: Launcher | None) -> int:
     from trainwright.tools.doctor.report import judge, to_json, to_text
 
-    more: list[Finding] = []
-    try:
-        seen = _see(typed, launcher)
-    except (TimeoutError, RuntimeError) as failure:  # of the store: nobody was met
-        assert launcher is not None
-        print(f"trainwright: rank {launcher.rank} has not met the others: {failure}", file=sys.stderr)
-        seen = _alone(typed, launcher)
-        wanted, todo = "a place that all ranks reach", "see what is said of MASTER_ADDR, the host name and interfaces"
-        more = [error("network", "meeting", f"rank {launcher.rank} has not met the others: {failure}", wanted, todo)]
+    seen = _see(typed, launcher)
     if seen is None:
-        return OK  # rank 0 tells
-    findings = [*judge(seen, typed.wish.accelerator, typed.wish.workers), *more]
+        return OK  # rank 0 reports
+    findings = judge(seen)
     print(to_json(findings, seen) if typed.json else to_text(findings, seen).rstrip(), flush=True)
     return FAILED if any(finding.state == ERROR for finding in findings) else OK
 
@@ -117,37 +110,19 @@ def _see(typed: Typed, launcher: Launcher | None) -> Seen | None:
         return see_locally(typed.wish)
 
 
-def _alone(typed: Typed, launcher: Launcher) -> Seen:
-    """What a rank that has met nobody knows."""
-    import socket
-
-    from trainwright.tools.doctor.collect import collect
-    from trainwright.tools.doctor.together import threads_of
-
-    facts = collect(socket.gethostname(), typed.wish.run_dir)
-    local = launcher.local_world_size
-    hosts = max(1, launcher.world_size // local)
-    on_gpu = facts.devices is not None and facts.devices.usable > 0 and typed.wish.accelerator != "cpu"
-    return Seen({facts.host: facts}, [], on_gpu, threads_of(typed.wish, local), local, hosts)
-
-
 def _profile(typed: Typed, launcher: Launcher | None) -> int:
     from trainwright.tools.doctor.profile import profile_of, to_yaml
 
     path = Path(typed.out or _OUT)
     if launcher is None or launcher.rank == 0:
         _check_out(path, typed.overwrite)
-    try:
-        seen = _see(typed, launcher)
-    except (TimeoutError, RuntimeError) as failure:
-        assert launcher is not None
-        print(f"trainwright: rank {launcher.rank} has not met the others: {failure}", file=sys.stderr)
-        return FAILED
+    seen = _see(typed, launcher)
     if seen is None:
         return OK
     failures = [f"rank {result.rank}: {result.failure}" for result in seen.results if result.failure is not None]
     if failures or not seen.results:
-        why = "; ".join(failures) or "no rank could be started"
+        errors = [each.found for report in seen.hosts.values() for each in report.findings if each.state == ERROR]
+        why = "; ".join(failures or errors) or "no rank could be started"
         print(f"trainwright: nothing was measured, because {why}; trainwright doctor says more", file=sys.stderr)
         return FAILED
     values, notes = profile_of(seen, path.stem)

@@ -13,7 +13,7 @@ class Finding:
     """What a check found.
 
     Args:
-        area: machine, devices, libraries, network, clocks or limits.
+        area: machine, devices, libraries, network, clocks or folders.
         check: its name, the same on every machine.
         state: :data:`OK`; :data:`WARNING`: runs may be slow or end badly; :data:`ERROR`: runs will fail.
         found: what is there.

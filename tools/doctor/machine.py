@@ -1,103 +1,41 @@
-"""Cores, memory, how processes start, and how long importing takes."""
+"""Cores and memory against the ranks of a run, and how long importing takes."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-from trainwright.core.processes.machine import num_cores
+from trainwright.core.processes.machine import MachineFacts
 from trainwright.core.text.sizes import size_text
 from trainwright.tools.doctor.finding import Finding, error, ok, time_of, warning
-from trainwright.tools.doctor.limits import Demand
 
 AREA = "machine"
-_ROOT = Path("/sys/fs/cgroup")
 # What a rank holds once torch and Lightning are imported, and once it also trains something small.
 _LEAST_MEMORY, _ENOUGH_MEMORY = 2**29, 2**30
 _SLOW_IMPORT = 30.0
-_NO_LIMIT = 2**60
 
 
 @dataclass(frozen=True)
-class MachineFacts:
-    """A machine.
+class Demand:
+    """What a run will ask of one machine.
 
     Args:
-        cores: that this process may use, by its affinity.
-        quota: cores that the control group gives, as a time; ``None``: no limit.
-        memory: bytes.
-        available: bytes that could be used now, within the control group's limit.
-        memory_limit: of the control group, bytes; ``None``: none.
-        start_method: of multiprocessing, for data loaders' workers.
-        platform: ``linux``, ``darwin``, ...
+        ranks: of this machine.
+        workers: of the data loaders of one rank.
+        threads: that a rank computes with.
+        on_gpu: whether ranks compute on GPUs.
+        hosts: machines of the run.
     """
 
-    cores: int
-    quota: float | None
-    memory: int
-    available: int
-    memory_limit: int | None = None
-    start_method: str = "fork"
-    platform: str = "linux"
-
-
-def machine_facts() -> MachineFacts:
-    """Of this machine."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit, used = _memory_limit(_ROOT)
-    available = _available(memory)
-    if limit is not None:
-        available = min(available, max(0, limit - used))
-    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    return MachineFacts(num_cores(), cpu_quota(_ROOT), memory, available, limit, method, sys.platform)
-
-
-def cpu_quota(root: Path) -> float | None:
-    """Cores' worth of time that a control group gives; ``None``: no limit.
-
-    Args:
-        root: of the control groups, of version 2 or 1.
-    """
-    second = _words(root / "cpu.max")
-    if len(second) == 2 and second[0].isdecimal():
-        return int(second[0]) / int(second[1])
-    quota, period = (_words(root / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-    if quota and period and quota[0].isdecimal():
-        return int(quota[0]) / int(period[0])
-    return None
-
-
-def _memory_limit(root: Path) -> tuple[int | None, int]:
-    """Bytes that a control group allows, and that it uses."""
-    pairs = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-    for limit, used in pairs:
-        allowed, taken = _words(root / limit), _words(root / used)
-        if allowed and allowed[0].isdecimal() and int(allowed[0]) < _NO_LIMIT:
-            return int(allowed[0]), int(taken[0]) if taken else 0
-    return None, 0
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").split()
-    except OSError:
-        return []
-
-
-def _available(memory: int) -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return memory
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), memory)
+    ranks: int
+    workers: int = 0
+    threads: int = 1
+    on_gpu: bool = False
+    hosts: int = 1
 
 
 def judge_machine(facts: MachineFacts, demand: Demand) -> list[Finding]:
-    """Cores, memory and the start of processes, against the ranks of this machine."""
-    return [_cores(facts, demand), _memory(facts, demand), _start_method(facts)]
+    """Judge cores and memory against the ranks of this machine."""
+    return [_cores(facts, demand), _memory(facts, demand)]
 
 
 def _cores(facts: MachineFacts, demand: Demand) -> Finding:
@@ -149,19 +87,6 @@ def _memory(facts: MachineFacts, demand: Demand) -> Finding:
         f"{size_text(_ENOUGH_MEMORY)} for each rank before it holds a model; with less the kernel kills ranks",
         "fewer devices=, end what else runs, or raise the limit (docker run --memory, srun --mem)",
     )
-
-
-def _start_method(facts: MachineFacts) -> Finding:
-    found = f"processes of loaders start by {facts.start_method} on {facts.platform}"
-    if facts.platform != "linux":
-        return warning(
-            AREA,
-            "start of processes",
-            found,
-            "linux: elsewhere ranks are not ended with their launcher, and no limit is known",
-            "use it to try things out; train on linux",
-        )
-    return ok(AREA, "start of processes", found)
 
 
 def judge_import(seconds: float | None, limit: float, problem: str | None = None) -> list[Finding]:

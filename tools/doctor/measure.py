@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.core.device_profiles import machine_name
+from trainwright.core.processes.machine import machine_facts
 from trainwright.strategies.contract.communication.probe import now_on
-from trainwright.tools.doctor.machine import machine_facts
 
 _TENSOR_FLOAT = "tf32"
 _KINDS = {"float32": torch.float32, _TENSOR_FLOAT: torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

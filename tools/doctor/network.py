@@ -354,20 +354,29 @@ def judge_links(links: Sequence[Link]) -> list[Finding]:
     ]
 
 
-def judge_meeting(failures: Mapping[int, str], world_size: int, facts: NetworkFacts | None) -> list[Finding]:
+def judge_meeting(failures: Mapping[int, str], world_size: int) -> list[Finding]:
     """Ranks that did not do what they were asked.
 
     Args:
         failures: rank -> what it said, or where it was when the time was over.
         world_size: all ranks.
-        facts: of the first machine; ``None``: unknown.
     """
     if not failures:
         return []
     shown = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())[:4])
     more = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
     todo = "see what is said of interfaces and host names here; a firewall must let ranks connect to each other's ports"
-    if facts is not None:
-        todo = f"{_suggestion(GLOO, facts)}; {todo}"
     wanted = f"that all {world_size} ranks connect to each other and answer"
     return [error(AREA, "ranks", f"{len(failures)} of {world_size} ranks failed: {shown}{more}", wanted, todo)]
+
+
+def judge_not_met(rank: int, why: str) -> Finding:
+    """Return the finding of a rank that has not reached the others.
+
+    Args:
+        rank: of this process.
+        why: what the store said.
+    """
+    todo = "see what is said of MASTER_ADDR, the host name and interfaces"
+    what = f"rank {rank} has not met the others: {why}"
+    return error(AREA, "meeting", what, "a place that all ranks reach", todo)

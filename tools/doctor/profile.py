@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
+
 from trainwright.strategies.contract.communication.advice import Link
 from trainwright.tools.doctor.together import Seen
 
@@ -99,20 +101,5 @@ def to_yaml(values: Mapping[str, Any], notes: Sequence[str]) -> str:
         values: as :func:`profile_of` returns them.
         notes: lines of comment.
     """
-    lines = [f"# {note}" for note in notes]
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            lines += [f"{key}:", *(f"  {name}: {_written(each)}" for name, each in value.items())]
-        else:
-            lines.append(f"{key}: {_written(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def _written(value: Any) -> str:
-    """YAML takes a number with an exponent for one only if it has a point and a sign."""
-    if not isinstance(value, float):
-        return str(value)
-    if value and not 1e-3 <= abs(value) < 1e6:
-        mantissa, exponent = f"{value:.{_DIGITS - 1}e}".split("e")
-        return f"{mantissa}e{int(exponent):+d}"
-    return repr(value)
+    document: str = yaml.safe_dump(dict(values), sort_keys=False)
+    return "".join(f"# {note}\n" for note in notes) + document

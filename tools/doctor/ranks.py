@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from trainwright.callbacks.monitor.trace.clocks import clock_offset
 from trainwright.core.layout import Layout
 from trainwright.strategies.contract.communication.advice import Link
 from trainwright.strategies.contract.communication.probe import now_on, probe_links
-from trainwright.tools.doctor.clocks import Offset, offset_of
+from trainwright.tools.doctor.clocks import Offset
 from trainwright.tools.doctor.measure import measure_device, small_blocks, small_step
 from trainwright.tools.doctor.network import Pair
 
@@ -33,7 +34,7 @@ GROUP_SECONDS = 60.0
 PAIR_SECONDS = 20.0
 _MOST_ROUNDS = 64
 _SMALL, _LARGE = 1, 2**20  # elements of four bytes
-_PINGS, _TRANSFERS, _QUESTIONS = 8, 3, 8
+_PINGS, _TRANSFERS = 8, 3
 _STEPS = 12
 
 
@@ -164,7 +165,7 @@ def examine(
                 # Before one measures, all have made their connections.
                 dist.all_reduce(torch.zeros(1))
                 board.at(rank, "comparing clocks")
-                offset = compare_clocks(rank, world_size)
+                offset = compare_clocks(store, rank, world_size)
                 board.at(rank, "measuring pairs")
                 pairs, rounds = measure_pairs(rank, world_size, device)
                 board.at(rank, "measuring all-reduces")
@@ -196,25 +197,10 @@ def _compute(device: torch.device) -> None:
         raise RuntimeError(f"{device} computes {total} where {1023 * 1024 // 2} is right")
 
 
-def compare_clocks(rank: int, world_size: int) -> Offset | None:
-    """Ask rank 0 for its time, rank after rank; a collective of all ranks. None on rank 0."""
-    found = None
-    for asking in range(1, world_size):
-        if rank == asking:
-            found = offset_of(rank, [_ask() for _ in range(_QUESTIONS)])
-        elif rank == 0:
-            for _ in range(_QUESTIONS):
-                dist.recv(torch.zeros(1, dtype=torch.float64), asking)
-                dist.send(torch.tensor([time.time()], dtype=torch.float64), asking)
-    return found
-
-
-def _ask() -> tuple[float, float, float]:
-    answer = torch.zeros(1, dtype=torch.float64)
-    before = time.time()
-    dist.send(answer, 0)
-    dist.recv(answer, 0)
-    return before, answer.item(), time.time()
+def compare_clocks(store: dist.Store, rank: int, world_size: int) -> Offset | None:
+    """Compare this rank's clock with that of rank 0; a collective of all ranks. None on rank 0."""
+    offset, wrong_by = clock_offset(store, "doctor/clocks", rank, range(1, world_size))
+    return None if rank == 0 else Offset(rank, -offset / 1e9, wrong_by / 1e9)
 
 
 def rounds_of_pairs(world_size: int) -> list[list[tuple[int, int]]]:

@@ -13,7 +13,10 @@ from omegaconf import OmegaConf
 
 from trainwright.core.processes.machine import num_cores
 from trainwright.core.run.launcher import Launcher
-from trainwright.tools.doctor.collect import HostFacts, collect, within
+from trainwright.tools.doctor.collect import HostReport, import_torch, look_at_devices, report_host, within
+from trainwright.tools.doctor.environment import judge_devices
+from trainwright.tools.doctor.machine import Demand
+from trainwright.tools.doctor.network import judge_not_met
 
 if TYPE_CHECKING:  # its module imports torch
     from trainwright.tools.doctor.ranks import RankResult
@@ -50,20 +53,16 @@ class Seen:
     """Everything that is known when all have answered.
 
     Args:
-        hosts: facts by name of the machine.
+        hosts: reports by name of the machine.
         results: of all ranks, in order; empty if none could be started.
         on_gpu: whether ranks compute on GPUs.
-        threads: of a rank.
         local_size: ranks of a machine.
-        machines: of the run, where not all of them have told about themselves.
     """
 
-    hosts: Mapping[str, HostFacts]
+    hosts: Mapping[str, HostReport]
     results: list[RankResult]
     on_gpu: bool
-    threads: int
     local_size: int
-    machines: int = 1
 
 
 def threads_of(wish: Wish, ranks: int) -> int:
@@ -72,20 +71,25 @@ def threads_of(wish: Wish, ranks: int) -> int:
 
 
 def see_locally(wish: Wish) -> Seen:
-    """Look at this machine, and start ranks on it."""
+    """Examine this machine, and start ranks on it."""
     from trainwright.launch.ranks.forkserver import start_forkserver
 
     start_forkserver()  # it imports while this process does
-    facts = collect(socket.gethostname(), wish.run_dir)
-    usable = facts.devices.usable if facts.devices is not None else 0
-    on_gpu = wish.accelerator != "cpu" and usable > 0
-    devices = wish.devices or (usable if on_gpu else min(2, num_cores()))
-    threads = threads_of(wish, devices)
-    results: list[RankResult] = []
-    if facts.import_seconds is not None:
-        # More ranks than GPUs are told of, and not started.
-        results = _started(replace(wish, devices=devices), threads, on_gpu and devices <= usable)
-    return Seen({facts.host: facts}, results, on_gpu, threads, devices)
+    host = socket.gethostname()
+    found, imported = import_torch()
+    if not imported:
+        return Seen({host: HostReport(host, found)}, [], False, wish.devices or 1)
+    more, facts = look_at_devices()
+    on_gpu = wish.accelerator != "cpu" and facts.usable > 0
+    devices = wish.devices or (facts.usable if on_gpu else min(2, num_cores()))
+    demand = Demand(devices, wish.workers, threads_of(wish, devices), on_gpu)
+    report = HostReport(host)
+    if not wish.figures:
+        report = report_host(host, wish.run_dir, demand)
+        report.findings.extend([*found, *more, *judge_devices(facts, demand, wish.accelerator)])
+    # More ranks than GPUs are reported, and compute on the CPU.
+    results = _started(replace(wish, devices=devices), demand.threads, on_gpu and devices <= facts.usable)
+    return Seen({host: report}, results, on_gpu, devices)
 
 
 def _started(wish: Wish, threads: int, on_gpu: bool) -> list[RankResult]:
@@ -142,13 +146,16 @@ def rank_main(environment: Mapping[str, str], world_size: int, on_gpu: bool, fig
 
 
 def see_with(launcher: Launcher, wish: Wish) -> Seen | None:
-    """Look at this machine, and join the ranks of a launcher; None on all ranks but 0.
+    """Examine this machine, and join the ranks of a launcher.
 
-    Raises:
-        TimeoutError: if the ranks do not find each other.
+    Returns:
+        All reports and results on rank 0, and on a rank that does not reach the others what it knows; else None.
     """
+    host, local = socket.gethostname(), launcher.local_world_size
     local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
-    facts = collect(socket.gethostname(), wish.run_dir)
+    found, imported = import_torch()
+    if not imported:
+        return Seen({host: HostReport(host, found)}, [], False, local)
     import torch
 
     from trainwright.launch.ranks.meeting import meet
@@ -156,22 +163,32 @@ def see_with(launcher: Launcher, wish: Wish) -> Seen | None:
     from trainwright.tools.doctor.ranks import Board, examine
 
     threads_from_environment()
-    store = within(MEETING_SECONDS, lambda: meet(launcher))
+    usable = torch.cuda.device_count() if wish.accelerator != "cpu" else 0
+    report = HostReport(host)
+    if local_rank == 0 and not wish.figures:
+        more, facts = look_at_devices()
+        machines = max(1, launcher.world_size // local)
+        demand = Demand(local, wish.workers, threads_of(wish, local), usable > 0, machines)
+        report = report_host(host, wish.run_dir, demand)
+        report.findings.extend([*found, *more, *judge_devices(facts, demand, wish.accelerator)])
+    try:
+        store = within(MEETING_SECONDS, lambda: meet(launcher))
+    except (TimeoutError, RuntimeError) as failure:
+        report.findings.append(judge_not_met(launcher.rank, str(failure)))
+        return Seen({host: report}, [], usable > 0, local)
     board = Board(store)
     if local_rank == 0:
-        board.put(f"facts/{facts.host}", facts.to_json())
-    usable = torch.cuda.device_count() if wish.accelerator != "cpu" else 0
+        board.put(f"facts/{host}", report.to_json())
     device = torch.device("cuda", local_rank % usable) if usable else torch.device("cpu")
     if usable:
         torch.cuda.set_device(device)
-    local = launcher.local_world_size
     examine(store, launcher.rank, launcher.world_size, local, device, wish.figures)
     if launcher.rank != 0:
         return None
     results = board.results(launcher.world_size, RANK_SECONDS)
     hosts = {}
-    for host in dict.fromkeys(result.host for result in results if result.host):
-        text = board.get(f"facts/{host}", 1.0)
+    for name in dict.fromkeys(result.host for result in results if result.host):
+        text = board.get(f"facts/{name}", 1.0)
         if text is not None:
-            hosts[host] = HostFacts.from_json(text)
-    return Seen(hosts, results, bool(usable), threads_of(wish, local), local)
+            hosts[name] = HostReport.from_json(text)
+    return Seen(hosts, results, bool(usable), local)

@@ -1,55 +1,46 @@
-"""The first numbers of a page, and rates step by step."""
+"""The first numbers of a page, rates step by step, and how a run was asked for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+from collections.abc import Iterator, Mapping
 
-from trainwright.tools.report.charts import (
-    exact,
-    short,
-)
-from trainwright.tools.report.plain import number_of, time_of
+from trainwright.core.charts.drawing import exact, short
+from trainwright.core.text.printable import shortened
+from trainwright.tools.report.plain import number_of, text_of, time_of
 from trainwright.tools.report.records import RunRecord
 
 
-@dataclass(frozen=True)
-class Fact:
-    """A number at the top of the page, and what it is of."""
-
-    name: str
-    value: str
-
-
-def facts(run: RunRecord) -> list[Fact]:
-    """The first numbers that a person looks for; what was not measured is left out."""
+def facts(run: RunRecord) -> list[tuple[str, str]]:
+    """Return name and value of the first numbers that a person looks for; what was not measured is left out."""
     found = []
     if run.diverged is not None:
         first, count = run.diverged
-        found.append(Fact("diverged", f"loss not finite from step {first} ({count} steps)"))
+        found.append(("diverged", f"loss not finite from step {first} ({count} steps)"))
     if run.last_step is not None:
         most = number_of(run.config.get("max_steps"))
-        found.append(Fact("last step logged", f"{run.last_step}" + ("" if most is None else f" (to do: {most:.0f})")))
+        found.append(("last step logged", f"{run.last_step}" + ("" if most is None else f" (to do: {most:.0f})")))
     for name in ("loss", "val_loss"):
         if run.metrics.get(name):
-            found.append(Fact(f"last {name}", exact(run.metrics[name][-1][1])))
+            found.append((f"last {name}", exact(run.metrics[name][-1][1])))
     for name, values in run.metrics.items():
         if name.endswith("_per_second") and values:
-            found.append(Fact(name.replace("_", " "), short(values[-1][1])))
+            found.append((name.replace("_", " "), short(values[-1][1])))
     mfu = newest(run, "rate", "mfu")
     if mfu is not None:
-        found.append(Fact("MFU", f"{100 * mfu:.3g} %"))
+        found.append(("MFU", f"{100 * mfu:.3g} %"))
     share = newest(run, "goodput", "share")
     if share is not None:
-        found.append(Fact("goodput", f"{100 * share:.3g} %"))
+        found.append(("goodput", f"{100 * share:.3g} %"))
     if run.layout is not None:
-        found.append(Fact("ranks", str(run.layout.world_size)))
+        found.append(("ranks", str(run.layout.world_size)))
     # Of a fault that the launching process tells of, ranks that outlived it tell too.
     told = [event.rank for event in run.events if event.what == "fault"]
     faults = told.count(None) or len(told)
     back = sum(event.what in ("recovered", "rollback") for event in run.events)
     if faults or back:
-        found.append(Fact("faults, recoveries", f"{faults}, {back}"))
-    found.append(Fact("checkpoints kept", str(len(run.checkpoints))))
+        found.append(("faults, recoveries", f"{faults}, {back}"))
+    found.append(("checkpoints kept", str(len(run.checkpoints))))
     return found
 
 
@@ -77,3 +68,31 @@ def rates(run: RunRecord) -> dict[str, list[tuple[float, float]]]:
             if number is not None:
                 found.setdefault(name, []).append((step, number))
     return found
+
+
+def settings(run: RunRecord) -> Iterator[tuple[str, str, bool]]:
+    """Key, value and whether it, or what it lies in, was typed."""
+    typed = _typed_keys(run)
+    for key, value in run.settings.items():
+        parents = [key.rsplit(".", n)[0] for n in range(key.count(".") + 1)]
+        yield key, value, any(parent in typed for parent in parents)
+
+
+def command_line(run: RunRecord) -> str | None:
+    """What to type to have the run again; None if the command was not kept."""
+    return None if run.command is None else " ".join(["trainwright", *map(shlex.quote, run.command)])
+
+
+def versions(run: RunRecord) -> str:
+    """Of the libraries, as the newest checkpoint tells them; "" if there is none."""
+    for saved in reversed(run.checkpoints):
+        known = saved.about.get("versions")
+        if isinstance(known, Mapping) and known:
+            return shortened(", ".join(f"{name} {text_of(version)}" for name, version in sorted(known.items())))
+    return ""
+
+
+def _typed_keys(run: RunRecord) -> set[str]:
+    """Keys and groups that were typed, without plus signs and tildes."""
+    words = (word for word in run.command or () if "=" in word and not word.startswith("-"))
+    return {word.split("=", 1)[0].lstrip("+~") for word in words}

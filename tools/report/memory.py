@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from trainwright.tools.report.charts import (
-    BarTable,
-    amount,
-    stacked,
-    thinned,
-)
+from trainwright.core.charts.drawing import BarTable, amount, stacked, thinned
 from trainwright.tools.report.plain import number_of
 from trainwright.tools.report.records import RunRecord
 
@@ -40,8 +34,8 @@ def memory_by_rank(run: RunRecord) -> BarTable | None:
         together = sum(row.get(kind, 0.0) for kind in shown)
         cells = [together, *(row.get(name) for name in (*kinds, *beside))]
         parts = [(kind, number, row.get(kind, 0.0)) for number, kind in enumerate(shown)]
-        bar = stacked(label, parts, scale, "bytes", ["" if cell is None else amount(cell, "bytes") for cell in cells])
-        bars.append(replace(bar, mark=None if mark is None or not scale else round(100 * mark / scale, 3)))
+        words = ["" if cell is None else amount(cell, "bytes") for cell in cells]
+        bars.append(stacked(label, parts, scale, "bytes", words, mark))
     head = ("rank", "memory", "together", *kinds, *(name.replace("_", " ") for name in beside))
     legend = tuple((kind, number) for number, kind in enumerate(shown))
     return BarTable("Bytes that each rank held, the most of each kind over the run", head, legend, tuple(bars))

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainwright.tools.report.charts import (
-    COLOURS,
-    CurveChart,
-    curve_chart,
-    exact,
-    thinned,
-)
+from trainwright.core.charts.drawing import COLOURS, CurveChart, curve_chart, exact, thinned
 from trainwright.tools.report.records import RunRecord
 
 _NORMS = {"grad": "L2 norm of gradients", "param": "L2 norm of parameters"}

@@ -1,34 +1,22 @@
-"""The page of `trainwright report`: one file, no script, nothing fetched.
-
-What runs write is text of others: every value is escaped by the templates, and the page's own policy forbids it to run
-or to load anything (only its own style sheet, named by its hash, is applied).
-"""
+"""The page of `trainwright report`."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from secrets import token_hex
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-
-from trainwright.core.text.printable import printable
-from trainwright.tools.report.charts import COLOURS, CurveChart, Points, amount, curve_chart, exact
-from trainwright.tools.report.facts import facts, newest, rates
-from trainwright.tools.report.grid import grid
+from trainwright.core.charts.drawing import COLOURS, CurveChart, Points, curve_chart
+from trainwright.core.charts.grid import grid
+from trainwright.core.charts.html import render
+from trainwright.tools.report.facts import command_line, facts, newest, rates, settings, versions
 from trainwright.tools.report.memory import memory_by_rank, predicted_memory
 from trainwright.tools.report.norms import is_norm, norms
 from trainwright.tools.report.pipeline import pipeline
 from trainwright.tools.report.plain import text_of
 from trainwright.tools.report.records import RunRecord, read_run
-from trainwright.tools.report.settings import command_line, settings, versions
 from trainwright.tools.report.story import story
 from trainwright.tools.report.times import predicted_seconds, time_by_rank, time_by_step
 
@@ -51,6 +39,7 @@ _SHOWN = {
         predicted_seconds,
         settings,
         story,
+        text_of,
         time_by_rank,
         time_by_step,
         versions,
@@ -82,7 +71,8 @@ class Content:
 def build_page(run_dirs: Sequence[Path]) -> str:
     """The HTML of one or several run directories."""
     runs = [read_run(path, label) for path, label in zip(run_dirs, labels_of(run_dirs), strict=True)]
-    return render(content_of(runs))
+    content = content_of(runs)
+    return render("report.html.j2", title=content.title, content=content, show=_SHOWN)
 
 
 def write_page(run_dirs: Sequence[Path], out: Path) -> None:
@@ -139,33 +129,3 @@ def _draw(content: Content, section: list[CurveChart], name: str, curves: Mappin
     chart = curve_chart(name, {label: (n % COLOURS, values) for n, (label, values) in enumerate(curves.items())})
     assert chart is not None
     section.append(chart)
-
-
-def render(content: Content) -> str:
-    """Fill the template."""
-    style = files("trainwright.tools.report").joinpath("templates", "report.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    template = _environment().get_template("report.html.j2")
-    return template.render(content=content, style=Markup(style), style_hash=digest, show=_SHOWN)  # noqa: S704
-
-
-def _printable(value: object) -> object:
-    # Markup is what templates have made, and what went through here before.
-    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("trainwright.tools.report", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=_printable,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["exact"] = exact
-    environment.filters["text"] = text_of
-    environment.filters["bytes"] = lambda value: amount(value, "bytes")
-    environment.filters["seconds"] = lambda value: amount(value, "seconds")
-    return environment

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainwright.tools.report.charts import (
-    COLOURS,
-    Bar,
-    BarTable,
-    Part,
-    amount,
-)
+from trainwright.core.charts.drawing import COLOURS, Bar, BarTable, Part, amount
 from trainwright.tools.report.plain import number_of, text_of
 from trainwright.tools.report.records import RunRecord
 

@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from trainwright.tools.report.charts import (
-    Mark,
-    Tick,
-    amount,
-    duration,
-    marks,
-    thinned,
-)
+from trainwright.core.charts.drawing import Mark, Tick, amount, duration, marks, thinned
 from trainwright.tools.report.plain import time_of
 from trainwright.tools.report.records import Event, RunRecord
 

@@ -6,12 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from trainwright.tools.report.charts import (
-    BarTable,
-    amount,
-    stacked,
-    thinned,
-)
+from trainwright.core.charts.drawing import BarTable, amount, stacked, thinned
 from trainwright.tools.report.plain import number_of, steps_of
 from trainwright.tools.report.records import RunRecord
 

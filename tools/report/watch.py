@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from trainwright.core.charts.drawing import amount, duration, short
 from trainwright.core.text.printable import one_line, shortened
-from trainwright.tools.report.charts import amount, duration, short
 from trainwright.tools.report.files import MetricsFile, MonitorFiles
 from trainwright.tools.report.memory import KINDS
 from trainwright.tools.report.plain import number_of, steps_of

@@ -29,8 +29,8 @@ def clock_offset(
     others: Sequence[int],
     clock: Callable[[], int] = time.time_ns,
     machine: str | None = None,
-) -> int:
-    """Nanoseconds to add to this rank's clock to have that of rank 0; a collective of these ranks, over the store.
+) -> tuple[int, int]:
+    """Compare this rank's clock with that of rank 0; a collective of these ranks, over the store.
 
     Ranks on the machine of rank 0 have its clock. Each of the others asks it for its time several times, and takes the
     answer that came back soonest to be that of the middle of the time between (Cristian 1989). So the error is at most
@@ -43,6 +43,9 @@ def clock_offset(
         others: the ranks that ask, without rank 0, which answers one after the other.
         clock: of this process, nanoseconds.
         machine: as :func:`machine_id` gives it, which is the default.
+
+    Returns:
+        Nanoseconds to add to this rank's clock to have that of rank 0, and by how many that may be wrong.
     """
     own = machine_id() if machine is None else machine
     store.set(f"{prefix}/machine/{rank}", own)
@@ -50,9 +53,9 @@ def clock_offset(
         for other in others:
             if _read(store, f"{prefix}/machine/{other}") != own:
                 _answer(store, f"{prefix}/{other}", clock)
-        return 0
+        return 0, 0
     if _read(store, f"{prefix}/machine/0") == own:
-        return 0
+        return 0, 0
     return _asked(store, f"{prefix}/{rank}", clock)
 
 
@@ -62,7 +65,7 @@ def _answer(store: Any, prefix: str, clock: Callable[[], int]) -> None:
         store.set(f"{prefix}/answer/{turn}", str(clock()))
 
 
-def _asked(store: Any, prefix: str, clock: Callable[[], int]) -> int:
+def _asked(store: Any, prefix: str, clock: Callable[[], int]) -> tuple[int, int]:
     found = []
     for turn in range(_ROUNDS):
         before = clock()
@@ -70,7 +73,8 @@ def _asked(store: Any, prefix: str, clock: Callable[[], int]) -> int:
         theirs = int(_read(store, f"{prefix}/answer/{turn}"))
         after = clock()
         found.append((after - before, theirs - (before + after) // 2))
-    return min(found)[1]
+    took, offset = min(found)
+    return offset, took // 2
 
 
 def _read(store: Any, key: str) -> str:

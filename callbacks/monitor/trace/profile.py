@@ -110,7 +110,7 @@ class Profile(Callback):
         if together and _store(trainer) is not None:
             key = f"trainwright/clock/{begin}"
             others = sampled_ranks(trainer.world_size, self.most_ranks)[1:]
-            self._offset = clock_offset(_store(trainer), key, trainer.global_rank, others)
+            self._offset, _ = clock_offset(_store(trainer), key, trainer.global_rank, others)
         activities = [torch.profiler.ProfilerActivity.CPU]
         if trainer.strategy.root_device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -22,6 +23,9 @@ _MOST_CHARACTERS = 100
 # Lightning's; what is further out than this function has called fit, validate, ...
 _CALLED_TRAINER = "_call_and_handle_interrupt"
 _LOCKS = ("lock", "RLock", "Lock", "Condition", "Semaphore", "BoundedSemaphore", "Event", "Barrier")
+# Of what Python's faulthandler writes when native code ends a process.
+_ERROR = "Fatal Python error: "
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -174,3 +178,27 @@ def _libraries() -> tuple[str, ...]:
     }
     others = {folder for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))}
     return tuple(os.path.join(folder, "") for folder in installed | own | others)
+
+
+def crash_in(text: str) -> str | None:
+    """The last crash that a text tells of, from its first line to its last; ``None`` = it tells of none.
+
+    Args:
+        text: what Python's ``faulthandler`` has written.
+    """
+    begin = text.rfind(_ERROR)
+    return None if begin < 0 else text[begin:].split("\nExtension modules: ")[0]
+
+
+def place_of(crash: str) -> str:
+    """What crashed, and in which line of the user's: ``what (function at file:line)``; a library's if there is none.
+
+    Args:
+        crash: as :func:`crash_in` returns it; the main thread is the last one in it.
+    """
+    what = crash.splitlines()[0].removeprefix(_ERROR)
+    frames = list(_FRAME.finditer(re.split(r"\n\n", crash)[-1]))
+    frame = next((frame for frame in frames if is_users(frame["file"])), frames[0] if frames else None)
+    if frame is None:
+        return what
+    return f"{what} ({frame['function']} at {os.path.basename(frame['file'])}:{frame['line']})"

@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch import Trainer as LightningTrainer
 
 from tests.callbacks.faulty import bits, fit, weights
-from tests.callbacks.modules import QUIET, Regression, loader
+from tests.callbacks.modules import loader, train
 from tests.parity.harness import make_trainer
 from tests.parity.layouts import Texts
 from trainwright.callbacks import inject
@@ -103,10 +102,15 @@ def test_replicas_are_equal_when_nothing_happens(ranks: Any, layout: str) -> Non
 
 
 def stopped(layout: str, rank: int, options: dict[str, Any]) -> tuple[str, list[str]]:
-    strategy, arguments, _ = EQUAL[layout]
     check = ReplicaCheck(every_n_steps=1, **options)
+    return error_of(check, inject.flip_bit(rank, 2, NAME), layout=layout, steps=4, global_batch_size=12)
+
+
+def error_of(*callbacks: Callback, layout: str = "ddp", **options: Any) -> tuple[str, list[str]]:
+    """How a check ended a run, and the names of what differed."""
+    strategy, arguments, _ = EQUAL[layout]
     try:
-        fit(strategy, arguments, check, inject.flip_bit(rank, 2, NAME), steps=4, global_batch_size=12)
+        fit(strategy, arguments, *callbacks, **{"steps": 6, **options})
     except ReplicaDifferenceError as error:
         return str(error), [each.name for each in error.differences]
     return "", []
@@ -131,11 +135,7 @@ def test_stopping_names_the_rank(ranks: Any) -> None:
 def broken(most_repairs: int) -> tuple[str, int]:
     check = ReplicaCheck(every_n_steps=1, most_repairs=most_repairs)
     faults = [inject.flip_bit(1, step, NAME, times=None) for step in (1, 2, 3)]
-    try:
-        fit("ddp", {}, check, *faults, steps=5, global_batch_size=12)
-    except ReplicaDifferenceError as error:
-        return str(error), len(check.found)
-    return "", len(check.found)
+    return error_of(check, *faults, steps=5, global_batch_size=12)[0], len(check.found)
 
 
 def test_a_rank_that_is_repaired_again_and_again_is_taken_out(ranks: Any) -> None:
@@ -147,14 +147,9 @@ def test_a_rank_that_is_repaired_again_and_again_is_taken_out(ranks: Any) -> Non
 
 
 def saved(before_saves: bool) -> str:
-    saving = RunStateCheckpoint(every_n_steps=2, keep_last=9)
-    try:
-        # Flipped before the third step, saved after the fourth; no check is due in between.
-        check = ReplicaCheck(every_n_steps=100, before_saves=before_saves)
-        fit("ddp", {}, check, saving, inject.flip_bit(1, 2, NAME), steps=6)
-    except ReplicaDifferenceError as error:
-        return str(error)
-    return ""
+    # Flipped before the third step, saved after the fourth; no check is due in between.
+    check = ReplicaCheck(every_n_steps=100, before_saves=before_saves)
+    return error_of(check, RunStateCheckpoint(every_n_steps=2, keep_last=9), inject.flip_bit(1, 2, NAME))[0]
 
 
 @pytest.mark.parametrize(("before_saves", "steps"), [(True, [2]), (False, [6, 4, 2])])
@@ -166,12 +161,7 @@ def test_nothing_is_saved_that_replicas_do_not_agree_on(ranks: Any, before_saves
 
 def saved_after_validations() -> str:
     saving = RunStateCheckpoint(every=None, monitor="val_loss", keep_best=9, keep_last=9, save_at_end=False)
-    faults = [inject.flip_bit(1, 2, NAME)]
-    try:
-        fit("ddp", {}, ReplicaCheck(), saving, *faults, steps=6, val_data=Texts(4), val_check_interval=1)
-    except ReplicaDifferenceError as error:
-        return str(error)
-    return ""
+    return error_of(ReplicaCheck(), saving, inject.flip_bit(1, 2, NAME), val_data=Texts(4), val_check_interval=1)[0]
 
 
 def test_what_is_saved_after_a_validation_is_compared_too(ranks: Any) -> None:
@@ -302,6 +292,5 @@ def test_what_is_refused(arguments: dict[str, Any], said: str) -> None:
 
 
 def test_another_librarys_strategy_is_refused() -> None:
-    trainer = LightningTrainer(max_steps=1, devices=1, callbacks=[ReplicaCheck()], **QUIET)
     with pytest.raises(ValueError, match="needs one of Trainwright's strategies"):
-        trainer.fit(Regression(), loader())
+        train(ReplicaCheck(), max_steps=1)

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch import Trainer as LightningTrainer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.callbacks.faulty import Child, fit
-from tests.callbacks.modules import QUIET, Regression, Written, loader
+from tests.callbacks.modules import Clock, Regression, loader, train
 from trainwright import Trainer
 from trainwright.callbacks import inject, step_clock
 from trainwright.callbacks.end.notice import Told
@@ -41,8 +40,6 @@ from trainwright.core.run.phases import Phases
 from trainwright.strategies.contract.waits import waiting
 from trainwright.strategies.contract.waits.timeline import StageTimeline, listen_to_stages
 
-QUIET = {name: value for name, value in QUIET.items() if name != "logger"}
-
 
 class Kept(Callback):
     """Keeps the records that it hears."""
@@ -58,16 +55,6 @@ class Kept(Callback):
 
 
 # ---- time by part ----------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    """A clock that goes on when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 class Backward(torch.autograd.Function):
@@ -130,15 +117,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_parts_are_where_the_time_was_spent_and_add_up(clock: Clock) -> None:
-    written, kept = Written(), Kept()
-    Trainer(
-        max_steps=7,
-        devices=1,
-        logger=written,
-        callbacks=[StepTime(3), kept],
-        val_check_interval=2,
-        **QUIET,
-    ).fit(Timed(clock), Slow(clock), loader(4))
+    options: Any = {"max_steps": 7, "val_check_interval": 2, "data": Slow(clock), "val_data": loader(4)}
+    _, written = train(StepTime(3), kept := Kept(), module=Timed(clock), kind=Trainer, **options)
     first, *windows = kept.of("step")
     assert (first["steps"], first["step"]) == (1, 1)
     # The end of a window lies before the module's own hook, which the next one has; the last one has both.
@@ -152,10 +132,7 @@ def test_parts_are_where_the_time_was_spent_and_add_up(clock: Clock) -> None:
 
 
 def test_lightnings_own_trainer_shows_parts_by_its_hooks(clock: Clock) -> None:
-    kept = Kept()
-    LightningTrainer(max_steps=3, devices=1, logger=False, callbacks=[StepTime(1), kept], **QUIET).fit(
-        Timed(clock), loader()
-    )
+    train(StepTime(1), kept := Kept(), module=Timed(clock), max_steps=3, logger=False)
     window = kept.of("step")[1]
     assert window["total"] == sum(window["seconds"].values()) == 15.0
     assert (window["seconds"]["forward"], window["seconds"]["backward"]) == (1.0, 2.0)
@@ -324,7 +301,7 @@ def test_norms_are_those_of_one_process(
 
 def test_norms_need_to_know_how_tensors_are_spread() -> None:
     with pytest.raises(ValueError, match="Norms needs one of the strategies of trainwright.*SingleDeviceStrategy"):
-        LightningTrainer(max_steps=1, devices=1, logger=False, callbacks=[Norms()], **QUIET).fit(Regression(), loader())
+        train(Norms(), max_steps=1)
 
 
 # ---- operations ------------------------------------------------------------------------------------------------------
@@ -351,9 +328,7 @@ def test_attention_is_counted_on_cpu_too() -> None:
 
 def test_operations_per_second_and_part_of_the_peak() -> None:
     watched, kept = Throughput(2, peak_flops=1e9), Kept()
-    Trainer(max_steps=4, devices=1, logger=False, callbacks=[watched, kept], accumulate_grad_batches=2, **QUIET).fit(
-        Regression(), loader(48, batch_size=4)
-    )
+    train(watched, kept, kind=Trainer, max_steps=4, accumulate_grad_batches=2, data=loader(48, batch_size=4))
     # Two blocks of 4 x 4 and a head of 4 x 1; nobody asks for the gradient of the input of the first.
     assert watched.flops_per_sample == 2 * (3 * (4 * 4 + 4 * 4 + 4) - 4 * 4)
     latest = watched.latest
@@ -389,17 +364,8 @@ def test_the_loss_scale_is_told_and_logged() -> None:
             loss = super().training_step(batch, batch_idx)
             return loss * float("inf") if batch_idx == 2 else loss
 
-    written, kept = Written(), Kept()
-    trainer = Trainer(
-        max_steps=5,
-        devices=1,
-        precision="16-mixed",
-        loss_scale={"initial": 8.0, "growth_interval": 2},
-        logger=written,
-        callbacks=[LossScale(1), kept],
-        **QUIET,
-    )
-    trainer.fit(Overflows(), loader(24))
+    options: Any = {"precision": "16-mixed", "loss_scale": {"initial": 8.0, "growth_interval": 2}}
+    _, written = train(LossScale(1), kept := Kept(), module=Overflows(), kind=Trainer, max_steps=5, **options)
     expected = [8.0, 16.0, 8.0, 8.0, 16.0]  # twice as large after two good steps, half after one that overflows
     assert [(record["step"], record["scale"]) for record in kept.of("scale")] == list(enumerate(expected, 1))
     assert written.column("loss_scale") == dict(enumerate(expected))
@@ -430,19 +396,15 @@ def test_a_killed_process_leaves_whole_lines_up_to_its_last_window(
     path.parent.mkdir()
     path.write_text('{"kind": "memory", "step": 0, "time": 1}\n{"kind": "mem')
 
-    def train() -> None:
-        callbacks = [Dies(), Memory(2), MonitorFile(str(tmp_path))]
-        Trainer(max_steps=9, devices=1, logger=False, callbacks=callbacks, **QUIET).fit(Regression(), loader(48))
-
-    child = Child(train)
+    callbacks = [Dies(), Memory(2), MonitorFile(str(tmp_path))]
+    child = Child(lambda: train(*callbacks, kind=Trainer, max_steps=9, logger=False, data=loader(48)))
     assert child.wait() == -signal.SIGKILL, child.error.read_text() if child.error.exists() else ""
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 2, 4]
 
 
 def test_nothing_is_written_without_a_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    callbacks = [StepTime(1), Memory(1), Events(), Goodput(), MonitorFile()]
-    Trainer(max_steps=2, devices=1, logger=False, callbacks=callbacks, **QUIET).fit(Regression(), loader())
+    train(StepTime(1), Memory(1), Events(), Goodput(), MonitorFile(), kind=Trainer, max_steps=2, logger=False)
     assert os.listdir(tmp_path) == []
 
 
@@ -453,9 +415,7 @@ def test_what_json_does_not_know_is_text(tmp_path: Path) -> None:
                 if isinstance(callback, MonitorFile):
                     callback.on_record(trainer, {"kind": "x", "values": [float("nan"), {"a": float("inf")}]})
 
-    Trainer(max_steps=1, devices=1, logger=False, callbacks=[Odd(), MonitorFile(str(tmp_path))], **QUIET).fit(
-        Regression(), loader()
-    )
+    train(Odd(), MonitorFile(str(tmp_path)), kind=Trainer, max_steps=1, logger=False)
     assert list(read_records(records_path(tmp_path, 0))) == [{"kind": "x", "values": ["nan", {"a": "inf"}]}]
 
 
@@ -511,10 +471,8 @@ def test_validation_and_checkpoints_are_told(tmp_path: Path) -> None:
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             trainer.save_checkpoint(tmp_path / "state.ckpt")
 
-    kept = Kept()
-    Trainer(
-        max_steps=4, devices=1, logger=False, callbacks=[Events(), kept, Saves()], val_check_interval=2, **QUIET
-    ).fit(Regression(), loader(16), loader(4))
+    options: Any = {"max_steps": 4, "val_check_interval": 2, "data": loader(16), "val_data": loader(4)}
+    train(Events(), kept := Kept(), Saves(), kind=Trainer, logger=False, **options)
     assert [event["what"] for event in kept.of("event")] == ["checkpoint", "validation"] * 2
     assert all(event["seconds"] > 0 for event in kept.of("event"))
 

@@ -33,8 +33,9 @@ def test_clocks_that_are_apart_are_found_to_be() -> None:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    assert (found[0], found[1]) == (0, 0)
-    assert abs(found[2] + apart) < 500_000_000  # far less than they are apart, on a machine that has much to do
+    assert (found[0], found[1]) == ((0, 0), (0, 0))
+    offset, wrong_by = found[2]
+    assert abs(offset + apart) <= wrong_by < 500_000_000  # far less than they are apart, on a busy machine
 
 
 def test_traces_are_put_together_by_one_clock() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
-from tests.callbacks.modules import QUIET, Regression, loader
+from tests.callbacks.modules import train
 from trainwright import Trainer
 from trainwright.callbacks.monitor.memory import Memory
 from trainwright.callbacks.monitor.prometheus import Prometheus
@@ -38,13 +38,9 @@ def _asked(port: int) -> str:
     return text
 
 
-def train(*callbacks: Callback) -> None:
-    Trainer(max_steps=4, devices=1, callbacks=list(callbacks), **QUIET).fit(Regression(), loader())
-
-
 def test_what_is_found_out_is_served_until_the_end() -> None:
     asks, serving = Asks(), Prometheus(port=0)
-    train(Memory(2), serving, asks)
+    train(Memory(2), serving, asks, kind=Trainer, max_steps=4, logger=False)
     lines = asks.text.splitlines()
     assert 'trainwright_step{rank="0"} 4.0' in lines
     assert 'trainwright_step_seconds_forward{rank="0"} 1.5' in lines
@@ -62,7 +58,7 @@ def test_a_port_that_is_taken_and_an_impossible_one() -> None:
             with pytest.raises(ValueError, match="choose another port"):
                 Prometheus(port=serving.port or 1).setup(trainer, pl_module, "fit")
 
-    train(Prometheus(port=0), Again())
+    train(Prometheus(port=0), Again(), kind=Trainer, max_steps=4)
     with pytest.raises(ValueError, match="0 to 65535"):
         Prometheus(port=70000)
 
@@ -70,4 +66,4 @@ def test_a_port_that_is_taken_and_an_impossible_one() -> None:
 def test_without_the_library_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ValueError, match=r"pip install 'trainwright\[prometheus\]'"):
-        train(Prometheus(port=0))
+        train(Prometheus(port=0), kind=Trainer, max_steps=4)

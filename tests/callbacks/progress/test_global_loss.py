@@ -12,12 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.callbacks.modules import QUIET, Regression, Written, loader
+from tests.callbacks.modules import QUIET, Regression, Written, loader, train
 from trainwright import Trainer
 from trainwright.callbacks.progress import global_loss
 from trainwright.callbacks.progress.divergence import Divergence
@@ -29,66 +28,41 @@ QUIET = {name: value for name, value in QUIET.items() if name != "logger"}
 
 @pytest.mark.parametrize("every_n_steps", [1, 3, None, 100])
 def test_one_process_logs_the_plain_loss_bit_for_bit_at_its_own_step(every_n_steps: int | None) -> None:
-    module, written, watched = Regression(), Written(), GlobalLoss(every_n_steps)
-    LightningTrainer(max_steps=10, devices=1, logger=written, log_every_n_steps=4, callbacks=[watched], **QUIET).fit(
-        module, loader()
-    )
+    watched = GlobalLoss(every_n_steps)
+    module, written = train(watched, max_steps=10, log_every_n_steps=4)
     assert written.column("loss") == dict(enumerate(module.losses))
     assert watched.latest == module.losses[-1]
 
 
 def test_accumulated_micro_batches_are_one_step() -> None:
-    module, written = Regression(), Written()
-    LightningTrainer(
-        max_steps=4, devices=1, logger=written, accumulate_grad_batches=3, callbacks=[GlobalLoss(2)], **QUIET
-    ).fit(module, loader(24, 4))
-    wanted = torch.tensor(module.losses).view(4, 3).mean(dim=1)
-    assert list(written.column("loss")) == [0, 1, 2, 3]
-    torch.testing.assert_close(torch.tensor(list(written.column("loss").values())), wanted)
-
-
-def test_micro_batches_of_unequal_number_are_summed_by_step() -> None:
-    """Seven batches an epoch in threes: the last step of each epoch has one."""
-    module, written = Regression(), Written()
-    LightningTrainer(
-        max_epochs=2, devices=1, logger=written, accumulate_grad_batches=3, callbacks=[GlobalLoss(100)], **QUIET
-    ).fit(module, loader(28, 4))
+    """Also where seven batches an epoch in threes leave one for the last step of each epoch."""
+    module, written = train(GlobalLoss(2), max_epochs=2, accumulate_grad_batches=3, data=loader(28, 4))
     losses = torch.tensor(module.losses).view(2, 7)
     wanted = torch.cat((losses[:, :6].reshape(2, 2, 3).sum(dim=2), losses[:, 6:]), dim=1) / 3
+    assert list(written.column("loss")) == list(range(6))
     assert list(written.column("loss").values()) == pytest.approx(wanted.flatten().tolist())
 
 
 def test_resumed_run_goes_on_at_its_own_step(tmp_path: Path) -> None:
-    first, second, written = Regression(), Regression(), Written()
-    trainer = LightningTrainer(max_steps=5, devices=1, logger=written, callbacks=[GlobalLoss(3)], **QUIET)
-    trainer.fit(first, loader())
-    trainer.save_checkpoint(tmp_path / "five.ckpt")
-    LightningTrainer(max_steps=9, devices=1, logger=written, callbacks=[GlobalLoss(3)], **QUIET).fit(
-        second, loader(), ckpt_path=tmp_path / "five.ckpt"
-    )
-    assert written.column("loss") == dict(enumerate([*first.losses, *second.losses]))
+    first, logged = train(GlobalLoss(3), max_steps=5)
+    first.trainer.save_checkpoint(tmp_path / "five.ckpt")
+    second, resumed = train(GlobalLoss(3), max_steps=9, ckpt_path=tmp_path / "five.ckpt")
+    assert logged.column("loss") | resumed.column("loss") == dict(enumerate([*first.losses, *second.losses]))
 
 
 def test_off_when_the_trainer_logs_nothing() -> None:
-    written, watched = Written(), GlobalLoss()
-    LightningTrainer(max_steps=4, devices=1, logger=written, log_every_n_steps=0, callbacks=[watched], **QUIET).fit(
-        Regression(), loader()
-    )
+    _, written = train(watched := GlobalLoss(), max_steps=4, log_every_n_steps=0)
     assert written.rows == []
     assert watched.latest is None
 
 
 def test_complete_when_validation_begins() -> None:
-    written = Written()
-
     class Look(GlobalLoss):
         def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            seen.append(len(written.column("loss")))
+            seen.append(len(trainer.logger.column("loss")))
 
     seen: list[int] = []
-    LightningTrainer(max_epochs=2, devices=1, logger=written, callbacks=[Look(100)], **QUIET).fit(
-        Regression(), loader(24, 4), loader()
-    )
+    train(Look(100), max_epochs=2, data=loader(24, 4), val_data=loader())
     assert seen == [6, 12]
 
 
@@ -114,14 +88,12 @@ class Manual(LightningModule):
 
 
 def test_manual_optimization_with_two_optimizers() -> None:
-    module, written = Manual(returns_loss=True), Written()
-    LightningTrainer(max_epochs=1, devices=1, logger=written, callbacks=[GlobalLoss(2)], **QUIET).fit(module, loader())
+    module, written = train(GlobalLoss(2), module=Manual(returns_loss=True), max_epochs=1)
     assert written.column("loss") == dict(enumerate(module.inner.losses))
 
 
 def test_steps_without_a_loss_are_left_out() -> None:
-    module, written, watched = Manual(returns_loss=False), Written(), GlobalLoss(2)
-    LightningTrainer(max_epochs=1, devices=1, logger=written, callbacks=[watched], **QUIET).fit(module, loader())
+    _, written = train(watched := GlobalLoss(2), module=Manual(returns_loss=False), max_epochs=1)
     assert written.column("loss") == {}
     assert watched.latest is None
 
@@ -159,8 +131,7 @@ def ranks_log(strategy: str, samples: int) -> tuple[dict[Any, float], int]:
 @pytest.mark.parametrize("samples", [36, 31])
 def test_ranks_log_the_loss_of_the_global_batch(ranks: Callable[..., list[Any]], strategy: str, samples: int) -> None:
     """Also where the last batch of an epoch is dealt unevenly."""
-    module = Regression()
-    Trainer(max_steps=6, devices=1, logger=False, **QUIET).fit(module, loader(samples, batch_size=12))
+    module, _ = train(kind=Trainer, max_steps=6, logger=False, data=loader(samples, batch_size=12))
     for losses, reduces in ranks(ranks_log, 2, strategy, samples):
         assert list(losses) == list(range(6))
         assert list(losses.values()) == pytest.approx(module.losses, rel=1e-5)
@@ -168,12 +139,11 @@ def test_ranks_log_the_loss_of_the_global_batch(ranks: Callable[..., list[Any]],
 
 
 def test_every_logger_gets_every_step(tmp_path: Path) -> None:
-    module = Regression()
     loggers = [
         TensorBoardLogger(tmp_path, name="", version="", sub_dir="tb"),
         CSVLogger(tmp_path, name="", version=""),
     ]
-    LightningTrainer(max_steps=7, devices=1, logger=loggers, callbacks=[GlobalLoss(3)], **QUIET).fit(module, loader())
+    module, _ = train(GlobalLoss(3), max_steps=7, logger=loggers)
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     written = events.Scalars("loss")
@@ -213,9 +183,8 @@ def test_the_first_loss_that_is_not_finite_is_reported_once(monkeypatch: pytest.
     look = global_loss.first_nonfinite
     monkeypatch.setattr(global_loss, "first_nonfinite", lambda values: looks.append(len(values)) or look(values))
     watched, heard = GlobalLoss(5), Heard()
-    trainer = LightningTrainer(max_steps=20, devices=1, logger=Written(), callbacks=[watched, heard], **QUIET)
     with pytest.warns(UserWarning, match="the first that is not finite") as warned:
-        trainer.fit(Diverging(7), loader())
+        train(watched, heard, module=Diverging(7), max_steps=20)
     [text] = [str(each.message) for each in warned if "not finite" in str(each.message)]
     assert "the loss is nan at step 7 (rank 0)" in text
     assert "guard=skip" in text
@@ -227,9 +196,7 @@ def test_the_first_loss_that_is_not_finite_is_reported_once(monkeypatch: pytest.
 def test_nothing_is_said_of_losses_that_are_finite() -> None:
     watched, heard = GlobalLoss(5), Heard()
     with warnings.catch_warnings(record=True) as warned:
-        LightningTrainer(max_steps=20, devices=1, logger=Written(), callbacks=[watched, heard], **QUIET).fit(
-            Regression(), loader()
-        )
+        train(watched, heard, max_steps=20)
     assert not [each for each in warned if "not finite" in str(each.message)]
     assert watched.diverged is None
     assert heard.events == []
@@ -254,12 +221,8 @@ def test_a_run_says_how_it_ended(tmp_path: Path) -> None:
     def ended(module: LightningModule, folder: str) -> tuple[dict[str, Any], str]:
         console = Console(file=io.StringIO(), width=200)
         (tmp_path / folder).mkdir()
-        trainer = LightningTrainer(
-            max_steps=4, devices=1, logger=Written(), callbacks=[GlobalLoss(2), RunSummary(console)],
-            default_root_dir=tmp_path / folder, **QUIET,
-        )  # fmt: skip
         with suppress(ZeroDivisionError):
-            trainer.fit(module, loader())
+            train(GlobalLoss(2), RunSummary(console), module=module, max_steps=4, default_root_dir=tmp_path / folder)
         return json.loads((tmp_path / folder / "summary.json").read_text()), console.file.getvalue()
 
     class Fails(Regression):

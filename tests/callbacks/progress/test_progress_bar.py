@@ -13,13 +13,14 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer as LightningTrainer
 from rich.console import Console
 
-from tests.callbacks.modules import QUIET, Regression, loader
+from tests.callbacks.modules import QUIET, Regression, loader, train
 from trainwright import Trainer
 from trainwright.callbacks.progress.global_loss import GlobalLoss
 from trainwright.callbacks.progress.progress_bar import ProgressBar, State, TrainingTimer, _clock, _short, total_steps
 from trainwright.callbacks.progress.throughput import Throughput
 
-QUIET = {name: value for name, value in QUIET.items() if name != "enable_progress_bar"}
+SHOWN = {"enable_progress_bar": True}
+QUIET = {**QUIET, **SHOWN}
 
 
 def plain() -> Console:
@@ -36,9 +37,9 @@ def text_of(console: Console) -> str:
 
 
 def fit(console: Console, *callbacks: Any, **kwargs: Any) -> str:
+    """What a bar shows of a run."""
     bar = ProgressBar(refresh_seconds=1e-6, line_seconds=1e-6, console=console)
-    kwargs = {"max_steps": 6, "devices": 1, **kwargs}
-    LightningTrainer(callbacks=[*callbacks, bar], **kwargs, **QUIET).fit(Regression(), loader(), loader(8, 4))
+    train(*callbacks, bar, **{"max_steps": 6, "val_data": loader(8, 4), "logger": False, **SHOWN, **kwargs})
     return text_of(console)
 
 
@@ -56,10 +57,7 @@ def test_lines_where_there_is_no_terminal() -> None:
 
 def test_without_other_callbacks_it_shows_its_own_loss_and_steps() -> None:
     module = Regression()
-    console = plain()
-    bar = ProgressBar(line_seconds=1e-6, console=console)
-    LightningTrainer(callbacks=[bar], max_steps=4, devices=1, accumulate_grad_batches=2, **QUIET).fit(module, loader())
-    lines = text_of(console).splitlines()
+    lines = fit(plain(), module=module, max_steps=4, accumulate_grad_batches=2, val_data=None).splitlines()
     assert f"training step 4/4  loss {module.losses[7]:.4f}" in lines[-2]
     assert "steps/s" in lines[-2]
 
@@ -79,9 +77,7 @@ def test_terminal_is_given_back_after_an_error() -> None:
 
     console = terminal()
     with pytest.raises(RuntimeError, match="no"):
-        LightningTrainer(callbacks=[ProgressBar(console=console)], max_steps=2, devices=1, **QUIET).fit(
-            Fails(), loader()
-        )
+        fit(console, module=Fails())
     assert "\x1b[?25h" in text_of(console)
 
 
@@ -99,12 +95,7 @@ def test_validation_test_and_prediction(make: Callable[[], Console]) -> None:
 
 
 def test_trial_validation_before_training() -> None:
-    console = plain()
-    trainer = LightningTrainer(
-        callbacks=[ProgressBar(console=console)], max_steps=1, devices=1, **{**QUIET, "num_sanity_val_steps": 1}
-    )
-    trainer.fit(Regression(), loader(), loader())
-    assert text_of(console).splitlines()[0] == "sanity check batch 1/1"
+    assert fit(plain(), max_steps=1, num_sanity_val_steps=1).splitlines()[0] == "sanity check batch 1/1"
 
 
 def test_modules_print_through_it() -> None:
@@ -112,9 +103,7 @@ def test_modules_print_through_it() -> None:
         def on_train_epoch_end(self) -> None:
             self.print("[bold]half", "way")
 
-    console = terminal()
-    LightningTrainer(callbacks=[ProgressBar(console=console)], max_epochs=1, devices=1, **QUIET).fit(Talks(), loader())
-    assert "[bold]half way" in text_of(console)
+    assert "[bold]half way" in fit(terminal(), module=Talks())
 
 
 def test_off_and_on_again() -> None:

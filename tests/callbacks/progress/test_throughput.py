@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer as LightningTrainer
 
-from tests.callbacks.modules import QUIET, Regression, Written, loader
+from tests.callbacks.modules import QUIET, Clock, Regression, Written, loader, train
 from tests.parity.layout_modules import LENGTH, VOCABULARY, make_module
 from trainwright import Trainer
 from trainwright.callbacks.progress import throughput
@@ -16,16 +15,6 @@ from trainwright.callbacks.progress.throughput import Throughput, num_samples
 
 QUIET = {name: value for name, value in QUIET.items() if name != "logger"}
 STEP = 0.5  # seconds; sums of it are exact
-
-
-class Clock:
-    """A clock that goes on when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -51,10 +40,8 @@ class Slow(Regression):
 
 
 def test_rates_of_windows(clock: Clock) -> None:
-    written, watched = Written(), Throughput(every_n_steps=4)
-    LightningTrainer(max_steps=12, devices=1, logger=written, callbacks=[watched], **QUIET).fit(
-        Slow(clock), loader(96, batch_size=8)
-    )
+    watched = Throughput(every_n_steps=4)
+    _, written = train(watched, module=Slow(clock), max_steps=12, data=loader(96, batch_size=8))
     assert written.column("step_seconds") == dict.fromkeys((3, 7, 11), STEP)
     assert written.column("samples_per_second") == dict.fromkeys((3, 7, 11), 8 / STEP)
     assert written.column("pixels_per_second") == dict.fromkeys((3, 7, 11), 4 * 8 / STEP)
@@ -62,25 +49,21 @@ def test_rates_of_windows(clock: Clock) -> None:
 
 
 def test_validation_does_not_count(clock: Clock) -> None:
-    written = Written()
-    LightningTrainer(
-        max_steps=8, devices=1, logger=written, callbacks=[Throughput(4)], val_check_interval=2, **QUIET
-    ).fit(Slow(clock), loader(32, batch_size=4), loader(8, batch_size=4))
+    options = {"max_steps": 8, "val_check_interval": 2, "data": loader(32), "val_data": loader(8)}
+    _, written = train(Throughput(4), module=Slow(clock), **options)
     assert written.column("step_seconds") == dict.fromkeys((3, 7), STEP)
 
 
 def test_accumulated_micro_batches_all_count(clock: Clock) -> None:
-    written = Written()
-    LightningTrainer(
-        max_steps=4, devices=1, logger=written, callbacks=[Throughput(2)], accumulate_grad_batches=3, **QUIET
-    ).fit(Slow(clock), loader(48, batch_size=4))
+    _, written = train(
+        Throughput(2), module=Slow(clock), max_steps=4, accumulate_grad_batches=3, data=loader(48, batch_size=4)
+    )
     assert written.column("step_seconds")[3] == 3 * STEP
     assert written.column("samples_per_second")[3] == 12 / (3 * STEP)
 
 
 def test_arguments_go_before_the_modules_attributes() -> None:
-    written, watched = Written(), Throughput(2, unit="values", units_per_sample=5)
-    LightningTrainer(max_steps=4, devices=1, logger=written, callbacks=[watched], **QUIET).fit(Regression(), loader())
+    train(watched := Throughput(2, unit="values", units_per_sample=5), max_steps=4)
     assert "values_per_second" in watched.latest
     assert "pixels_per_second" not in watched.latest
 

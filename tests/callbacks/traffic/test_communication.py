@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer as LightningTrainer
 from rich.console import Console
 
 from tests.callbacks.faulty import fit, weights
-from tests.callbacks.modules import QUIET, Regression, Written, loader
+from tests.callbacks.modules import Written, train
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
 from trainwright.callbacks.traffic.communication import CommunicationReport, report_of
@@ -106,4 +105,4 @@ def test_what_cannot_be_measured_is_refused():
     with pytest.raises(ValueError, match=r"every_n_steps=0.*allowed: 1 or more"):
         CommunicationReport(every_n_steps=0)
     with pytest.raises(ValueError, match=r"needs one of the strategies of trainwright.*SingleDeviceStrategy"):
-        LightningTrainer(**QUIET, max_steps=1, callbacks=[CommunicationReport()]).fit(Regression(), loader())
+        train(CommunicationReport(), max_steps=1)

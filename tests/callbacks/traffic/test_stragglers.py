@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch import Trainer as LightningTrainer
 
 from tests.callbacks.faulty import fit
-from tests.callbacks.modules import QUIET, Regression, Written, loader
+from tests.callbacks.modules import Written, train
 from tests.parity.layouts import Texts
 from trainwright.callbacks import inject
 from trainwright.callbacks.guard.loss_guard import LossGuard
@@ -187,9 +186,8 @@ def test_what_is_refused() -> None:
     for threshold in (0, 1, 1.5):
         with pytest.raises(ValueError, match="between 0 and 1"):
             Stragglers(threshold=threshold)
-    trainer = LightningTrainer(max_steps=1, devices=1, callbacks=[Stragglers()], **QUIET)
     with pytest.raises(ValueError, match="needs trainwright.Trainer"):
-        trainer.fit(Regression(), loader())
+        train(Stragglers(), max_steps=1)
 
 
 def test_a_window_begins_anew_where_training_goes_back() -> None:

@@ -29,11 +29,10 @@ from trainwright.launch.watchdog.answers import Answer, Answerer, ask, own_answe
 from trainwright.launch.watchdog.boxes import OTHER, Box, Boxes, Progress
 from trainwright.launch.watchdog.calls import Call, own_calls, own_groups
 from trainwright.launch.watchdog.check_hangs import hang_problems
-from trainwright.launch.watchdog.crashes import crash_in, place_of
 from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.monitor import VARIABLE, HangMonitor
 from trainwright.launch.watchdog.report import waits
-from trainwright.launch.watchdog.report.stacks import Frame, Thread, own_threads
+from trainwright.launch.watchdog.report.stacks import Frame, Thread, crash_in, own_threads, place_of
 
 # ---- boxes -----------------------------------------------------------------------------------------------------------
 

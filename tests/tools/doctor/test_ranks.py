@@ -71,7 +71,7 @@ def test_a_wrong_interface_is_found(ranks, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
     results = everybody(ranks, 2, 2)
     assert all(result.failure is not None for result in results)
-    findings = judge(Seen({}, results, False, 1, 2))
+    findings = judge(Seen({}, results, False, 2))
     failed = next(finding for finding in findings if finding.check == "ranks")
     assert failed.state != OK
     assert "2 of 2 ranks failed" in failed.found
@@ -94,7 +94,7 @@ def test_a_profile_is_measured_and_written(ranks, tmp_path: Path):
     results = everybody(ranks, 4, 2, True)
     assert [result.failure for result in results] == [None] * 4
     assert [link.axis for link in results[0].links] == ["all", "within", "across"]
-    values, notes = profile_of(Seen({}, results, False, 1, 2), "lab")
+    values, notes = profile_of(Seen({}, results, False, 2), "lab")
     read = yaml.safe_load(to_yaml(values, notes))
     assert read == values
     assert read["name"] == "lab_cpu"
@@ -124,7 +124,7 @@ def test_what_a_collective_costs_beside_its_messages():
 
 
 def test_what_was_not_measured_is_said(ranks):
-    values, notes = profile_of(Seen({}, everybody(ranks, 1, 1, True), False, 1, 1), "lab")
+    values, notes = profile_of(Seen({}, everybody(ranks, 1, 1, True), False, 1), "lab")
     assert values["within"] == values["across"]
     assert [note.split(":")[0] for note in notes[1:]] == ["within", "across"]
 
@@ -156,7 +156,8 @@ def test_the_command_looks_at_this_machine(tmp_path: Path):
     assert document["ranks"] == 2
     assert {"pairs within a machine", "all-reduce all", "clock"} <= found.keys(), done.stdout
     assert "ranks" not in found
-    assert {finding["area"] for finding in document["findings"]} >= {"machine", "libraries", "network", "limits"}
+    assert {finding["area"] for finding in document["findings"]} >= {"machine", "libraries", "network", "folders"}
+    assert [each["torch_version"] for each in document["environment"].values()] == [torch.__version__]
     assert set(tmp_path.iterdir()) == before, "it leaves nothing behind"
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.tools.report.browser import browser, why_not
 from tests.tools.report.parsed import Parsed
 from tests.tools.report.runs import small_run, whole_run, write_records
-from trainwright.tools.report.charts import amount, curve_chart, downsampled, ticks
+from trainwright.core.charts.drawing import amount, curve_chart, downsampled, ticks
 from trainwright.tools.report.command import run_report_command
 from trainwright.tools.report.ending import write_report
 from trainwright.tools.report.page import build_page, labels_of

@@ -207,7 +207,12 @@ def thinned(values: Sequence[object], most: int) -> list[int]:
 
 
 def stacked(
-    label: str, parts: Sequence[tuple[str, int | str, float]], scale: float, unit: str, cells: Sequence[str]
+    label: str,
+    parts: Sequence[tuple[str, int | str, float]],
+    scale: float,
+    unit: str,
+    cells: Sequence[str],
+    mark: float | None = None,
 ) -> Bar:
     """A bar of parts behind each other.
 
@@ -217,6 +222,7 @@ def stacked(
         scale: the size that fills the whole width.
         unit: a word of `amount`: "bytes" or "seconds".
         cells: beside the bar.
+        mark: a size to draw a line at; None: none.
     """
     at, drawn = 0.0, []
     for what, colour, size in parts:
@@ -224,7 +230,8 @@ def stacked(
         if width > 0:
             drawn.append(Part(what, colour, round(at, 3), round(width, 3), f"{what}: {amount(size, unit)}"))
         at += width
-    return Bar(label, tuple(drawn), tuple(cells))
+    place = None if mark is None or scale <= 0 else round(100 * mark / scale, 3)
+    return Bar(label, tuple(drawn), tuple(cells), place)
 
 
 def marks(events: Sequence[tuple[float, str, str]]) -> tuple[tuple[Mark, ...], tuple[Tick, ...]]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainwright.core.charts.drawing import COLOURS
 from trainwright.core.layout import Layout
-from trainwright.tools.report.charts import (
-    COLOURS,
-)
 
 _MOST_CELLS = 1024
 

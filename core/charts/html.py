@@ -1,0 +1,52 @@
+"""Fills the templates of pages: each page is one file, without scripts, that loads nothing.
+
+What runs write is text of others: the templates escape every value, and a page's own policy forbids it to run or to
+load anything (only its own style sheet, named by its hash, is applied).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from trainwright.core.charts.drawing import amount, exact
+from trainwright.core.text.printable import printable
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template.
+
+    Args:
+        template: name of a file in `templates`.
+        values: by the names that it uses.
+    """
+    style = files("trainwright.core.charts").joinpath("templates", "page.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    return _environment().get_template(template).render(style=Markup(style), style_hash=digest, **values)  # noqa: S704
+
+
+def _printable(value: object) -> object:
+    # Markup is what templates have made, and what went through here before.
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("trainwright.core.charts", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_printable,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["exact"] = exact
+    environment.filters["bytes"] = lambda value: amount(value, "bytes")
+    environment.filters["seconds"] = lambda value: amount(value, "seconds")
+    return environment

@@ -1,1 +1,0 @@
-"""Build planned ranks at full size, without memory."""
