@@ -31,7 +31,7 @@ from benchmarks.quiet import PLAIN_TRAINER
 from benchmarks.ranks import run_ranks, say_from_first
 from benchmarks.report import Goal, finish, say, table_of
 from trainwright.callbacks.save.run_state import RunStateCheckpoint
-from trainwright.checkpoint.format.manifest import verify
+from trainwright.checkpoint.format.manifest import read_manifest, verify
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.strategies.contract.registry import make_strategy
@@ -286,7 +286,7 @@ def _load(path: str) -> None:
     problems = verify(path, part=(rank, ranks))
     assert not problems, problems
     dist.barrier()
-    state = RunState.open(path, verify_files=False)
+    state = RunState(path, read_manifest(path))
     state.fill(dict(_rows(state, rank, ranks)))
 
 

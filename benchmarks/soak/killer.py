@@ -21,7 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from trainwright.command.cli import main
-from trainwright.core.processes.process import children_of
+from trainwright.core.processes.process import PARENT, children_of, stat_of
 
 SAVE, DELETION, RECOVERY, STEP = "save", "deletion", "recovery", "step"
 COMMAND = -1
@@ -220,12 +220,9 @@ class Killer(pl.Callback):
         assert kill is not None
         others = [process for process in children_of(server) if process != os.getpid()]
         own = [os.getpid()]
-        victims = {COMMAND: [_parent(server)], EVERY: [*others, *own], self._rank: own}.get(kill.victim, others)
+        command = int(stat_of(server)[PARENT])
+        victims = {COMMAND: [command], EVERY: [*others, *own], self._rank: own}.get(kill.victim, others)
         if victims:
             self._teller.tell(kill=phase)
         for process in victims:
             os.kill(process, signal.SIGKILL)
-
-
-def _parent(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])

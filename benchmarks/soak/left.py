@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from trainwright.core.processes.process import PARENT, stat_of
+
 _SET_CHILD_SUBREAPER = 36
 _SHARED = Path("/dev/shm")
 
@@ -68,12 +70,9 @@ class Family:
 def _parents() -> Iterator[tuple[int, int]]:
     """Each living process and its parent."""
     for process in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
-        except (OSError, ValueError):
-            continue  # it has just ended
-        if state not in "ZX":
-            yield int(process), int(parent)
+        fields = stat_of(int(process))  # none if it has just ended
+        if fields and fields[0] not in "ZX":
+            yield int(process), int(fields[PARENT])
 
 
 def _words(process: int) -> str:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import zipfile
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -18,11 +16,10 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from trainwright.checkpoint.foreign.unpickle import names_in, open_file, read_inert
+from trainwright.checkpoint.foreign.unpickle import load_safely, open_file, torch_load
 from trainwright.checkpoint.format.manifest import MANIFEST
 from trainwright.checkpoint.store.paths import is_remote, local_path, normal_path
 from trainwright.checkpoint.store.storage import Folder
-from trainwright.checkpoint.store.zip_files import open_zip
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.printable import one_line, shortened
 
@@ -37,8 +34,6 @@ _DCP_METADATA = ".metadata"
 _LIGHTNING_METADATA = "meta.pt"
 _LIGHTNING_WEIGHTS = ("model", "state_dict")
 _LIGHTNING_OPTIMIZER = re.compile(r"optimizer_(\d+)")
-# How torch's safe reader says which class or function it would have had to call.
-_REFUSED = re.compile(r"GLOBAL (\S+) (?:was not|whose)")
 
 
 def load_ordinary(path: str | os.PathLike[str], *, trust: bool = False, map_location: Any = "cpu") -> dict[str, Any]:
@@ -73,50 +68,16 @@ def load_ordinary(path: str | os.PathLike[str], *, trust: bool = False, map_loca
 
 
 def _load_file(path: str, file: BinaryIO, trust: bool, map_location: Any) -> Any:
-    unknown = set() if trust else names_in(path, file)
-    file.seek(0)
+    if not trust:
+        return load_safely(path, file, map_location, advice=f"{TRUST} Better: ")
     try:
-        # Bytes of a compressed record are not those of its tensor.
-        mapped = not is_remote(path) and _is_stored(file)
-        if mapped:
-            return torch.load(local_path(path), map_location, weights_only=not trust, mmap=True)
-        return torch.load(file, map_location, weights_only=not trust)
+        return torch_load(path, file, map_location, weights_only=False)
     except Exception as error:
-        # Torch raises anything here: a bare EOFError, RuntimeError, KeyError, UnpicklingError.
-        raise _why(path, file, error, trust, unknown) from error
-
-
-def _is_stored(file: BinaryIO) -> bool:
-    """Whether a file is a zip archive whose records can be mapped into memory as they are."""
-    if not zipfile.is_zipfile(file):
-        stored = False
-    else:
-        with open_zip(file) as archive:
-            stored = all(info.compress_type == zipfile.ZIP_STORED for info in archive.infolist())
-    file.seek(0)
-    return stored
-
-
-def _why(path: str, file: BinaryIO, error: Exception, trust: bool, unknown: Collection[str]) -> CheckpointError:
-    """Tell a file that was refused from one that is damaged, by reading it without running anything."""
-    try:
-        read_inert(path, file)
-    except CheckpointError as damage:
-        return damage
-    if trust:
-        return CheckpointError(f"{path} could not be loaded: {type(error).__name__}: {shortened(one_line(str(error)))}")
-    named = _REFUSED.search(str(error))
-    name = named[1] if named else ", ".join(sorted(unknown)[:5])
-    if not name:
-        return CheckpointError(
-            f"{path} holds plain values, but in a form that torch's safe reader does not know (pickle protocol 3 or "
-            f"newer), so it was not loaded. Save it anew with torch.save(..., pickle_protocol=2). {TRUST}"
-        )
-    return CheckpointError(
-        f"{path} holds Python objects ({name}) that only calling what the file names can rebuild, and that can run any "
-        f"code, so it was not loaded. {TRUST} Better: save plain numbers, strings, dicts and tensors instead of such "
-        "objects."
-    )
+        # Torch raises anything here: a bare EOFError, RuntimeError, KeyError, and so does what the file calls.
+        raise CheckpointError(
+            f"{path} could not be loaded: {type(error).__name__}: {shortened(one_line(str(error)))}. It is damaged, or "
+            "no torch file, or its code fails here. Use another checkpoint."
+        ) from error
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------

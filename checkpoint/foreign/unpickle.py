@@ -1,104 +1,267 @@
-"""Torch files of classes that are not installed, or not trusted: read as data, with nothing in them run.
+"""Files of ``torch.save`` that nobody vouches for, read by torch's safe reader with bounds before it.
 
-Tensors, containers, numbers and arrays come out as they are; everything else as an
-:class:`~trainwright.checkpoint.foreign.pickle_machine.Inert` that tells its name and arguments.
+What a file names is neither imported nor called; :func:`load_inert` has an :class:`Inert` in its place.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import struct
-import sys
+import pickle
+import re
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, cast
 
 import torch
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from trainwright.checkpoint.foreign.pickle_machine import Inert, PickleMachine, UnreadablePickleError
-from trainwright.checkpoint.foreign.pickle_values import BUILDERS, CONSTANTS, MAKERS, Storage, is_plain, storage_dtype
+from trainwright.checkpoint.foreign.pickle_scan import NewerPickleError, check_pickle
 from trainwright.checkpoint.store.paths import file_system, is_remote, local_path, normal_path
 from trainwright.checkpoint.store.write_errors import free_bytes
-from trainwright.checkpoint.store.zip_files import RecordError, open_zip, place_of
+from trainwright.checkpoint.store.zip_files import open_zip
 from trainwright.core.errors import CheckpointError, DamagedFile, MissingCheckpoint
-from trainwright.core.text.bounded import MOST_JSON, Limited, check_nesting, open_regular
+from trainwright.core.text.bounded import MOST_JSON, ContentError, Limited, open_regular
+from trainwright.core.text.printable import one_line, shortened
 from trainwright.core.text.sizes import size_text
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-# What torch.save wrote before it wrote zip archives begins with this number and this version, each a pickle.
-_MAGIC = 0x1950A86A20F9469CFC6C
-_LEGACY_VERSION = 1001
+# What torch.save wrote before it wrote zip archives: five pickles, of which the first is this number.
+_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
+_PICKLES = 5
 _ZIP = b"PK\3\4"
 _BLOCK = 1 << 20
+# Bytes to which a file may unpack, or its tensors expand, unless it is large itself.
 _MOST_UNPACKED = 1 << 30
-_BYTE_ORDER = {"little": b"little", "big": b"big"}[sys.byteorder]
+_MOST_NAMES = 1000
+# How torch's safe reader says which class or function it would have had to call.
+_REFUSED = re.compile(r"GLOBAL (\S+) (?:was not|whose)")
+
+
+class Inert:
+    """An object of a class, or the result of a function, that a file names and that was not imported.
+
+    Attributes:
+        name: module and name, such as ``deepspeed.runtime.zero.config.ZeroStageEnum``.
+        args: positional arguments that it would have been made with.
+        state: what it would have been given as state, ``None`` if nothing.
+    """
+
+    name: ClassVar[str]
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> Inert:
+        self = super().__new__(cls)
+        self.args, self.state = args, None
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"<object of {self.name}, not loaded>"
+
+
+class _PlainDict:
+    """Makes a plain dict: torch's safe reader sets no items of another one."""
+
+    def __new__(cls, *args: Any) -> dict[Any, Any]:  # type: ignore[misc]
+        return {}
+
+
+_DICTS = {
+    "collections.defaultdict",
+    "lightning.fabric.utilities.data.AttributeDict",
+    "lightning.pytorch.utilities.parsing.AttributeDict",
+    "pytorch_lightning.utilities.parsing.AttributeDict",
+}
 
 
 def load_inert(path: str | os.PathLike[str]) -> Any:
     """What a torch file holds, with nothing in it run.
 
     Args:
-        path: a file of ``torch.save``, its present zip format or the one before; local or any fsspec path. Tensors of a
-            local zip file are mapped from disk, so their values are read when they are used, and writing to them does
-            not change the file.
+        path: a file of ``torch.save``, local or any fsspec path. Tensors of a local file are mapped from disk, so their
+            values are read when they are used, and writing to them does not change the file.
 
     Returns:
-        The saved object. Parameters are plain tensors; a ``Namespace``, ``defaultdict``, ``Counter`` or
-        ``AttributeDict`` is a plain dict; what else a file names or calls is an
-        :class:`~trainwright.checkpoint.foreign.pickle_machine.Inert`. Python attributes of tensors are dropped.
+        The saved object. A ``defaultdict`` or ``AttributeDict`` is a plain dict; an object of any other class that
+        torch's safe reader does not know is an :class:`Inert`, and the class itself is a subclass of :class:`Inert`.
 
     Raises:
-        CheckpointError: if there is no such file, or it is damaged or no torch file.
+        CheckpointError: if there is no such file, it is damaged, or it holds what even that does not make readable:
+            functions of the system, items in an object that is no list or dict, or, in the format before torch 1.6,
+            any object.
     """
     path = normal_path(path)
     with open_file(path) as file:
-        return read_inert(path, file)
+        return load_safely(path, file, inert=True)
 
 
-def names_in(path: str, file: BinaryIO) -> set[str]:
-    """The classes and functions that a torch file names and that make no plain value.
-
-    Nothing is made of what it names, so this is what to ask before another reader takes the file: a few bytes of nested
-    pairs that share their halves would keep that one busy for ever.
+def load_safely(path: str, file: BinaryIO, map_location: Any = "cpu", *, inert: bool = False, advice: str = "") -> Any:
+    """What a torch file holds, if it can be had without importing or calling anything of its choice.
 
     Args:
         path: of the file.
         file: the same, open.
+        map_location: as in ``torch.load``.
+        inert: make an :class:`Inert` of an object of an unknown class. A file with one is refused otherwise.
+        advice: what to do about a file that is refused.
 
     Raises:
-        CheckpointError: if it is damaged or no torch file, or its values nest without bound.
+        CheckpointError: if it is damaged, refused, or unfolds without bound.
     """
-    machine = PickleMachine({}, {}, {}, Inert)
-    with _damage_named(path, file):
-        pickle = _pickle_in(file) if _is_zip(file) else _after_head(file)
-        check_nesting(machine.load(pickle), (dict, list, tuple, set, frozenset, Inert), _inside)
-    return {name for name in machine.names if not is_plain(name)}
+    check_file(path, file, advice)
+    try:
+        with _stand_ins(file) if inert else nullcontext():
+            value = torch_load(path, file, map_location, weights_only=True)
+        _check_tensors(value, _length(file))
+    except Exception as error:
+        # Torch raises anything here: a bare EOFError, RuntimeError, KeyError, UnpicklingError.
+        raise _why(path, file, error, advice) from error
+    return value
 
 
-def _pickle_in(file: BinaryIO) -> BinaryIO:
-    """The pickle of a zip archive, which may be compressed here."""
-    size = file.seek(0, io.SEEK_END)
+def torch_load(path: str, file: BinaryIO, map_location: Any, *, weights_only: bool) -> Any:
+    """``torch.load``, of the mapped file where that can be."""
+    records = _records(file)
+    # Bytes of a compressed record are not those of its tensor.
+    stored = bool(records) and all(each.compress_type == zipfile.ZIP_STORED for each in records)
+    mapped = stored and not is_remote(path)
+    file.seek(0)
+    return torch.load(local_path(path) if mapped else file, map_location, weights_only=weights_only, mmap=mapped)
+
+
+def _stand_ins(file: BinaryIO) -> AbstractContextManager[Any]:
+    """Have torch's safe reader make an :class:`Inert` of what it does not know."""
+    if not zipfile.is_zipfile(file):
+        return nullcontext()
+    file.seek(0)
+    names = get_unsafe_globals_in_checkpoint(cast(Any, file))
+    if len(names) > _MOST_NAMES:  # torch goes through all of them for each object
+        raise ContentError(f"it names {len(names)} classes and functions, and at most {_MOST_NAMES} are read")
+    makers = [(_PlainDict if name in _DICTS else type("Inert", (Inert,), {"name": name}), name) for name in names]
+    return safe_globals(cast(Any, makers))
+
+
+def _why(path: str, file: BinaryIO, error: Exception, advice: str) -> CheckpointError:
+    """Tell a file that was refused from one that is damaged."""
+    text = str(error)
+    named = _REFUSED.search(text)
+    if "Unsupported operand" in text:
+        return _newer(path, advice)
+    if not isinstance(error, pickle.UnpicklingError):
+        return DamagedFile(path, _what_is_wrong(_length(file), error))
+    return CheckpointError(
+        f"{path} holds Python objects ({named[1] if named else shortened(one_line(text))}) that only calling what the "
+        f"file names can rebuild, and that can run any code, so it was not loaded. {advice}Save plain numbers, "
+        "strings, dicts and tensors instead of such objects."
+    )
+
+
+def _newer(path: str, advice: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is in a form that torch's safe reader does not know (it knows pickle protocol 2), so it was not "
+        f"loaded. {advice}Save it anew with torch.save(..., pickle_protocol=2)."
+    )
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+
+
+def check_file(path: str, file: BinaryIO, advice: str = "") -> None:
+    """Refuse what is no torch file, and one that would keep torch's safe reader busy without bound.
+
+    Args:
+        path: of the file.
+        file: the same, open.
+        advice: what to do about a file that is refused.
+
+    Raises:
+        CheckpointError: if it is one.
+    """
+    try:
+        for each in _pickles(file):
+            check_pickle(each)
+    except NewerPickleError:
+        raise _newer(path, advice) from None
+    except Exception as error:  # a damaged file makes zipfile and pickletools raise anything
+        raise DamagedFile(path, _what_is_wrong(_length(file), error)) from error
+
+
+def _what_is_wrong(size: int, error: Exception) -> str:
+    if size == 0:
+        return "is empty: it was never written to its end. Use another checkpoint"
+    what = shortened(one_line(f"{error}" or type(error).__name__))
+    return f"({size} bytes) is no torch file, or a damaged one: {what}. Use another checkpoint"
+
+
+def _length(file: BinaryIO) -> int:
+    return file.seek(0, io.SEEK_END)
+
+
+def _records(file: BinaryIO) -> Sequence[zipfile.ZipInfo]:
+    """Records of a zip archive; none if the file is another one."""
+    if zipfile.is_zipfile(cast(BinaryIO, Limited(file))):
+        with open_zip(file) as archive:
+            return archive.infolist()
+    file.seek(0)
+    if file.read(len(_ZIP)) == _ZIP:
+        raise ContentError("its end is missing, where the list of its contents stands")
+    return []
+
+
+def _pickles(file: BinaryIO) -> Iterator[BinaryIO]:
+    """Each pickle of a torch file, at its beginning."""
+    records = _records(file)
+    if records:
+        yield _pickle_among(records, file)
+        return
+    file.seek(0)
+    if _MAGIC not in file.read(2 * len(_MAGIC)):
+        raise ContentError("it does not begin as torch files do")
+    file.seek(0)
+    yield from [cast(BinaryIO, Limited(file))] * _PICKLES
+
+
+def _pickle_among(records: Sequence[zipfile.ZipInfo], file: BinaryIO) -> BinaryIO:
+    names = [each.filename.lower() for each in records]
+    pickles = [each for each in records if each.filename.endswith("/data.pkl")]
+    if any(name.endswith("/constants.pkl") for name in names):
+        raise ContentError("it is a TorchScript program (torch.jit.save), which is code")
+    # Torch does not tell cases apart, and which of two records it reads is its own business.
+    if len(set(names)) < len(names) or len(pickles) != 1:
+        raise ContentError(f"it holds {len(pickles)} objects (data.pkl), or two records of one name")
+    if sum(each.file_size for each in records if each.compress_type) > max(_MOST_UNPACKED, 20 * _length(file)):
+        raise ContentError("it unpacks to far more than its size")
+    if pickles[0].file_size > MOST_JSON:
+        raise ContentError(f"its part data.pkl has {size_text(pickles[0].file_size)}")
     with open_zip(file) as archive:
-        records = archive.infolist()
-        if sum(each.file_size for each in records if each.compress_type) > max(_MOST_UNPACKED, 20 * size):
-            raise UnreadablePickleError("it unpacks to far more than its size")
-        pickle = next((each for each in records if each.filename.endswith("/data.pkl")), None)
-        if pickle is None or pickle.file_size > MOST_JSON:
-            raise UnreadablePickleError("its part data.pkl is missing or too long")
-        return io.BytesIO(archive.read(pickle))
+        return io.BytesIO(archive.read(pickles[0]))
 
 
-def _inside(value: Any) -> Iterable[Any]:
-    """The values in a container, also in what a call would have been given."""
-    if isinstance(value, Inert):
-        state = value.args, value.kwargs, value.state, value.items, value.entries
-        return [each for each in state if each]
-    return [*value.keys(), *value.values()] if isinstance(value, dict) else value
+def _check_tensors(root: Any, size: int) -> None:
+    """Refuse tensors that expand a few bytes to more than there is memory for. The scan has bounded all else."""
+    left, seen, nbytes = [root], set(), 0
+    while left:
+        value = left.pop()
+        if id(value) not in seen and isinstance(value, Tensor | dict | list | tuple | set):
+            seen.add(id(value))
+            if isinstance(value, Tensor):
+                nbytes += value.numel() * value.element_size()
+            else:
+                left.extend([*value.keys(), *value.values()] if isinstance(value, dict) else value)
+    if nbytes > max(_MOST_UNPACKED, 20 * size):
+        raise ContentError(f"its tensors take {size_text(nbytes)}")
+
+
+# ---- opening ---------------------------------------------------------------------------------------------------------
 
 
 def open_file(path: str) -> AbstractContextManager[BinaryIO]:
@@ -141,174 +304,3 @@ def _downloaded(path: str, system: AbstractFileSystem, name: str) -> BinaryIO:
         f"{path} is longer than {size_text(most)}, half of what is free in {tempfile.gettempdir()}, where files of web "
         "servers are kept while they are read. Name a larger folder (export TMPDIR=<folder>), or download the file."
     )
-
-
-def _machine(persistent: Callable[[Any], Any] | None) -> PickleMachine:
-    return PickleMachine(CONSTANTS, MAKERS, BUILDERS, persistent)
-
-
-def read_inert(path: str, file: BinaryIO) -> Any:
-    """As :func:`load_inert`, from a file that is open."""
-    with _damage_named(path, file):
-        value = _load_zip(path, file) if _is_zip(file) else _load_legacy(file)
-        # What an Inert holds is looked at by nobody who goes through values.
-        check_nesting(value, (dict, list, tuple, set, frozenset), _inside)
-        return value
-
-
-@contextmanager
-def _damage_named(path: str, file: BinaryIO) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # a damaged file makes zipfile, struct and torch raise anything
-        raise DamagedFile(path, _what_is_wrong(file.seek(0, io.SEEK_END), error)) from error
-
-
-def _is_zip(file: BinaryIO) -> bool:
-    if zipfile.is_zipfile(cast(BinaryIO, Limited(file))):
-        return True
-    file.seek(0)
-    if file.read(len(_ZIP)) == _ZIP:
-        raise UnreadablePickleError("its end is missing, where the list of its contents stands")
-    return False
-
-
-def _what_is_wrong(size: int, error: Exception) -> str:
-    if size == 0:
-        return "is empty: it was never written to its end. Use another checkpoint"
-    return f"({size} bytes) is no torch file, or a damaged one: {error}. Use another checkpoint"
-
-
-# ---- zip archives ----------------------------------------------------------------------------------------------------
-
-
-class _Archive:
-    """A zip archive of ``torch.save``.
-
-    Args:
-        path: of the file; a local one is mapped into memory.
-        file: the same, open.
-    """
-
-    def __init__(self, path: str, file: BinaryIO) -> None:
-        self._zip = open_zip(file)
-        self._file = file
-        self._size = file.seek(0, io.SEEK_END)
-        self._mapped = None if is_remote(path) else torch.UntypedStorage.from_file(local_path(path), False, self._size)
-        pickles = [name for name in self._zip.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
-        if len(pickles) != 1:
-            raise UnreadablePickleError(
-                f"it holds {len(pickles)} objects (data.pkl) where there is one in a torch file"
-            )
-        self._root = pickles[0].removesuffix("data.pkl")
-        if f"{self._root}constants.pkl" in self._zip.NameToInfo:
-            raise UnreadablePickleError("it is a TorchScript program (torch.jit.save), which is code")
-        if f"{self._root}byteorder" in self._zip.NameToInfo and self.read("byteorder") != _BYTE_ORDER:
-            raise UnreadablePickleError("it was written on a machine of the other byte order")
-
-    def read(self, name: str) -> bytes:
-        """Content of a small entry, checked by its checksum."""
-        self._place(name)
-        return self._zip.read(self._root + name)
-
-    def storage(self, name: str) -> torch.UntypedStorage:
-        """Bytes of an entry, mapped where the file is local."""
-        start, size = self._place(name)
-        if self._mapped is not None and start % 16 == 0:
-            return cast(torch.UntypedStorage, self._mapped[start : start + size])
-        self._file.seek(start)
-        return _filled(self._file, size)
-
-    def _place(self, name: str) -> tuple[int, int]:
-        """Where the bytes of an entry begin and how many they are."""
-        try:
-            info = self._zip.getinfo(self._root + name)
-        except KeyError:
-            raise UnreadablePickleError(f"its part {name} is missing") from None
-        try:
-            return place_of(self._file, info, self._size)
-        except RecordError as error:
-            raise UnreadablePickleError(f"its part {name} {error}") from None
-
-
-def _load_zip(path: str, file: BinaryIO) -> Any:
-    archive = _Archive(path, file)
-    storages: dict[str, Storage] = {}
-
-    def persistent(identity: Any) -> Storage:
-        mark, kind, key, _, count = identity
-        dtype = storage_dtype(kind)
-        if mark != "storage" or not isinstance(key, str):
-            raise UnreadablePickleError(f"a reference to {identity}")
-        if key not in storages:
-            data = archive.storage(f"data/{key}") if count else torch.UntypedStorage(0)
-            storages[key] = Storage(data, dtype)
-        found = Storage(storages[key].data, dtype)
-        if found.data.nbytes() != count * dtype.itemsize:
-            raise UnreadablePickleError(f"its part data/{key} has {found.data.nbytes()} bytes for {count} of {dtype}")
-        return found
-
-    return _machine(persistent).load(io.BytesIO(archive.read("data.pkl")))
-
-
-# ---- before zip archives ---------------------------------------------------------------------------------------------
-
-
-def _after_head(file: BinaryIO) -> BinaryIO:
-    """The file at the pickle of what was saved."""
-    file.seek(0)
-    pickle = cast(BinaryIO, Limited(file))
-    head = _machine(None).load(pickle)
-    if head != _MAGIC or _machine(None).load(pickle) != _LEGACY_VERSION:
-        raise UnreadablePickleError("it does not begin as torch files do")
-    if _machine(None).load(pickle).get("little_endian") != (sys.byteorder == "little"):
-        raise UnreadablePickleError("it was written on a machine of the other byte order")
-    return pickle
-
-
-def _load_legacy(file: BinaryIO) -> Any:
-    size = file.seek(0, io.SEEK_END)
-    pickle = _after_head(file)
-    storages: dict[str, Storage] = {}
-
-    def persistent(identity: Any) -> Storage:
-        mark, kind, key, _, count, part = identity
-        dtype = storage_dtype(kind)
-        if mark != "storage" or not isinstance(key, str) or not 0 <= count * dtype.itemsize <= size:
-            raise UnreadablePickleError(f"a reference to {identity}")
-        if key not in storages:
-            storages[key] = Storage(torch.UntypedStorage(count * dtype.itemsize), dtype)
-        data = storages[key].data
-        if part is not None:
-            _, start, length = part
-            data = data[start * dtype.itemsize : (start + length) * dtype.itemsize]
-        return Storage(data, dtype)
-
-    value = _machine(persistent).load(pickle)
-    for key in _machine(None).load(pickle):
-        storage = storages[key]
-        (count,) = struct.unpack("<q", file.read(8))
-        if count * storage.dtype.itemsize != storage.data.nbytes():
-            raise UnreadablePickleError(f"its part {key} has {count} values of {storage.dtype}")
-        _fill(storage.data, file)
-    return value
-
-
-def _filled(file: BinaryIO, size: int) -> torch.UntypedStorage:
-    data = torch.UntypedStorage(size)
-    _fill(data, file)
-    return data
-
-
-def _fill(data: torch.UntypedStorage, file: BinaryIO) -> None:
-    """Read the next bytes of a file into all of ``data``."""
-    if not data.nbytes():
-        return
-    values: Any = torch.empty(0, dtype=torch.uint8).set_(data).numpy()
-    target = memoryview(values)
-    while len(target):
-        block = file.read(min(len(target), 1 << 24))
-        if not block:
-            raise UnreadablePickleError(f"it ends {len(target)} bytes early")
-        target[: len(block)] = block
-        target = target[len(block) :]

@@ -1,12 +1,12 @@
-"""The checkpoints of a folder, and the newest of them that is whole."""
+"""The checkpoints of a folder, newest first."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainwright.checkpoint.format.manifest import Manifest, read_manifest, verify
+from trainwright.checkpoint.format.manifest import Manifest, read_manifest
 from trainwright.checkpoint.format.records import MANIFEST
 from trainwright.checkpoint.store.paths import is_remote
 from trainwright.checkpoint.store.storage import Folder, folders_in
@@ -63,55 +63,14 @@ def list_checkpoints(folder: str | os.PathLike[str], say: Say | None = None) -> 
             for problem in problems:
                 say(problem)
         return sorted(found, key=lambda each: each.order, reverse=True)
-    raise _never_settled(folder)
-
-
-def newest_good(folder: str | os.PathLike[str], deep: bool = True, say: Say | None = None) -> Found | None:
-    """The newest checkpoint of a folder whose files are all as they were written; ``None`` if there is none.
-
-    Args:
-        folder: as for :func:`list_checkpoints`.
-        deep: read and hash every file; off: look at sizes only.
-        say: is told why each newer one, and each without a manifest to read, was passed over; ``None``: nobody.
-
-    Raises:
-        CheckpointError: if the folder cannot be listed.
-    """
-    for _ in range(_LOOKS):
-        reasons: list[str] = []
-        found = list_checkpoints(folder, reasons.append)
-        good = _first_good(found, deep, reasons)
-        # What is replaced or deleted while it is read looks damaged: then something new is there to be looked at.
-        if reasons and list_checkpoints(folder) != found:
-            continue
-        if say is not None:
-            for reason in reasons:
-                say(reason)
-        return good
-    raise _never_settled(folder)
-
-
-def _first_good(newest_first: Sequence[Found], deep: bool, reasons: list[str]) -> Found | None:
-    for found in newest_first:
-        try:
-            problems = verify(found.path, found.manifest, deep=deep)
-        except CheckpointError as error:
-            problems = [str(error)]
-        if not problems:
-            return found
-        reasons.append(f"The checkpoint {found.path} of step {found.step} was passed over: {'; '.join(problems)}")
-    return None
+    raise CheckpointError(
+        f"The checkpoints in {folder} are replaced faster than they can be read. Try again, or stop the run that "
+        "writes them."
+    )
 
 
 class _ReplacedError(Exception):
     """A folder was replaced or deleted while it was looked at."""
-
-
-def _never_settled(folder: str | os.PathLike[str]) -> CheckpointError:
-    return CheckpointError(
-        f"The checkpoints in {folder} are replaced faster than they can be read. Try again, or stop the run that "
-        "writes them."
-    )
 
 
 def _found_at(path: str, problems: list[str]) -> list[Found]:

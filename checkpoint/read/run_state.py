@@ -93,22 +93,20 @@ class RunState:
         self._readers: dict[tuple[int, str], TensorFileReader] = {}
 
     @classmethod
-    def open(cls, path: str, *, verify_files: bool = True) -> RunState:
-        """Open the checkpoint at ``path``.
+    def open(cls, path: str) -> RunState:
+        """Open the checkpoint at ``path``, after the contents of all its files were held against the manifest.
 
         Args:
             path: its folder or file, local or any fsspec path.
-            verify_files: hold the contents of all files against the manifest first. ``False``: somebody has done so.
 
         Raises:
             CheckpointError: if there is none, it is half-written, or written by a newer version.
             DamagedCheckpoint: if a file is not what the manifest says.
         """
         manifest = read_manifest(path)
-        if verify_files:
-            problems = verify(path, manifest)
-            if problems:
-                raise DamagedCheckpoint(path, problems)
+        problems = verify(path, manifest)
+        if problems:
+            raise DamagedCheckpoint(path, problems)
         return cls(path, manifest)
 
     @property

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import xxhash
 
+from trainwright.core.processes.process import START_TIME, stat_of
+
 TOKEN = r"[0-9a-f]{8}-[0-9a-f]+-[0-9a-f]+-[0-9a-f]{16}"  # noqa: S105
 """Pattern of a token: random digits, process id, its start time, the place where that id counts."""
 
@@ -64,12 +66,10 @@ def left_behind(token: str, idle_seconds: float) -> bool:
 def _started(pid: int) -> int | None:
     """Start time of a process in ticks since the machine started; ``None``: not known; -1: it has ended, and only its
     parent has not noticed."""
-    try:
-        # The name of the program, in parentheses, may hold spaces and parentheses itself.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    fields = stat_of(pid)
+    if not fields:
         return None
-    return -1 if fields[0] in "ZX" else int(fields[19])
+    return -1 if fields[0] in "ZX" else int(fields[START_TIME])
 
 
 def _place() -> str:

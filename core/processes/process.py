@@ -10,17 +10,31 @@ from pathlib import Path
 # First letter of the state, as in ps(1).
 RUNNING, SLEEPING, IN_KERNEL, STOPPED, TRACED, ZOMBIE = "R", "S", "D", "T", "t", "Z"
 
+PARENT, START_TIME = 1, 19
+"""Places in what :func:`stat_of` returns."""
+
+
+def stat_of(process: int, thread: int | None = None) -> list[str]:
+    """Return the fields of ``/proc/<process>/stat`` behind the name, the state first; none if it is gone, or no Linux.
+
+    Args:
+        process: its id.
+        thread: read those of one of its threads.
+    """
+    place = f"{process}" if thread is None else f"{process}/task/{thread}"
+    try:
+        # The name of the program, in parentheses, may hold spaces and parentheses itself.
+        return Path(f"/proc/{place}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
 
 def state_of(process: int, thread: int | None = None) -> str:
     """State of a process or of one of its threads: ``R``, ``S``, ``D``, ``T``, ``Z``, ...; ``""`` = gone or not known.
 
     A process that a debugger holds is ``t``, one that a signal has stopped is ``T``.
     """
-    folder = Path(f"/proc/{process}") if thread is None else Path(f"/proc/{process}/task/{thread}")
-    try:
-        return (folder / "stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    return next(iter(stat_of(process, thread)), "")
 
 
 def stop_of(process: int) -> int | None:

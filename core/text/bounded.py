@@ -13,7 +13,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NoReturn
 
@@ -227,44 +227,6 @@ def _check_bounds(data: bytes, most: int, deepest: int) -> None:
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
-
-
-def check_nesting(root: Any, containers: tuple[type, ...], children: Callable[[Any], Iterable[Any]]) -> None:
-    """Refuse values that would keep whoever goes through them busy for ever: a few nested pairs that share their halves
-    stand for more values than there is time for. Takes time in proportion to the values that there are.
-
-    Args:
-        root: a value.
-        containers: kinds of values that hold others.
-        children: gives the values in one of them.
-
-    Raises:
-        ContentError: if a value contains itself, nests deeper than :data:`DEPTH`, or unfolds to more than
-            :data:`MOST_VALUES`.
-    """
-    known: dict[int, tuple[int, int]] = {}  # by identity: values that it unfolds to, levels below it
-    around: set[int] = set()
-    kept = []  # an identity is one as long as its value lives
-    # A container comes twice: to be opened, and once everything in it is known (with how many plain values it has).
-    stack: list[tuple[Any, list[Any] | None, int]] = [(root, None, 0)]
-    while stack:
-        value, inner, plain = stack.pop()
-        if inner is not None:
-            below = [known[id(each)] for each in inner]
-            count, depth = 1 + plain + sum(size for size, _ in below), 1 + max((each for _, each in below), default=0)
-            if count > MOST_VALUES or depth > DEPTH:
-                raise ContentError(f"its values nest {depth} levels deep, or stand for {count} values")
-            known[id(value)] = count, depth
-            around.discard(id(value))
-        elif id(value) in around:
-            raise ContentError("a value contains itself")
-        elif id(value) not in known:
-            everything = list(children(value)) if isinstance(value, containers) else []
-            inner = [each for each in everything if isinstance(each, containers)]
-            kept.append((value, inner))
-            around.add(id(value))
-            stack.append((value, inner, len(everything) - len(inner)))
-            stack.extend((each, None, 0) for each in inner)
 
 
 def natural(value: object) -> int:

@@ -232,14 +232,14 @@ from benchmarks.soak.bench import Bench
 from benchmarks.soak.forked import load
 from benchmarks.soak.left import adopt_orphans
 from benchmarks.soak.plan import draw_run
-from trainwright.checkpoint.read.find import newest_good
+from trainwright.checkpoint.read.find import list_checkpoints
 
 class Losing(Bench):
     loses = False
 
     def _look(self, story, *how):
         if self.loses:
-            shutil.rmtree(newest_good(self.folder / "killed_run/checkpoints").path)
+            shutil.rmtree(list_checkpoints(self.folder / "killed_run/checkpoints")[0].path)
         super()._look(story, *how)
 
 stories, bench = [], Losing(Path(sys.argv[1]))

@@ -6,9 +6,11 @@ import os
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tests.command.project import command, environment, write_project
+from trainwright.core.processes.process import PARENT, stat_of
 
 # Long enough to be told to end in; module.sleep makes steps that a person could see.
 WORDS = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv", "run_dir=run")
@@ -111,15 +113,7 @@ class Command:
 
     def session(self) -> dict[int, str]:
         """Living processes of its session: process id -> command line."""
-        found = {}
-        for stat in (each / "stat" for each in Path("/proc").glob("[0-9]*")):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()
-                if int(fields[3]) == self.process.pid and fields[0] != "Z":
-                    found[int(stat.parent.name)] = (stat.parent / "cmdline").read_text().replace("\0", " ")
-            except (OSError, IndexError):
-                continue  # it has just ended
-        return found
+        return session_of(self.process.pid)
 
     def left(self) -> dict[int, str]:
         """Processes of its session that do not end by themselves within seconds: process id -> command line."""
@@ -131,12 +125,19 @@ class Command:
     def ranks(self) -> list[int]:
         """Processes of the ranks, which the command's fork server has forked, in the order of their start."""
         forked = [pid for pid, words in self.session().items() if "forkserver" in words]
-        [server] = [pid for pid in forked if _parent(pid) == self.process.pid]
-        return sorted(pid for pid in forked if _parent(pid) == server)
+        [server] = [pid for pid in forked if int(stat_of(pid)[PARENT]) == self.process.pid]
+        return sorted(pid for pid in forked if int(stat_of(pid)[PARENT]) == server)
 
 
-def _parent(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+def session_of(leader: int) -> dict[int, str]:
+    """Living processes of a session: process id -> command line."""
+    found = {}
+    for process in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        fields = stat_of(process)
+        if fields and int(fields[3]) == leader and fields[0] != "Z":
+            with suppress(OSError):  # it has just ended
+                found[process] = Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
+    return found
 
 
 def ends(how: str, step: int = 2) -> tuple[str, ...]:

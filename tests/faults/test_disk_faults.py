@@ -25,9 +25,9 @@ from tests.faults.system_calls import Ended, Errors, SystemCall
 from tests.parity.harness import make_trainer
 from trainwright import RunStateCheckpoint
 from trainwright.checkpoint.foreign.state_file import write_file
-from trainwright.checkpoint.format.manifest import Manifest, verify
+from trainwright.checkpoint.format.manifest import Manifest, read_manifest, verify
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.read.find import newest_good
+from trainwright.checkpoint.read.candidates import newest_good
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.store.storage import clean_up
 from trainwright.checkpoint.write.asynchronous import save_together
@@ -181,7 +181,7 @@ def check(folder: Path, ended: Ended) -> None:
         assert "\n\n" not in ended.said.strip(), where
         assert any(reason in ended.said for reason in REASONS), where
     if all(path.is_dir() for path in folder.iterdir()):
-        newest = newest_good(folder)
+        newest, _ = newest_good([str(folder)])
         assert newest is not None, where
     clean_up(folder)
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == [], where
@@ -269,14 +269,15 @@ def train(folder: Path, options: dict[str, Any]) -> int:
 
 def resume(folder: Path) -> int:
     """Resume from the newest checkpoint and make one step; return the step that it was of."""
-    newest = newest_good(folder)
-    assert newest is not None
+    path, _ = newest_good([str(folder)])
+    assert path is not None
+    step = read_manifest(path).step
     saver = RunStateCheckpoint(str(folder), every=None)
-    options = {"max_steps": newest.step + 1, "max_epochs": -1, "enable_checkpointing": True}
+    options = {"max_steps": step + 1, "max_epochs": -1, "enable_checkpointing": True}
     trainer = make_trainer("single", {}, callbacks=[saver], **options)
     trainer.fit(Net(), loader(), ckpt_path="last")
-    assert os.listdir(folder) == [f"step={newest.step + 1}"]
-    return newest.step
+    assert os.listdir(folder) == [f"step={step + 1}"]
+    return step
 
 
 def check_training(folder: Path, ended: Ended, *, goes_on: bool) -> None:

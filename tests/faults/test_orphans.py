@@ -19,7 +19,7 @@ import pytest
 
 from tests.command.project import environment
 from tests.faults.commands import LIMIT, Command, training, write_faulty_project
-from trainwright.core.processes.process import is_alive
+from trainwright.core.processes.process import PARENT, is_alive, stat_of
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems tell no process of the end of its parent"
@@ -46,11 +46,10 @@ def descendants(process: int) -> dict[int, str]:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    for stat in (each / "stat" for each in Path("/proc").glob("[0-9]*")):
-        try:
-            yield int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            continue  # it has just ended
+    for process in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        fields = stat_of(process)  # none if it has just ended
+        if fields:
+            yield process, int(fields[PARENT])
 
 
 def _words(process: int) -> str:

@@ -20,6 +20,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.command.project import command, environment, run_command
+from tests.faults.commands import session_of
 from trainwright.core.errors import CheckpointError
 from trainwright.core.failures.error_text import stands_alone
 from trainwright.core.failures.failure import Failure, FailureRecorder, first_failure
@@ -381,19 +382,6 @@ def _start(conf: Path) -> subprocess.Popen[str]:
     raise AssertionError(f"ended with {process.wait()}")
 
 
-def _session(process: subprocess.Popen[str]) -> list[str]:
-    """Command lines of the living processes of its session."""
-    found = []
-    for stat in (each / "stat" for each in Path("/proc").glob("[0-9]*")):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == process.pid and fields[0] != "Z":
-                found.append((stat.parent / "cmdline").read_text().replace("\0", " "))
-        except (OSError, IndexError):
-            continue  # it has just ended
-    return found
-
-
 @pytest.mark.parametrize(
     ("number", "to_group", "exit_code"),
     [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9)],
@@ -403,13 +391,13 @@ def test_everything_ends_with_the_launching_process(
     conf: Path, temporary: Path, number: signal.Signals, to_group: bool, exit_code: int
 ) -> None:
     process = _start(conf)
-    assert len(_session(process)) >= 4  # the launching process, the fork server, two ranks
+    assert len(session_of(process.pid)) >= 4  # the launching process, the fork server, two ranks
     started = time.monotonic()
     (os.killpg if to_group else os.kill)(process.pid, number)
     assert process.wait(timeout=20) == exit_code
-    while _session(process) and time.monotonic() - started < 20:
+    while session_of(process.pid) and time.monotonic() - started < 20:
         time.sleep(0.05)
-    assert _session(process) == []
+    assert session_of(process.pid) == {}
     assert time.monotonic() - started < 15
     assert process.stdout is not None
     output = process.stdout.read()

@@ -19,7 +19,7 @@ import fsspec
 import pytest
 
 from tests.security.deadlines import deadline
-from tests.security.mutations import MANIFEST, _record, _sealed, shared_pairs, write_divided, write_folder
+from tests.security.mutations import MANIFEST, _record, _sealed, write_divided, write_folder
 from tests.security.test_contents import EXPORTS, LOOKING, importing, problem_of_reading, read_all
 from trainwright.checkpoint.foreign import unpickle
 from trainwright.checkpoint.foreign.ordinary import load_ordinary
@@ -27,7 +27,7 @@ from trainwright.checkpoint.foreign.unpickle import load_inert
 from trainwright.checkpoint.format.boxes import tiles
 from trainwright.checkpoint.store import remote_files
 from trainwright.core.errors import CheckpointError
-from trainwright.core.text.bounded import DEPTH, MOST_JSON, ContentError, check_nesting, parse_json, read_at_most
+from trainwright.core.text.bounded import MOST_JSON, ContentError, parse_json, read_at_most
 from trainwright.tools.checkpoints.report import listed, verified
 from trainwright.tools.report.records import read_checkpoints
 
@@ -266,22 +266,6 @@ def test_a_manifest_of_a_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 def test_json_that_is_refused(data: bytes) -> None:
     with pytest.raises(ContentError):
         parse_json(data)
-
-
-def test_nesting_is_counted_without_unfolding() -> None:
-    def inside(value: Any) -> Any:
-        return value
-
-    check_nesting([[1, 2], [3] * 1000], (list, tuple), inside)
-    deep: list[Any] = []
-    for _ in range(DEPTH - 2):
-        deep = [deep]
-    check_nesting(deep, (list,), inside)
-    cycle: list[Any] = []
-    cycle.append(cycle)
-    for value, text in ((shared_pairs(), "stand for"), ([[deep]] * 2, "levels deep"), (cycle, "contains itself")):
-        with deadline(10), pytest.raises(ContentError, match=text):
-            check_nesting(value, (list, tuple), inside)
 
 
 PAIR = b"q\x00h\x00\x86"  # keep the top of the stack, and make a pair of it and itself

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.command.project import command, environment, write_project
+from tests.faults.test_orphans import descendants
 
 LIMIT = 200.0
 _LISTENS = "0A"
@@ -90,20 +91,9 @@ def _listening_until_end(process: subprocess.Popen[bytes]) -> set[str]:
     """Addresses at which a process, or one that it has started, has listened until it ended."""
     end, found = time.monotonic() + LIMIT, set[str]()
     while process.poll() is None and time.monotonic() < end:
-        found |= _addresses(_sockets(_family(process.pid)))
+        found |= _addresses(_sockets({process.pid, *descendants(process.pid)}))
         time.sleep(0.02)
     return found
-
-
-def _family(root: int) -> set[int]:
-    parents = {}
-    for path in (each / "stat" for each in Path("/proc").glob("[0-9]*")):
-        with suppress(OSError):  # it has ended
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    family = {root}
-    while more := {pid for pid, parent in parents.items() if parent in family and pid not in family}:
-        family |= more
-    return family
 
 
 def _sockets(pids: Iterable[int]) -> set[str]:

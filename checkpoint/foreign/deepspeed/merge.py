@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainwright.checkpoint.foreign.deepspeed.flat_tensor import FlatTensor, cut
-from trainwright.checkpoint.foreign.pickle_machine import Inert
+from trainwright.checkpoint.foreign.unpickle import Inert
 
 T = TypeVar("T")
 Shapes = Mapping[str, tuple[int, ...]]

@@ -28,7 +28,7 @@ from trainwright.checkpoint.foreign.deepspeed.merge import (
     number,
     shapes_of,
 )
-from trainwright.checkpoint.foreign.pickle_machine import Inert
+from trainwright.checkpoint.foreign.unpickle import Inert
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import understood
 
@@ -242,8 +242,8 @@ def _named_class(value: Any) -> str | None:
     seen: set[int] = set()
     while open_values:
         value = open_values.pop()
-        if isinstance(value, Inert):
-            return value.name
+        if isinstance(value, Inert | type):
+            return str(getattr(value, "name", value))
         if id(value) in seen or not isinstance(value, dict | list | tuple | set | frozenset):
             continue
         seen.add(id(value))

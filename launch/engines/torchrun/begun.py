@@ -13,6 +13,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from trainwright.core.processes.process import START_TIME, stat_of
 from trainwright.core.run.run_directory import RUNS, holds_run
 
 _FOLDER = Path("logs") / "torchrun"
@@ -31,7 +32,8 @@ def agent_id(environment: Mapping[str, str]) -> str | None:
         # <folder of the agent>/attempt_<n>/<rank>/error.json; the folder has a random name, in every attempt the same.
         process = str(Path(error_file).parents[2])
     else:
-        process = f"{os.getppid()} {_start_time(os.getppid())}"
+        started = stat_of(os.getppid())[START_TIME : START_TIME + 1]  # nothing where the system does not tell
+        process = f"{os.getppid()} {''.join(started)}"
     text = "\n".join((environment["TORCHELASTIC_RUN_ID"], socket.gethostname(), process))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -61,11 +63,3 @@ def begun_run(name: str, run_dir: str | None, agents: Sequence[str]) -> Path | N
 
 def _names(run_dir: Path, agents: Sequence[str]) -> bool:
     return any((run_dir / _FOLDER / agent).exists() for agent in agents)
-
-
-def _start_time(pid: int) -> str:
-    """When a process was started, in ticks of its machine; empty where the system does not tell."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""

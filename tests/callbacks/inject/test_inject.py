@@ -26,7 +26,8 @@ from trainwright.callbacks.inject import network, numbers, soaking
 from trainwright.callbacks.inject.fault import Firings
 from trainwright.callbacks.inject.rules import HOOKS
 from trainwright.callbacks.save.run_state import RunStateCheckpoint
-from trainwright.checkpoint.read.find import list_checkpoints, newest_good
+from trainwright.checkpoint.format.manifest import verify
+from trainwright.checkpoint.read.find import list_checkpoints
 from trainwright.checkpoint.store.storage import PendingFolder
 from trainwright.core.errors import CheckpointError
 
@@ -443,13 +444,11 @@ def test_a_full_disk(ranks: Any, asynchronous: bool, at_step: int, saved: list[i
 @pytest.mark.parametrize("step", [2, 6])
 def test_a_damaged_checkpoint(ranks: Any, step: int, asynchronous: bool) -> None:
     assert ranks(saved_with, 2, "corrupt_checkpoint", {"step": step, "rank": 1}, asynchronous=asynchronous) == ["", ""]
-    said: list[str] = []
-    good = newest_good("run/checkpoints", say=said.append)
-    assert good is not None
-    assert good.step == (6 if step == 2 else 4)
-    assert [found.step for found in list_checkpoints("run/checkpoints")] == [6, 4, 2]
-    if step == 6:
-        assert "rank_00001.safetensors" in " ".join(said)
+    found = list_checkpoints("run/checkpoints")
+    assert [each.step for each in found] == [6, 4, 2]
+    problems = {each.step: " ".join(verify(each.path)) for each in found}
+    assert [damaged for damaged, text in problems.items() if text] == [step]
+    assert "rank_00001.safetensors" in problems[step]
 
 
 def test_disks_of_several_faults_are_emptied_again() -> None:
@@ -469,8 +468,8 @@ def test_the_checkpoint_of_any_callback_is_damaged() -> None:
         RunStateCheckpoint("other", "new", every_n_steps=3),
     ]
     fit("single", {}, *savers, inject.corrupt_checkpoint(step=3), steps=3)
-    assert newest_good("first") is None
-    assert newest_good("other") is not None
+    assert [bool(verify(found.path)) for found in list_checkpoints("first")] == [True]
+    assert [verify(found.path) for found in list_checkpoints("other")] == [[]]
     fit("single", {}, *reversed(savers), inject.corrupt_checkpoint(step=6), steps=6)
     assert firings() == {"corrupt_checkpoint(step=3)": 1, "corrupt_checkpoint(step=6)": 1}
 

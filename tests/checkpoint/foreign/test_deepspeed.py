@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,12 +118,18 @@ def test_reads_frozen_parameters_of_stage_1_from_the_module(tmp_path):
 
 
 def test_tells_what_the_caller_of_deepspeed_added(tmp_path):
-    client = {"epoch": 3, "loops": {"fit": {"done": 2}}, "ours": [{"a": Recorded()}]}
+    others = {"ours": [{"a": Recorded()}], "class": Recorded, "known": OrderedDict, "array": np.arange(3)}
+    client = {"epoch": 3, "loops": {"fit": {"done": 2}}, **others}
     write_deepspeed(tmp_path / "run", make_trained(), stage=2, ranks=1, client=client)
     found = read_deepspeed(tmp_path / "run")
     assert found.epoch == 3
     assert found.client == {"loops": {"fit": {"done": 2}}}
-    assert found.left_out == [f"ours: {__name__}.Recorded"]
+    assert found.left_out == [
+        f"ours: {__name__}.Recorded",
+        f"class: {__name__}.Recorded",
+        "known: <class 'collections.OrderedDict'>",
+        "array: numpy._core.multiarray._reconstruct",
+    ]
 
 
 class Recorded:

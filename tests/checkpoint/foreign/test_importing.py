@@ -307,20 +307,6 @@ def test_every_layout_begins_from_hugging_face(ranks, tmp_path, strategy, option
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-class Payload:
-    def __reduce__(self):
-        return os.system, ("touch ran",)
-
-
-def test_a_file_with_code_is_refused_and_nothing_runs(tmp_path):
-    with (tmp_path / "evil.ckpt").open("wb") as file:
-        torch.save({"state_dict": {"a": torch.ones(1)}, "x": Payload()}, file)
-    with pytest.raises(CheckpointError, match="trust=true"):
-        import_checkpoint(str(tmp_path / "evil.ckpt"), tmp_path / "run.ckpt")
-    assert not (tmp_path / "ran").exists()
-    assert os.listdir(tmp_path) == ["evil.ckpt"]
-
-
 def test_what_is_there_is_kept_unless_told(tmp_path):
     torch.save({"a": torch.ones(1)}, tmp_path / "m.pt")
     import_checkpoint(str(tmp_path / "m.pt"), tmp_path / "run.ckpt")

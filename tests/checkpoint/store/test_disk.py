@@ -15,7 +15,7 @@ import pytest
 from tests.checkpoint import small
 from tests.checkpoint.store import killed
 from trainwright.checkpoint.format.manifest import Manifest
-from trainwright.checkpoint.read.find import newest_good
+from trainwright.checkpoint.read.candidates import newest_good
 from trainwright.checkpoint.store.storage import PendingFolder
 from trainwright.checkpoint.store.write_errors import write_error
 from trainwright.core.errors import CheckpointError
@@ -40,9 +40,10 @@ def refused(work):
 
 def check_nothing_happened(folder):
     assert sorted(path.name for path in folder.iterdir() if path.name != "filler") == ["a.ckpt"]
-    found = newest_good(folder)
-    assert found is not None
-    assert small.read(found.path) == 1
+    path, passed_over = newest_good([str(folder)])
+    assert passed_over == []
+    assert path is not None
+    assert small.read(path) == 1
 
 
 @contextmanager

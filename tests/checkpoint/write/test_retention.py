@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.checkpoint import small
 from trainwright.checkpoint.format.manifest import Manifest
-from trainwright.checkpoint.read.find import Found, newest_good
+from trainwright.checkpoint.read.candidates import newest_good
+from trainwright.checkpoint.read.find import Found
 from trainwright.checkpoint.write.retention import Retention, apply
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 
@@ -97,7 +98,7 @@ def test_nothing_is_deleted_when_the_newest_is_damaged(tmp_path, file):
     with pytest.raises(DamagedCheckpoint, match=file):
         apply(tmp_path, Retention(), tmp_path / "step_3")
     assert len(os.listdir(tmp_path)) == 3
-    assert newest_good(tmp_path).step == 2
+    assert small.read(tmp_path / "step_2") == 2
 
 
 def test_what_was_just_written_stays_though_others_have_later_steps(tmp_path):
@@ -147,4 +148,5 @@ def test_a_good_one_is_there_after_any_damage(tmp_path):
             apply(folder, Retention(), folder / "step_4")
         except DamagedCheckpoint:
             assert 4 in damaged
-        assert newest_good(folder).step == max({1, 2, 3, 4} - {*damaged})
+        path, _ = newest_good([str(folder)])
+        assert small.read(path) == max({1, 2, 3, 4} - {*damaged})

@@ -27,7 +27,7 @@ from trainwright.checkpoint.format import records
 from trainwright.checkpoint.format.directory import Directory, Entry, Place
 from trainwright.checkpoint.format.manifest import read_manifest, records_of, verify
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.read.find import newest_good
+from trainwright.checkpoint.read.candidates import newest_good
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.store.storage import Folder, PendingFolder, clean_up, remove
 from trainwright.checkpoint.write import split
@@ -396,13 +396,13 @@ def test_one_takes_the_place_of_another(tmp_path: Path, place: str) -> None:
     parent = str(tmp_path) if place == "folder" else f"memory://{tmp_path.name}"
     for step in range(4):
         small.write(f"{parent}/x", step, divided=step in (1, 2))
-        found = newest_good(parent)
-        assert found is not None
-        assert small.read(found.path) == step
+        path, _ = newest_good([parent])
+        assert path is not None
+        assert small.read(path) == step
         assert clean_up(parent) == []
-        assert len(Folder(f"{parent}/x").names()) == found.manifest.num_files + 1
+        assert len(Folder(f"{parent}/x").names()) == read_manifest(path).num_files + 1
     remove(f"{parent}/x")
-    assert newest_good(parent) is None
+    assert newest_good([parent]) == (None, [])
 
 
 # ---- how much is where ----------------------------------------------------------------------------------------------
