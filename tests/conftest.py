@@ -12,6 +12,7 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 import gc
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import pickle
 import signal
 import sys
 import threading
@@ -53,39 +54,34 @@ EXPECTED_VARIABLES = {
 # merely wait for a command to train, and end it, belong to the others.
 ALONE = (
     "benchmarks/test_balance.py",
-    "callbacks/inject/test_connections.py",
-    "callbacks/save/test_run_state.py",
     "callbacks/traffic/test_stragglers.py",
     "callbacks/progress/test_throughput.py",
-    "checkpoint/write/test_asynchronous.py",
     "faults/test_hangs.py",
-    "faults/test_lost_workers.py",
     "faults/test_replicas.py",
-    "faults/test_restart.py",
     "parity/test_balance.py",
     "test_conftest.py",
     "test_pool.py",
-    "tools/doctor",
-    "trainer/test_balance.py",
-    "launch/test_launch.py",
-    "trainer/leases/test_service.py",
-    "launch/test_meeting.py",
-    "launch/test_replacing.py",
-    "trainer/test_signals.py",
-    "launch/test_supervisor.py",
+    "tools/doctor/test_ranks.py",
     "launch/watchdog/test_watchdog.py",
     "launch/watchdog/test_stops.py",
 )
-# Files of which a few tests take minutes: begun last, one would keep one process busy after all others are done.
+# Files that take longest, a minute or so each: begun last, one would keep one process busy after all others are done.
 FIRST = (
+    "zoo/test_zoo.py",
     "faults/test_preemption.py",
+    "parity/test_strategies.py",
+    "parity/test_layouts.py",
     "planning/test_search.py",
-    "launch/test_slurm.py",
-    "tools/test_verify.py",
-    "faults/test_clean_ends.py",
+    "launch/test_launch.py",
+    "parity/test_precision.py",
+    "parity/test_whole.py",
+    "faults/test_restart.py",
+    "command/test_auto.py",
+    "parity/test_run_state.py",
     "benchmarks/test_resume.py",
-    "command/test_cli.py",
-    "launch/test_kubernetes.py",
+    "parity/test_resume.py",
+    "trainer/test_going_back.py",
+    "faults/test_clean_ends.py",
     "launch/test_check_resume.py",
     "parity/test_hugging_face.py",
 )
@@ -131,7 +127,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the server of the ranks before any test runs, so before any test starts a thread."""
-    if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
+    if any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
         RankPool.warm()
 
 
@@ -147,6 +143,20 @@ def pool() -> Iterator[RankPool]:
 def ranks(pool: RankPool) -> Callable[..., list[Any]]:
     """``ranks(function, world_size, *args)``: results of the function on that many ranks; see :mod:`tests.pool`."""
     return pool.run
+
+
+@pytest.fixture(scope="session")
+def reference(pool: RankPool) -> Callable[..., Any]:
+    """``reference(function, *args)``: what the function returns on one rank, run once for all tests that ask."""
+    known: dict[bytes, Any] = {}
+
+    def run(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        asked = pickle.dumps((function, args, options))
+        if asked not in known:
+            (known[asked],) = pool.run(function, 1, *args, **options)
+        return known[asked]
+
+    return run
 
 
 @pytest.fixture(autouse=True)

@@ -56,10 +56,12 @@ OUTPUT_LIMIT = 6000
 # threads that wake a hundred times a second: a dozen such ranks keep two cores busy with nothing.
 MOST_THREADS = 8
 
+ROOT = Path(__file__).parents[1]
+
 # Signals by which native code ends a process.
 CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS")
 
-_context = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")
 
 
 class RankError(AssertionError):
@@ -154,7 +156,7 @@ class Case:
 # In a rank
 
 
-def _serve(connection: Connection, output: _Descriptor) -> None:
+def _serve(connection: Connection, output: Descriptor) -> None:
     """Run cases until the parent hangs up. The process never leaves this function alive."""
     _redirect_output(output.number)
     _die_with_parent()
@@ -365,7 +367,7 @@ def _restore_torch() -> None:
 # In the parent
 
 
-class _Descriptor:
+class Descriptor:
     """An open file of the parent that arrives in a started process as a descriptor of its own."""
 
     def __init__(self, number: int) -> None:
@@ -375,8 +377,8 @@ class _Descriptor:
         return _received, (DupFd(self.number),)
 
 
-def _received(duplicate: Any) -> _Descriptor:
-    return _Descriptor(duplicate.detach())
+def _received(duplicate: Any) -> Descriptor:
+    return Descriptor(duplicate.detach())
 
 
 class _Rank:
@@ -387,9 +389,9 @@ class _Rank:
         descriptor = self.output.fileno()
         # Both sides share the file's offset; appending makes the parent's truncation between cases safe.
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
-        self.connection, theirs = _context.Pipe()
+        self.connection, theirs = context.Pipe()
         # Not a daemon, because multiprocessing forbids those the worker processes of a DataLoader.
-        self.process = _context.Process(target=_serve, args=(theirs, _Descriptor(descriptor)), daemon=False)
+        self.process = context.Process(target=_serve, args=(theirs, Descriptor(descriptor)), daemon=False)
         # A new process begins in the folder of the one that starts it: a test's, which is removed when the test ends.
         with chdir("/"):
             self.process.start()
@@ -454,8 +456,9 @@ class RankPool:
     @staticmethod
     def warm() -> None:
         """Start the server now, so that its imports overlap with whatever the caller does next."""
-        _context.set_forkserver_preload(["tests.preload"])
-        multiprocessing.forkserver.ensure_running()
+        context.set_forkserver_preload(["tests.preload"])
+        with chdir(ROOT):  # where it finds what it imports; a test is in a folder of its own
+            multiprocessing.forkserver.ensure_running()
 
     @property
     def processes(self) -> list[int]:

@@ -19,6 +19,12 @@ LOADED = (
     "trainwright.launch.worker",
     "trainwright.strategies.data.ddp",
     "trainwright.strategies.compose.one_axis",
+    # Of commands.
+    "tests.warm",
+    "trainwright.command.cli",
+    "trainwright.command.verbs",
+    "trainwright.launch.ranks.progress",
+    "trainwright.launch.rank",
     # What cases need beside it. Each rank would import it anew, and so would each that takes a burdened one's place.
     "pytest",
     "tests.parity.layouts",

@@ -300,8 +300,8 @@ class HybridStrategy(DataCollectives, MixedPlacement):
         return groups.mesh(("replicate",), axes)
 
     def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
-        if self._engines is not None and parameter in self._engines.expert_parameters:
-            assert self._expert_mesh is not None
+        # Without experts nothing is looked up: this is asked of each parameter.
+        if self._expert_mesh is not None and self._engines and parameter in self._engines.expert_parameters:
             return self._expert_mesh
         return self.mesh
 

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.warm import warm_run
+
 MODULE = """
 import os
 import sys
@@ -115,13 +117,5 @@ def environment() -> dict[str, str]:
 
 def run_command(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run the command to its end; its output is text, standard error included in it."""
-    return subprocess.run(
-        command(*words),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-        timeout=120,
-        check=False,
-        **options,
-    )
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment()} | options
+    return warm_run(command(*words), timeout=120, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.command.project import environment, run_command
+from tests.warm import warm_run
 from trainwright.command.cli import main
 
 QUIET = ("monitor=none", "logger=csv", "trainer.log_every_n_steps=1")
@@ -63,7 +63,6 @@ def test_print_config(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_verb_with_one_process(conf: Path) -> None:
-    # One process for all of them: importing Lightning is most of what a verb costs here.
     script = Path("verbs.py")
     script.write_text(
         "import json\n"
@@ -79,7 +78,7 @@ def test_every_verb_with_one_process(conf: Path) -> None:
         "result = trainwright.run(cfg)\n"
         "print(json.dumps([codes, str(result.run_dir), sorted(result.metrics)]))\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment(), timeout=120)
+    done = warm_run([sys.executable, script], capture_output=True, env=environment(), timeout=120)
     assert done.returncode == 0, done.stderr
     *_, last = done.stdout.splitlines()
     assert json.loads(last) == [[0, 0, 0, 0, 0, 1], "api", ["loss"]]

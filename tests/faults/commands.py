@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tests.command.project import command, environment, write_project
+from tests.command.project import command, environment, run_command, write_project
+from tests.warm import WarmPopen
 from trainwright.core.processes.process import PARENT, stat_of
 
 # Long enough to be told to end in; module.sleep makes steps that a person could see.
@@ -71,7 +72,7 @@ class Command:
     ) -> None:
         self.output = Path(f"output_{time.monotonic_ns()}")
         with self.output.open("wb") as file:
-            self.process = subprocess.Popen(
+            self.process = WarmPopen(
                 words, stdout=file, stderr=subprocess.STDOUT, env=environment() | (more or {}), start_new_session=True
             )
         try:
@@ -158,9 +159,7 @@ def goes_on(conf: Path) -> str:
     """
     saved = max(int(path.name.split("=")[1]) for path in Path("run/checkpoints").glob("step=*"))
     words = ("fit", "--config-dir", str(conf), *WORDS, "ckpt_path=last", f"max_steps={saved + 1}", "max_epochs=100000")
-    done = subprocess.run(
-        command(*words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), timeout=LIMIT
-    )
+    done = run_command(*words)
     assert done.returncode == 0, done.stdout
     assert Path(f"run/checkpoints/step={saved + 1}/manifest.json").exists()
     return done.stdout

@@ -17,6 +17,7 @@ import pytest
 from tests.command.project import environment
 from tests.faults.commands import WORDS, Command, ends, training, write_faulty_project
 from tests.faults.failing_hooks import OF_CALLBACK, OF_MODULE, end_of_fit, hooks_of_a_fit
+from tests.warm import warm_run
 
 CASES = [("module", hook) for hook in OF_MODULE] + [("callback", hook) for hook in OF_CALLBACK]
 
@@ -102,11 +103,10 @@ stop_forkserver()
 def test_the_first_cause_is_told_and_nothing_is_left(conf: Path, temporary: Path) -> None:
     """All in one launching process, since starting one costs seconds."""
     words = ["fit", "--config-dir", str(conf), *WORDS[:-1]]
-    done = subprocess.run(
+    done = warm_run(
         [sys.executable, "-c", SCRIPT, repr([how for how, _, _ in ENDS.values()]), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
         env=environment(),
         timeout=150,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.command.project import environment, write_project
 from tests.faults.junk import BASES, VALUES, build_accepted, keys_of, override, problems_of
+from tests.warm import warm_run
 from trainwright.command.cli import main
 from trainwright.core.processes import machine
 
@@ -167,10 +167,9 @@ def test_refused_by_a_rank_before_training(empty: Path) -> None:
     path = f"{os.environ.get('PYTHONPATH', '')}:{empty}"
     conf = write_project(empty)
     usual = ["--config-dir", str(conf), "recipe=mine", "logger=csv", "monitor=none"]
-    done = subprocess.run(
+    done = warm_run(
         [sys.executable, "-c", SCRIPT, json.dumps(usual), json.dumps([list(words) for words in BY_A_RANK])],
         capture_output=True,
-        text=True,
         env={**environment(), "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
         timeout=280,
     )

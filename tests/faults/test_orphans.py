@@ -19,6 +19,7 @@ import pytest
 
 from tests.command.project import environment
 from tests.faults.commands import LIMIT, Command, training, write_faulty_project
+from tests.warm import WarmPopen
 from trainwright.core.processes.process import PARENT, is_alive, stat_of
 
 pytestmark = pytest.mark.skipif(
@@ -119,7 +120,7 @@ multiprocessing.get_context("fork").Process(target=work, args=(os.getpid(),)).st
 
 
 def test_no_worker_of_a_loader_outlives_a_rank_that_was_killed_while_it_started_it() -> None:
-    rank = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True, env=environment())
+    rank = WarmPopen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True, env=environment())
     assert rank.stdout is not None
     worker = int(rank.stdout.readline())
     assert is_alive(worker)
@@ -148,7 +149,7 @@ time.sleep(1000)
 
 
 def test_a_fork_server_outlives_the_thread_that_needed_it_first_and_no_more(tmp_path: Path) -> None:
-    script = subprocess.Popen([sys.executable, "-c", THREADS], stdout=subprocess.PIPE, text=True, env=environment())
+    script = WarmPopen([sys.executable, "-c", THREADS], stdout=subprocess.PIPE, text=True, env=environment())
     assert script.stdout is not None
     try:
         assert script.stdout.readline() == "ready\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from tests.faults.commands import LIMIT, Command, ends, goes_on, training, write
 from tests.faults.preempted import Told, alone, evaluate, parameters_of, points, trainer_of, watched
 from tests.parity.test_resume_watched import Net
 from tests.pool import free_port
+from tests.warm import WarmPopen
 from trainwright import RunStateCheckpoint
 from trainwright.callbacks.end.notice import FILE, URL, NoticePoll
 from trainwright.callbacks.end.preemption import Preempted, Preemption
@@ -506,7 +506,7 @@ def test_a_run_is_saved_though_nobody_reads_what_it_says(conf: Path) -> None:
     """A signal to every process of a job ends `tee` too."""
     reading, writing = os.pipe()
     words = training(conf)
-    process = subprocess.Popen(words, stdout=writing, stderr=writing, env=environment(), start_new_session=True)
+    process = WarmPopen(words, stdout=writing, stderr=writing, env=environment(), start_new_session=True)
     os.close(writing)
     try:
         with os.fdopen(reading, encoding="utf-8", errors="replace") as said:

@@ -21,6 +21,7 @@ from kubeflow_trainer_api import models
 from omegaconf import DictConfig
 
 from tests.command.project import environment
+from tests.warm import WarmPopen
 from trainwright import compose
 from trainwright.command.run import plan, prepare
 from trainwright.command.sweep import run_sweep
@@ -251,7 +252,7 @@ def test_two_pods_train_together_and_tell_the_metrics(conf: Path, tmp_path: Path
         "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))),
     }
     pods = [
-        subprocess.Popen(
+        WarmPopen(
             [sys.executable, "-c", code],
             env=environment() | own | {"PET_NODE_RANK": str(at), "TRAINWRIGHT_POD_IP": f"127.0.0.{at + 2}"},
             stdout=subprocess.PIPE,

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 from tests.command.project import command, environment, run_command
 from tests.faults.commands import session_of
+from tests.warm import WarmPopen, warm_run
 from trainwright.core.errors import CheckpointError
 from trainwright.core.failures.error_text import stands_alone
 from trainwright.core.failures.failure import Failure, FailureRecorder, first_failure
@@ -185,9 +186,7 @@ Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=4, **quiet).fit(
 )
 def test_a_script_tells_one_error_of_its_ranks(how: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "mine.py", how], capture_output=True, text=True, env=environment(), timeout=120, cwd=tmp_path
-    )
+    done = warm_run([sys.executable, "mine.py", how], capture_output=True, env=environment(), timeout=120, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("trainwright: ") == 1, done.stderr
     assert f"trainwright: {told}" in done.stderr
@@ -336,7 +335,7 @@ def test_two_ranks_and_the_ways_they_fail(conf: Path) -> None:
         "go('predict', 'ckpt_path=good/checkpoints/step=4', verb='predict')\n"
     )
     started = time.monotonic()
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment(), timeout=150)
+    done = warm_run([sys.executable, script], capture_output=True, env=environment(), timeout=150)
     assert done.returncode == 0, done.stderr
     ends = {part.split()[0]: part for part in done.stdout.split("END ")[1:]}
     assert ends["good"].startswith("good {'loss': ")
@@ -367,7 +366,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def _start(conf: Path) -> subprocess.Popen[str]:
     """Two ranks in the middle of training, in a process group of their own."""
     words = ("fit", "--config-dir", str(conf), *WORDS, "module.sleep=0.1", "max_steps=100000", "max_epochs=100000")
-    process = subprocess.Popen(
+    process = WarmPopen(
         command(*words),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -427,7 +426,7 @@ def test_torchrun_starts_the_ranks_and_starts_them_again(hosts: int, conf: Path,
         {"TRAINWRIGHT_RUN_TOKEN": "a secret"} if hosts > 1 else {}
     )
     agents = [
-        subprocess.Popen(
+        WarmPopen(
             [*agent, "--max-restarts=3", *command(*words)[1:]],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

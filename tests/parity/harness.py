@@ -141,8 +141,11 @@ class Recorder(pl.Callback):
 
     @staticmethod
     def looks_at(trainer: pl.Trainer) -> bool:
-        """Whether this step is the last, of which alone the gradients are kept: to gather them takes half of a step."""
-        return trainer.max_steps == -1 or trainer.global_step + 1 >= trainer.max_steps
+        """Whether this step may be the last, of which alone gradients are kept: to gather them takes half of a step."""
+        if trainer.max_steps != -1:
+            return trainer.global_step + 1 >= trainer.max_steps
+        left = trainer.num_training_batches - trainer.fit_loop.epoch_loop.batch_idx
+        return trainer.current_epoch + 1 == trainer.max_epochs and left <= 2 * trainer.accumulate_grad_batches
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.record.parameters = {n: whole(p) for n, p in pl_module.named_parameters()}
@@ -218,7 +221,7 @@ def train_with_lightning(case: Case, strategy: str, options: dict[str, Any]) -> 
 
     recorder = Recorder()
     trainer = pl.Trainer(
-        strategy=make_strategy(strategy, **options),
+        strategy=make_strategy(strategy, **{"certificate": "off", **options}),
         devices=world_size(),
         accumulate_grad_batches=case.accumulation,
         use_distributed_sampler=False,

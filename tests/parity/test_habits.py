@@ -190,9 +190,9 @@ def test_refused_habit(ranks, strategy, habit):
 
 @pytest.mark.parametrize("habit", list(HABITS))
 @pytest.mark.parametrize("strategy", [name for name in data_parallel_names() if name != "single"])
-def test_habit(ranks, strategy, habit):
+def test_habit(ranks, reference, strategy, habit):
     if (strategy, habit) in REFUSED:
         return
-    expected = ranks(run, 1, "single", habit)[0]
+    expected = reference(run, "single", habit)
     for found in ranks(run, 2, strategy, habit):
         assert differences(found, expected) == []

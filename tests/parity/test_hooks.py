@@ -171,7 +171,9 @@ def record(
     if options.get("barebones"):
         settings = {"accelerator": "cpu", "use_distributed_sampler": False, **options}
     callbacks = [listening_callback(calls)] if "callback" in listeners else None
-    trainer = trainer_class(strategy=make_strategy(strategy), devices=world_size(), callbacks=callbacks, **settings)
+    trainer = trainer_class(
+        strategy=make_strategy(strategy, certificate="off"), devices=world_size(), callbacks=callbacks, **settings
+    )
     x = torch.randn(10, 3, generator=torch.Generator().manual_seed(1))
     trainer.fit(module, DataLoader(TensorDataset(x), batch_size=2), DataLoader(TensorDataset(x), batch_size=4))
     progress = trainer.fit_loop.state_dict()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.command.project import command, environment
+from tests.warm import warm_run
 from trainwright import Trainer
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.strategies.compose.hybrid import HybridStrategy
@@ -98,10 +98,9 @@ def test_from_the_command_line(tmp_path: Path, ranks: Callable[..., list[Any]]) 
     shutil.copytree(PROJECT, tmp_path / "project")
     words = ("strategy=hybrid", "strategy.pipeline=2", "strategy.tensor=2", "devices=4", "run_dir=layout")
     quiet = ("monitor=none", "logger=csv", "trainer.log_every_n_steps=1")
-    done = subprocess.run(
+    done = warm_run(
         command("fit", "--config-dir", "conf", "recipe=my_llama", *words, *quiet),
         capture_output=True,
-        text=True,
         cwd=tmp_path / "project",
         env=environment(),
         timeout=120,

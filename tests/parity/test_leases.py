@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
+from tests.parity.harness import QUIET
 from trainwright import Trainer
 from trainwright.strategies.data.ddp import DDPStrategy
 from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
@@ -134,13 +135,8 @@ def fit(
     trainer = Trainer(
         strategy=Alone(guarantee) if strategy is None else strategy,
         devices=dist.get_world_size(),
-        accelerator="cpu",
         data_seed=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 1, "limit_val_batches": 0, "num_sanity_val_steps": 0, **options},
+        **{**QUIET, "max_epochs": 1, "limit_val_batches": 0, **options},
     )
     loader = DataLoader(Numbers(), batch_size=micro, shuffle=True, num_workers=workers, drop_last=drop_last)
     trainer.fit(module, loader, DataLoader(Numbers(), batch_size=32), ckpt_path=ckpt)

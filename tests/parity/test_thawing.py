@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.parity.harness import QUIET
 from trainwright import Trainer
 from trainwright.strategies.contract.registry import make_strategy
 
@@ -82,14 +83,10 @@ def trained(strategy: str, options: dict[str, Any], adds: bool = False) -> dict[
     module = Thawing(adds)
     trainer = Trainer(
         max_epochs=3,
-        accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=make_strategy(strategy, **options),
+        strategy=make_strategy(strategy, certificate="off", **options),
         gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(module)
     for name, parameter in module.named_parameters():

@@ -1,32 +1,23 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
 import sklearn.datasets  # noqa: F401 - its first import sets variables of the environment, which no test may
 import torch
 from lightning.pytorch import seed_everything
 
+from tests.parity.harness import QUIET
 from trainwright import Trainer, compose
 from trainwright.recipes.extras import check_scikit_learn
 from trainwright.recipes.vision.digits import DigitsData, DigitsModule
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 def test_more_than_95_percent_of_the_test_images(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     seed_everything(0)
     module, data = DigitsModule(), DigitsData(batch_size=32)
-    trainer = Trainer(max_epochs=3, limit_val_batches=0, **QUIET)
+    trainer = Trainer(max_epochs=3, devices=1, limit_val_batches=0, **QUIET)
     trainer.fit(module, data)
     accuracy = trainer.test(module, data, verbose=False)[0]["test_acc"]
     predicted = torch.cat(trainer.predict(module, data))

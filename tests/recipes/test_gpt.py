@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.optim import SGD
 
 from tests.callbacks.modules import Regression, loader
+from tests.parity.harness import QUIET
 from trainwright import Trainer
 from trainwright.recipes.data.text_corpus import TextCorpus
 from trainwright.recipes.gpt.model import GPTConfig
@@ -23,14 +24,6 @@ from trainwright.recipes.gpt.module import GPTModule, Prefix
 from trainwright.recipes.gpt.sample_text import SampleText, generate
 
 SMALL = GPTConfig(layers=2, dim=32, heads=2, seq_len=16)
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
 
 
 def write_text(folder: Path) -> Path:

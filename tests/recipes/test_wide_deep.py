@@ -12,19 +12,12 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback, seed_everything
 from torch.optim import Adagrad, AdamW
 
+from tests.parity.harness import QUIET
 from trainwright import Trainer, compose
 from trainwright.recipes.tables.click_log import COLUMNS, ClickLog, draw_click_log, hashed
 from trainwright.recipes.tables.wide_deep import ClickData, WideDeep
 from trainwright.recipes.tables.wide_deep_checks import check_sparse
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "limit_val_batches": 0,
-}
 SMALL: dict[str, Any] = {"rows": 256, "wide_rows": 512, "dim": 4, "hidden": (8,)}
 
 
@@ -43,7 +36,13 @@ def fit(strategy: str, sparse: bool, micro: int) -> list[float]:
     seed_everything(0)
     losses = Losses()
     trainer = Trainer(
-        strategy=strategy, devices=dist.get_world_size(), max_steps=6, global_batch_size=32, callbacks=[losses], **QUIET
+        strategy=strategy,
+        devices=dist.get_world_size(),
+        max_steps=6,
+        global_batch_size=32,
+        callbacks=[losses],
+        limit_val_batches=0,
+        **QUIET,
     )
     trainer.fit(WideDeep(sparse=sparse, **SMALL), ClickData(micro, samples=400))
     return losses.losses
@@ -66,7 +65,7 @@ def test_it_learns_and_says_how_far_from_the_best(caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.ERROR)
     seed_everything(0)
     module, data = WideDeep(rows=2048, wide_rows=8192, sparse=True), ClickData(batch_size=256, samples=30_000)
-    trainer = Trainer(max_epochs=1, devices=1, **QUIET)
+    trainer = Trainer(max_epochs=1, devices=1, limit_val_batches=0, **QUIET)
     trainer.fit(module, data)
     result = trainer.test(module, data, verbose=False)[0]
     best, base = data.best_loss("test"), loss_of_constant(data.splits["test"])

@@ -18,6 +18,7 @@ import pytest
 
 from tests.command.project import command, environment, write_project
 from tests.faults.test_orphans import descendants
+from tests.warm import WarmPopen
 
 LIMIT = 200.0
 _LISTENS = "0A"
@@ -75,7 +76,7 @@ def test_only_the_loopback_address_listens(kind: str, tmp_path: Path) -> None:
     (tmp_path / "pod.py").write_text(POD, encoding="utf-8")
     output = tmp_path / "output.txt"
     with output.open("wb") as file:
-        process = subprocess.Popen(
+        process = WarmPopen(
             KINDS[kind], cwd=tmp_path, env=environment(), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:

@@ -6,7 +6,6 @@ import csv
 import inspect
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from tests.command.project import environment
+from tests.warm import warm_run
 from trainwright.command.cli import main
 from trainwright.command.schema.compose import Composition, compose_checked
 from trainwright.core.processes import machine
@@ -622,7 +622,7 @@ def test_trains_as_the_explicit_configuration_does() -> None:
         "            'schedule:{_target_:trainwright.callbacks.schedule.schedules.Warmup,highest:0.001}}']\n"
         "raise SystemExit(main(words + json) or main(words + explicit))\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment(), timeout=200)
+    done = warm_run([sys.executable, script], capture_output=True, env=environment(), timeout=200)
     assert done.returncode == 0, done.stderr
     assert "prescale_gradients, fp16.hysteresis" in done.stdout
     losses = []

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.command.project import command, environment, write_project
+from tests.warm import WarmPopen, warm_run
 from trainwright.command.cli import main
 from trainwright.command.verify_options import VerifyOptions, take_options
 from trainwright.core.processes import machine
@@ -325,9 +326,7 @@ def _left(pid: int) -> list[Path]:
 
 def test_zero3_trains_as_one_process_does(tmp_path: Path) -> None:
     words = ("--json", "verify", "recipe=digits", "strategy=zero3", "devices=2", "module.blocks=2")
-    process = subprocess.Popen(
-        command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    )
+    process = WarmPopen(command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     report = json.loads(out)  # and nothing else
@@ -373,11 +372,9 @@ def test_planted_faults_are_found_and_named(conf: Path, tmp_path: Path) -> None:
         ("zero3", "StaleZeroStrategy"),
         ("ddp", "SameSamplesDDPStrategy"),
     ]
-    # One process for all of them: importing Lightning is most of what one costs here.
-    done = subprocess.run(
+    done = warm_run(
         [sys.executable, "-c", FAULTS, json.dumps(cases)],
         capture_output=True,
-        text=True,
         env=environment(),
         timeout=180,
     )
@@ -402,10 +399,9 @@ def test_planted_faults_are_found_and_named(conf: Path, tmp_path: Path) -> None:
 
 def test_a_fault_ends_the_command_with_1(conf: Path) -> None:
     words = ("verify", "--config-dir", str(conf), "recipe=mine", "devices=2", "strategy=zero2", "verify.steps=1")
-    done = subprocess.run(
+    done = warm_run(
         command(*words, "strategy._target_=faulty.SummedZeroStrategy"),
         capture_output=True,
-        text=True,
         env=environment(),
         timeout=120,
     )
@@ -418,9 +414,7 @@ def test_a_fault_ends_the_command_with_1(conf: Path) -> None:
 def test_an_interrupted_comparison_leaves_nothing(conf: Path, tmp_path: Path) -> None:
     options = ("strategy=ddp", "module.sleep=0.5", "launch.grace_seconds=0.5")
     words = ("verify", "--config-dir", str(conf), "recipe=mine", "devices=2", *options)
-    process = subprocess.Popen(
-        command(*words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
-    )
+    process = WarmPopen(command(*words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
     assert process.stdout is not None
     for line in process.stdout:
         if "first step of rank 0" in line:

@@ -154,7 +154,7 @@ def make_trainer(place: str, callbacks: Sequence[Any], max_steps: int = 8, **opt
     """A quiet Trainer on the ranks of the default process group."""
     strategy, given, _ = PLACES[place]
     return Trainer(
-        strategy=make_strategy(strategy, **given),
+        strategy=make_strategy(strategy, **{"certificate": "off", **given}),
         devices=world_size(),
         callbacks=list(callbacks),
         **{**QUIET, "global_batch_size": 12, "data_seed": 3, "max_steps": max_steps, "max_epochs": -1, **options},

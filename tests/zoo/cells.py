@@ -184,20 +184,20 @@ def _local(tensor: Any) -> Tensor:
     return local
 
 
-def train(theme: str, name: str, layout: str | None) -> Run | Last:
+def train(theme: str, name: str, layout: str | None, certifies: bool = True) -> Run | Last:
     """Train a row under ``layout`` on the ranks of the default process group; ``None``: with Lightning, alone."""
-    run = _run(theme, name, layout)
+    run = _run(theme, name, layout, certifies)
     # Where ranks are processes of a launcher, it ends those that wait for one that failed.
     return Last(run) if run.error and layout is not None else run
 
 
-def _run(theme: str, name: str, layout: str | None) -> Run:
+def _run(theme: str, name: str, layout: str | None, certifies: bool) -> Run:
     warnings.simplefilter("ignore")
     row, watch, run = find(theme, name), _Watch(), Run()
     torch.manual_seed(3)
     module = row.make_module()
     try:
-        trainer, data = _prepared(row, layout, watch)
+        trainer, data = _prepared(row, layout, watch, certifies)
         torch.manual_seed(5)
         trainer.fit(module, *data) if isinstance(data, tuple) else trainer.fit(module, data)
         run.losses = watch.losses
@@ -214,7 +214,7 @@ def _run(theme: str, name: str, layout: str | None) -> Run:
     return run
 
 
-def _prepared(row: Row, layout: str | None, watch: _Watch) -> tuple[Any, Any]:
+def _prepared(row: Row, layout: str | None, watch: _Watch, certifies: bool) -> tuple[Any, Any]:
     extra = row.trainer()
     callbacks = [watch, *extra.pop("callbacks", [])]
     options = {
@@ -232,7 +232,8 @@ def _prepared(row: Row, layout: str | None, watch: _Watch) -> tuple[Any, Any]:
     from trainwright.trainer.trainer import Trainer
 
     name, chosen, ranks = LAYOUTS[layout]
-    strategy = make_strategy(name, **chosen, **row.options.get(layout, {}))
+    choice = {} if certifies else {"certificate": "off"}
+    strategy = make_strategy(name, **chosen, **choice, **row.options.get(layout, {}))
     return Trainer(strategy=strategy, devices=ranks, **options), row.make_data(micro // DATA_RANKS[layout])
 
 
@@ -261,7 +262,15 @@ def _raised_by_us(error: BaseException) -> bool:
 # In the parent
 
 
-def tried(ranks: Callable[..., list[Any]], theme: str, row: Row, layout: str, reference: Run, timeout: float) -> str:
+def tried(
+    ranks: Callable[..., list[Any]],
+    theme: str,
+    row: Row,
+    layout: str,
+    reference: Run,
+    timeout: float,
+    certifies: bool = True,
+) -> str:
     """Try a cell: ``equal``, ``refused: MESSAGE`` or ``wrong: WHAT``, in one line.
 
     Args:
@@ -269,9 +278,10 @@ def tried(ranks: Callable[..., list[Any]], theme: str, row: Row, layout: str, re
         theme, row, layout: the cell.
         reference: what Lightning made of the row on one process.
         timeout: seconds until the cell counts as hung.
+        certifies: whether the run has the certificate that it has by default, which takes longer than its steps.
     """
     try:
-        answers = ranks(train, LAYOUTS[layout][2], theme, row.name, layout, timeout=timeout)
+        answers = ranks(train, LAYOUTS[layout][2], theme, row.name, layout, certifies, timeout=timeout)
     except RankTimeout:
         return "wrong: hung"
     except RankError as error:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, seed_everything
 
+from tests.parity.harness import QUIET
 from trainwright import Trainer
 from trainwright.recipes.tables.wide_deep import ClickData, WideDeep
 from trainwright.strategies.parameter_server.messages import parts
@@ -89,15 +90,11 @@ def fit(strategy: Any, sparse: bool = False, **options: Any) -> dict[str, Any]:
     trainer = Trainer(
         strategy=strategy(**options) if callable(strategy) else strategy,
         devices=dist.get_world_size(),
-        accelerator="cpu",
         max_steps=5,
         callbacks=[losses],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         limit_val_batches=0,
         gradient_clip_val=None if sparse else 0.5,
+        **QUIET,
     )
     with patch.object(parts, "LEAST_NUMEL", 64):  # else all of this module is one part, which is pushed after backward
         trainer.fit(module, ClickData(16, samples=400))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from tests.command.project import run_command
 from trainwright.command.cli import main
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import Launcher
@@ -146,9 +146,7 @@ def test_most_ranks_are_measured_in_part():
 
 def test_the_command_looks_at_this_machine(tmp_path: Path):
     before = set(tmp_path.iterdir())
-    done = subprocess.run(
-        [sys.executable, "-m", "trainwright", "doctor", "devices=2", "--json"], capture_output=True, text=True
-    )
+    done = run_command("doctor", "devices=2", "--json", stderr=subprocess.PIPE)
     document = json.loads(done.stdout)
     assert done.returncode == (1 if document["counts"]["error"] else 0), done.stderr
     found = {finding["check"]: finding for finding in document["findings"]}
