@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +19,28 @@ from omegaconf import DictConfig, OmegaConf
 from trainwright.checkpoint.format.manifest import read_manifest
 from trainwright.checkpoint.read.candidates import AUTO
 from trainwright.checkpoint.store.storage import Folder
+from trainwright.core.config.options import class_of
 from trainwright.core.config.override_words import in_shell, typed
 from trainwright.core.config.references import literal
 from trainwright.core.errors import CheckpointError
-from trainwright.core.layout import Layout
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.run_directory import PLAN_FILE
 from trainwright.core.text.sizes import size_text
+from trainwright.launch.auto_options import AUTO_TARGET, MICRO_BATCH, AutoOptions
 from trainwright.launch.checks.validate import problems_before_layout, validate
 from trainwright.launch.ranks.apart import call_apart
 from trainwright.launch.recovery.sizes import size_problems
-from trainwright.launch.schema import AUTO_TARGET
-from trainwright.planning.search.limits import OFFLOADS, Limits
-from trainwright.strategies.compose.world import Surroundings, closed_layout, world_size_of
+from trainwright.planning.search.limits import Limits
+from trainwright.strategies.compose.world import Surroundings, closed_layout, options_of, world_size_of
+from trainwright.strategies.contract.registry import all_options, strategy_names
 
 NEAR = 0.03
 """Part of a step by which predictions must differ for the faster layout to be taken before the simpler one."""
-MICRO_BATCH = "micro_batch_size"
-_SIMPLEST_FIRST = ("single", "ddp", "zero1", "zero2", "zero3", "hybrid")
 # Layouts that are held against everything else in the configuration before it is refused.
 _MOST_TRIED = 8
 # What is handed over from strategy=auto to the strategy that was chosen, whatever that is.
 _OF_EVERY_STRATEGY = ("blocks", "compile", "certificate")
 _OF_THE_MODEL = ("plan", "batch_dims", "attention")
-_PLANNED = ("SingleDeviceStrategy", "DDPStrategy", "ZeroStrategy", "HybridStrategy", "TensorParallelStrategy",
-            "PipelineStrategy", "ContextParallelStrategy", "ExpertParallelStrategy")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -159,33 +156,11 @@ def _decide_layout(cfg: DictConfig, surroundings: Surroundings) -> Choice:
 
 def _limits(cfg: DictConfig, surroundings: Surroundings) -> tuple[Limits, list[str]]:
     """What the user has decided, and what of it cannot be."""
-    strategy, problems = cfg.strategy, []
-    axes = {axis.name: strategy[axis.name] for axis in fields(Layout) if strategy[axis.name] is not None}
-    for axis, size in axes.items():
-        if size < 1:
-            problems.append(f"strategy.{axis}={size} with strategy=auto: type a size of at least 1, or leave it out")
-    world = world_size_of(cfg, surroundings)
-    ranks = math.prod(size for axis, size in axes.items() if axis != "expert")
-    if not problems and world % ranks:
-        given = " x ".join(f"{axis} {size}" for axis, size in axes.items() if axis != "expert")
-        problems.append(f"strategy=auto with {given}: {ranks} is no divisor of {world} ranks; type other sizes")
-    for key, allowed in (
-        ("stage", (0, 1, 2, 3)),
-        ("offload", OFFLOADS),
-        ("activation_checkpointing", ("none", "full")),
-    ):
-        if strategy[key] is not None and strategy[key] not in allowed:
-            named = ", ".join(map(str, allowed))
-            problems.append(
-                f"strategy.{key}={strategy[key]} with strategy=auto: allowed: {named}; null leaves it to the planner"
-            )
-    unknown = [key for key in strategy.keep if key != MICRO_BATCH]
-    if unknown:
-        problems.append(f"strategy.keep={unknown}: allowed: {MICRO_BATCH}")
+    strategy = AutoOptions(**{str(key): value for key, value in cfg.strategy.items()})
     keeps_size = MICRO_BATCH in strategy.keep and isinstance(cfg.micro_batch_size, int)
     return (
         Limits(
-            axes=axes,
+            axes=strategy.axes(),
             stage=strategy.stage,
             offload=strategy.offload,
             checkpointing=strategy.activation_checkpointing,
@@ -197,7 +172,7 @@ def _limits(cfg: DictConfig, surroundings: Surroundings) -> tuple[Limits, list[s
             micro_batch_size=cfg.micro_batch_size if keeps_size else None,
             accumulation=cfg.accumulation.steps,
         ),
-        problems,
+        list(strategy.problems(world_size_of(cfg, surroundings))),
     )
 
 
@@ -290,7 +265,7 @@ def _order(ranked: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _complexity(candidate: Mapping[str, Any]) -> tuple[Any, ...]:
     axes = sum(size > 1 for size in candidate["layout"].values())
     helps = (candidate["offload"] != "none") + (candidate["activation_checkpointing"] != "none")
-    return _SIMPLEST_FIRST.index(candidate["strategy"]), axes, helps, candidate["seconds"]["step"]
+    return strategy_names().index(candidate["strategy"]), axes, helps, candidate["seconds"]["step"]
 
 
 def _apply(cfg: DictConfig, candidate: Mapping[str, Any], batch: int) -> list[str]:
@@ -330,7 +305,7 @@ def ways_to_send(cfg: DictConfig, candidate: Mapping[str, Any]) -> Iterator[str]
     if average_by is not None and layout["replicate"] > 1:
         yield f"strategy.average_by={average_by}"
     prefetch = candidate["prefetch"] if asked.prefetch is None else asked.prefetch
-    if prefetch is not None and candidate["strategy"] in ("zero3", "hybrid") and candidate["stage"] == 3:
+    if prefetch is not None and candidate["stage"] == 3:
         yield f"strategy.prefetch={prefetch}"
 
 
@@ -403,12 +378,13 @@ def _later(other: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
 
 
 def _decide_micro_batch(cfg: DictConfig, surroundings: Surroundings, most: int | None) -> Choice:
-    name = str(cfg.strategy.get("_target_", "")).rsplit(".", 1)[-1]
-    if name not in _PLANNED:
+    options, name = options_of(cfg.strategy), class_of(cfg.strategy)
+    if options is None or options.planned_as is None:
+        planned = [each for each, kind in all_options() if kind().planned_as is not None]
         raise ConfigError(
             [
                 f"micro_batch_size=auto with {name}: what its ranks hold is not predicted; type a number, or one of "
-                "the strategies single, ddp, zero1, zero2, zero3, hybrid, tensor, pipeline, context, expert"
+                f"the strategies {', '.join(planned)}"
             ]
         )
     batch = _global_batch(cfg, surroundings, "micro_batch_size=auto")

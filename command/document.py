@@ -89,7 +89,7 @@ def _keys_of_schema(schema: type, group: str) -> Iterator[str]:
         return
     yield f"\n#### {_title(schema)}\n"
     above = [cls for cls in schema.__bases__ if is_dataclass(cls)]
-    said = (schema.__doc__ or "").partition(": ")[2].strip()
+    said = _first_line(schema).partition(": ")[2].strip()
     with_those = [f"[{_title(cls)}](#{_anchor(_title(cls))})" for cls in above if _has_keys(cls)]
     also = f"Beside these it has the keys of {' and '.join(with_those)}." if with_those else ""
     sentence = f"{said[:1].upper()}{said[1:]}" if said else ""
@@ -103,8 +103,12 @@ def _has_keys(schema: type) -> bool:
 
 def _title(schema: type) -> str:
     """What a type is the configuration of: the words that choose it, or its docstring."""
-    words = re.match(r"`([^`]*)`", schema.__doc__ or "")
-    return f"`{words[1]}`" if words else (schema.__doc__ or "").strip().rstrip(".")
+    words = re.match(r"`([^`]*)`", _first_line(schema))
+    return f"`{words[1]}`" if words else _first_line(schema).rstrip(".")
+
+
+def _first_line(schema: type) -> str:
+    return (schema.__doc__ or "").partition("\n")[0].strip()
 
 
 def _anchor(title: str) -> str:

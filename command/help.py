@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import GroupDefault
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from trainwright.command.schema.compose import choices_of, config_loader, group_names
 from trainwright.command.verify_options import VerifyOptions
@@ -99,6 +100,8 @@ def field_comments(schema: type) -> dict[str, str]:
         comment: list[str] = []
         for line in inspect.getsource(cls).splitlines():
             stripped = line.strip()
+            if stripped.startswith(("def ", "@property", "@classmethod")):
+                break  # methods follow
             match = re.match(r"(\w+): ", stripped)
             if stripped.startswith("#"):
                 comment.append(stripped.lstrip("# "))
@@ -112,8 +115,11 @@ def field_comments(schema: type) -> dict[str, str]:
 def description_of(loader: ConfigLoaderImpl, group: str, choice: str) -> str:
     """The comment that a choice's yaml begins with; empty when it has none."""
     for source in loader.get_sources():
-        if source.scheme() == "structured" or not source.is_config(f"{group}/{choice}"):
+        if not source.is_config(f"{group}/{choice}"):
             continue
+        if source.scheme() == "structured":  # a strategy of another package, without a yaml
+            schema = OmegaConf.get_type(ConfigStore.instance().load(f"{group}/{choice}.yaml").node)
+            return (schema.__doc__ or "").partition("\n")[0]
         lines = (line for line in _read(source, f"{group}/{choice}.yaml") if "@package" not in line)
         comment = " ".join(line.lstrip("# ").strip() for line in itertools.takewhile(_is_comment, lines))
         if comment:

@@ -14,287 +14,19 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from trainwright.core.problems import ConfigError
+from trainwright.launch.auto_options import AutoOptions
+from trainwright.launch.deepspeed_options import DeepSpeedJSONOptions
+from trainwright.strategies.contract.options import number
+from trainwright.strategies.contract.registry import all_options, options_of_others
+from trainwright.strategies.data.zero_options import ZeroOptions
+
 SCHEMA_NAME = "_schema"
-
-
-def number(default: Any, *, least: float = 0, most: float | None = None) -> Any:
-    """A field whose numbers have other bounds than 0 and the largest of its kind (see `check_bounds`), both allowed."""
-    return field(default=default, metadata={"least": least, "most": most})
 
 
 PRECISIONS = ("32", "bf16-mixed", "bf16-true", "16-mixed")
 ACCELERATORS = ("auto", "cpu", "gpu")
 PARTITIONS = ("interleave", "range", "hash")
-AUTO_TARGET = "trainwright.command.auto"
-
-
-@dataclass
-class _BlockConfig:
-    """What every strategy can do with the repeated blocks of a model."""
-
-    # Names (patterns with *) of the repeated blocks, like model.layers.*; null = found in the model.
-    blocks: list[str] | None = None
-    # Recompute activations in the backward pass to save memory: none, full (every block) or selective (the modules
-    # that checkpoint_modules names).
-    activation_checkpointing: str = "none"
-    # Names (patterns with *) of the modules to recompute with activation_checkpointing=selective; null = none.
-    checkpoint_modules: list[str] | None = None
-    # Compile each block with torch.compile; false = off.
-    compile: bool = False
-    # Before the first step, compare losses and gradients of a layout that splits the module with those of the module as
-    # written: refuse (end the run if they differ by more than rounding), warn or off.
-    certificate: str = "refuse"
-    # Functions that look at the configuration before a process starts, as package.module:function, of a strategy of
-    # your own; [] = none. Its class is not given them.
-    checks: list[str] = field(default_factory=list)
-
-
-@dataclass
-class SingleConfig(_BlockConfig):
-    """`strategy=single`: one process, one device."""
-
-    _target_: str = "trainwright.strategies.data.single.SingleDeviceStrategy"
-
-
-@dataclass
-class DDPConfig(_BlockConfig):
-    """`strategy=ddp`: every rank holds the whole model, gradients are averaged."""
-
-    _target_: str = "trainwright.strategies.data.ddp.DDPStrategy"
-    # Look for parameters that a step left out (costs a pass over the graph); false = off, such a parameter is an error.
-    find_unused_parameters: bool = False
-    # Largest bucket of gradients that is sent at once, in MiB; null = 25, or what communication=auto finds.
-    bucket_mib: float | None = None
-    # How gradients are averaged over replicas: all_reduce, reduce_scatter (and all-gather) or hierarchical (within a
-    # node, then across nodes); null = all_reduce, or what communication=auto finds to be fastest.
-    average_by: str | None = None
-    # Neighbouring ranks that share a node, for hierarchical averages; null = devices.
-    ranks_per_node: int | None = None
-    # Ways to average gradients: advise = measure some steps and links, and recommend something (communication.json);
-    # auto = also choose what changes no numbers but by rounding (average_by, the size of buckets); none = off.
-    communication: str = "none"
-
-
-@dataclass
-class ParameterServerConfig(_BlockConfig):
-    """`strategy=parameter_server`: servers hold parameters and optimizer, workers push gradients and pull."""
-
-    _target_: str = "trainwright.strategies.parameter_server.strategy.ParameterServerStrategy"
-    # Who waits for whom: sync (all make each step together, what ddp computes), ssp (a worker may be some steps ahead
-    # of the slowest) or async (nobody waits but where an epoch ends, at a validation and a save).
-    consistency: str = "sync"
-    # Steps that a worker may be ahead of the slowest, with consistency=ssp (null = 3); read with ssp only.
-    staleness: int | None = None
-    # Servers that the parameters are shared out to.
-    servers: int = number(1, least=1)
-    # Where servers are: beside = each in a rank that trains, too (the first ones); own = on ranks that do nothing else
-    # (the last ones), so that devices - servers ranks train.
-    server_ranks: str = "beside"
-    # Correct late gradients for how far parameters have moved on (DC-ASGD), by this strength; 0 = off.
-    delay_compensation: float = 0.0
-    # Divide learning rates by how many steps a gradient is late; false = off.
-    scale_by_staleness: bool = False
-    # How gradients are written on their way to a server: a name like topk, or a mapping of name and options; null = as
-    # they are.
-    compression: Any = None
-    # Network interface that servers listen at, like eth0; null = the loopback address, for one machine.
-    interface: str | None = None
-    # With consistency=async, let workers lease samples, so that a fast one reads more: at_least_once or at_most_once
-    # (those of a dead worker are read again, or lost); none = off, equal shares.
-    leases: str = "none"
-    # Push gradients while the backward pass makes others, and pull parameters while the first layers compute; false =
-    # after and before it.
-    overlap: bool = True
-
-
-@dataclass
-class ZeroConfig(_BlockConfig):
-    """`strategy=zero1|zero2|zero3`: training state sharded over the ranks, on a replicate x shard layout."""
-
-    _target_: str = "trainwright.strategies.data.zero.ZeroStrategy"
-    # What is sharded: 1 = optimizer state, 2 = and gradients, 3 = and parameters.
-    stage: int = MISSING
-    # Number of copies of the sharded state (ranks); -1 = the rest, 1 = no copies.
-    replicate: int = number(1, least=-1)
-    # Number of ranks that share one copy; -1 = the rest, 1 = nothing is sharded.
-    shard: int = number(-1, least=-1)
-    # What lives in host memory between steps: none, optimizer (its state) or parameters (stage 3 only).
-    offload: str = "none"
-    # Keep whole gradients while accumulating, so that only the last micro-batch communicates (stages 2 and 3; faster,
-    # more memory); false = off.
-    no_sync_accumulation: bool = False
-    # Accept parameters that a step leaves out; false = off, such a parameter is an error.
-    find_unused_parameters: bool = False
-    # Largest bucket of gradients that is sent at once (stages 1 and 2), in MiB; small models take smaller ones.
-    bucket_mib: float = 25.0
-    # Blocks whose parameters are gathered ahead of the one that computes (stage 3), each in memory of its own; 0 =
-    # none, null = as FSDP2 does (1 on CUDA, 0 on the CPU), or what communication=auto finds.
-    prefetch: int | None = None
-    # How gradients are averaged over replicas: all_reduce, reduce_scatter (and all-gather) or hierarchical (within a
-    # node, then across nodes); null = all_reduce, or what communication=auto finds to be fastest.
-    average_by: str | None = None
-    # Neighbouring ranks that share a node, for hierarchical averages; null = devices.
-    ranks_per_node: int | None = None
-    # Ways to average gradients: advise = measure some steps and links, and recommend something (communication.json);
-    # auto = also choose what changes no numbers but by rounding (average_by of stages 1 and 2, prefetch); none = off.
-    communication: str = "none"
-
-
-@dataclass
-class HybridConfig(ZeroConfig):
-    """`strategy=hybrid|tensor|pipeline|context|expert`: any layout, ZeRO on its shard axis."""
-
-    _target_: str = "trainwright.strategies.compose.hybrid.HybridStrategy"
-    # ZeRO stage on shard x context.
-    stage: int = 3
-    # Ranks that hold different stages of the model; -1 = the rest, 1 = off.
-    pipeline: int = number(1, least=-1)
-    # Ranks that split the sequence of the same samples; -1 = the rest, 1 = off.
-    context: int = number(1, least=-1)
-    # Ranks that split each weight of a layer; -1 = the rest, 1 = off.
-    tensor: int = number(1, least=-1)
-    # Ranks that hold different experts, a divisor of shard x context; -1 = all of these, 1 = off.
-    expert: int = number(1, least=-1)
-    # Order of the pipeline's work: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev.
-    schedule: str = "1f1b"
-    # Parts that a batch is split into for the pipeline; null = one per pipeline rank (two for zbv and dualpipev).
-    micro_batches: int | None = None
-    # Stages of the pipeline on each rank; null = 1, or 2 for schedules that need several.
-    stages_per_rank: int | None = None
-    # Blocks of each stage, like [3,5]; balanced = alike in number of parameters.
-    split: Any = "balanced"
-    # Tensors of a batch whose samples are not along dim 0: path in the batch -> dim; null = whole for all.
-    batch_dims: dict[str, int | None] = field(default_factory=dict)
-    # Split activations between cut modules along the sequence over the tensor axis; false = off.
-    sequence_parallel: bool = False
-    # Compute the loss on logits split over the tensor axis; false = off.
-    loss_parallel: bool = False
-    # How context ranks exchange keys and values: ring, ulysses or gather.
-    attention: str = "ring"
-    # Deal the sequence so that causal attention costs every context rank the same; false = contiguous parts.
-    balance: bool = True
-    # What the model allows, where it is not found or found wrong: tensor, heads, whole_inputs, first, last, experts.
-    plan: dict[str, Any] = field(default_factory=dict)
-    # Where parameters are: pattern of names -> parameter_server (tables of embeddings), shard or replicate; the first
-    # that matches counts; null = all have the layout. Like {embedding.*:parameter_server,*:shard}.
-    placement: Any = None
-    # With placement: parameter servers, one on each of the first ranks.
-    table_servers: int = 1
-    # With placement: network interface that servers listen at; null = the loopback address alone, for one machine.
-    interface: str | None = None
-
-
-@dataclass
-class AutoConfig:
-    """`strategy=auto`: the planner's choice for this machine; what is given here is not left to it."""
-
-    _target_: str = AUTO_TARGET
-    # Ranks that hold different stages of the model; null = the planner decides, as with all of these.
-    pipeline: int | None = number(None, least=-1)
-    # Number of copies of the state; null = the planner decides.
-    replicate: int | None = number(None, least=-1)
-    # Ranks that share one copy; null = the planner decides.
-    shard: int | None = number(None, least=-1)
-    # Ranks that split the sequence of the same samples; null = the planner decides.
-    context: int | None = number(None, least=-1)
-    # Ranks that split each weight of a layer; null = the planner decides.
-    tensor: int | None = number(None, least=-1)
-    # Ranks that hold different experts; null = the planner decides.
-    expert: int | None = number(None, least=-1)
-    # ZeRO stage, 0 = none of it (single, ddp); null = the planner decides.
-    stage: int | None = None
-    # What lives in host memory between steps: none, optimizer or parameters; null = the planner decides.
-    offload: str | None = None
-    # Recompute activations in the backward pass: none or full; null = the planner decides.
-    activation_checkpointing: str | None = None
-    # Order of the pipeline's work: 1f1b or interleaved_1f1b; null = the planner decides.
-    schedule: str | None = None
-    # Parts that a batch is split into for the pipeline; null = the planner decides.
-    micro_batches: int | None = None
-    # Stages of the pipeline on each rank; null = the planner decides.
-    stages_per_rank: int | None = None
-    # Split activations between cut modules along the sequence over the tensor axis; null = where it is possible.
-    sequence_parallel: bool | None = None
-    # Compute the loss on logits split over the tensor axis; null = where it is possible.
-    loss_parallel: bool | None = None
-    # Largest bucket of gradients that is sent at once (ddp, stages 1 and 2), in MiB; null = what fits the links.
-    bucket_mib: float | None = None
-    # How gradients are averaged over replicas: all_reduce, reduce_scatter or hierarchical; null = what fits the links.
-    average_by: str | None = None
-    # Blocks whose parameters stage 3 gathers ahead; null = what fits the links and the memory.
-    prefetch: int | None = None
-    # Plain keys that are not chosen: micro_batch_size, which is among them where it is typed; [] = none.
-    keep: list[str] = field(default_factory=list)
-    # Names (patterns with *) of the repeated blocks, like model.layers.*; null = found in the model.
-    blocks: list[str] | None = None
-    # Compile each block with torch.compile; false = off.
-    compile: bool = False
-    # The comparison with the module as written before the first step: refuse, warn or off.
-    certificate: str = "refuse"
-    # Tensors of a batch whose samples are not along dim 0: path in the batch -> dim; null = whole for all.
-    batch_dims: dict[str, int | None] = field(default_factory=dict)
-    # How context ranks exchange keys and values: ring, ulysses or gather.
-    attention: str = "ring"
-    # What the model allows, where it is not found or found wrong: tensor, heads, whole_inputs, first, last, experts.
-    plan: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class _LocalUpdatesConfig(HybridConfig):
-    """What replicas can do that are brought together now and then only."""
-
-    # Number of replicas; -1 = the rest.
-    replicate: int = number(-1, least=-1)
-    # Ranks that share the state of one replica; -1 = the rest, 1 = nothing is sharded.
-    shard: int = number(1, least=-1)
-    # Optimizer steps from one synchronisation of the replicas to the next.
-    sync_every: int = 10
-    # Optimizer steps at the beginning in which gradients are averaged over all replicas; 0 = off.
-    warmup_steps: int = 0
-
-
-@dataclass
-class LocalSGDConfig(_LocalUpdatesConfig):
-    """`strategy=local_sgd`: replicas step by themselves; now and then their parameters are averaged."""
-
-    _target_: str = "trainwright.strategies.local_updates.strategy.LocalSGDStrategy"
-    # Average what optimizers remember, too; false = each replica keeps its own.
-    average_optimizer: bool = False
-
-
-@dataclass
-class DiLoCoConfig(_LocalUpdatesConfig):
-    """`strategy=diloco`: replicas step by themselves; how far they have gone is the gradient of an outer optimizer."""
-
-    _target_: str = "trainwright.strategies.local_updates.strategy.DiLoCoStrategy"
-    # Optimizer steps from one synchronisation (of a fragment) to the next.
-    sync_every: int = 50
-    # Learning rate of the outer SGD; 1 with outer_momentum 0 = the plain average.
-    outer_lr: float = 0.7
-    # Momentum of the outer SGD; 0 = off.
-    outer_momentum: float = 0.9
-    # Take Nesterov's momentum; false = the classical one.
-    outer_nesterov: bool = True
-    # Parts of the model that are synchronised in turn; 1 = the whole at once.
-    fragments: int = 1
-    # Optimizer steps that an average may take while training goes on; 0 = training waits for it.
-    overlap_steps: int = 0
-    # Part of a replica's own parameters that is kept when such an average is merged; 0 = nothing.
-    mixing: float = 0.5
-    # How outer gradients are sent: a compressor (fp16, bf16, int8, topk, ...) or its name and options, like
-    # {name: topk, ratio: 0.01}; null = as they are.
-    compression: Any = None
-    # Keep the common parameters and the outer momentum in host memory; false = on the device.
-    offload_outer: bool = False
-
-
-@dataclass
-class DeepSpeedJSONConfig:
-    """`strategy=deepspeed_json`: put in place of it is what a DeepSpeed JSON stands for, see docs/deepspeed.md."""
-
-    _target_: str = "trainwright.tools.deepspeed.expand.not_expanded"
-    # Path of the JSON.
-    path: str | None = MISSING
 
 
 @dataclass
@@ -830,21 +562,27 @@ def register_schema() -> None:
     """Make the dataclasses known to Hydra; doing it twice changes nothing.
 
     Names begin with an underscore because they are types to build on, not choices to make: `strategy=_zero` is not
-    offered anywhere.
+    offered anywhere. A strategy of another package is a choice without a yaml, too: its options are all that there is.
+
+    Raises:
+        ConfigError: if another package's strategy cannot be loaded.
     """
     store = ConfigStore.instance()
+    try:
+        others = options_of_others()
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    for name, options in others.items():
+        if f"{name}.yaml" not in store.repo.get("strategy", {}):
+            store.store(group="strategy", name=f"_{name}", node=options)
+            store.store(group="strategy", name=name, node=options)
     if f"{SCHEMA_NAME}.yaml" in store.repo:
         return  # Hydra would make its nodes from the dataclasses once more
     store.store(name=SCHEMA_NAME, node=RunConfig)
-    store.store(group="strategy", name="_single", node=SingleConfig)
-    store.store(group="strategy", name="_auto", node=AutoConfig)
-    store.store(group="strategy", name="_ddp", node=DDPConfig)
-    store.store(group="strategy", name="_parameter_server", node=ParameterServerConfig)
-    store.store(group="strategy", name="_zero", node=ZeroConfig)
-    store.store(group="strategy", name="_hybrid", node=HybridConfig)
-    store.store(group="strategy", name="_local_sgd", node=LocalSGDConfig)
-    store.store(group="strategy", name="_diloco", node=DiLoCoConfig)
-    store.store(group="strategy", name="_deepspeed_json", node=DeepSpeedJSONConfig)
+    built_in = {name: options for name, options in all_options() if name not in others}
+    choices = {"zero": ZeroOptions, "auto": AutoOptions, "deepspeed_json": DeepSpeedJSONOptions, **built_in}
+    for name, node in choices.items():
+        store.store(group="strategy", name=f"_{name}", node=node)
     store.store(group="accumulation", name="_auto", node=AccumulationConfig)
     store.store(group="accumulation", name="_fixed", node=FixedAccumulationConfig)
     store.store(group="balance", name="_balance", node=BalanceConfig)

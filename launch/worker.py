@@ -31,7 +31,7 @@ from trainwright.checkpoint.memory.held import PENDING, HeldState
 from trainwright.checkpoint.read.candidates import LAST
 from trainwright.core.config.masking import MaskedParameters
 from trainwright.core.config.missing import resolved
-from trainwright.core.config.targets import class_of
+from trainwright.core.config.options import class_of
 from trainwright.core.device_profiles import peak_flops_of
 from trainwright.core.failures.error_text import is_refusal, is_secondary, message_of
 from trainwright.core.failures.failure import log_file
@@ -42,6 +42,7 @@ from trainwright.launch.checks.check_compression import compression_of
 from trainwright.launch.watchdog.callback import Watchdog
 from trainwright.launch.watchdog.check_hangs import AUTO
 from trainwright.strategies.averaging.compression.options import OFF
+from trainwright.strategies.compose.world import options_of
 from trainwright.trainer.loggers.metrics_csv import MetricsCSV
 from trainwright.trainer.loggers.tensorboard import HyperParameters, references_of
 from trainwright.trainer.resume import look_in
@@ -155,7 +156,7 @@ def build_trainer(cfg: DictConfig, more_callbacks: Sequence[Callback] = ()) -> T
     # Only where it is asked for: a strategy of another library takes no such argument.
     begin: dict[str, Any] = {} if cfg.init_from is None else {"init_from": cfg.init_from}
     if cfg.compression.name != OFF:
-        begin["compression"] = compression_of(cfg)
+        begin["compression"] = compression_of(cfg, options_of(cfg.strategy))
     has_end = cfg.max_steps is not None or cfg.max_epochs is not None
     strategy = {str(key): value for key, value in cfg.strategy.items() if key != "checks"}  # they were run by now
     return Trainer(

@@ -20,12 +20,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.core.layout import Layout
-from trainwright.strategies.compose.check_layout import build_on_meta, engine_options
+from trainwright.strategies.compose.check_layout import build_on_meta
 from trainwright.strategies.compose.cuts_of import shapes_along_pipeline
-from trainwright.strategies.compose.engines import EngineOptions, plan_for
+from trainwright.strategies.compose.engines import plan_for
+from trainwright.strategies.compose.hybrid_options import EngineOptions, engine_options_of
 from trainwright.strategies.compose.model_plan import describe_plan
 from trainwright.strategies.compose.rules import cuts_module
-from trainwright.strategies.compose.world import server_ranks
+from trainwright.strategies.compose.world import options_of, serving_ranks
 from trainwright.strategies.parameter_server.server.shard import Plan
 from trainwright.strategies.plan.model_plan import ModelPlan
 
@@ -263,7 +264,7 @@ def report(cfg: DictConfig, layout: Layout) -> str:
         return (
             "\n\n".join([*parts, f"The module cannot be built without memory, so its plan is not known: {why}"]) + "\n"
         )
-    options = engine_options(cfg.strategy)
+    options = engine_options_of(options_of(cfg.strategy))
     plan = plan_for(module, layout, options)
     parts.append(f"plan of {type(module).__name__}\n{describe_plan(plan, module)}")
     held = bytes_of_ranks(module, layout, options, rules)
@@ -279,7 +280,7 @@ def rules_of(cfg: DictConfig) -> StateRules:
         offload=str(strategy.get("offload", "none")),
         halves=cfg.precision == "bf16-true",
         servers=int(strategy.get("servers", 0)),
-        server_ranks=server_ranks(cfg),
+        server_ranks=serving_ranks(cfg),
     )
 
 

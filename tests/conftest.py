@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 from tests.imported import forget_modules_of
+from tests.installed import forget_strategies
 from tests.pool import RankPool, all_processes, end_left_processes, end_marked_processes
 
 # Every process a test starts, and every one that starts, inherits this variable: so one that was left can be found even
@@ -172,6 +173,7 @@ def _no_modules_left(tmp_path: Path) -> Iterator[None]:
     yield
     sys.path[:] = path
     forget_modules_of(tmp_path, modules)
+    forget_strategies()
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from setuptools import Distribution
 from setuptools.config.pyprojecttoml import apply_configuration
+
+from trainwright.core.layout import Layout
+from trainwright.strategies.contract.registry import all_options, target_of
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -63,6 +67,7 @@ ALLOWED_IN_STRATEGIES = {
 LIGHT = {
     "trainwright": {"torch", "lightning"},
     "trainwright.strategies.contract.registry": {"torch", "lightning"},
+    "trainwright.strategies.compose.hybrid_options": {"torch", "lightning", "omegaconf"},
     "trainwright.core.layout": {"torch", "lightning"},
     "trainwright.core.global_batch": {"torch", "lightning"},
     "trainwright.launch.schema": {"torch", "lightning"},
@@ -201,6 +206,44 @@ def test_no_folder_is_crowded():
 def test_recipes_use_the_public_api_alone(module):
     wrong = {name for name in imports(module) if layer_of(name) == "api" and name != "trainwright"}
     assert not wrong, f"{module} must import what it uses from `trainwright`, not from {sorted(wrong)}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nobody asks which strategy runs
+
+
+def questions_for_strategies(text: str) -> list[str]:
+    """Where a source text compares with the name or the class of a strategy; what it should ask is in its options."""
+    classes = {target_of(options).rpartition(".")[2] for _, options in all_options()}
+    # Four strategies are named after their axis, which is a word of layouts.
+    names = {name for name, _ in all_options()} - {axis.name for axis in fields(Layout)}
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and str(node.value).rpartition(".")[2] in classes:
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            asked = {
+                ast.unparse(each).rpartition(".")[2] for each in ast.walk(node.args[1]) if isinstance(each, ast.expr)
+            }
+            found += [ast.unparse(node)] if asked & classes else []
+        elif isinstance(node, ast.Compare | ast.MatchValue):
+            constants = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+            found += [ast.unparse(node)] if constants & names else []
+    return found
+
+
+@pytest.mark.parametrize("module", [m for m in sorted(modules()) if layer_of(m) not in ("strategies", "face")])
+def test_nobody_outside_asks_which_strategy_runs(module):
+    told = {
+        "trainwright.tools.verify.verify": ["'trainwright.strategies.data.single.SingleDeviceStrategy'"]
+    }  # it chooses that
+    assert questions_for_strategies(modules()[module].read_text()) == told.get(module, [])
+
+
+def test_questions_for_strategies_are_seen():
+    text = "a == 'ddp'\nb in ('zero1', 'x')\nc == 'pipeline'\nisinstance(s, d.ZeroStrategy)\nt.endswith('DDPStrategy')"
+    found = ["a == 'ddp'", "b in ('zero1', 'x')", "isinstance(s, d.ZeroStrategy)", "'DDPStrategy'"]
+    assert sorted(questions_for_strategies(text)) == sorted(found)
 
 
 # Calls that make objects of what pickles name, or that torch makes with pickles.

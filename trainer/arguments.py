@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from trainwright.strategies.contract.precision import AutocastPrecision
-from trainwright.strategies.contract.registry import make_strategy, strategy_names, strategy_target
+from trainwright.strategies.contract.registry import is_strategy, make_strategy, strategy_options
 from trainwright.trainer.data.partition import PARTITIONS
 
 
@@ -101,11 +101,11 @@ def resolve_strategy(strategy: str | Strategy, kwargs: dict[str, Any]) -> str | 
         forks = accelerator_connector._IS_INTERACTIVE and int(kwargs.get("num_nodes", 1)) == 1
         options = {"start_method": "fork"} if count > 1 and forks else {}
         return make_strategy("single" if count == 1 else "ddp", **options)  # type: ignore[no-any-return]
-    if strategy in strategy_names():
+    if is_strategy(strategy):
         _refuse_in_notebook(strategy, kwargs)
         return make_strategy(strategy)  # type: ignore[no-any-return]
     if strategy not in StrategyRegistry.available_strategies():
-        strategy_target(strategy)  # raises, naming what there is
+        strategy_options(strategy)  # raises, naming what there is
     return strategy
 
 

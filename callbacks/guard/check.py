@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.callbacks.guard.options import guard_problems
-from trainwright.core.config.targets import class_of
+from trainwright.core.config.options import class_of
 
 _GUARD = "LossGuard"
 

@@ -37,7 +37,8 @@ from trainwright.command.schema.removed import REMOVED_CHOICES
 from trainwright.core.failures.refusal import refused_as
 from trainwright.core.problems import ConfigError, did_you_mean, nearest
 from trainwright.core.tools import tool
-from trainwright.launch.schema import AUTO_TARGET, RunConfig, register_schema
+from trainwright.launch.auto_options import AUTO_TARGET
+from trainwright.launch.schema import RunConfig, register_schema
 
 _log = logging.getLogger(__name__)
 

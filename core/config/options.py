@@ -26,3 +26,8 @@ def is_whole(value: Any, least: int) -> bool:
 def is_number(value: Any) -> bool:
     """Whether an option is a finite number; ``True`` and ``False`` are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def class_of(node: Any) -> str:
+    """Name of the class that a part of a configuration builds; empty where it builds none."""
+    return str(node.get("_target_", "")).rsplit(".", 1)[-1] if hasattr(node, "get") else ""

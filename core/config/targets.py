@@ -11,8 +11,6 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from trainwright.core.problems import did_you_mean
 
 _OWN = "trainwright"
@@ -28,11 +26,6 @@ def targets_in(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(node, list):
         for number, value in enumerate(node):
             yield from targets_in(value, f"{path}[{number}]")
-
-
-def class_of(node: Any) -> str:
-    """Name of the class that a part of a configuration builds; empty where it builds none."""
-    return str(node.get("_target_", "")).rsplit(".", 1)[-1] if isinstance(node, DictConfig) else ""
 
 
 def lineage(target: str) -> Iterator[str]:

@@ -7,67 +7,52 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.core.config.targets import class_of
+from trainwright.core.config.options import class_of
 from trainwright.core.layout import Layout
 from trainwright.strategies.averaging.compression.options import (
-    ONLY_OF_AVERAGES,
     CompressionChoice,
     choose_compression,
     compression_problems,
-    compressor_names,
     nothing_to_compress,
-    option_defaults,
+    of_one_message,
     scaled_steps_problem,
 )
+from trainwright.strategies.contract.options import StrategyOptions
 
-_OURS = "trainwright.strategies."
-_SYNCHRONOUS = ("DDPStrategy", "ZeroStrategy", "HybridStrategy", "SingleDeviceStrategy")
 _ADAM = ("Adam", "AdamW")
 
 
-def compression_refusals(cfg: DictConfig, layout: Layout | None) -> list[str]:
+def compression_refusals(cfg: DictConfig, options: StrategyOptions | None, layout: Layout | None) -> list[str]:
     """What speaks against `compression`.
 
     Args:
         cfg: the resolved configuration.
+        options: of the strategy; None = of a class that is none of this project's.
         layout: closed; None = not known, or refused elsewhere.
     """
-    given = compression_of(cfg)
+    given = compression_of(cfg, options)
     problems = compression_problems(given)
     choice = None if problems else choose_compression(given)
-    return problems if choice is None else [*problems, *_beside(cfg, choice, layout)]
+    return problems if choice is None else [*problems, *_beside(cfg, choice, options, layout)]
 
 
-def compression_of(cfg: DictConfig) -> dict[str, Any]:
-    """The argument `compression` of a strategy, from the group of that name.
-
-    A strategy that does not average gradients has no warm-up with dense ones, nor steps of Adam to send: it gets none
-    of these options unless one was typed, which it refuses.
-    """
+def compression_of(cfg: DictConfig, options: StrategyOptions | None) -> dict[str, Any]:
+    """The argument `compression` of a strategy, from the group of that name."""
     plain: Any = OmegaConf.to_container(cfg.compression)
-    given = dict(plain)
-    if not _averages_gradients(cfg) and given["name"] in compressor_names():
-        defaults = option_defaults(given["name"])
-        for option in ONLY_OF_AVERAGES:
-            if given.get(option) == defaults.get(option):
-                given.pop(option, None)
-    return given
+    return dict(plain) if options is None or options.averages_gradients else of_one_message(plain)
 
 
-def _averages_gradients(cfg: DictConfig) -> bool:
-    target = str(cfg.strategy.get("_target_", ""))
-    return target.endswith(_SYNCHRONOUS) or ".one_axis." in target
-
-
-def _beside(cfg: DictConfig, choice: CompressionChoice, layout: Layout | None) -> Iterator[str]:
-    target = str(cfg.strategy.get("_target_", ""))
-    if not target.startswith(_OURS):
+def _beside(
+    cfg: DictConfig, choice: CompressionChoice, options: StrategyOptions | None, layout: Layout | None
+) -> Iterator[str]:
+    if options is None:
         yield (
-            f"compression={choice.name} with {target or 'a strategy without class'}: only the strategies of this "
-            "project compress; type strategy=ddp, or compression=none"
+            f"compression={choice.name} with {cfg.strategy.get('_target_') or 'a strategy without class'}: only the "
+            "strategies of this project, and those that are built on them, compress; type strategy=ddp, or "
+            "compression=none"
         )
         return
-    if not _averages_gradients(cfg):
+    if not options.averages_gradients:
         return  # others send something else, and say themselves what they take
     if layout is not None and layout.replicate == 1:
         yield nothing_to_compress(choice.name)

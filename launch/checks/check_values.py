@@ -8,9 +8,7 @@ from trainwright.core.problems import did_you_mean
 from trainwright.launch.engines import engines
 from trainwright.launch.recovery.check_recovery import RECOVERIES
 from trainwright.launch.schema import ACCELERATORS, PARTITIONS, PRECISIONS
-from trainwright.strategies.base.certificate.options import CHOICES as CERTIFICATES
 from trainwright.strategies.compose.world import Surroundings, has_world_size
-from trainwright.strategies.contract.communication.options import WORDS as COMMUNICATION_WORDS
 
 
 def module_problems(cfg: DictConfig, _: Surroundings) -> list[str]:
@@ -50,15 +48,6 @@ def word_problems(cfg: DictConfig, _: Surroundings) -> list[str]:
         ("launch.kind", cfg.launch.kind, ("local", "torchrun", *engines.kinds()), "kinds"),
         ("launch.recovery", cfg.launch.recovery, RECOVERIES, "choices"),
     ]
-    for key, allowed in (
-        ("communication", COMMUNICATION_WORDS),
-        ("activation_checkpointing", ("none", "full", "selective")),
-        ("certificate", CERTIFICATES),
-        ("offload", ("none", "optimizer", "parameters")),
-        ("stage", (1, 2, 3)),
-    ):
-        if key in cfg.strategy:
-            words.append((f"strategy.{key}", cfg.strategy[key], allowed, "choices"))
     words.append(("trainer.data_partition", cfg.trainer.data_partition, PARTITIONS, "partitions"))
     algorithm = cfg.trainer.gradient_clip_algorithm
     if algorithm is not None:

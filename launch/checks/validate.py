@@ -5,7 +5,8 @@ what to type instead. `validate` runs them all and hands back all that they foun
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -17,12 +18,8 @@ from trainwright.core.config.targets import problem_of_target, targets_in
 from trainwright.core.device_profiles import profile_problems
 from trainwright.core.problems import ConfigError
 from trainwright.launch.checks.check_bounds import bound_problems
-from trainwright.launch.checks.check_communication import communication_refusals
 from trainwright.launch.checks.check_compression import compression_refusals
 from trainwright.launch.checks.check_devices import device_problems, launch_problems
-from trainwright.launch.checks.check_local_updates import local_update_refusals, local_update_refusals_of_module
-from trainwright.launch.checks.check_parameter_server import parameter_server_problems
-from trainwright.launch.checks.check_placement import placement_refusals
 from trainwright.launch.checks.check_run_dir import run_dir_problems
 from trainwright.launch.checks.check_values import (
     callback_problems,
@@ -41,25 +38,13 @@ from trainwright.launch.recovery.check_resume import resume_problems
 from trainwright.launch.watchdog.check_hangs import hang_problems
 from trainwright.strategies.compose.check_strategy import (
     batch_problems,
-    cut_problems,
-    hybrid_problems,
-    layout_problems,
     least_micro_batch,
     model_problems,
-    option_problems,
     pipeline_batch_problems,
-    sequence_problems,
+    strategy_problems,
 )
-from trainwright.strategies.compose.world import (
-    Surroundings,
-    closed_layout,
-    has_world_size,
-    num_data_ranks,
-    resolve_devices,
-    server_ranks,
-    tells_layout,
-    world_size_of,
-)
+from trainwright.strategies.compose.world import Surroundings, num_data_ranks, options_of, planned_run
+from trainwright.strategies.contract.options import PlannedRun, StrategyOptions
 from trainwright.trainer.balance.check import balance_problems
 from trainwright.trainer.loop.loss_scale import loss_scale_problems
 
@@ -81,9 +66,13 @@ def validate(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     bounds = bound_problems(cfg, absent)
     if not _DECISIVE.isdisjoint(bounds):
         return [*problems, *bounds.values()]
-    for check in _CHECKS:
+    options = options_of(plain.strategy)
+    run = planned_run(plain, surroundings, options)
+    checks: list[Callable[[], Iterable[str]]] = [partial(check, plain, surroundings) for check in _CHECKS]
+    checks += [partial(check, plain, run, options) for check in _OF_STRATEGY]
+    for check in checks:
         try:
-            problems += check(plain, surroundings)
+            problems += check()
         except Exception:
             if not (problems or bounds):
                 raise
@@ -92,9 +81,8 @@ def validate(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     problems += missing_code
     problems += [text for key, text in bounds.items() if not any(said.startswith(f"{key}=") for said in problems)]
     if not missing_code and not bounds:
-        problems += model_problems(plain, surroundings)
-        problems += local_update_refusals_of_module(plain, surroundings.verb)
-    return problems + _own_checks(plain, surroundings, in_order=not problems)
+        problems += model_problems(plain, run, options)
+    return problems + _own_checks(plain, run, in_order=not problems)
 
 
 def problems_before_layout(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
@@ -128,10 +116,10 @@ def _targets(cfg: DictConfig) -> Iterator[str]:
             yield problem
 
 
-def _own_checks(cfg: DictConfig, surroundings: Surroundings, in_order: bool) -> list[str]:
+def _own_checks(cfg: DictConfig, run: PlannedRun, in_order: bool) -> list[str]:
     """Run the checks of recipe and strategy, even when something else is wrong, so that all is said at once."""
     try:
-        ranks = num_data_ranks(cfg, world_size_of(cfg, surroundings)) if has_world_size(cfg) else 1
+        ranks = 1 if run.world_size is None else num_data_ranks(cfg, run.world_size)
     except ValueError:
         ranks = 1  # the layout has been refused; what does not depend on it is still worth saying
     problems: list[str] = []
@@ -155,17 +143,20 @@ def _own_checks(cfg: DictConfig, surroundings: Surroundings, in_order: bool) -> 
 # What the checks are told
 
 
-def _balance(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    return balance_problems(cfg, closed_layout(cfg, surroundings), least_micro_batch(cfg, surroundings))
+def _balance(cfg: DictConfig, run: PlannedRun, options: StrategyOptions | None) -> list[str]:
+    return balance_problems(cfg, options, run.layout, least_micro_batch(run, options))
 
 
-def _compression(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    return compression_refusals(cfg, closed_layout(cfg, surroundings))
+def _compression(cfg: DictConfig, run: PlannedRun, options: StrategyOptions | None) -> list[str]:
+    return compression_refusals(cfg, options, run.layout)
 
 
-def _communication(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    devices = resolve_devices(cfg) if has_world_size(cfg) else None
-    return communication_refusals(cfg, closed_layout(cfg, surroundings), devices)
+def _recovery(cfg: DictConfig, run: PlannedRun, options: StrategyOptions | None) -> list[str]:
+    return recovery_problems(cfg, run.verb, options, run.layout, run.has_launcher)
+
+
+def _inject(cfg: DictConfig, run: PlannedRun, options: StrategyOptions | None) -> list[str]:
+    return inject_problems(cfg, run.verb, run.world_size, 0 if options is None else options.serving_ranks)
 
 
 def _device_profile(cfg: DictConfig, _: Surroundings) -> list[str]:
@@ -174,11 +165,6 @@ def _device_profile(cfg: DictConfig, _: Surroundings) -> list[str]:
 
 def _resume(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     return resume_problems(cfg, surroundings.verb)
-
-
-def _inject(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    world_size = world_size_of(cfg, surroundings) if has_world_size(cfg) else None
-    return inject_problems(cfg, surroundings.verb, world_size, server_ranks(cfg))
 
 
 def _restarts(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
@@ -194,29 +180,12 @@ def _preemption(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     return preemption_refusals(cfg, surroundings.verb)
 
 
-def _recovery(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    layout, has_launcher = closed_layout(cfg, surroundings), surroundings.world_size is not None
-    return recovery_problems(cfg, surroundings.verb, layout, has_launcher, tells_layout(cfg.strategy))
-
-
-def _local_updates(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    return local_update_refusals(cfg, surroundings.verb, closed_layout(cfg, surroundings))
-
-
 def _hangs(cfg: DictConfig, _: Surroundings) -> list[str]:
     return hang_problems(cfg)
 
 
 def _guard(cfg: DictConfig, _: Surroundings) -> list[str]:
     return guard_refusals(cfg)
-
-
-def _parameter_server(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    return parameter_server_problems(cfg, world_size_of(cfg, surroundings) if has_world_size(cfg) else None)
-
-
-def _placement(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
-    return placement_refusals(cfg, surroundings.verb)
 
 
 def _loss_scale(cfg: DictConfig, _: Surroundings) -> list[str]:
@@ -234,28 +203,22 @@ _CHECKS: tuple[Callable[[DictConfig, Surroundings], list[str]], ...] = (
     device_problems,
     _device_profile,
     launch_problems,
-    layout_problems,
-    batch_problems,
-    option_problems,
-    hybrid_problems,
-    pipeline_batch_problems,
-    _balance,
-    _compression,
-    _communication,
-    _local_updates,
-    sequence_problems,
-    cut_problems,
     end_problems,
     run_dir_problems,
     _resume,
     _restarts,
-    _recovery,
     _hangs,
     _preemption,
     _guard,
-    _parameter_server,
-    _placement,
     data_problems,
     _loss_scale,
+)
+_OF_STRATEGY: tuple[Callable[[DictConfig, PlannedRun, StrategyOptions | None], Iterable[str]], ...] = (
+    strategy_problems,
+    batch_problems,
+    pipeline_batch_problems,
+    _balance,
+    _compression,
+    _recovery,
     _inject,
 )

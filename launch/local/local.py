@@ -17,13 +17,14 @@ from trainwright.launch.local.attempts import AttemptedRun
 from trainwright.launch.members.replicas import ReplicaAttempt, keeps_replicas
 from trainwright.launch.outcome.ending import notices
 from trainwright.launch.ranks.forkserver import start_forkserver
-from trainwright.launch.recovery.check_recovery import replaceable_ranks
 from trainwright.launch.recovery.replacing import Replacements
 from trainwright.launch.recovery.restart_log import RestartLog
 from trainwright.launch.recovery.restarts import RestartPolicy
 from trainwright.launch.recovery.shrinking import Shrinking
 from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.monitor import HangMonitor
+from trainwright.strategies.compose.world import options_of
+from trainwright.strategies.contract.options import PlannedRun
 
 
 def launch_local(cfg: DictConfig, verb: str, *, is_written: bool = True) -> dict[str, float]:
@@ -93,7 +94,8 @@ class LocalAttempts:
         self, cfg: DictConfig, records: Path, policy: RestartPolicy, log: RestartLog
     ) -> Replacements | None:
         """Who starts lost ranks anew while the others go on; None where all end with the first that is lost."""
-        ranks = replaceable_ranks(cfg, self._verb)
+        options = options_of(cfg.strategy)
+        ranks = () if options is None else PlannedRun(cfg, self._verb).replaceable_ranks(options)
         if not ranks:
             return None
         return Replacements(ranks, cfg.devices, records, Path(cfg.run_dir), policy, log)

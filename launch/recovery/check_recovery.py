@@ -6,61 +6,32 @@ from omegaconf import DictConfig
 
 from trainwright.core.config.option_rules import is_positive
 from trainwright.core.layout import Layout
-from trainwright.strategies.parameter_server.options import OWN
+from trainwright.strategies.contract.options import StrategyOptions
 
 RESTART, REPLICAS, REJOIN, AUTO = "restart", "replicas", "rejoin", "auto"
 RECOVERIES = (RESTART, REPLICAS, REJOIN, AUTO)
 
 
-def replaceable_ranks(cfg: DictConfig, verb: str) -> tuple[int, ...]:
-    """Ranks that a run can lose while the others go on, so that each is started anew for itself and joins them.
-
-    Args:
-        cfg: the resolved configuration of an attempt.
-        verb: fit, validate, test or predict.
-    """
-    launch = cfg.launch
-    if launch.recovery not in (REJOIN, AUTO) or launch.max_restarts == 0 or launch.min_devices is not None:
-        return ()
-    return _workers(cfg) if verb == "fit" else ()
-
-
-def _workers(cfg: DictConfig) -> tuple[int, ...]:
-    """Ranks that hold nothing which is nowhere else, where the strategy has parameter servers.
-
-    The first rank gives those that come the state of the run, beside a server or not.
-    """
-    servers = cfg.strategy.get("servers")
-    if servers is None:
-        return ()
-    devices = int(cfg.devices)
-    return tuple(range(1, devices - servers) if _on_own_ranks(cfg) else range(servers, devices))
-
-
-def _on_own_ranks(cfg: DictConfig) -> bool:
-    return bool(cfg.strategy.get("server_ranks") == OWN)
-
-
 def recovery_problems(
-    cfg: DictConfig, verb: str, layout: Layout | None, has_launcher: bool, tells_layout: bool = True
+    cfg: DictConfig, verb: str, options: StrategyOptions | None, layout: Layout | None, has_launcher: bool
 ) -> list[str]:
     """What speaks against `launch.recovery`, `launch.spares` and `launch.mtbf`.
 
     Args:
         cfg: the resolved configuration.
         verb: fit, validate, test or predict.
+        options: of the strategy; None = of a class that is none of this project's.
         layout: closed; None = not known, or refused elsewhere.
         has_launcher: whether torchrun or SLURM has started this process.
-        tells_layout: whether the configuration of the strategy tells a layout, possible or not.
     """
     problems = [] if cfg.launch.recovery != REPLICAS else list(_against_replicas(cfg, verb, layout, has_launcher))
-    if cfg.launch.recovery == REPLICAS and not tells_layout:
+    if cfg.launch.recovery == REPLICAS and options is None:
         problems.append(
             f"launch.recovery=replicas with {cfg.strategy.get('_target_')}: its configuration does not tell which "
             "ranks hold copies of the same; type launch.recovery=restart, or derive the class from one of Trainwright's"
         )
     if cfg.launch.recovery == REJOIN:
-        problems += _against_rejoining(cfg, verb, has_launcher)
+        problems += _against_rejoining(cfg, verb, options, has_launcher)
     if not is_positive(cfg.launch.mtbf):
         problems.append(f"launch.mtbf={cfg.launch.mtbf}: must be a number of hours above 0; 3 is the default")
     if cfg.launch.spares < 0:
@@ -104,23 +75,26 @@ def _in_any_case(cfg: DictConfig, verb: str, has_launcher: bool) -> Iterator[str
         )
 
 
-def _against_rejoining(cfg: DictConfig, verb: str, has_launcher: bool) -> Iterator[str]:
+def _against_rejoining(
+    cfg: DictConfig, verb: str, options: StrategyOptions | None, has_launcher: bool
+) -> Iterator[str]:
     yield from _in_any_case(cfg, verb, has_launcher)
-    if cfg.strategy.get("servers") is None:
+    if options is None or options.replaceable_ranks(0) is None:
         yield (
             "launch.recovery=rejoin: under this strategy no rank can be lost while the others go on; type "
             "launch.recovery=restart, launch.recovery=replicas for a layout with several replicas, or "
             "strategy=parameter_server"
         )
-    elif cfg.devices != "auto" and not _workers(cfg) and _on_own_ranks(cfg):
-        yield (
-            f"launch.recovery=rejoin with strategy.servers={cfg.strategy.servers} strategy.server_ranks={OWN} on "
-            f"{cfg.devices} device(s): one worker is left, which would have to give the state of the run to those that "
-            "come; type more devices, or launch.recovery=restart"
-        )
-    elif cfg.devices != "auto" and not _workers(cfg):
-        yield (
-            f"launch.recovery=rejoin with strategy.servers={cfg.strategy.servers} on {cfg.devices} device(s): every "
-            "rank holds a server, and a server that is lost takes its parameters along; type fewer servers, or "
-            "launch.recovery=restart"
-        )
+    elif cfg.devices != "auto" and not options.replaceable_ranks(int(cfg.devices)):
+        servers = f"launch.recovery=rejoin with strategy.servers={cfg.strategy.servers}"
+        if options.serving_ranks:
+            yield (
+                f"{servers} strategy.server_ranks={cfg.strategy.server_ranks} on {cfg.devices} device(s): one worker "
+                "is left, which would have to give the state of the run to those that come; type more devices, or "
+                "launch.recovery=restart"
+            )
+        else:
+            yield (
+                f"{servers} on {cfg.devices} device(s): every rank holds a server, and a server that is lost takes its "
+                "parameters along; type fewer servers, or launch.recovery=restart"
+            )

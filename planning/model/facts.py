@@ -40,7 +40,8 @@ from trainwright.planning.model.without_memory import (
     without_trainer,
 )
 from trainwright.planning.time.cost import Cut, Pass
-from trainwright.strategies.compose.engines import EngineOptions, Engines
+from trainwright.strategies.compose.engines import Engines
+from trainwright.strategies.compose.hybrid_options import EngineOptions
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.plan.blocks import checkpoint_activations
 
@@ -203,7 +204,7 @@ class ModelFacts:
             if layout.world_size > 1:
                 _cut_module(module, layout, cut, {**self._plan, "blocks": [self.blocks[i] for i in sorted(active)]})
             chosen = [module.get_submodule(self.blocks[i]) for i in sorted(active)]
-            checkpoint_activations(module, cut.checkpointing, chosen, cut.checkpoint_modules)  # type: ignore[arg-type]
+            checkpoint_activations(module, cut.checkpointing, chosen, cut.checkpoint_modules)
             for block in chosen:
                 block.register_forward_hook(last.remember)  # after the engines' own, which exchange outputs
             yield module, list(zip(sorted(active), chosen, strict=True)), batch, layout
@@ -254,7 +255,7 @@ def _cut_module(module: LightningModule, layout: Layout, cut: Cut, plan: Mapping
         loss_parallel=cut.loss_parallel and cut.tensor > 1,
         attention=cut.attention,
         balance=cut.balance,
-        plan=plan,
+        plan=dict(plan),
     )
     engines = Engines(module, layout, LayoutGroups(layout, "cpu"), options, torch.device("cpu"))
     engines.apply()

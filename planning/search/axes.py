@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from trainwright.core.config.targets import class_of
+from trainwright.core.config.options import class_of
 from trainwright.core.layout import Layout
 from trainwright.core.problems import ConfigError
 from trainwright.planning.model.without_memory import FactsError
@@ -23,14 +23,13 @@ from trainwright.planning.search.refusals import Refusals
 from trainwright.planning.search.searched import Searched
 from trainwright.planning.search.sizes import divisors_of
 from trainwright.planning.time.cost import Cut
-from trainwright.strategies.compose.check_strategy import sequence_length
-from trainwright.strategies.compose.engines import EngineOptions, plan_for, problems_of
+from trainwright.strategies.compose.engines import plan_for, problems_of
+from trainwright.strategies.compose.hybrid_options import EngineOptions, sequence_length
 from trainwright.strategies.compose.rules import length_problems, manual_optimization_problems, optimizer_problem
 from trainwright.strategies.plan.model_plan import ModelPlan
 
 # Ranks of the context axis are considered as long as each has so many positions, or at most two.
 _POSITIONS = 2048
-_PREFIX = "strategy."
 
 
 class Axes:
@@ -86,7 +85,7 @@ class Axes:
             problems = list(self._context_problems(context))
             if self._length is not None and sequence:
                 both = Layout(context=context, tensor=tensor)
-                problems += length_problems(both, {"sequence_parallel": True}, self._length, _PREFIX)
+                problems += length_problems(both, self._length, sequence_parallel=True)
             if not self._refused(problems, context=context):
                 yield context
 
@@ -169,12 +168,11 @@ class Axes:
         except ValueError as error:
             problems = [str(error)]
         if not self._searched.module.automatic_optimization:
-            problems += manual_optimization_problems(layout, options, _PREFIX)
+            problems += manual_optimization_problems(layout, given.sequence_parallel)
         for name in self._optimizers:
-            problem = optimizer_problem(layout, name)
-            problems += [problem] if problem else []
+            problems += optimizer_problem(layout, name)
         if self._length is not None:
-            problems += length_problems(layout, {"balance": True, **options}, self._length, _PREFIX)
+            problems += length_problems(layout, self._length, sequence_parallel=given.sequence_parallel)
         return problems
 
     def _plan_for(self, layout: Layout, given: EngineOptions) -> ModelPlan:

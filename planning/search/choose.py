@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.core.config.options import class_of
 from trainwright.core.device_profiles import profile_of, shared_by
 from trainwright.core.layout import Layout
 from trainwright.core.problems import ConfigError
@@ -22,7 +23,7 @@ from trainwright.planning.search.work import Work
 from trainwright.planning.time.cost import Cut
 from trainwright.planning.time.sending import average_by, bucket_mib, prefetch
 from trainwright.strategies.compose.rules import micro_batches_for
-from trainwright.strategies.compose.world import Surroundings, closed_layout
+from trainwright.strategies.compose.world import Surroundings, closed_layout, options_of
 from trainwright.strategies.pipeline.schedules import stages_per_rank_of
 
 
@@ -208,9 +209,6 @@ def _work(cfg: DictConfig, layout: Layout, micro_batch: int, rounds: int, parts:
 
 
 def _name(cfg: DictConfig) -> str:
-    if "pipeline" in cfg.strategy:
-        return "hybrid"
-    stage = cfg.strategy.get("stage")
-    if stage is not None:
-        return f"zero{stage}"
-    return "single" if str(cfg.strategy.get("_target_")).endswith("SingleDeviceStrategy") else "ddp"
+    options = options_of(cfg.strategy)
+    assert options is not None  # it has a layout
+    return options.planned_as or class_of(cfg.strategy)

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-OFFLOADS = ("none", "optimizer", "parameters")
-
 
 @dataclass(frozen=True)
 class Limits:

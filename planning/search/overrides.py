@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict, fields
 
 from trainwright.core.config.override_words import typed
 from trainwright.core.layout import Layout
 from trainwright.planning.search.plan import Candidate
 from trainwright.planning.search.searched import Searched
+from trainwright.strategies.contract.registry import strategy_options
 
 
 def overrides_of(searched: Searched, candidate: Candidate) -> tuple[str, ...]:
@@ -39,18 +41,13 @@ def overrides_of_layout(strategy: str, layout: Layout, stage: int) -> tuple[str,
         layout: closed.
         stage: of ZeRO; 0: none.
     """
-    words = [f"strategy={strategy}"]
-    if strategy in ("single", "ddp"):
-        return tuple(words)
-    if strategy != "hybrid":
-        words += [f"strategy.replicate={layout.replicate}"] if layout.replicate > 1 else []
-        words += [f"strategy.shard={layout.shard}"] if layout.replicate > 1 else []
-        return tuple(words)
-    for axis in ("pipeline", "replicate", "shard", "context", "tensor", "expert"):
-        size = getattr(layout, axis)
-        if size != 1 or axis == "shard":
-            words.append(f"strategy.{axis}={size}")
-    return (*words, f"strategy.stage={stage}")
+    options = strategy_options(strategy)
+    takes = {item.name: item.default for item in fields(options)}
+    sizes = {axis: size for axis, size in asdict(layout).items() if axis in takes and size != takes[axis]}
+    if sizes.keys() == {"shard"} and not options.has_any_stage:
+        sizes = {}  # it takes the rest, which are all
+    of_any_stage = [f"strategy.stage={stage}"] if options.has_any_stage else []
+    return (f"strategy={strategy}", *(f"strategy.{axis}={size}" for axis, size in sizes.items()), *of_any_stage)
 
 
 def _machines(searched: Searched) -> Iterator[str]:
@@ -84,7 +81,7 @@ def _overrides_of_step(candidate: Candidate) -> Iterator[str]:
 def _overrides_of_module(searched: Searched, candidate: Candidate) -> Iterator[str]:
     """What the configuration says about the model, as far as the strategy takes it."""
     for key, value in searched.said.items():
-        if key == "blocks" or candidate.strategy == "hybrid":
+        if key in strategy_options(candidate.strategy).__dataclass_fields__:
             yield f"strategy.{key}={typed(value)}"
 
 

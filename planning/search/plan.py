@@ -11,6 +11,7 @@ from trainwright.planning.memory.state import UnitState
 from trainwright.planning.search.work import Work
 from trainwright.planning.time.cost import Cut
 from trainwright.planning.time.step import StepTime
+from trainwright.strategies.contract.registry import strategy_options
 
 USABLE = 0.92
 """Part of a device's memory that tensors may take; the rest is for its context, communicators, and gaps."""
@@ -129,7 +130,8 @@ def describe(strategy: str, layout: Layout, stage: int) -> str:
     """``hybrid, stage 1: pipeline 8 x shard 16 x tensor 8``."""
     sizes = {**layout.sizes, "expert": layout.expert}
     axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-    named = strategy if strategy != "hybrid" or layout.state_ranks == 1 else f"{strategy}, stage {stage}"
+    is_open = layout.state_ranks > 1 and strategy_options(strategy).has_any_stage
+    named = f"{strategy}, stage {stage}" if is_open else strategy
     return f"{named}: {axes}" if axes else named
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from trainwright.core.layout import Layout
 from trainwright.planning.memory.peak import Held
 from trainwright.planning.model.without_memory import FactsError
-from trainwright.planning.search.limits import OFFLOADS, Limits
+from trainwright.planning.search.limits import Limits
 from trainwright.planning.search.overrides import overrides_of_layout
 from trainwright.planning.search.plan import Candidate, describe, describe_data
 from trainwright.planning.search.refusals import Refusals, too_large
@@ -17,6 +17,7 @@ from trainwright.planning.search.sizes import micro_batches_of
 from trainwright.planning.search.work import Work
 from trainwright.planning.time.cost import Cut, Pass
 from trainwright.strategies.compose.check_strategy import too_few_samples
+from trainwright.strategies.data.zero_options import OFFLOADS
 from trainwright.strategies.pipeline.schedules import can_run
 
 _MOST_IN_PIPELINE = 3

@@ -6,6 +6,7 @@ from trainwright.core.device_profiles import DeviceProfile
 from trainwright.core.layout import Layout
 from trainwright.planning.search.plan import USABLE, Candidate, Plan
 from trainwright.planning.time.step import collective, link_of
+from trainwright.strategies.compose.rules import cuts_module
 from trainwright.strategies.contract.communication.advice import FASTER, Link, best_bucket_bytes
 from trainwright.strategies.contract.communication.ahead import BlockTimes, best_depth
 from trainwright.strategies.contract.communication.options import HIERARCHICAL, copies_of_a_node
@@ -31,12 +32,13 @@ def bucket_mib(plan: Plan, candidate: Candidate) -> float | None:
     Returns:
         None where gradients are not sent in buckets: one rank, stage 3, layouts that cut the module.
     """
-    if candidate.strategy not in ("ddp", "zero1", "zero2"):
+    layout, stage = candidate.layout, candidate.work.stage
+    if layout.world_size == 1 or cuts_module(layout) or stage == 3:
         return None
-    axis = "replicate" if candidate.strategy == "ddp" else "state"
+    axis = "state" if stage else "replicate"
     size = 4.0 * plan.parameters
-    best = max(best_bucket_bytes(link_of(plan.profile, candidate.layout, axis), size), _LEAST_BUCKET)
-    if candidate.strategy != "ddp":
+    best = max(best_bucket_bytes(link_of(plan.profile, layout, axis), size), _LEAST_BUCKET)
+    if stage:
         free = max(USABLE * plan.profile.memory_bytes - candidate.memory.total, 0.0)
         best = min(best, candidate.work.bucket_bytes + free / _BUCKETS_AT_ONCE)
     return float(f"{best / _MIB:.3g}")

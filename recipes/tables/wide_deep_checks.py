@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trainwright import options_of
+
 _TAKE_SPARSE = ("torch.optim.Adagrad", "torch.optim.SGD")
-_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ParameterServerStrategy")
 
 
 def check_sparse(config: Mapping[str, Any], num_data_ranks: int) -> list[str]:
@@ -26,11 +27,11 @@ def check_sparse(config: Mapping[str, Any], num_data_ranks: int) -> list[str]:
             f"module.sparse=true gives sparse gradients beside dense ones, which {given} does not take. Type "
             "optimizer=adagrad, or optimizer=sgd without weight decay, or module.sparse=false."
         )
-    strategy = str(config["strategy"]["_target_"]).rpartition(".")[2]
-    serves_tables = bool(config["strategy"].get("placement"))  # refused elsewhere, if tables are not among it
-    if strategy not in _STRATEGIES and not serves_tables:
+    strategy = options_of(config["strategy"])
+    if strategy is None or not strategy.takes_sparse_gradients:
+        target = config["strategy"]["_target_"]
         problems.append(
-            f"module.sparse=true gives sparse gradients, which {strategy} does not take. Type module.sparse=false, or "
+            f"module.sparse=true gives sparse gradients, which {target} does not take. Type module.sparse=false, or "
             "strategy=single, ddp or parameter_server, or put the tables on servers with strategy.placement."
         )
     return problems

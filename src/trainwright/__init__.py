@@ -18,15 +18,20 @@ if TYPE_CHECKING:
     from trainwright.core.run.diverged import DivergedError
     from trainwright.launch.watchdog.callback import Watchdog
     from trainwright.strategies.compose.hybrid import HybridStrategy
+    from trainwright.strategies.compose.hybrid_options import HybridOptions
     from trainwright.strategies.compose.one_axis import (
         ContextParallelStrategy,
         ExpertParallelStrategy,
         PipelineStrategy,
         TensorParallelStrategy,
     )
+    from trainwright.strategies.compose.world import options_of
+    from trainwright.strategies.contract.options import PlannedRun, StrategyOptions
     from trainwright.strategies.data.ddp import DDPStrategy
+    from trainwright.strategies.data.ddp_options import DDPOptions
     from trainwright.strategies.data.single import SingleDeviceStrategy
     from trainwright.strategies.data.zero import ZeroStrategy
+    from trainwright.strategies.data.zero_options import ZeroOptions
     from trainwright.strategies.local_updates.strategy import DiLoCoStrategy, LocalSGDStrategy
     from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
     from trainwright.strategies.plan.model_plan import ModelPlan
@@ -48,6 +53,11 @@ _LOCATIONS = {
     "ParameterServerStrategy": "trainwright.strategies.parameter_server.strategy",
     "LocalSGDStrategy": "trainwright.strategies.local_updates.strategy",
     "DiLoCoStrategy": "trainwright.strategies.local_updates.strategy",
+    "StrategyOptions": "trainwright.strategies.contract.options",
+    "DDPOptions": "trainwright.strategies.data.ddp_options",
+    "ZeroOptions": "trainwright.strategies.data.zero_options",
+    "HybridOptions": "trainwright.strategies.compose.hybrid_options",
+    "PlannedRun": "trainwright.strategies.contract.options",
     "Layout": "trainwright.core.layout",
     "ModelPlan": "trainwright.strategies.plan.model_plan",
     "LossGuard": "trainwright.callbacks.guard.loss_guard",
@@ -60,18 +70,21 @@ _LOCATIONS = {
     "DealtStream": "trainwright.trainer.data.stream",
     "Watchdog": "trainwright.launch.watchdog.callback",
     "compose": "trainwright.command.schema.compose",
+    "options_of": "trainwright.strategies.compose.world",
     "run": "trainwright.command.run",
 }
 
 __all__ = [
     "CheckpointError",
     "ContextParallelStrategy",
+    "DDPOptions",
     "DDPStrategy",
     "DiLoCoStrategy",
     "DamagedCheckpoint",
     "DealtStream",
     "DivergedError",
     "ExpertParallelStrategy",
+    "HybridOptions",
     "HybridStrategy",
     "Layout",
     "LocalSGDStrategy",
@@ -79,16 +92,20 @@ __all__ = [
     "ModelPlan",
     "ParameterServerStrategy",
     "PipelineStrategy",
+    "PlannedRun",
     "Preempted",
     "Preemption",
     "RunStateCheckpoint",
     "SingleDeviceStrategy",
+    "StrategyOptions",
     "TensorParallelStrategy",
     "Trainer",
     "Watchdog",
+    "ZeroOptions",
     "ZeroStrategy",
     "__version__",
     "compose",
+    "options_of",
     "run",
 ]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
 from trainwright.strategies.averaging.compression.buckets import ReplicaPart
 from trainwright.strategies.averaging.compression.names import compressor_names, make_compressor
+from trainwright.strategies.averaging.options import AveragedOptions
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.communication.advice import Advice, Link, MeasuredStep, advise
-from trainwright.strategies.contract.communication.options import ALL_REDUCE, communication_problems, copies_of_a_node
+from trainwright.strategies.contract.communication.options import ALL_REDUCE, copies_of_a_node
 from trainwright.strategies.contract.communication.probe import probe_links
 
 
@@ -19,20 +19,13 @@ class AdvisedCommunication(LayoutStrategy):
     """Mixin: measures the links between ranks and compares ways to average gradients over them.
 
     Args:
-        communication: ``"none"`` (off); ``"advise"``: the Trainer measures some steps and recommends how to average
-            gradients; ``"auto"``: what changes no more than rounding is chosen, too, and said. Which that is, a
-            strategy's own docstring says.
-        ranks_per_node: neighbouring ranks that share a node; ``None``: as many as were started on this one.
-        **kwargs: see :class:`~trainwright.strategies.base.strategy.LayoutStrategy`.
-
-    Raises:
-        ValueError: if ``communication`` is another word.
+        **kwargs: options, see :class:`~trainwright.strategies.averaging.options.AveragedOptions`.
     """
 
-    def __init__(self, *, communication: str = "none", ranks_per_node: int | None = None, **kwargs: Any) -> None:
-        refuse(communication_problems(communication))
+    options: AveragedOptions
+
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._communication, self._ranks_per_node = communication, ranks_per_node
         self._links: list[Link] | None = None
         self._changed = ""
 
@@ -41,12 +34,12 @@ class AdvisedCommunication(LayoutStrategy):
     @property
     def ranks_per_node(self) -> int:
         """Neighbouring ranks that share a node."""
-        return self._ranks_per_node or len(getattr(self, "parallel_devices", None) or [0])
+        return self.options.ranks_per_node or len(getattr(self, "parallel_devices", None) or [0])
 
     @property
     def communication(self) -> str:
         """See :attr:`trainwright.strategies.base.strategy.LayoutStrategy.communication`."""
-        return self._communication
+        return self.options.communication
 
     def advise_communication(
         self, compute: float, waits: float, accumulation: int, sent: dict[tuple[str, str], tuple[float, float]]

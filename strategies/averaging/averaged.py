@@ -14,9 +14,7 @@ from trainwright.strategies.contract.communication.advice import Way, fastest_wa
 from trainwright.strategies.contract.communication.meter import CommunicationMeter
 from trainwright.strategies.contract.communication.options import (
     ALL_REDUCE,
-    OFF,
     average_misfits,
-    average_problems,
     copies_of_a_node,
 )
 from trainwright.strategies.contract.communication.probe import probe_ways
@@ -26,21 +24,16 @@ class AveragedReplicas(AdvisedCommunication):
     """Mixin: gradients of replicas may be averaged in parts, or in two levels over the borders of nodes.
 
     Args:
-        average_by: ``"all_reduce"``, ``"reduce_scatter"`` (and all-gather) or ``"hierarchical"``, see
-            ``means``; ``None``: all_reduce, or what ``communication="auto"`` finds to be
-            fastest. The same gradients but for the order of sums.
-        **kwargs: see :class:`~trainwright.strategies.averaging.advised.AdvisedCommunication`.
+        **kwargs: options, see :class:`~trainwright.strategies.averaging.options.AveragedOptions`.
 
     Raises:
         ValueError: if the options contradict each other; once the ranks have met, if nodes do not fit the layout.
     """
 
-    def __init__(self, *, average_by: str | None = None, **kwargs: Any) -> None:
-        communication = kwargs.get("communication", OFF)
-        refuse(average_problems(average_by, kwargs.get("ranks_per_node"), communication=communication))
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._asked_average = average_by
-        self._average_by = average_by or ALL_REDUCE
+        self._asked_average = self.options.average_by
+        self._average_by = self._asked_average or ALL_REDUCE
         self._of_copies: MeansOfCopies | None = None
         self._ways: list[Way] = []
 

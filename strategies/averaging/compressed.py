@@ -33,7 +33,7 @@ from trainwright.strategies.averaging.compression.options import (
 )
 from trainwright.strategies.averaging.compression.replicas import ReplicaAverage
 from trainwright.strategies.averaging.means import PartMeans
-from trainwright.strategies.contract.communication.options import ALL_REDUCE, average_problems
+from trainwright.strategies.contract.communication.options import ALL_REDUCE
 from trainwright.strategies.contract.precision import before_update, takes_before_update
 from trainwright.strategies.state.checkpointing import (
     COMPRESSION,
@@ -53,20 +53,16 @@ class CompressedReplicas(AveragedReplicas):
     is sent is little. Within a replica nothing is compressed.
 
     Args:
-        compression: name of a compressor (``"topk"``), or a mapping of ``name`` and options, see
-            ``make_compressor``; ``None`` and ``"none"`` are off.
-        **kwargs: see :class:`~trainwright.strategies.averaging.averaged.AveragedReplicas`.
+        **kwargs: options, see :class:`~trainwright.strategies.averaging.options.AveragedOptions`.
 
     Raises:
         ValueError: if there is no such compressor or option, or a value is out of its range.
     """
 
-    def __init__(self, *, compression: str | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        choice = choose_compression(compression)
-        if choice is not None:
-            refuse(average_problems(kwargs.get("average_by"), compression=choice.name))
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._compression = choice
+        options = self.options
+        self._compression = choose_compression(options.compression) if options.averages_gradients else None
         self._replicas: ReplicaAverage | None = None
         self._adam: CompressedAdam | None = None
         self._part_means: PartMeans | None = None  # of gradients that are averaged as they are, after backward

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,22 +24,20 @@ from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
 from trainwright.core.processes.rendezvous import first_store, is_loopback, loopback_interfaces
 from trainwright.strategies.base.certificate.certificate import Certificate
-from trainwright.strategies.base.certificate.options import validate_certificate
 from trainwright.strategies.base.whole.view import end_view
 from trainwright.strategies.contract.collectives.data import forget_groups, gather_stacked
 from trainwright.strategies.contract.communication.meter import CommunicationMeter
 from trainwright.strategies.contract.gradients import local_tensor, squares_by_block
+from trainwright.strategies.contract.options import StrategyOptions
 from trainwright.strategies.contract.precision import FullPrecision, adapt_precision
 from trainwright.strategies.contract.same_model import refuse_other_models
 from trainwright.strategies.contract.waits.timeline import HearsStages, StageTimeline
 from trainwright.strategies.contract.waits.waiting import Waits
 from trainwright.strategies.contract.word_of_end import EndNotice, HeardNotice
 from trainwright.strategies.plan.blocks import (
-    ActivationCheckpointing,
     checkpoint_activations,
     compile_blocks,
     find_blocks,
-    validate_checkpointing,
 )
 from trainwright.strategies.plan.deferred import Piece, deferred_pieces, is_deferred
 from trainwright.strategies.state.assemble import Assembly
@@ -76,39 +74,26 @@ class LayoutStrategy(RunStateStrategy):
     """Mixin before one of Lightning's strategies.
 
     Args:
-        blocks: patterns of the names of the repeated blocks, one star per level (``["model.layers.*"]``); ``None``
-            finds them, see :func:`~trainwright.strategies.plan.blocks.find_blocks`.
-        activation_checkpointing: ``"none"`` (off), ``"full"`` (every block) or ``"selective"``.
-        checkpoint_modules: patterns of module names for ``"selective"``.
-        compile: ``False`` is off; ``True`` or a mapping of ``torch.compile`` options compiles block by block.
-        certificate: before the first optimizer step, compare the numbers of a layout that splits the module with those
-            of the module as written, see ``certify``: ``"refuse"`` ends the run
-            where they differ by more than rounding, ``"warn"`` goes on, ``"off"`` does not look.
-        **kwargs: ``init_from``, see ``RunStateStrategy``; the others are for
-            Lightning's strategy.
+        **kwargs: options of the strategy, see its :attr:`options_class`; ``init_from``, see
+            ``RunStateStrategy``; the others are for Lightning's strategy.
 
     Raises:
         ValueError: if the options contradict each other.
     """
 
-    def __init__(
-        self,
-        *,
-        blocks: Sequence[str] | None = None,
-        activation_checkpointing: ActivationCheckpointing = "none",
-        checkpoint_modules: Sequence[str] | None = None,
-        compile: bool | dict[str, Any] = False,
-        certificate: str = "refuse",
-        **kwargs: Any,
-    ) -> None:
-        refuse(validate_checkpointing(activation_checkpointing, checkpoint_modules))
-        refuse(validate_certificate(certificate))
-        super().__init__(**kwargs)
-        self._certificate = Certificate(certificate)
-        self._block_patterns = blocks
-        self._activation_checkpointing = activation_checkpointing
-        self._checkpoint_modules = checkpoint_modules
-        self._compile = compile
+    options_class: ClassVar[type[StrategyOptions]] = StrategyOptions
+    """The options that the constructor takes."""
+    options: StrategyOptions
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.options, others = self.options_class.take(kwargs)
+        refuse(self.options.problems_of_call())
+        super().__init__(**others)
+        self._certificate = Certificate(self.options.certificate)
+        self._block_patterns = self.options.blocks
+        self._activation_checkpointing = self.options.activation_checkpointing
+        self._checkpoint_modules = self.options.checkpoint_modules
+        self._compile = self.options.compile
         self._restores_late: bool | None = None
         self._block_names: tuple[str, ...] = ()
         self._frozen: list[nn.Parameter] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from trainwright.core.layout import Layout
 from trainwright.strategies.base.whole.parts import Share, find_slots
 from trainwright.strategies.base.whole.watch import PartsWatch
+from trainwright.strategies.compose.hybrid_options import EngineOptions
 from trainwright.strategies.compose.model_plan import make_plan
-from trainwright.strategies.compose.rules import micro_batches_for
 from trainwright.strategies.context.engine import ContextParallel, validate_context
 from trainwright.strategies.context.proof import sequence_problems
 from trainwright.strategies.contract.cuts import Cut
@@ -29,37 +28,11 @@ from trainwright.strategies.pipeline.engine import PipelineEngine, Run
 from trainwright.strategies.pipeline.schedules import (
     ranks_of_stages,
     split_blocks,
-    stages_per_rank_of,
     validate_pipeline,
 )
 from trainwright.strategies.pipeline.stage import OwnForwardStage
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.tensor.engine import TensorParallel, validate_tensor
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """How a module is cut; see :class:`~trainwright.strategies.compose.hybrid.HybridStrategy` for each."""
-
-    schedule: str = "1f1b"
-    micro_batches: int | None = None
-    stages_per_rank: int | None = None
-    split: str | tuple[int, ...] = "balanced"
-    batch_dims: Mapping[str, int | None] = field(default_factory=dict)
-    sequence_parallel: bool = False
-    loss_parallel: bool = False
-    attention: str = "ring"
-    balance: bool = True
-    plan: Mapping[str, Any] = field(default_factory=dict)
-    blocks: Any = None
-
-    def stages(self, pipeline: int) -> int:
-        """Number of stages on ``pipeline`` ranks."""
-        return pipeline * stages_per_rank_of(self.schedule, self.stages_per_rank)
-
-    def micro_batches_for(self, pipeline: int) -> int:
-        """Micro-batches that a batch is split into."""
-        return micro_batches_for(self.schedule, self.micro_batches, pipeline)
 
 
 def plan_for(module: nn.Module, layout: Layout, options: EngineOptions) -> ModelPlan:
@@ -99,7 +72,7 @@ def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: Eng
             options.schedule,
             options.micro_batches_for(layout.pipeline),
             options.stages_per_rank,
-            None if options.split == "balanced" else options.split,  # type: ignore[arg-type]
+            None if options.split == "balanced" else options.split,
         )
     if layout.tensor > 1:
         problems += validate_tensor(

@@ -12,7 +12,7 @@ How a module is cut, in this order:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -30,19 +30,17 @@ from torchmetrics import Metric
 
 from trainwright.checkpoint.exchange.distinct import from_rank
 from trainwright.core.config.options import refuse
-from trainwright.core.layout import Layout
 from trainwright.strategies.base.whole.parts import ModuleParts
 from trainwright.strategies.base.whole.watch import PartsWatch
-from trainwright.strategies.compose.engines import EngineOptions, Engines
+from trainwright.strategies.compose.engines import Engines
+from trainwright.strategies.compose.hybrid_options import HybridOptions
 from trainwright.strategies.compose.layout_placement import LayoutPlacement
 from trainwright.strategies.compose.mixed_placement import MixedPlacement
 from trainwright.strategies.compose.rules import (
     averaging_problem,
     cuts_module,
     manual_optimization_problems,
-    micro_batches_for,
     sync_batchnorm_problem,
-    validate_hybrid,
 )
 from trainwright.strategies.compose.shared_gradients import SharedGradients
 from trainwright.strategies.contract.collectives.data import DataCollectives, metric_states, set_metric_states
@@ -68,18 +66,6 @@ from trainwright.strategies.state.run_state import (
 )
 from trainwright.strategies.state.wholes import whole_on_device
 
-# Options of the classes above that may contradict those of a layout.
-_JUDGED_OPTIONS = (
-    "blocks",
-    "offload",
-    "find_unused_parameters",
-    "compile",
-    "placement",
-    "table_servers",
-    "interface",
-    "prefetch",
-)
-
 
 class HybridStrategy(DataCollectives, MixedPlacement):
     """Any layout: the axes of :class:`~trainwright.core.layout.Layout` in any combination.
@@ -88,29 +74,7 @@ class HybridStrategy(DataCollectives, MixedPlacement):
     :class:`~trainwright.strategies.plan.model_plan.ModelPlan`.
 
     Args:
-        pipeline: ranks that hold different stages of the model; 1 is off.
-        replicate: ranks that hold copies; 1 is off.
-        shard: ranks over which ZeRO splits the state; -1 takes the rest of the world.
-        context: ranks that split the sequence; 1 is off.
-        tensor: ranks that split each weight; 1 is off.
-        expert: ranks that hold different experts, a divisor of ``shard x context``; 1 is off, -1 takes all of them.
-        stage: ZeRO stage on ``shard x context``, 1, 2 or 3.
-        schedule: of the pipeline: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``looped_bfs``,
-            ``interleaved_zero_bubble``, ``zbv`` or ``dualpipev``.
-        micro_batches: parts that a batch is split into for the pipeline; ``None``: as many as pipeline ranks, twice as
-            many for schedules in the shape of a V.
-        stages_per_rank: stages of the pipeline on each rank; ``None``: 1, or 2 for schedules that need several.
-        split: blocks per stage, such as ``[3, 5]``, or ``"balanced"``: by their number of parameters.
-        batch_dims: how to split odd tensors of a batch into micro-batches: path in the batch -> dim, or ``None`` to
-            give the whole tensor to every micro-batch.
-        sequence_parallel: split activations between cut modules along the sequence over the tensor axis.
-        loss_parallel: compute the loss on logits that stay split over the tensor axis.
-        attention: how context ranks exchange keys and values: ``"ring"``, ``"ulysses"`` or ``"gather"``.
-        balance: deal the sequence to context ranks so that causal attention costs each the same; ``False`` deals
-            contiguous parts.
-        plan: parts of the :class:`ModelPlan` that are not found in the model, or found wrong.
-        **kwargs: ``placement`` of tables on parameter servers, see
-            :class:`~trainwright.strategies.compose.mixed_placement.MixedPlacement`, and others of
+        **kwargs: options, see :class:`~trainwright.strategies.compose.hybrid_options.HybridOptions`, and others of
             :class:`~trainwright.strategies.data.zero.ZeroStrategy`.
 
     Raises:
@@ -118,63 +82,13 @@ class HybridStrategy(DataCollectives, MixedPlacement):
     """
 
     strategy_name = "hybrid"
+    options_class = HybridOptions
+    options: HybridOptions
     # A pipeline weighs the loss of each of its micro-batches by tokens, if that is asked for.
     weighs_micro_batches = True
 
-    def __init__(
-        self,
-        *,
-        pipeline: int = 1,
-        replicate: int = 1,
-        shard: int = -1,
-        context: int = 1,
-        tensor: int = 1,
-        expert: int = 1,
-        stage: int = 3,
-        schedule: str = "1f1b",
-        micro_batches: int | None = None,
-        stages_per_rank: int | None = None,
-        split: str | Sequence[int] = "balanced",
-        batch_dims: Mapping[str, int | None] | None = None,
-        sequence_parallel: bool = False,
-        loss_parallel: bool = False,
-        attention: str = "ring",
-        balance: bool = True,
-        plan: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(stage, replicate=replicate, shard=shard, **kwargs)
-        self._open_layout = Layout(
-            pipeline=pipeline, replicate=replicate, shard=shard, context=context, tensor=tensor, expert=expert
-        )
-        self._given = {
-            **{name: kwargs[name] for name in _JUDGED_OPTIONS if name in kwargs},
-            "stage": stage,
-            "schedule": schedule,
-            "micro_batches": micro_batches,
-            "stages_per_rank": stages_per_rank,
-            "split": split,
-            "batch_dims": batch_dims,
-            "sequence_parallel": sequence_parallel,
-            "loss_parallel": loss_parallel,
-            "attention": attention,
-            "balance": balance,
-            "plan": plan,
-        }
-        refuse(validate_hybrid(self._open_layout, self._given))
-        self._options = EngineOptions(
-            schedule=schedule,
-            micro_batches=micro_batches,
-            stages_per_rank=stages_per_rank,
-            split=split if isinstance(split, str) else tuple(split),
-            batch_dims=dict(batch_dims or {}),
-            sequence_parallel=sequence_parallel,
-            loss_parallel=loss_parallel,
-            attention=attention,
-            balance=balance,
-            plan=dict(plan or {}),
-            blocks=self._block_patterns,
-        )
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self._groups: LayoutGroups | None = None
         self._engines: Engines | None = None
         self._watch: PartsWatch | None = None
@@ -252,10 +166,7 @@ class HybridStrategy(DataCollectives, MixedPlacement):
     @property
     def least_batch_size(self) -> int:
         """As many samples as the micro-batches of a pipeline."""
-        layout, options = self.layout, self._options
-        if layout.pipeline == 1:
-            return 1
-        return micro_batches_for(options.schedule, options.micro_batches, layout.pipeline)
+        return self.options.least_batch(self.layout)
 
     @property
     def num_parameters(self) -> int:
@@ -288,7 +199,8 @@ class HybridStrategy(DataCollectives, MixedPlacement):
     # ---- setup ----------------------------------------------------------------------------------------------------
 
     def _make_mesh(self) -> DeviceMesh:
-        refuse(validate_hybrid(self.layout, self._given))  # once more, now that open axes have their sizes
+        if self._open_layout.is_open:
+            refuse(self.options.layout_problems(self.layout))
         groups = self._groups = LayoutGroups(self.layout, self.root_device.type)
         mesh = self._mesh_over(groups, "shard", "context")
         if self.layout.expert > 1:
@@ -326,7 +238,7 @@ class HybridStrategy(DataCollectives, MixedPlacement):
         self._num_parameters = sum(parameter.numel() for parameter in module.parameters())
         names = [name for name, _ in module.named_parameters()]
         keys = list(module.state_dict())
-        engines = Engines(module, self.layout, self._groups, self._options, self.root_device)
+        engines = Engines(module, self.layout, self._groups, self.options, self.root_device)
         self._broadcast_whole(module)
         self._agree_on_randomness()
         engines.apply()
@@ -371,9 +283,8 @@ class HybridStrategy(DataCollectives, MixedPlacement):
         """Refuse what beside the strategy cannot work with a module that is cut."""
         problems = []
         if not module.automatic_optimization:
-            problems += manual_optimization_problems(self.layout, self._given)
-        synchronised = sync_batchnorm_problem(self.layout) if self._layer_sync else None
-        problems += [synchronised] if synchronised else []
+            problems += manual_optimization_problems(self.layout, self.options.sequence_parallel)
+        problems += sync_batchnorm_problem(self.layout) if self._layer_sync else []
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and self.layout.expert > 1:
                 problems.append(averaging_problem(type(callback).__name__))

@@ -19,11 +19,17 @@ from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.core.config.options import refuse
 from trainwright.strategies.averaging.compression.options import CompressionChoice
 from trainwright.strategies.base.strategy import HeldBytes
+from trainwright.strategies.compose.hybrid_options import HybridOptions
 from trainwright.strategies.contract.gradients import clip_gradient_value, gradient_norm, local_tensor, refuse_nonfinite
 from trainwright.strategies.contract.precision import AgreedGradScaler, before_update
 from trainwright.strategies.data.zero import ZeroStrategy
-from trainwright.strategies.parameter_server.messages.wire import LOOPBACK, Device
-from trainwright.strategies.parameter_server.options import rank_problems
+from trainwright.strategies.parameter_server.messages.wire import Device
+from trainwright.strategies.parameter_server.refusals import (
+    needs_interface,
+    rank_problems,
+    steps_are_served,
+    tables_are_not_averaged,
+)
 from trainwright.strategies.parameter_server.server.server import Meeting
 from trainwright.strategies.parameter_server.server.shard import refuse_unserved
 from trainwright.strategies.parameter_server.tables.placement import served_names
@@ -35,26 +41,16 @@ class MixedPlacement(ZeroStrategy):
     """ZeRO, with some tables of embeddings on parameter servers, which all ranks step together.
 
     Args:
-        *args: see :class:`~trainwright.strategies.data.zero.ZeroStrategy`.
-        placement: pattern of names of parameters -> ``"parameter_server"`` (tables of embeddings), ``"shard"`` or
-            ``"replicate"`` (what the layout does anyway); the first pattern that matches counts. ``None`` (off): all
-            parameters have the layout.
-        table_servers: how many servers share the tables, one on each of the first ranks.
-        interface: network interface that servers listen at; ``None``: the loopback address alone, for one machine.
-        **kwargs: see :class:`~trainwright.strategies.data.zero.ZeroStrategy`.
+        **kwargs: options, see :class:`~trainwright.strategies.compose.hybrid_options.HybridOptions`.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        placement: Mapping[str, str] | None = None,
-        table_servers: int = 1,
-        interface: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self._placed = dict(placement or {})
-        self._table_servers, self._interface = table_servers, interface
+    options: HybridOptions
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        options = self.options
+        self._placed: Mapping[str, str] = options.placement or {}
+        self._table_servers, self._interface = options.table_servers, options.interface
         self._tables: dict[str, nn.Parameter] = {}
         self._served: ServedTables | None = None
 
@@ -86,7 +82,7 @@ class MixedPlacement(ZeroStrategy):
         super().setup(trainer)
 
     def _refuse_beside_tables(self, trainer: Trainer, module: LightningModule) -> None:
-        problems = rank_problems(self._table_servers, self.world_size, "table_")
+        problems = rank_problems(self._table_servers, self.world_size, "table_servers")
         if not module.automatic_optimization:
             problems.append(
                 f"placement with {type(module).__name__}, which optimizes manually (automatic_optimization=False): "
@@ -98,22 +94,12 @@ class MixedPlacement(ZeroStrategy):
                 "module with memory (module.meta=false), or leave placement out"
             )
         if self.num_nodes > 1 and self._interface is None:
-            problems.append(
-                f"placement on {self.num_nodes} machines, but servers listen at {LOOPBACK} alone; say at which network "
-                "interface, like interface='eth0'. Messages are neither encrypted nor signed: choose one of a network "
-                "that is yours"
-            )
+            problems.append(needs_interface(self.num_nodes))
         if self.compression is not None and self.compression.needs_adam:
-            problems.append(
-                f"placement with {self.compression.asked}, which takes part in the optimizer's step; type "
-                "compression=int8"
-            )
+            problems.append(steps_are_served(self.compression.asked))
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-                problems.append(
-                    f"placement with the callback {type(callback).__name__}, whose average would have tables of its "
-                    "own; leave out one of them"
-                )
+                problems.append(tables_are_not_averaged(f"the callback {type(callback).__name__}"))
         refuse(problems)
 
     def _against_steps(self, choice: CompressionChoice) -> Iterator[str]:

@@ -1,23 +1,18 @@
 """The ranks of a run and their layout, as its configuration asks for them. Imports nothing heavy."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from trainwright.core.config.targets import lineage
 from trainwright.core.layout import Layout
 from trainwright.core.processes import machine
-from trainwright.strategies.parameter_server.options import OWN
+from trainwright.strategies.contract.options import PlannedRun, StrategyOptions
+from trainwright.strategies.contract.registry import options_for_target
 
 VERBS = ("fit", "validate", "test", "predict")
 """What a run may be."""
-# Layouts of strategies that have no options for one, and of classes that build on them.
-_LAYOUTS = {
-    "SingleDeviceStrategy": Layout(),
-    "DDPStrategy": Layout(replicate=-1),
-    "ParameterServerStrategy": Layout(replicate=-1),
-}
 
 
 @dataclass(frozen=True)
@@ -52,14 +47,33 @@ def world_size_of(cfg: DictConfig, surroundings: Surroundings) -> int:
     return surroundings.world_size or resolve_devices(cfg) * cfg.nodes
 
 
-def server_ranks(cfg: DictConfig) -> int:
-    """Ranks of a resolved configuration that only serve; 0 where servers are beside workers, or there are none."""
-    return int(cfg.strategy.servers) if cfg.strategy.get("server_ranks") == OWN else 0
+def options_of(strategy: Any) -> StrategyOptions | None:
+    """The options of a configuration of a strategy: those of its class, or of the nearest one that this is built on.
+
+    ``None``: there is none.
+    """
+    paths = lineage(str(strategy.get("_target_", "")))
+    known = next((found for found in map(options_for_target, paths) if found is not None), None)
+    if known is None:
+        return None
+    plain: Any = OmegaConf.to_container(strategy, resolve=True) if isinstance(strategy, DictConfig) else dict(strategy)
+    return known.take(plain)[0]
 
 
-def training_ranks(cfg: DictConfig, world_size: int) -> int:
-    """How many of so many ranks make up the layout: all that do not only serve."""
-    return max(world_size - server_ranks(cfg), 1)  # too many servers are refused elsewhere
+def planned_run(cfg: DictConfig, surroundings: Surroundings, options: StrategyOptions | None) -> PlannedRun:
+    """What the options of a strategy are checked against."""
+    has_launcher = surroundings.world_size is not None
+    if not has_world_size(cfg):
+        return PlannedRun(cfg, surroundings.verb, has_launcher=has_launcher, options=options)
+    world_size = world_size_of(cfg, surroundings)
+    layout = _closed(options, world_size)
+    return PlannedRun(cfg, surroundings.verb, layout, world_size, resolve_devices(cfg), has_launcher, options)
+
+
+def serving_ranks(cfg: DictConfig) -> int:
+    """Ranks of a resolved configuration that only serve."""
+    options = options_of(cfg.strategy)
+    return 0 if options is None else options.serving_ranks
 
 
 def num_data_ranks(cfg: DictConfig, world_size: int) -> int:
@@ -69,38 +83,31 @@ def num_data_ranks(cfg: DictConfig, world_size: int) -> int:
         cfg: the configuration.
         world_size: of all ranks, those that only serve included.
     """
-    layout, training = layout_of(cfg.strategy), training_ranks(cfg, world_size)
-    return layout.resolve(training).data_ranks if layout is not None else training
-
-
-def layout_of(strategy: Any) -> Layout | None:
-    """The layout that a strategy's configuration asks for; None for a class whose layout only it knows."""
-    sizes = {axis.name: strategy[axis.name] for axis in fields(Layout) if axis.name in strategy}
-    if sizes:
-        return Layout(**sizes)
-    names = (path.rpartition(".")[2] for path in lineage(str(strategy.get("_target_", ""))))
-    return next((_LAYOUTS[name] for name in names if name in _LAYOUTS), None)
+    options = options_of(cfg.strategy)
+    return world_size if options is None else options.closed_layout(_training(options, world_size)).data_ranks
 
 
 def closed_layout(cfg: DictConfig, surroundings: Surroundings) -> Layout | None:
     """The layout of a run with all sizes known; None if the strategy's is not known or cannot be had."""
     if not has_world_size(cfg):
         return None
+    return _closed(options_of(cfg.strategy), world_size_of(cfg, surroundings))
+
+
+def layout_problem(options: StrategyOptions, world_size: int) -> list[str]:
+    """Why the layout cannot be had on so many ranks, those that only serve included; empty if it can."""
     try:
-        layout = layout_of(cfg.strategy)
-        return None if layout is None else layout.resolve(training_ranks(cfg, world_size_of(cfg, surroundings)))
-    except ValueError:
-        return None  # refused as a layout
+        options.closed_layout(_training(options, world_size))
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
-def tells_layout(strategy: Any) -> bool:
-    """Whether the layout, possible or not, is known before a process starts."""
-    try:
-        return layout_of(strategy) is not None
-    except ValueError:
-        return True
+def _closed(options: StrategyOptions | None, world_size: int) -> Layout | None:
+    if options is None or layout_problem(options, world_size):
+        return None
+    return options.closed_layout(_training(options, world_size))
 
 
-def is_hybrid(strategy: Any) -> bool:
-    """Whether a strategy's configuration has all axes of a layout."""
-    return all(axis.name in strategy for axis in fields(Layout))
+def _training(options: StrategyOptions, world_size: int) -> int:
+    return max(world_size - options.serving_ranks, 1)  # too many servers are refused elsewhere

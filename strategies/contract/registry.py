@@ -1,45 +1,97 @@
-"""The strategies by name. A new strategy is one new file, one yaml and one line here."""
+"""The strategies by name, the simplest first. A new one is one line here, or an entry point of another package.
+
+A name stands for a dataclass of options, and that for the class of the
+strategy. Another package adds a name in its ``pyproject.toml``::
+
+    [project.entry-points."trainwright.strategies"]
+    hypercube = "my_strategies.options:HypercubeOptions"
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from importlib.metadata import entry_points
 from typing import Any
 
-_STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "single": ("trainwright.strategies.data.single.SingleDeviceStrategy", {}),
-    "ddp": ("trainwright.strategies.data.ddp.DDPStrategy", {}),
-    "zero1": ("trainwright.strategies.data.zero.ZeroStrategy", {"stage": 1}),
-    "zero2": ("trainwright.strategies.data.zero.ZeroStrategy", {"stage": 2}),
-    "zero3": ("trainwright.strategies.data.zero.ZeroStrategy", {"stage": 3}),
-    "hybrid": ("trainwright.strategies.compose.hybrid.HybridStrategy", {}),
-    "tensor": ("trainwright.strategies.compose.one_axis.TensorParallelStrategy", {}),
-    "pipeline": ("trainwright.strategies.compose.one_axis.PipelineStrategy", {}),
-    "context": ("trainwright.strategies.compose.one_axis.ContextParallelStrategy", {}),
-    "parameter_server": ("trainwright.strategies.parameter_server.strategy.ParameterServerStrategy", {}),
-    "expert": ("trainwright.strategies.compose.one_axis.ExpertParallelStrategy", {}),
-    "local_sgd": ("trainwright.strategies.local_updates.strategy.LocalSGDStrategy", {}),
-    "diloco": ("trainwright.strategies.local_updates.strategy.DiLoCoStrategy", {}),
+from trainwright.strategies.contract.options import StrategyOptions
+
+GROUP = "trainwright.strategies"
+"""Group of entry points."""
+_OPTIONS = {
+    "single": "data.single_options.SingleOptions",
+    "ddp": "data.ddp_options.DDPOptions",
+    "zero1": "data.zero_options.Zero1Options",
+    "zero2": "data.zero_options.Zero2Options",
+    "zero3": "data.zero_options.Zero3Options",
+    "hybrid": "compose.hybrid_options.HybridOptions",
+    "tensor": "compose.one_axis_options.TensorOptions",
+    "pipeline": "compose.one_axis_options.PipelineOptions",
+    "context": "compose.one_axis_options.ContextOptions",
+    "parameter_server": "parameter_server.options.ParameterServerOptions",
+    "expert": "compose.one_axis_options.ExpertOptions",
+    "local_sgd": "local_updates.options.LocalSGDOptions",
+    "diloco": "local_updates.options.DiLoCoOptions",
 }
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Names that ``Trainer(strategy=...)`` and ``strategy=`` on the command line take."""
-    return tuple(_STRATEGIES)
+    """Names that ``Trainer(strategy=...)`` and ``strategy=`` on the command line take; other packages' come last."""
+    return (*_OPTIONS, *(each.name for each in entry_points(group=GROUP) if each.name not in _OPTIONS))
 
 
-def strategy_target(name: str) -> tuple[str, dict[str, Any]]:
-    """Import path of the class behind ``name`` and the options that the name stands for.
+def is_strategy(name: str) -> bool:
+    """Whether there is a strategy of that name."""
+    return name in _OPTIONS or name in strategy_names()
+
+
+def options_of_others() -> dict[str, type[StrategyOptions]]:
+    """The options of strategies of other packages, by name.
+
+    Raises:
+        ValueError: naming a package whose entry point cannot be loaded, is no options, or has the name of a built-in.
+    """
+    return {each.name: _loaded(each) for each in entry_points(group=GROUP)}
+
+
+def strategy_options(name: str) -> type[StrategyOptions]:
+    """The options of the strategy called ``name``.
 
     Raises:
         ValueError: if there is no strategy of that name; the message lists the nearest and all valid names.
     """
-    if name not in _STRATEGIES:
-        near = difflib.get_close_matches(name, _STRATEGIES, n=1)
+    if name in _OPTIONS:
+        module, _, cls = _OPTIONS[name].rpartition(".")
+        return getattr(importlib.import_module(f"trainwright.strategies.{module}"), cls)  # type: ignore[no-any-return]
+    others = options_of_others()
+    if name not in others:
+        names = strategy_names()
+        near = difflib.get_close_matches(name, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"Unknown strategy {name!r}.{hint} Available: {', '.join(_STRATEGIES)}.")
-    path, options = _STRATEGIES[name]
-    return path, dict(options)
+        raise ValueError(f"Unknown strategy {name!r}.{hint} Available: {', '.join(names)}.")
+    return others[name]
+
+
+def all_options() -> Iterator[tuple[str, type[StrategyOptions]]]:
+    """Name and options of every strategy."""
+    yield from ((name, strategy_options(name)) for name in _OPTIONS)
+    yield from options_of_others().items()
+
+
+def target_of(options: type[StrategyOptions]) -> str:
+    """Import path of the class whose options these are."""
+    return str(options.__dataclass_fields__["_target_"].default)
+
+
+def options_for_target(target: str) -> type[StrategyOptions] | None:
+    """The options of the class at an import path, with the defaults of its constructor; ``None``: there are none."""
+    for _, named in all_options():
+        for options in named.__mro__:
+            if "_target_" in vars(options) and vars(options)["_target_"] == target:
+                return options
+    return None
 
 
 def make_strategy(name: str, **options: Any) -> Any:
@@ -48,6 +100,28 @@ def make_strategy(name: str, **options: Any) -> Any:
     Raises:
         ValueError: if there is no strategy of that name.
     """
-    path, fixed = strategy_target(name)
-    module, _, cls = path.rpartition(".")
-    return getattr(importlib.import_module(module), cls)(**{**fixed, **options})
+    known = strategy_options(name)
+    module, _, cls = target_of(known).rpartition(".")
+    given = {item.name: _default(item) for item in fields(known) if item.name not in ("_target_", "checks")}
+    return getattr(importlib.import_module(module), cls)(**{**given, **options})
+
+
+def _default(item: Field[Any]) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def _loaded(entry: Any) -> type[StrategyOptions]:
+    where = f"{entry.value} of the package {entry.dist.name if entry.dist else 'unknown'}"
+    if entry.name in _OPTIONS:
+        raise ValueError(f"{where} would be strategy={entry.name}, which is built in; rename its entry point")
+    try:
+        found = entry.load()
+    except Exception as error:
+        raise ValueError(f"strategy={entry.name}: {where} cannot be loaded: {type(error).__name__}: {error}") from error
+    is_options = isinstance(found, type) and issubclass(found, StrategyOptions)
+    if not is_options or "_target_" not in found.__dataclass_fields__:
+        raise ValueError(
+            f"strategy={entry.name}: {where} must be a dataclass of options, built on one of Trainwright's, with "
+            "_target_: the import path of the strategy's class"
+        )
+    return found  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
 # Annotations stay what they are: torch looks at that of a hook's bucket.
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from trainwright.strategies.contract.communication.advice import best_piece_byte
 from trainwright.strategies.contract.communication.options import ALL_REDUCE
 from trainwright.strategies.contract.communication.probe import probe_ways
 from trainwright.strategies.contract.waits.waiting import ReducerWaits, Waits
+from trainwright.strategies.data.ddp_options import DDPOptions
 
 # Bytes; smaller buckets cost more in calls than the model of links knows.
 _LEAST_BUCKET = 2**18
@@ -35,16 +36,10 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
 
     Args:
         gradient_as_bucket_view: gradients live in the buffers that are sent, so that they are held once, not twice.
-        find_unused_parameters: ask each step which parameters had a part in the loss.
-        bucket_mib: largest bucket of gradients that is sent at once, in MiB (torch's ``bucket_cap_mb``); ``None``: 25,
-            or what ``communication="auto"`` finds.
-        compression: how gradients are sent, see ``CompressedReplicas``;
-            ``None`` is off. Not beside ``ddp_comm_hook``.
-        **kwargs: ``average_by`` and others of ``AveragedReplicas`` (not beside
-            ``ddp_comm_hook``), see :class:`~trainwright.strategies.averaging.advised.AdvisedCommunication` too (with
-            ``communication="auto"`` the way to average and the size of buckets follow from what was measured, unless
-            ``average_by`` and ``bucket_mib`` are given: the same gradients but for the order of sums); others go to
-            Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``.
+        **kwargs: options, see ``DDPOptions`` (with ``communication="auto"``
+            the way to average and the size of buckets follow from what was measured, unless ``average_by`` and
+            ``bucket_mib`` are given: the same gradients but for the order of sums; neither they nor ``compression`` go
+            beside ``ddp_comm_hook``); others go to Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``.
 
     Raises:
         ValueError: if the options contradict each other.
@@ -52,28 +47,18 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
 
     strategy_name = "ddp"
     saves_one_file = True
+    options_class = DDPOptions
+    options: DDPOptions
 
-    def __init__(
-        self,
-        *,
-        gradient_as_bucket_view: bool = True,
-        find_unused_parameters: bool = False,
-        bucket_mib: float | None = None,
-        compression: str | Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *, gradient_as_bucket_view: bool = True, **kwargs: Any) -> None:
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
+        self._ddp_kwargs["find_unused_parameters"] = self.options.find_unused_parameters
+        bucket_mib = self.options.bucket_mib
         if bucket_mib is not None:
-            if bucket_mib <= 0 or "bucket_cap_mb" in kwargs:
-                beside = " beside bucket_cap_mb" if "bucket_cap_mb" in kwargs else ""
-                raise ValueError(f"bucket_mib={bucket_mib}{beside} (allowed: a number above 0, and one of the two)")
-            kwargs["bucket_cap_mb"] = bucket_mib
-        super().__init__(
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            find_unused_parameters=find_unused_parameters,
-            compression=compression,
-            **kwargs,
-        )
-        self._given_bucket = "bucket_cap_mb" in kwargs
+            if "bucket_cap_mb" in kwargs:
+                raise ValueError(f"bucket_mib={bucket_mib} and bucket_cap_mb mean the same; leave out one of them")
+            self._ddp_kwargs["bucket_cap_mb"] = bucket_mib
+        self._given_bucket = "bucket_cap_mb" in self._ddp_kwargs
         self._beside: MeanBesideBackward | None = None
         self._averaged: dict[str, nn.Parameter] | None = None  # until the first update
         if self._asked_average not in (None, ALL_REDUCE) and self._ddp_comm_hook is not None:

@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy as LightningSingleDeviceStrategy
 
 from trainwright.strategies.base.strategy import LayoutStrategy
+from trainwright.strategies.data.single_options import SingleOptions, too_many_devices
 
 
 class SingleDeviceStrategy(LayoutStrategy, LightningSingleDeviceStrategy):
@@ -16,11 +17,12 @@ class SingleDeviceStrategy(LayoutStrategy, LightningSingleDeviceStrategy):
 
     Args:
         device: where to train; ``None`` takes the device that the Trainer chose.
-        **kwargs: see :class:`~trainwright.strategies.base.strategy.LayoutStrategy`.
+        **kwargs: options, see :class:`~trainwright.strategies.data.single_options.SingleOptions`.
     """
 
     strategy_name = "single"
     saves_one_file = True
+    options_class = SingleOptions
 
     def __init__(self, device: torch.device | str | None = None, **kwargs: Any) -> None:
         super().__init__(device=device or "cpu", **kwargs)
@@ -34,10 +36,7 @@ class SingleDeviceStrategy(LayoutStrategy, LightningSingleDeviceStrategy):
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
         if len(devices) != 1:
-            raise ValueError(
-                f"strategy='single' trains on one device, but devices={len(devices)} were given. "
-                "Set devices=1, or choose strategy='ddp', 'zero1', 'zero2' or 'zero3'."
-            )
+            raise ValueError(too_many_devices(len(devices)))
         self._root_device = torch.device(devices[0])
         self._device_given = True
 

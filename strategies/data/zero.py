@@ -23,14 +23,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from trainwright.core.config.options import is_number, refuse
+from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
 from trainwright.strategies.averaging.compressed import CompressedReplicas
 from trainwright.strategies.averaging.compression.buckets import ReplicaPart
 from trainwright.strategies.base.whole.strategy import ShowsWholes
 from trainwright.strategies.contract.communication.advice import BACKWARD_SHARE
 from trainwright.strategies.contract.communication.ahead import MOST_AHEAD, BlockTimes, best_depth
-from trainwright.strategies.contract.communication.options import prefetch_of_nothing, prefetch_problems
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.same_model import take_from_first
 from trainwright.strategies.data.bucket_size import bucket_bytes_for
@@ -42,43 +41,11 @@ from trainwright.strategies.data.optimizers.divided_steps import DividedSteps, S
 from trainwright.strategies.data.optimizers.owners import Owners
 from trainwright.strategies.data.outside import CallsOutside
 from trainwright.strategies.data.reducer import GradientReducer, ParameterPublisher
+from trainwright.strategies.data.zero_options import ZeroOptions
 from trainwright.strategies.plan.deferred import deferred_pieces, is_deferred
 from trainwright.strategies.state.run_state import OPTIMIZERS
 from trainwright.strategies.state.shards import ParameterShard, gradient_problems
 from trainwright.strategies.state.wholes import gather_tree, shard_optimizer_state, shard_weights_on_load
-
-Offload = Literal["none", "optimizer", "parameters"]
-
-
-def validate_zero(
-    stage: int,
-    offload: str,
-    find_unused_parameters: bool,
-    prefetch: int | None,
-    bucket_mib: float,
-    no_sync_accumulation: bool = False,
-) -> list[str]:
-    """Problems of these options together; empty when they are possible."""
-    problems = []
-    if stage not in (1, 2, 3):
-        problems.append(f"stage={stage!r} (allowed: 1, 2, 3)")
-    if offload not in ("none", "optimizer", "parameters"):
-        problems.append(f"offload={offload!r} (allowed: 'none', 'optimizer', 'parameters')")
-    elif offload == "parameters" and stage != 3:
-        problems.append(f"offload='parameters' with stage={stage} (allowed with stage 3; use offload='optimizer')")
-    if find_unused_parameters and stage == 3:
-        problems.append(
-            "find_unused_parameters=true with stage 3 has no effect: only stages 1 and 2 look for them. Type stage=2, "
-            "or leave it out"
-        )
-    if no_sync_accumulation and stage == 1:
-        problems.append(
-            "no_sync_accumulation=true with stage 1 has no effect: stage 1 holds whole gradients and sends once a "
-            "step. Leave it out"
-        )
-    if not is_number(bucket_mib) or bucket_mib <= 0:
-        problems.append(f"bucket_mib={bucket_mib}: must be above 0 (MiB); leave it out for the default")
-    return problems + prefetch_problems(prefetch, stage)
 
 
 class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
@@ -101,52 +68,27 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
 
     Args:
         stage: 1, 2 or 3.
-        replicate: size of the axis of copies (hybrid sharding); 1 is off.
-        shard: size of the axis that splits; -1 takes the rest of the world.
-        offload: ``"none"``; ``"optimizer"`` keeps optimizer state and the rows it steps on the CPU; ``"parameters"``
-            (stage 3) keeps parameters and gradients there too.
-        no_sync_accumulation: stages 2 and 3: send once a step and hold whole gradients between micro-batches, as
-            stage 1 always does.
-        find_unused_parameters: stages 1 and 2: parameters may get a gradient on some ranks only (one more collective
-            a step, and no overlap).
-        bucket_mib: stages 1 and 2: largest size in MiB of the buffers in which gradients and parameters travel; a model
-            of less than 16 of them travels in smaller ones (4 MiB at least).
-        prefetch: stage 3: blocks whose parameters are gathered while the one before them computes, in forward and in
-            backward; each takes the memory of a whole block. 0: none; ``None``: what FSDP2 does, which is 1 on CUDA
-            and 0 on the CPU, or, after the steps that ``communication="auto"`` measures, as many as wait least.
-        **kwargs: ``compression`` of what is sent along the replicate axis, see
-            :class:`~trainwright.strategies.averaging.compressed.CompressedReplicas`, and others of
-            :class:`~trainwright.strategies.base.strategy.LayoutStrategy`; ``process_group_backend``, ``timeout``,
-            ``parallel_devices``, ``cluster_environment`` as in Lightning's ``DDPStrategy``.
+        **kwargs: options, see ``ZeroOptions``; ``process_group_backend``,
+            ``timeout``, ``parallel_devices``, ``cluster_environment`` as in Lightning's ``DDPStrategy``.
 
     Raises:
         ValueError: if the options contradict each other.
     """
 
     strategy_name = "zero"
+    options_class = ZeroOptions
+    options: ZeroOptions
 
-    def __init__(
-        self,
-        stage: Literal[1, 2, 3] = 3,
-        *,
-        replicate: int = 1,
-        shard: int = -1,
-        offload: Offload = "none",
-        no_sync_accumulation: bool = False,
-        find_unused_parameters: bool = False,
-        bucket_mib: float = 25.0,
-        prefetch: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        refuse(validate_zero(stage, offload, find_unused_parameters, prefetch, bucket_mib, no_sync_accumulation))
-        super().__init__(**kwargs)
-        self.stage = stage
-        self._open_layout = Layout(replicate=replicate, shard=shard)
-        self._offload = offload
-        self._holds_whole_gradients = stage == 1 or no_sync_accumulation
-        self._find_unused = find_unused_parameters
-        self._bucket_bytes = int(bucket_mib * 2**20)
-        self._prefetch = prefetch
+    def __init__(self, stage: Literal[1, 2, 3] | None = None, **kwargs: Any) -> None:
+        super().__init__(stage=stage, **kwargs)
+        options = self.options
+        self.stage = options.stage
+        self._open_layout = options.layout()
+        self._offload = options.offload
+        self._holds_whole_gradients = options.stage == 1 or options.no_sync_accumulation
+        self._find_unused = options.find_unused_parameters
+        self._bucket_bytes = int((options.bucket_mib or 25.0) * 2**20)
+        self._prefetch = options.prefetch
         self._mesh: DeviceMesh | None = None
         self._step: _Step | None = None
         self._in_training_step = False
@@ -213,7 +155,7 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
 
     def _make_mesh(self) -> DeviceMesh:
         layout = self.layout
-        refuse(prefetch_of_nothing(self._prefetch, layout) if self.world_size > 1 else [])
+        refuse(self.options.layout_problems(layout) if self._open_layout.is_open else [])
         sizes = {"replicate": layout.replicate, "shard": layout.shard}
         if layout.replicate == 1:
             sizes.pop("replicate")

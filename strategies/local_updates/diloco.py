@@ -20,9 +20,9 @@ from trainwright.strategies.averaging.background import Background
 from trainwright.strategies.averaging.compression.names import choose_compression, make_compressor
 from trainwright.strategies.contract.groups import new_subgroup
 from trainwright.strategies.local_updates.fragments import fragment_of
+from trainwright.strategies.local_updates.options import DiLoCoOptions, fragment_problem
 from trainwright.strategies.local_updates.outer import OuterOptions, OuterParameters
 from trainwright.strategies.local_updates.replicas import LocalUpdateStrategy
-from trainwright.strategies.local_updates.rules import fragment_problem, local_update_problems
 from trainwright.strategies.local_updates.schedule import Schedule
 from trainwright.strategies.local_updates.state import outer_boxes, read_outer
 
@@ -42,56 +42,24 @@ class DiLoCoStrategy(LocalUpdateStrategy):
     with what the replica holds by then.
 
     Args:
-        sync_every: optimizer steps from one synchronisation (of a fragment) to the next.
-        outer_lr: learning rate of the outer SGD.
-        outer_momentum: its momentum; 0 is off.
-        outer_nesterov: take Nesterov's momentum.
-        fragments: parts that are synchronised in turn; 1 is the whole model at once.
-        overlap_steps: optimizer steps after which an average is merged that was begun in the background; 0 is off:
-            training waits for it.
-        mixing: part of a replica's own parameters that is kept then (alpha of the paper); without overlap there is
-            nothing to mix.
-        compression: how outer gradients are sent: the name of a compressor (``"bf16"``) or a mapping of ``name`` and
-            options; ``None`` is off. See :func:`~trainwright.strategies.averaging.compression.names.make_compressor`.
-        offload_outer: keep the common parameters and the momentum in host memory.
-        **kwargs: see :class:`LocalUpdateStrategy`.
+        **kwargs: options, see :class:`~trainwright.strategies.local_updates.options.DiLoCoOptions`. ``mixing`` is alpha
+            of the paper; without overlap there is nothing to mix.
 
     Raises:
         ValueError: if the options contradict each other.
     """
 
     strategy_name = "diloco"
+    options_class = DiLoCoOptions
+    options: DiLoCoOptions
 
-    def __init__(
-        self,
-        *,
-        sync_every: int = 50,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
-        outer_nesterov: bool = True,
-        fragments: int = 1,
-        overlap_steps: int = 0,
-        mixing: float = 0.5,
-        compression: str | Mapping[str, Any] | None = None,
-        offload_outer: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        options = {
-            "sync_every": sync_every,
-            "outer_lr": outer_lr,
-            "outer_momentum": outer_momentum,
-            "outer_nesterov": outer_nesterov,
-            "fragments": fragments,
-            "overlap_steps": overlap_steps,
-            "mixing": mixing,
-            "compression": compression,
-        }
-        refuse(local_update_problems(options))
-        super().__init__(sync_every=sync_every, **kwargs)
-        self._schedule = Schedule(sync_every, fragments, self._schedule.warmup_steps)
-        self._overlap = overlap_steps
-        self._outer_options = OuterOptions(outer_lr, outer_momentum, outer_nesterov, mixing, offload_outer)
-        self._choice = choose_compression(compression)
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        o = self.options
+        self._schedule = Schedule(o.sync_every, o.fragments, o.warmup_steps)
+        self._overlap = o.overlap_steps
+        self._outer_options = OuterOptions(o.outer_lr, o.outer_momentum, o.outer_nesterov, o.mixing, o.offload_outer)
+        self._choice = choose_compression(o.compression)
         self._outer: OuterParameters | None = None
         self._background: Background | None = None
         self._background_group: dist.ProcessGroup | None = None
@@ -119,8 +87,7 @@ class DiLoCoStrategy(LocalUpdateStrategy):
         else:
             blocks = list(self._find_blocks()) if self._schedule.fragments > 1 else []
             order = list(self._named)
-        problem = fragment_problem(self._schedule.fragments, len(blocks))
-        refuse([problem] if problem else [])
+        refuse(fragment_problem(self._schedule.fragments, len(blocks)))
         self._fragment_names = {name: fragment_of(name, blocks, order, self._schedule.fragments) for name in order}
 
     def _let_go(self) -> None:

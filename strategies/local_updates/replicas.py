@@ -26,18 +26,16 @@ from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
 from trainwright.strategies.base.strategy import HeldBytes
 from trainwright.strategies.compose.hybrid import HybridStrategy
-from trainwright.strategies.contract.communication.options import OFF, chosen_already, replicas_step_alone
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.contract.same_model import varying_buffers
 from trainwright.strategies.local_updates.mean import ReplicaMean
-from trainwright.strategies.local_updates.rules import (
+from trainwright.strategies.local_updates.options import (
     MANUAL_OPTIMIZATION,
-    PLACEMENT,
+    SYNC_BATCHNORM,
+    LocalUpdateOptions,
     averaging_callback_problem,
-    local_update_problems,
-    sync_batchnorm_problem,
 )
 from trainwright.strategies.local_updates.schedule import Schedule
 from trainwright.strategies.local_updates.state import (
@@ -74,27 +72,18 @@ class LocalUpdateStrategy(HybridStrategy):
     replica alone.
 
     Args:
-        sync_every: optimizer steps from one synchronisation to the next.
-        warmup_steps: steps at the beginning in which gradients are averaged over the replicas, too, as in DDP
-            (post-local SGD, arXiv:1808.07217); 0 is off.
-        replicate: number of replicas; -1 takes the rest of the world.
-        shard: ranks over which ZeRO splits the state of a replica; 1 is off.
-        **kwargs: see :class:`~trainwright.strategies.compose.hybrid.HybridStrategy`.
+        **kwargs: options, see :class:`~trainwright.strategies.local_updates.options.LocalUpdateOptions`; with
+            ``warmup_steps`` gradients are averaged at the beginning as in DDP (post-local SGD, arXiv:1808.07217).
 
     Raises:
         ValueError: if the options contradict each other.
     """
 
-    def __init__(
-        self, *, sync_every: int, warmup_steps: int = 0, replicate: int = -1, shard: int = 1, **kwargs: Any
-    ) -> None:
-        refuse(local_update_problems({"sync_every": sync_every, "warmup_steps": warmup_steps}))
-        refuse([PLACEMENT] if kwargs.get("placement") else [])
-        refuse([replicas_step_alone(kwargs["average_by"])] if kwargs.get("average_by") else [])
-        super().__init__(replicate=replicate, shard=shard, **kwargs)
-        if self.communication != OFF:
-            raise ValueError(chosen_already(self.communication))
-        self._schedule = Schedule(sync_every, warmup_steps=warmup_steps)
+    options: LocalUpdateOptions
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._schedule = Schedule(self.options.sync_every, warmup_steps=self.options.warmup_steps)
         self._mean: ReplicaMean | None = None
         self._is_alike = True
         self._aside: dict[str, Tensor] | None = None
@@ -159,7 +148,7 @@ class LocalUpdateStrategy(HybridStrategy):
     def _refuse_beside(self, module: LightningModule, trainer: Trainer) -> None:
         """Refuse what cannot work while replicas differ."""
         problems = [] if module.automatic_optimization else [f"{type(module).__name__}: {MANUAL_OPTIMIZATION}"]
-        problems += [sync_batchnorm_problem()] if self._layer_sync else []
+        problems += [SYNC_BATCHNORM] if self._layer_sync else []
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
                 problems.append(averaging_callback_problem(type(callback).__name__))

@@ -1,60 +1,244 @@
-"""What is impossible about the options of parameter servers; loads no torch, since the command line asks too."""
+"""Options of ``strategy=parameter_server``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from trainwright.core.config.options import is_number, is_whole
+from trainwright.core.config.options import class_of, is_number, is_whole
+from trainwright.strategies.averaging.compression.options import OFF as UNCOMPRESSED
 from trainwright.strategies.averaging.compression.options import (
     ONLY_OF_AVERAGES,
     choose_compression,
     compression_problems,
+    of_one_message,
 )
+from trainwright.strategies.contract.options import PlannedRun, StrategyOptions, number, unknown_word
+from trainwright.strategies.parameter_server.refusals import needs_closure, needs_interface, rank_problems
 
 INCARNATION = "TRAINWRIGHT_INCARNATION"
 """Variable of a rank: how often it was started before, where lost ranks are started anew while the others go on."""
 
 CONSISTENCIES = ("sync", "ssp", "async")
-STALENESS = 3
-"""Steps that a worker may be ahead of the slowest with ``"ssp"``, where nothing else is said."""
+# Steps that a worker may be ahead of the slowest with ssp, where nothing else is said.
+_STALENESS = 3
 # Compressors that can write one message alone.
 CODECS = ("fp16", "bf16", "int8", "topk", "onebit")
 # What becomes of the samples that a dead worker had leased; none: samples are dealt in equal shares.
 LEASES = ("none", "at_least_once", "at_most_once")
 # Where servers are: beside workers, or on ranks that do nothing else.
 BESIDE, OWN = "beside", "own"
-DEFAULTS: Mapping[str, Any] = {
-    "consistency": "sync",
-    "staleness": None,
-    "servers": 1,
-    "server_ranks": BESIDE,
-    "delay_compensation": 0.0,
-    "scale_by_staleness": False,
-    "compression": None,
-    "interface": None,
-    "leases": "none",
-    "overlap": True,
-}
+# Callbacks that run collectives as training goes, and what to type to be without.
+_TIED = {"LossGuard": "guard=none", "ReplicaCheck": "monitor=default", "Stragglers": "monitor=default"}
 
 
-def server_problems(options: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """What is wrong with the options, each with what to type instead; empty when nothing is.
+@dataclass
+class ParameterServerOptions(StrategyOptions):
+    """`strategy=parameter_server`: servers hold parameters and optimizer, workers push gradients and pull."""
 
-    Args:
-        options: by name; those that are missing are at their default.
-        prefix: what stands before an option's name where it is typed.
-    """
-    given = {**DEFAULTS, **{key: value for key, value in options.items() if key in DEFAULTS}}
-    given["staleness"] = chosen_staleness(given["consistency"], given["staleness"])
-    problems = [
-        *_consistency_problems(given, prefix),
-        *_server_count_problems(given, prefix),
-        *_asynchronous_options(given, prefix),
-        *_lease_problems(given, prefix),
-        *_overlap_problems(given["overlap"], prefix),
-    ]
-    return problems + push_problems(given["compression"])
+    _target_: str = "trainwright.strategies.parameter_server.strategy.ParameterServerStrategy"
+    # Who waits for whom: sync (all make each step together, what ddp computes), ssp (a worker may be some steps ahead
+    # of the slowest) or async (nobody waits but where an epoch ends, at a validation and a save).
+    consistency: str = "sync"
+    # Steps that a worker may be ahead of the slowest, with consistency=ssp (null = 3); read with ssp only.
+    staleness: int | None = None
+    # Servers that the parameters are shared out to.
+    servers: int = number(1, least=1)
+    # Where servers are: beside = each in a rank that trains, too (the first ones); own = on ranks that do nothing else
+    # (the last ones), so that devices - servers ranks train.
+    server_ranks: str = "beside"
+    # Correct late gradients for how far parameters have moved on (DC-ASGD), by this strength; 0 = off.
+    delay_compensation: float = 0.0
+    # Divide learning rates by how many steps a gradient is late; false = off.
+    scale_by_staleness: bool = False
+    # How gradients are written on their way to a server: a name like topk, or a mapping of name and options; null = as
+    # the group compression says.
+    compression: Any = None
+    # Network interface that servers listen at, like eth0; null = the loopback address, for one machine.
+    interface: str | None = None
+    # With consistency=async, let workers lease samples, so that a fast one reads more: at_least_once or at_most_once
+    # (those of a dead worker are read again, or lost); none = off, equal shares.
+    leases: str = "none"
+    # Push gradients while the backward pass makes others, and pull parameters while the first layers compute; false =
+    # after and before it.
+    overlap: bool = True
+
+    # ---- facts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def bound(self) -> int | None:
+        """Steps that a worker may be ahead of the slowest; ``None``: not bounded by a number."""
+        return _STALENESS if self.consistency == "ssp" and self.staleness is None else self.staleness
+
+    @property
+    def serving_ranks(self) -> int:
+        """See the base class."""
+        return self.servers if self.server_ranks == OWN else 0
+
+    @property
+    def takes_sparse_gradients(self) -> bool:
+        """See the base class."""
+        return True
+
+    @property
+    def averages_every_step(self) -> bool:
+        """See the base class."""
+        return self.consistency == "sync"
+
+    def replaceable_ranks(self, devices: int) -> tuple[int, ...]:
+        """Ranks that hold nothing which is nowhere else.
+
+        The first rank gives those that come the state of the run, beside a server or not.
+        """
+        own = self.serving_ranks
+        return tuple(range(1, devices - own) if own else range(self.servers, devices))
+
+    # ---- values ---------------------------------------------------------------------------------------------------
+
+    def problems(self) -> Iterator[str]:
+        """See the base class."""
+        yield from super().problems()
+        yield from unknown_word("consistency", self.consistency, CONSISTENCIES)
+        yield from self._staleness_problems()
+        if not is_whole(self.servers, 1):
+            yield f"strategy.servers={self.servers}: must be a whole number of at least 1; type strategy.servers=1"
+        yield from unknown_word("server_ranks", self.server_ranks, (BESIDE, OWN))
+        yield from self._lateness_problems()
+        yield from self._lease_problems()
+        overlap: Any = self.overlap
+        if not isinstance(overlap, bool):
+            yield f"strategy.overlap={self.overlap}: must be true or false; leave it out for true"
+        yield from push_problems(self.compression)
+
+    def _staleness_problems(self) -> Iterator[str]:
+        given = f"strategy.staleness={self.staleness} with strategy.consistency={self.consistency}"
+        if self.consistency == "ssp" and not is_whole(self.bound, 1):
+            hint = "; strategy.consistency=sync is a staleness of 0" if self.staleness == 0 else ""
+            yield (
+                f"{given}: must be a whole number of steps from 1, by which a worker may be ahead of the slowest; type "
+                f"strategy.staleness={_STALENESS}{hint}"
+            )
+        elif self.consistency in ("sync", "async") and self.staleness is not None:
+            yield f"{given}: it is read with strategy.consistency=ssp only; leave it out"
+
+    def _lateness_problems(self) -> Iterator[str]:
+        never_late = "with strategy.consistency=sync: gradients are never late there; leave it out"
+        strength = self.delay_compensation
+        if not is_number(strength) or strength < 0:
+            yield f"strategy.delay_compensation={strength}: must be a number from 0 (off)"
+        elif strength and self.consistency == "sync":
+            yield f"strategy.delay_compensation={strength} {never_late}"
+        if self.scale_by_staleness and self.consistency == "sync":
+            yield f"strategy.scale_by_staleness=true {never_late}"
+
+    def _lease_problems(self) -> Iterator[str]:
+        yield from unknown_word("leases", self.leases, LEASES)
+        if self.leases not in LEASES[1:] or self.consistency not in ("sync", "ssp"):
+            return
+        why = "all make each step together, so none can read more than another"
+        if self.consistency == "ssp":
+            why = (
+                "the bound is on steps, and each chunk is a step, so in an epoch none could read more than "
+                f"strategy.staleness={self.bound} chunks more than the slowest"
+            )
+        yield (
+            f"strategy.leases={self.leases} with strategy.consistency={self.consistency}: {why}; type "
+            "strategy.consistency=async, or leave it out"
+        )
+
+    # ---- beside ---------------------------------------------------------------------------------------------------
+
+    def run_problems(self, run: PlannedRun) -> Iterator[str]:
+        """See the base class."""
+        yield from super().run_problems(run)
+        cfg = run.cfg
+        if run.world_size is not None and not run.refusals:
+            yield from rank_problems(self.servers, run.world_size, own=self.server_ranks == OWN)
+        yield from self._group_problems(cfg.compression)
+        if class_of(cfg.optimizer) == "LBFGS":
+            yield needs_closure("LBFGS")
+        if cfg.nodes > 1 and self.interface is None:
+            yield needs_interface(cfg.nodes)
+        for key, _, callback in run.parts("monitor", "callbacks"):
+            if callback == "Norms":
+                yield (
+                    f"{key} with strategy=parameter_server: the averaged gradients of a step are the servers' alone, "
+                    f"no worker sees them; type monitor=default, or {key}=null"
+                )
+        if cfg.launch.recovery == "replicas":
+            yield (
+                "launch.recovery=replicas with strategy=parameter_server: the state of a lost rank's server is nowhere "
+                "else; type launch.recovery=rejoin with launch.max_restarts=3"
+            )
+        yield from self._when_alone(run)
+        if self.leases in LEASES[1:]:
+            yield from self._beside_leases(run)
+
+    def _group_problems(self, group: Any) -> Iterator[str]:
+        """What speaks against the group `compression`, which fills that argument of the strategy."""
+        if group.name == UNCOMPRESSED:
+            return
+        if self.compression not in (None, UNCOMPRESSED):
+            yield (
+                f"compression={group.name} with strategy.compression={self.compression}: both say how gradients are "
+                "pushed; leave strategy.compression out"
+            )
+        elif not compression_problems(dict(group)):
+            yield from push_problems(of_one_message(group))
+
+    def _when_alone(self, run: PlannedRun) -> Iterator[str]:
+        """What ties ranks together at every step, or every few, where these step by themselves."""
+        cfg, instead = run.cfg, ", or strategy.consistency=sync"
+        if self.consistency == "sync":
+            if run.verb != "fit" or not run.replaceable_ranks(self):
+                return
+            why, instead = f"launch.recovery={cfg.launch.recovery}", ", or launch.recovery=restart"
+        else:
+            why = f"strategy.consistency={self.consistency}"
+        ending = f"with {why}: it ties ranks together, but there they step by themselves"
+        for key, _, callback in run.parts("guard", "monitor", "callbacks"):
+            if callback in _TIED:
+                yield f"{key} {ending}; type {_TIED[callback]}{instead}"
+        if cfg.trainer.max_time is not None:
+            yield f"trainer.max_time={cfg.trainer.max_time} {ending}; type max_steps or max_epochs"
+        if cfg.trainer.sync_batchnorm:
+            yield (
+                f"trainer.sync_batchnorm=true {ending}; leave it out: statistics are averaged where ranks meet (before "
+                "a validation, a save and the end of an epoch)"
+            )
+        if cfg.trainer.loss_weighting == "tokens":
+            yield f"trainer.loss_weighting=tokens {ending}; type trainer.loss_weighting=micro_batch"
+
+    def _beside_leases(self, run: PlannedRun) -> Iterator[str]:
+        ending, trainer = f"with strategy.leases={self.leases}", run.cfg.trainer
+        interval, limit = trainer.val_check_interval, trainer.limit_train_batches
+        if interval is not None and (isinstance(interval, int) or interval != 1.0):
+            yield (
+                f"trainer.val_check_interval={interval} {ending}: workers meet at the end of an epoch only; type "
+                "trainer.val_check_interval=1.0"
+            )
+        if isinstance(limit, float) and limit not in (0.0, 1.0):
+            yield (
+                f"trainer.limit_train_batches={limit} {ending}: type a whole number, micro-batches of each worker on "
+                "average"
+            )
+        if trainer.data_partition != "interleave":
+            yield (
+                f"trainer.data_partition={trainer.data_partition} {ending}: it says whose samples are whose; type "
+                "trainer.data_partition=interleave"
+            )
+        if trainer.uneven_steps:
+            yield (
+                f"trainer.uneven_steps=true {ending}: a chunk is a step of one worker; type trainer.uneven_steps=false"
+            )
+        for key, node, _ in run.parts("checkpoint"):
+            every = node.get("every_n_steps") if hasattr(node, "get") else None
+            if every is not None:
+                yield (
+                    f"{key}.every_n_steps={every} {ending}: workers make unequal numbers of steps; type "
+                    f"{key}.every_n_epochs=1"
+                )
 
 
 def learning_rate_warning(consistency: str, workers: int, groups: Sequence[Mapping[str, Any]]) -> str:
@@ -73,11 +257,6 @@ def learning_rate_warning(consistency: str, workers: int, groups: Sequence[Mappi
         f"in step make one, so that a learning rate that suits these may diverge. Divide lr={rate:g} by about "
         f"{workers} (optimizer.lr={rate / workers:.2g}) if that was not done{lower}; or type strategy.consistency=sync."
     )
-
-
-def chosen_staleness(consistency: Any, staleness: Any) -> Any:
-    """The bound that is meant: :data:`STALENESS` with ``"ssp"`` where none is given."""
-    return STALENESS if consistency == "ssp" and staleness is None else staleness
 
 
 def push_problems(compression: Any) -> list[str]:
@@ -103,94 +282,3 @@ def _no_warm_up(key: str, value: Any) -> str:
         f"compression.{key}={value} with parameter servers: pushes are gradients, compressed from the first one on; "
         "leave it out"
     )
-
-
-def _consistency_problems(given: Mapping[str, Any], prefix: str) -> list[str]:
-    consistency, staleness = given["consistency"], given["staleness"]
-    key = f"{prefix}consistency={consistency}"
-    if consistency not in CONSISTENCIES:
-        return [f"{key}: unknown; allowed are {', '.join(CONSISTENCIES)}"]
-    if consistency == "ssp":
-        if not is_whole(staleness, 1):
-            hint = f"; {prefix}consistency=sync is a staleness of 0" if staleness == 0 else ""
-            return [
-                f"{prefix}staleness={staleness} with {key}: must be a whole number of steps from 1, by which a worker "
-                f"may be ahead of the slowest; type {prefix}staleness={STALENESS}{hint}"
-            ]
-    elif staleness is not None:
-        return [f"{prefix}staleness={staleness} with {key}: it is read with {prefix}consistency=ssp only; leave it out"]
-    return []
-
-
-def _server_count_problems(given: Mapping[str, Any], prefix: str) -> list[str]:
-    servers, ranks = given["servers"], given["server_ranks"]
-    problems = []
-    if not is_whole(servers, 1):
-        problems.append(f"{prefix}servers={servers}: must be a whole number of at least 1; type {prefix}servers=1")
-    if ranks not in (BESIDE, OWN):
-        problems.append(f"{prefix}server_ranks={ranks}: unknown; allowed are {BESIDE}, {OWN}")
-    return problems
-
-
-def _asynchronous_options(given: Mapping[str, Any], prefix: str) -> list[str]:
-    problems = []
-    strength = given["delay_compensation"]
-    if not is_number(strength) or strength < 0:
-        problems.append(f"{prefix}delay_compensation={strength}: must be a number from 0 (off)")
-    elif strength and given["consistency"] == "sync":
-        problems.append(
-            f"{prefix}delay_compensation={strength} with {prefix}consistency=sync: gradients are never late there; "
-            "leave it out"
-        )
-    if given["scale_by_staleness"] and given["consistency"] == "sync":
-        problems.append(
-            f"{prefix}scale_by_staleness=true with {prefix}consistency=sync: gradients are never late there; "
-            "leave it out"
-        )
-    return problems
-
-
-def _lease_problems(given: Mapping[str, Any], prefix: str) -> list[str]:
-    leases, consistency = given["leases"], given["consistency"]
-    if leases not in LEASES:
-        return [f"{prefix}leases={leases}: unknown; allowed are {', '.join(LEASES)}"]
-    if leases == "none" or consistency == "async" or consistency not in CONSISTENCIES:
-        return []
-    why = "all make each step together, so none can read more than another"
-    if consistency == "ssp":
-        why = (
-            f"the bound is on steps, and each chunk is a step, so in an epoch none could read more than "
-            f"{prefix}staleness={given['staleness']} chunks more than the slowest"
-        )
-    return [
-        f"{prefix}leases={leases} with {prefix}consistency={consistency}: {why}; type {prefix}consistency=async, or "
-        "leave it out"
-    ]
-
-
-def _overlap_problems(overlap: Any, prefix: str) -> list[str]:
-    if isinstance(overlap, bool):
-        return []
-    return [f"{prefix}overlap={overlap}: must be true or false; leave it out for true"]
-
-
-def rank_problems(servers: int, world_size: int, prefix: str = "", own: bool = False) -> list[str]:
-    """What is wrong with a number of servers for so many ranks, each of which can hold one.
-
-    Args:
-        servers: how many.
-        world_size: number of all ranks.
-        prefix: what stands before an option's name where it is typed.
-        own: whether servers have ranks of their own.
-    """
-    if own and servers >= world_size:
-        return [
-            f"{prefix}servers={servers} with {prefix}server_ranks={OWN} on {world_size} rank(s): no rank is left that "
-            f"trains; type devices={servers + 1} or more, or {prefix}server_ranks={BESIDE}"
-        ]
-    if own or servers <= world_size:
-        return []
-    return [
-        f"{prefix}servers={servers} with {world_size} rank(s): a rank holds one server at most; type "
-        f"{prefix}servers={world_size}"
-    ]

@@ -34,15 +34,10 @@ from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.contract.same_model import take_from_first, varying_buffers
 from trainwright.strategies.contract.word_of_end import EndNotice, HeardNotice
 from trainwright.strategies.parameter_server.averaging import average_buffers
-from trainwright.strategies.parameter_server.messages.wire import LOOPBACK, Device, Link
-from trainwright.strategies.parameter_server.options import (
-    OWN,
-    chosen_staleness,
-    learning_rate_warning,
-    rank_problems,
-    server_problems,
-)
+from trainwright.strategies.parameter_server.messages.wire import Device, Link
+from trainwright.strategies.parameter_server.options import ParameterServerOptions, learning_rate_warning
 from trainwright.strategies.parameter_server.own_ranks import ToldFit
+from trainwright.strategies.parameter_server.refusals import needs_interface, rank_problems
 from trainwright.strategies.parameter_server.server.clocks import Consistency
 from trainwright.strategies.parameter_server.server.server import Meeting, Rules, Server
 from trainwright.strategies.parameter_server.server.shard import Plan, refuse_unserved
@@ -78,29 +73,12 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             ``"ssp"``: each steps by itself, ``staleness`` steps ahead of the slowest at most (stale synchronous
             parallel, Ho et al., NIPS 2013); ``"async"``: each steps by itself and never waits but at the end of an
             epoch, a validation and a save.
-        staleness: with ``"ssp"``, a number of steps from 1, or ``None`` for 3; else ``None``.
-        servers: how many the parameters are shared out to, by bytes; tensors larger than a share are split by rows,
-            unless the optimizer needs whole ones.
-        server_ranks: ``"beside"``: a server runs beside the worker of a rank; ``"own"``: the last ``servers`` ranks do
-            nothing but serve. Then the others are the world (``world_size``) that trains, validates and saves; on a
-            server's rank ``fit`` returns with nothing trained or logged and the module on the meta device, and
-            ``validate``, ``test`` and ``predict`` return ``None`` at once.
-        delay_compensation: lambda of DC-ASGD (arXiv:1609.08326); a server keeps a copy of its parameters for each
-            worker. 0: off.
-        scale_by_staleness: divide learning rates by the steps that others made between pull and push
-            (arXiv:1511.05950).
-        compression: how gradients are written on their way to a server: a name, a mapping of name and options, or
-            ``None`` (off); see ``codec_of``. What a message lacks goes
-            with the next one; a run that is resumed with other workers or servers drops it.
-        interface: network interface that servers listen at; ``None``: the loopback address alone, for one machine.
-        leases: with ``"async"``, let workers lease the samples of an epoch, so that a fast one reads more:
-            ``"at_least_once"`` or ``"at_most_once"`` says what becomes of those that a dead one held, see
-            :mod:`trainwright.trainer.leases.book`; ``"none"`` (off): equal shares.
-        overlap: push gradients while backward makes others, in parts of 1 MiB at least, unless something has to be done
-            with all of them first (compression, unscaling, clipping by each worker), and pull parameters while the
-            first layers compute, unless somebody may look at them before; ``False``: off. Results are the same.
-        **kwargs: see ``LayoutStrategy``; ``process_group_backend``, ``timeout``,
-            ``parallel_devices``, ``cluster_environment`` as in Lightning's ``DDPStrategy``.
+        **kwargs: options, see :class:`~trainwright.strategies.parameter_server.options.ParameterServerOptions`;
+            ``process_group_backend``, ``timeout``, ``parallel_devices``, ``cluster_environment`` as in Lightning's
+            ``DDPStrategy``. On ranks that only serve (``server_ranks="own"``) ``fit`` returns with nothing trained or
+            logged and the module on the meta device, and ``validate``, ``test`` and ``predict`` return ``None`` at
+            once; the others are the world (``world_size``). What a message lacks goes with the next one; a run that is
+            resumed with other workers or servers drops it.
 
     Raises:
         ValueError: if the options contradict each other.
@@ -108,43 +86,21 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     strategy_name = "parameter_server"
 
-    def __init__(
-        self,
-        consistency: Consistency = "sync",
-        *,
-        staleness: int | None = None,
-        servers: int = 1,
-        server_ranks: str = "beside",
-        delay_compensation: float = 0.0,
-        scale_by_staleness: bool = False,
-        compression: str | Mapping[str, Any] | None = None,
-        interface: str | None = None,
-        leases: str = "none",
-        overlap: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        options = {
-            "consistency": consistency,
-            "staleness": staleness,
-            "servers": servers,
-            "server_ranks": server_ranks,
-            "delay_compensation": delay_compensation,
-            "scale_by_staleness": scale_by_staleness,
-            "compression": compression,
-            "leases": leases,
-            "overlap": overlap,
-        }
-        refuse(server_problems(options))
-        super().__init__(**kwargs)
-        self.servers = servers
+    options_class = ParameterServerOptions
+    options: ParameterServerOptions
+
+    def __init__(self, consistency: Consistency | None = None, **kwargs: Any) -> None:
+        super().__init__(consistency=consistency, **kwargs)
+        options = self.options
+        self.servers = options.servers
         # Ranks that only serve, the last ones of the run; 0 where servers are beside workers.
-        self._server_ranks = servers if server_ranks == OWN else 0
-        bound = chosen_staleness(consistency, staleness)
-        self._rules = Rules(consistency, bound, delay_compensation, scale_by_staleness)
-        self._compression = choose_compression(compression)
+        self._server_ranks = options.serving_ranks
+        how: Any = options.consistency
+        self._rules = Rules(how, options.bound, options.delay_compensation, options.scale_by_staleness)
+        self._compression = choose_compression(options.compression)
         self._residuals = PushResiduals(self._compression)
-        self._interface = interface
-        self._leases, self._overlap = leases, overlap
+        self._interface = options.interface
+        self._leases, self._overlap = options.leases, options.overlap
         self._client: Client | None = None
         self._server: Server | None = None
         self._alone = False  # within a step that other ranks need not make
@@ -360,11 +316,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
                 "where a step ends; use automatic optimization, or strategy=ddp"
             )
         if self.num_nodes > 1 and self._interface is None:
-            problems.append(
-                f"{self.num_nodes} machines, but servers listen at {LOOPBACK} alone; say at which network interface, "
-                "like strategy.interface=eth0 (in Python: interface='eth0'). Messages are neither encrypted nor "
-                "signed: choose one of a network that is yours"
-            )
+            problems.append(needs_interface(self.num_nodes))
         if not self.steps_are_collective:
             problems += self._tied_steps(trainer)
         refuse(problems)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-ActivationCheckpointing = Literal["none", "full", "selective"]
 
 
 def find_blocks(module: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
@@ -101,7 +99,7 @@ def _outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 def checkpoint_activations(
     module: nn.Module,
-    mode: ActivationCheckpointing,
+    mode: str,
     blocks: Iterable[nn.Module],
     patterns: Sequence[str] | None,
 ) -> None:
@@ -130,20 +128,6 @@ def checkpoint_activations(
         )
     for target in chosen:
         target.forward = _Recomputed(target.forward)
-
-
-def validate_checkpointing(mode: str, patterns: Sequence[str] | None) -> list[str]:
-    """Problems of the pair ``activation_checkpointing`` and ``checkpoint_modules``; empty when it is possible."""
-    if mode not in ("none", "full", "selective"):
-        return [f"activation_checkpointing={mode!r} (allowed: 'none', 'full', 'selective')"]
-    if mode == "selective" and not patterns:
-        return [
-            "activation_checkpointing='selective' without checkpoint_modules "
-            "(name the modules: checkpoint_modules=['model.layers.*.mlp'])"
-        ]
-    if mode != "selective" and patterns:
-        return [f"checkpoint_modules with activation_checkpointing={mode!r} (allowed: with 'selective' only)"]
-    return []
 
 
 class _Recomputed:

@@ -31,13 +31,16 @@ from trainwright.core.run.run_directory import (
     write_config,
 )
 from trainwright.launch import schema as schema
+from trainwright.launch.auto_options import AutoOptions
+from trainwright.launch.deepspeed_options import DeepSpeedJSONOptions
 from trainwright.strategies.compose import world
+from trainwright.strategies.contract.registry import all_options
 
 SCHEMAS = [
     schema.RunConfig,
-    schema.SingleConfig,
-    schema.DDPConfig,
-    schema.ZeroConfig,
+    *(options for _, options in all_options()),
+    AutoOptions,
+    DeepSpeedJSONOptions,
     schema.AccumulationConfig,
     schema.FixedAccumulationConfig,
     schema.BalanceConfig,
@@ -46,7 +49,6 @@ SCHEMAS = [
     schema.TopKCompressionConfig,
     schema.PowerSGDCompressionConfig,
     schema.OneBitCompressionConfig,
-    schema.DeepSpeedJSONConfig,
     schema.LaunchConfig,
     schema.LossScaleConfig,
     schema.TrainerConfig,
@@ -167,7 +169,7 @@ def test_precision_is_chosen_by_its_name(conf: Path, precision: str) -> None:
         (["max_steps=-1"], ["max_steps=-1", "null for no limit"]),
         (["accelerator=tpu"], ["accelerator=tpu", "auto, cpu, gpu"]),
         (["accelerator=gpu"], ["accelerator=gpu", "no GPU", "accelerator=cpu"]),
-        (["devices=2"], ["strategy=single", "devices=2", "devices=1", "strategy=ddp"]),
+        (["devices=2"], ["strategy=single", "this run has 2", "devices=1", "strategy=ddp"]),
         (["strategy=zero3", "strategy.shard=3", "devices=4"], ["shard=3", "4 rank(s)", "1, 2, 4", "strategy.shard=-1"]),
         (["strategy=zero2", "strategy.shard=2", "devices=4"], ["shard=2", "4 rank(s)"]),
         (["global_batch_size=6"], ["global_batch_size=6", "4 or 8", "micro_batch_size="]),
@@ -180,7 +182,7 @@ def test_precision_is_chosen_by_its_name(conf: Path, precision: str) -> None:
         (["accumulation=fixed", "accumulation.steps=0"], ["accumulation.steps=0", "at least 1"]),
         (["strategy=zero2", "strategy.offload=parameters"], ["offload=parameters", "stage 2", "strategy=zero3"]),
         (["strategy=zero2", "strategy.offload=all"], ["strategy.offload=all", "none, optimizer, parameters"]),
-        (["strategy.activation_checkpointing=some"], ["activation_checkpointing=some", "full, none, selective"]),
+        (["strategy.activation_checkpointing=some"], ["activation_checkpointing=some", "none, full, selective"]),
         (["strategy.activation_checkpointing=selective"], ["selective", "strategy.checkpoint_modules="]),
         (["strategy.checkpoint_modules=[net]"], ["checkpoint_modules", "activation_checkpointing=selective"]),
         (["trainer.gradient_clip_algorithm=max"], ["gradient_clip_algorithm=max", "norm, value"]),
@@ -402,7 +404,7 @@ def test_own_strategy_that_builds_on_ours(conf: Path, tmp_path: Path) -> None:
     (conf / "strategy").mkdir()
     (conf / "strategy/own.yaml").write_text("_target_: my_strategies.own.Own\n")
     (conf / "strategy/other.yaml").write_text("_target_: my_strategies.own.Other\n")
-    assert world.layout_of(mine(conf, "strategy=own").strategy) == Layout(replicate=-1)
+    assert world.options_of(mine(conf, "strategy=own").strategy).layout() == Layout(replicate=-1)
     assert problems(conf, "strategy=own", *replicas) == []
     # Nobody knows whether there are replicas, so it must not be taken for a restart without a word.
     [found] = problems(conf, "strategy=other", *replicas)

@@ -68,9 +68,9 @@ def test_an_unknown_name_is_answered_with_the_nearest():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"stage": 4}, r"stage=4 \(allowed: 1, 2, 3\)"),
-        ({"stage": 2, "offload": "parameters"}, "allowed with stage 3; use offload='optimizer'"),
-        ({"stage": 2, "offload": "disk"}, "allowed: 'none', 'optimizer', 'parameters'"),
+        ({"stage": 4}, "strategy.stage=4: unknown; allowed: 1, 2, 3"),
+        ({"stage": 2, "offload": "parameters"}, "only stage 3 shards parameters; type strategy.stage=3"),
+        ({"stage": 2, "offload": "disk"}, "offload=disk: unknown; allowed: none, optimizer, parameters"),
         ({"activation_checkpointing": "selective"}, "checkpoint_modules="),
     ],
 )
@@ -83,7 +83,7 @@ def test_one_device_takes_one_device():
     import torch
 
     strategy = SingleDeviceStrategy()
-    with pytest.raises(ValueError, match=r"devices=2 were given.*devices=1"):
+    with pytest.raises(ValueError, match=r"this run has 2 .*devices=1"):
         strategy.parallel_devices = [torch.device("cpu")] * 2
 
 

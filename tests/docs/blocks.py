@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 MARKS = ("not run", "in snippets", "exit code", "file", "with", "ranks")
 SHELL = ("bash", "sh", "console")
 PLAIN = ("", "text")
-LANGUAGES = (*SHELL, *PLAIN, "python", "yaml", "json")
+LANGUAGES = (*SHELL, *PLAIN, "python", "yaml", "toml", "json")
 
 _FENCE = re.compile(r"(?P<indent>[ >]*)(?P<fence>```+|~~~+) *(?P<language>[\w+-]*)")
 _MARK = re.compile(r"<!-- (?P<name>[a-z ]+?)(?:: (?P<value>.*?))? -->")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.installed import install
 from tests.tools.checkpoints import write_checkpoint
 
 PACKAGE = """
@@ -83,6 +84,7 @@ def write_project(folder: Path, files: dict[str, str]) -> None:
         assert path.resolve().is_relative_to(folder.resolve()), f"{name}: outside of the reader's folder"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    install(folder)
 
 
 def write_language_model(folder: Path, text: Path) -> None:

@@ -9,18 +9,20 @@ from omegaconf import OmegaConf
 
 from trainwright.command.auto import ways_to_send
 from trainwright.core.layout import Layout
-from trainwright.launch.checks.check_communication import communication_refusals
+from trainwright.strategies.contract.options import PlannedRun
+from trainwright.strategies.data.zero_options import ZeroOptions
 
 
-def refusals(layout: Layout | None, compression: str = "none", launch: dict[str, Any] | None = None, **strategy: Any):
+def refusals(layout: Layout | None, compression: str = "none", launch: dict[str, Any] | None = None, **given: Any):
+    options = ZeroOptions(**{"stage": 2, **given})
     cfg = OmegaConf.create(
         {
-            "strategy": {"stage": 2, **strategy},
             "compression": {"name": compression},
             "launch": {"recovery": "restart", "min_devices": None, **(launch or {})},
         }
     )
-    return communication_refusals(cfg, layout, devices=4)
+    found = [*options.problems(), *options.run_problems(PlannedRun(cfg, layout=layout, devices=4))]
+    return [*found, *([] if layout is None else options.layout_problems(layout))]
 
 
 def test_possible():

@@ -11,7 +11,9 @@ from trainwright.command.schema.compose import compose
 from trainwright.core.layout import Layout
 from trainwright.launch.checks.check_compression import compression_of, compression_refusals
 from trainwright.strategies.averaging.compression.options import compressor_names, option_defaults
-from trainwright.strategies.parameter_server.options import server_problems
+from trainwright.strategies.compose.world import options_of
+from trainwright.strategies.data.ddp_options import DDPOptions
+from trainwright.strategies.parameter_server.options import ParameterServerOptions
 
 DDP = "trainwright.strategies.data.ddp.DDPStrategy"
 ZERO = "trainwright.strategies.data.zero.ZeroStrategy"
@@ -24,13 +26,13 @@ def refusals(
     optimizer: str = "AdamW",
     precision: str = "32",
 ) -> list[str]:
-    cfg = {
+    cfg: Any = {
         "compression": compression,
         "strategy": {"_target_": target},
         "optimizer": {"_target_": f"torch.optim.{optimizer}"},
         "precision": precision,
     }
-    return compression_refusals(OmegaConf.create(cfg), layout)
+    return compression_refusals(OmegaConf.create(cfg), options_of(cfg["strategy"]), layout)
 
 
 def test_possible() -> None:
@@ -48,7 +50,7 @@ def test_possible() -> None:
     (({"name": "topk", "ratio": 2.0},), "compression.ratio=2.0 for topk: must be above 0 and at most 1"),
     (({"name": "topk"}, Layout(shard=4), ZERO), "type strategy.replicate=2 (or more)"),
     (({"name": "bf16"}, Layout(), DDP), "compression=bf16 with replicate=1"),
-    (({"name": "bf16"}, Layout(), "other.Strategy"), "only the strategies of this project compress"),
+    (({"name": "bf16"}, Layout(), "other.Strategy"), "only the strategies of this project, and those"),
     (({"name": "onebit"}, Layout(replicate=2), DDP, "SGD"), "type optimizer=adamw, or compression=topk"),
     (({"name": "onebit"}, Layout(replicate=2), DDP, "AdamW", "16-mixed"), "type precision=bf16-mixed"),
     (({"name": "topk", "sends": "steps"}, Layout(replicate=2), DDP, "SGD"), "or compression.sends=auto"),
@@ -61,13 +63,13 @@ def test_impossible(arguments: Any, words: str) -> None:
 
 def test_a_warm_up_is_of_gradients_that_are_averaged() -> None:
     """The group's default is not handed to a strategy that has none; one that was typed is, which refuses it."""
-    cfg = {"strategy": {"_target_": DDP}, "compression": {"name": "topk", **option_defaults("topk")}}
-    server = {"_target_": "trainwright.strategies.parameter_server.strategy.ParameterServerStrategy"}
-    assert compression_of(OmegaConf.create(cfg))["warmup_steps"] == 100
-    assert compression_of(OmegaConf.create({**cfg, "strategy": server})).keys() == {"name", "ratio", "values"}
+    cfg = OmegaConf.create({"compression": {"name": "topk", **option_defaults("topk")}})
+    assert compression_of(cfg, DDPOptions())["warmup_steps"] == 100
+    assert compression_of(cfg, ParameterServerOptions()).keys() == {"name", "ratio", "values"}
     typed = {"name": "topk", "warmup_steps": 7}
-    assert compression_of(OmegaConf.create({"strategy": server, "compression": typed})) == typed
-    assert "compressed from the first one on" in server_problems({"compression": typed})[0]
+    assert compression_of(OmegaConf.create({"compression": typed}), ParameterServerOptions()) == typed
+    [problem] = ParameterServerOptions(compression=typed).problems()
+    assert "compressed from the first one on" in problem
 
 
 @pytest.mark.parametrize("name", compressor_names())

@@ -23,7 +23,7 @@ def test_leases_can_be_had() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["strategy.leases=twice"], "strategy.leases=twice: unknown; allowed are none, at_least_once, at_most_once"),
+        (["strategy.leases=twice"], "strategy.leases=twice: unknown; allowed: none, at_least_once, at_most_once"),
         (["strategy.leases=at_least_once"], "type strategy.consistency=async"),
         (
             ["strategy.leases=at_least_once", "strategy.consistency=ssp", "strategy.staleness=3", "monitor=none"],

@@ -8,7 +8,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from trainwright.core.layout import Layout
-from trainwright.launch.recovery.check_recovery import recovery_problems, replaceable_ranks
+from trainwright.launch.recovery.check_recovery import recovery_problems
+from trainwright.strategies.contract.options import PlannedRun
+from trainwright.strategies.data.ddp_options import DDPOptions
+from trainwright.strategies.data.zero_options import ZeroOptions
+from trainwright.strategies.parameter_server.options import ParameterServerOptions
 
 POSSIBLE: dict[str, Any] = {
     "recovery": "replicas",
@@ -21,7 +25,7 @@ POSSIBLE: dict[str, Any] = {
 
 def problems(verb: str = "fit", layout: Layout | None = None, has_launcher: bool = False, **launch: Any) -> list[str]:
     cfg = OmegaConf.create({"launch": {**POSSIBLE, **launch}})
-    return recovery_problems(cfg, verb, layout or Layout(replicate=3), has_launcher)
+    return recovery_problems(cfg, verb, DDPOptions(), layout or Layout(replicate=3), has_launcher)
 
 
 def test_what_is_possible() -> None:
@@ -56,7 +60,8 @@ def rejoining(strategy: dict[str, Any], verb: str = "fit", **launch: Any) -> tup
     """What speaks against it, and which ranks of three can be lost."""
     given = {**POSSIBLE, "recovery": "rejoin", "spares": 0, **launch}
     cfg = OmegaConf.create({"launch": given, "strategy": strategy, "devices": 3})
-    return recovery_problems(cfg, verb, None, False), replaceable_ranks(cfg, verb)
+    options = ParameterServerOptions(**strategy) if "servers" in strategy else ZeroOptions(**strategy)
+    return recovery_problems(cfg, verb, options, None, False), PlannedRun(cfg, verb).replaceable_ranks(options)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def measure(network: str, options: dict[str, Any]) -> tuple[_Held, list[_Held]]:
     strategy = trainer.strategy
     layout = strategy._open_layout.resolve(world_size())
     rules = StateRules(strategy.stage, strategy._offload)
-    computed = bytes_of_ranks(planned, layout, strategy._options, rules)
+    computed = bytes_of_ranks(planned, layout, strategy.options, rules)
     trainer.fit(make_module(network, "adamw"), DataLoader(Texts(48), batch_size=4))
     return weigh.held, [(each.parameters, each.gradients, each.optimizer or 0) for each in computed]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,19 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
+from tests.command.project import environment
 from tests.imported import forget_modules_of
+from tests.installed import install
 from tests.parity.harness import QUIET, Case, Record, Recorder, bare_loop, differences, make_loader, world_size
 from tests.parity.modules import make_module
 from tests.parity.test_strategies import bit_differences
 from trainwright.command import run
+from trainwright.command.help import help_of_verb
 from trainwright.command.schema.compose import compose, compose_checked
 from trainwright.core.layout import Layout
+from trainwright.core.problems import ConfigError
 from trainwright.strategies.compose.world import Surroundings, closed_layout
+from trainwright.strategies.contract.registry import make_strategy, strategy_names
 
 PAGE = Path(__file__).parents[2] / "docs" / "add_a_strategy.md"
 CASE = Case("decoder-adamw", accumulation=3)
@@ -35,31 +41,85 @@ def write_files(folder: Path) -> None:
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_files(tmp_path)
+    install(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
 
-def problems(own: Path, *overrides: str) -> list[str]:
-    given = ["recipe=digits", "accelerator=cpu", "strategy=hypercube", *overrides]
-    composed = compose_checked(given, own / "my_conf")
+def problems(*overrides: str) -> list[str]:
+    composed = compose_checked(["recipe=digits", "accelerator=cpu", "strategy=hypercube", *overrides])
     assert composed.cfg is not None
     return composed.problems + run.plan(composed.cfg, "fit")[1]
 
 
 def test_what_it_refuses_before_a_process_starts(own: Path) -> None:
-    assert problems(own, "devices=4") == []
-    assert problems(own, "devices=3", "global_batch_size=24") == [
+    assert problems("devices=4") == []
+    assert problems("devices=3", "global_batch_size=24") == [
         "strategy=hypercube on 3 ranks: in each round every rank needs a partner, so their number must be a power of "
         "two; type devices=2 or devices=4, or strategy=ddp"
     ]
-    [found] = problems(own, "devices=4", "launch=resilient", "launch.recovery=replicas")
+    [found] = problems("devices=4", "launch=resilient", "launch.recovery=replicas")
     assert found.startswith("launch.recovery=replicas with strategy=hypercube")
+    [found] = problems("devices=2", "strategy.farthest_frist=true")
+    assert "did you mean farthest_first?" in found
+    [found] = problems("devices=2", "strategy.bucket_mib=0")
+    assert found.startswith("strategy.bucket_mib=0")
     assert not [name for name in sys.modules if name == "my_strategies.hypercube"], "checks must import no torch"
 
 
-def test_its_layout_is_known_from_what_it_builds_on(own: Path) -> None:
-    cfg = compose("digits", ["accelerator=cpu", "strategy=hypercube", "devices=4"], own / "my_conf")
+def test_its_name_is_one_of_the_strategies(own: Path) -> None:
+    assert strategy_names()[-1] == "hypercube"
+    [line] = [line for line in help_of_verb("fit").splitlines() if line.strip().startswith("hypercube")]
+    assert "gradients averaged in rounds between pairs" in line
+    strategy = make_strategy("hypercube", farthest_first=True)
+    assert (type(strategy).__name__, strategy.options.farthest_first) == ("HypercubeStrategy", True)
+    with pytest.raises(ValueError, match=r"Unknown strategy 'hypercub'. Did you mean 'hypercube'"):
+        make_strategy("hypercub")
+
+
+def test_its_constructor_refuses_the_same(own: Path) -> None:
+    [said] = problems("devices=2", "strategy.ranks_per_node=2")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        make_strategy("hypercube", ranks_per_node=2)
+
+
+def test_the_planner_knows_what_it_holds(own: Path) -> None:
+    words = ["accelerator=cpu", "strategy=hypercube", "micro_batch_size=auto", "global_batch_size=64"]
+    planned, found = run.plan(compose("digits", words), "fit")
+    assert found == []
+    assert 1 <= planned.micro_batch_size <= 64
+
+
+def test_its_layout_is_known(own: Path) -> None:
+    cfg = compose("digits", ["accelerator=cpu", "strategy=hypercube", "devices=4"])
     assert closed_layout(cfg, Surroundings()) == Layout(replicate=4)
+    (own / "my_conf/strategy").mkdir(parents=True)
+    (own / "my_conf/strategy/far.yaml").write_text("defaults: [_hypercube, _self_]\nfarthest_first: true\n")
+    assert compose("digits", ["strategy=far"], own / "my_conf").strategy.farthest_first
+
+
+def test_the_command_trains_with_it(own: Path) -> None:
+    words = ["recipe=digits", "accelerator=cpu", "strategy=hypercube", "devices=2", "max_steps=2", "run_dir=mine"]
+    command = [sys.executable, "-m", "trainwright", "fit", *words]
+    subprocess.run(command, cwd=own, env=environment(), check=True, timeout=300, stdout=subprocess.DEVNULL)
+    assert (own / "mine/checkpoints").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("my_strategies.options:Hypercube", "cannot be loaded: AttributeError"),
+        ("my_strategies.options:Layout", "must be a dataclass of options"),
+    ],
+)
+def test_an_entry_point_that_leads_nowhere_is_refused(own: Path, value: str, said: str) -> None:
+    entries = next(own.glob("*.dist-info")) / "entry_points.txt"
+    entries.write_text(f"[trainwright.strategies]\nhypercube = {value}\n")
+    with pytest.raises(ValueError, match=rf"strategy=hypercube: {value} of the package my-strategies {said}"):
+        make_strategy("hypercube")
+    entries.write_text("[trainwright.strategies]\nddp = my_strategies.options:HypercubeOptions\n")
+    with pytest.raises(ConfigError, match="would be strategy=ddp, which is built in"):
+        compose("digits")
 
 
 class Sent(pl.Callback):
@@ -82,13 +142,11 @@ def train_with_it(folder: str) -> tuple[Record, float, int]:
     """On every rank: what was computed, the bytes of a step, and the parameters."""
     sys.path.insert(0, folder)
     try:
-        from my_strategies.hypercube import HypercubeStrategy  # type: ignore[import-not-found]
-
         from trainwright import Trainer
 
         recorder, sent = Recorder(), Sent()
         trainer = Trainer(
-            strategy=HypercubeStrategy(),
+            strategy=make_strategy("hypercube", farthest_first=world_size() == 4),
             devices=world_size(),
             global_batch_size=CASE.global_batch_size,
             max_steps=CASE.steps,

@@ -16,8 +16,7 @@ from trainwright.command.run import plan
 from trainwright.command.verify_options import VerifyOptions
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import detect_launcher
-from trainwright.launch.checks.check_local_updates import difference_from_one_process
-from trainwright.strategies.compose.world import Surroundings, num_data_ranks, world_size_of
+from trainwright.strategies.compose.world import Surroundings, num_data_ranks, options_of, world_size_of
 from trainwright.tools.verify.report import VerifyReport
 
 _DEFAULTS = VerifyOptions()
@@ -78,7 +77,7 @@ def problems_of(cfg: DictConfig, options: VerifyOptions) -> list[str]:
             "global_batch_size and micro_batch_size are both null, so the samples of a step would depend on the "
             "number of ranks; type global_batch_size=32"
         )
-    difference = difference_from_one_process(cfg, options.steps)
+    difference = _difference(cfg, options.steps)
     if difference is not None:
         problems.append(difference)
     return problems
@@ -176,6 +175,11 @@ def _batch_in_words(record: Any, cfg: DictConfig) -> str:
         f"{run['micro_batch_size']} samples x {run['accumulation']} accumulated x {run['data_ranks']} data rank(s) "
         f"= {record.wave_size * run['accumulation']} samples a step"
     )
+
+
+def _difference(cfg: DictConfig, steps: int) -> str | None:
+    strategy = options_of(cfg.strategy)
+    return None if strategy is None else strategy.difference_from_one_process(steps, cfg.compression.name)
 
 
 def _class_of(strategy: Any) -> str:

@@ -5,15 +5,20 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.core.config.options import class_of
 from trainwright.core.layout import Layout
+from trainwright.strategies.contract.options import StrategyOptions
 from trainwright.trainer.balance.options import FIXED, NONE, balance_option_problems
 
 
-def balance_problems(cfg: DictConfig, layout: Layout | None, least_samples: int) -> list[str]:
+def balance_problems(
+    cfg: DictConfig, options: StrategyOptions | None, layout: Layout | None, least_samples: int
+) -> list[str]:
     """What speaks against `balance`.
 
     Args:
         cfg: the resolved configuration.
+        options: of the strategy; None = of a class that is none of this project's.
         layout: closed; None = not known, or refused elsewhere.
         least_samples: samples that a data rank needs at a time: 1, or the micro-batches of a pipeline.
     """
@@ -21,23 +26,14 @@ def balance_problems(cfg: DictConfig, layout: Layout | None, least_samples: int)
     problems = balance_option_problems(given)
     if problems or given["kind"] == NONE:
         return problems
-    problems += strategy_problems(given["kind"], *_steps_alone(cfg.strategy))
+    steps_alone = options is not None and not options.averages_every_step
+    problems += strategy_problems(given["kind"], class_of(cfg.strategy), steps_alone)
     if layout is not None:
         problems += layout_problems(layout, given["kind"], given["shares"])
     problems += data_problems(cfg.trainer.data_partition, cfg.trainer.use_distributed_sampler, "trainer.")
     if cfg.micro_batch_size is not None:
         problems += micro_batch_problems(cfg.micro_batch_size, least_samples)
     return [*problems, *_changing_ranks(cfg, given["kind"])]
-
-
-# Its ranks make steps of their own; what replicas that do so refuse is theirs to say.
-_STEPS_ALONE = ("ParameterServerStrategy",)
-
-
-def _steps_alone(strategy: DictConfig) -> tuple[str, bool]:
-    """The class of a strategy, and whether its steps are made without those of all data ranks."""
-    name = str(strategy.get("_target_", "")).rsplit(".", 1)[-1]
-    return name, name in _STEPS_ALONE and strategy.get("consistency") != "sync"
 
 
 def strategy_problems(kind: str, strategy: str, steps_alone: bool) -> list[str]:

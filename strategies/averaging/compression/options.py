@@ -104,6 +104,15 @@ def option_defaults(name: str) -> dict[str, Any]:
     return dict(_OPTIONS[name])
 
 
+def of_one_message(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A choice without the options of averages of gradients, which one message alone has none of.
+
+    One that is not at its default was typed: it stays, and is refused.
+    """
+    defaults = _OPTIONS.get(given["name"], {})
+    return {key: value for key, value in given.items() if key not in ONLY_OF_AVERAGES or value != defaults.get(key)}
+
+
 def compression_problems(compression: Any) -> list[str]:
     """What is wrong with a choice of compression, each with what to type instead; empty when nothing is.
 

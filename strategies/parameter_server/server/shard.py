@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from trainwright.strategies.parameter_server.messages.packing import State
 from trainwright.strategies.parameter_server.messages.parts import Part, parts_of
+from trainwright.strategies.parameter_server.refusals import needs_closure
 from trainwright.strategies.parameter_server.server.hyper import HyperParameters, plain_options
 from trainwright.strategies.parameter_server.server.sharder import Shape, Slice, digest_of, share_out
 
@@ -285,10 +286,7 @@ def refuse_unserved(optimizer: Optimizer) -> None:
     """
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
-        raise ValueError(
-            f"{type(optimizer).__name__} computes the loss several times within a step (its step needs a closure), "
-            "which a server cannot. Use another optimizer, such as AdamW or SGD, or strategy=ddp."
-        )
+        raise ValueError(needs_closure(type(optimizer).__name__))
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
             "SparseAdam takes sparse gradients alone, but a server puts the dense gradient together from the rows that "

@@ -6,89 +6,116 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from trainwright.core.config.options import is_whole
+from trainwright.core.config.options import class_of, is_whole
 from trainwright.core.layout import Layout
+from trainwright.strategies.contract.options import AVERAGING_CALLBACKS, PlannedRun
+from trainwright.strategies.parameter_server.refusals import (
+    needs_closure,
+    needs_interface,
+    rank_problems,
+    steps_are_served,
+    tables_are_not_averaged,
+)
 
 SERVER, SHARD, REPLICATE = "parameter_server", "shard", "replicate"
 TARGETS = (SERVER, SHARD, REPLICATE)
-_EXAMPLE = "{embedding.*:parameter_server,*:shard}"
+_TYPED = "strategy.placement={embedding.*:parameter_server,*:shard}"
 _CUTTING_AXES = ("pipeline", "context", "tensor", "expert")
 
 
-def placement_problems(layout: Layout, options: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """What is wrong with a placement, each with what to type instead; empty when nothing is, or none is given.
+def placement_problems(layout: Layout, placement: Any, servers: Any, interface: str | None) -> Iterator[str]:
+    """What is wrong with a placement, each with what to type instead.
 
     Args:
         layout: the axes, open or closed.
-        options: ``placement`` (pattern of names of parameters -> target), ``table_servers``, ``interface``,
-            ``offload``; missing ones are at their default.
-        prefix: what stands before an option's name where it is typed.
+        placement: pattern of names of parameters -> target; ``None``: none is given.
+        servers: how many share the tables.
+        interface: network interface that they listen at.
     """
-    placement = options.get("placement") or {}
-    if not isinstance(placement, Mapping):
-        return [
-            f"{prefix}placement={placement}: must map patterns of names to targets; type {prefix}placement={_EXAMPLE}"
-        ]
     if not placement:
-        return list(_without_effect(options, prefix))
-    unknown = {pattern: target for pattern, target in placement.items() if target not in TARGETS}
-    if unknown:
-        return [
-            f"{prefix}placement: {pattern}: {target}: unknown; allowed are {', '.join(TARGETS)}; type for example "
-            f"{prefix}placement={_EXAMPLE}"
-            for pattern, target in unknown.items()
-        ]
-    return [*_target_problems(placement, layout, prefix), *_beside(layout, options, prefix)]
+        yield from _without_effect({"table_servers": (servers, 1), "interface": (interface, None)})
+    elif not isinstance(placement, Mapping):
+        yield f"strategy.placement={placement}: must map patterns of names to targets; type {_TYPED}"
+    elif set(placement.values()) <= set(TARGETS):
+        yield from _target_problems(placement, layout)
+        yield from _beside(layout, servers)
+    else:
+        for pattern, target in placement.items():
+            if target not in TARGETS:
+                yield (
+                    f"strategy.placement: {pattern}: {target}: unknown; allowed are {', '.join(TARGETS)}; type for "
+                    f"example {_TYPED}"
+                )
 
 
-def _without_effect(options: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    for option, default in (("table_servers", 1), ("interface", None)):
-        if options.get(option, default) != default:
+def placement_run_problems(run: PlannedRun, interface: str | None) -> Iterator[str]:
+    """What cannot be had in the rest of a configuration beside tables on servers.
+
+    Args:
+        run: to be trained.
+        interface: network interface that servers listen at.
+    """
+    cfg = run.cfg
+    if class_of(cfg.optimizer) == "LBFGS":
+        yield needs_closure("LBFGS")
+    if cfg.nodes > 1 and interface is None:
+        yield needs_interface(cfg.nodes)
+    if cfg.launch.recovery in ("replicas", "rejoin"):
+        yield (
+            f"launch.recovery={cfg.launch.recovery} with strategy.placement: the tables of a lost rank's server are "
+            "nowhere else; type launch.recovery=restart"
+        )
+    name, sends = cfg.compression.get("name"), cfg.compression.get("sends")
+    if name == "onebit" or sends == "steps":
+        yield steps_are_served(f"compression={name}" + (" compression.sends=steps" if sends else ""))
+    for key, _, callback in run.parts("callbacks", "monitor"):
+        if callback in AVERAGING_CALLBACKS:
+            yield tables_are_not_averaged(callback, key)
+
+
+def _without_effect(options: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
+    for option, (given, default) in options.items():
+        if given != default:
             yield (
-                f"{prefix}{option}={options[option]} without {prefix}placement has no effect: no parameter is on a "
-                f"server. Leave it out, or type {prefix}placement={_EXAMPLE}"
+                f"strategy.{option}={given} without strategy.placement has no effect: no parameter is on a server. "
+                f"Leave it out, or type {_TYPED}"
             )
 
 
-def _target_problems(placement: Mapping[str, str], layout: Layout, prefix: str) -> Iterator[str]:
+def _target_problems(placement: Mapping[str, str], layout: Layout) -> Iterator[str]:
     if SERVER not in placement.values():
         yield (
-            f"{prefix}placement names nothing for {SERVER}, so the layout alone decides; leave it out, or type "
-            f"{prefix}placement={_EXAMPLE}"
+            f"strategy.placement names nothing for {SERVER}, so the layout alone decides; leave it out, or type "
+            f"{_TYPED}"
         )
     if placement.get("*") == SERVER:
         yield (
-            f"{prefix}placement puts everything on servers; type strategy=parameter_server, or name the tables: "
-            f"{prefix}placement={_EXAMPLE}"
+            f"strategy.placement puts everything on servers; type strategy=parameter_server, or name the tables: "
+            f"{_TYPED}"
         )
     dense = {target for target in placement.values() if target != SERVER}
     if len(dense) > 1:
         yield (
-            f"{prefix}placement gives parameters both {SHARD} and {REPLICATE}: all that is not on servers has one "
+            f"strategy.placement gives parameters both {SHARD} and {REPLICATE}: all that is not on servers has one "
             f"layout; type one of them"
         )
     elif dense == {REPLICATE} and layout.shard != 1:
         yield (
-            f"{prefix}placement says {REPLICATE} with {prefix}shard={layout.shard}, which splits the state; type "
-            f"{prefix}shard=1 {prefix}replicate=-1, or say {SHARD}"
+            f"strategy.placement says {REPLICATE} with strategy.shard={layout.shard}, which splits the state; type "
+            f"strategy.shard=1 strategy.replicate=-1, or say {SHARD}"
         )
 
 
-def _beside(layout: Layout, options: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    servers = options.get("table_servers", 1)
+def _beside(layout: Layout, servers: Any) -> Iterator[str]:
     if not is_whole(servers, 1):
-        yield f"{prefix}table_servers={servers}: must be a whole number of at least 1; type {prefix}table_servers=1"
-    elif -1 not in (layout.replicate, layout.shard) and servers > layout.replicate * layout.shard:
-        ranks = layout.replicate * layout.shard
-        yield (
-            f"{prefix}table_servers={servers} with {ranks} rank(s): a rank holds one server at most; type "
-            f"{prefix}table_servers={ranks}"
-        )
-    given = [f"{prefix}{axis}={getattr(layout, axis)}" for axis in _CUTTING_AXES if getattr(layout, axis) != 1]
+        yield f"strategy.table_servers={servers}: must be a whole number of at least 1; type strategy.table_servers=1"
+    elif -1 not in (layout.replicate, layout.shard):
+        yield from rank_problems(servers, layout.replicate * layout.shard, "table_servers")
+    given = [f"strategy.{axis}={getattr(layout, axis)}" for axis in _CUTTING_AXES if getattr(layout, axis) != 1]
     if given:
-        off = " ".join(f"{prefix}{axis}=1" for axis in _CUTTING_AXES if getattr(layout, axis) != 1)
+        off = " ".join(f"strategy.{axis}=1" for axis in _CUTTING_AXES if getattr(layout, axis) != 1)
         yield (
-            f"{prefix}placement with {' '.join(given)}: every rank that has a table on servers reads samples of its "
+            f"strategy.placement with {' '.join(given)}: every rank that has a table on servers reads samples of its "
             f"own, and ranks of these axes share theirs; type {off}"
         )
 

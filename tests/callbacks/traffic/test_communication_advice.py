@@ -74,7 +74,7 @@ def test_stage_3_gathers_as_far_ahead_as_was_found(ranks):
 
 
 def test_impossible_words_and_strategies_are_refused():
-    with pytest.raises(ValueError, match="Did you mean 'advise'"):
+    with pytest.raises(ValueError, match="did you mean advise"):
         make_strategy("ddp", communication="advice")
     with pytest.raises(ValueError, match="with local updates"):
         make_strategy("local_sgd", communication="auto")

@@ -22,10 +22,10 @@ from trainwright.strategies.contract.communication.options import (
     HIERARCHICAL,
     IN_PARTS,
     average_misfits,
-    average_problems,
     copies_of_a_node,
 )
 from trainwright.strategies.data.ddp import DDPStrategy
+from trainwright.strategies.data.ddp_options import DDPOptions
 from trainwright.strategies.data.reducer import GradientReducer
 from trainwright.strategies.state.shards import ParameterShard, ShardBucket
 
@@ -82,17 +82,17 @@ def test_two_levels_need_several_copies_on_several_nodes():
         (Layout(replicate=2, shard=4), "averages within it already"),
         (Layout(replicate=6), "unequally many"),
     ):
-        (problem,) = average_misfits(HIERARCHICAL, 4, layout, "strategy.")
+        (problem,) = average_misfits(HIERARCHICAL, 4, layout)
         assert why in problem
         assert "strategy.average_by=hierarchical" in problem
 
 
 def test_refusals():
-    assert "Did you mean 'hierarchical'" in average_problems("hierachical")[0]
-    assert "compression=topk" in average_problems(IN_PARTS, compression="topk")[0]
-    assert "has no effect" in average_problems(None, 2)[0]
-    assert average_problems(None, 2, communication="auto") == []
-    assert "at least 1" in average_problems(HIERARCHICAL, 0)[0]
+    assert "did you mean hierarchical?" in next(DDPOptions(average_by="hierachical").problems())
+    assert "compression=topk" in next(DDPOptions(average_by=IN_PARTS, compression="topk").problems())
+    assert "has no effect" in next(DDPOptions(ranks_per_node=2).problems())
+    assert list(DDPOptions(ranks_per_node=2, communication="auto").problems()) == []
+    assert "at least 1" in next(DDPOptions(average_by=HIERARCHICAL, ranks_per_node=0).problems())
     with pytest.raises(ValueError, match="ddp_comm_hook both decide"):
         DDPStrategy(average_by=IN_PARTS, ddp_comm_hook=print)
     with pytest.raises(ValueError, match="in a way of their own"):

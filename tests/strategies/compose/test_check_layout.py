@@ -13,7 +13,9 @@ from tests.command.project import environment, write_project
 from trainwright.command.cli import main
 from trainwright.command.schema.compose import compose
 from trainwright.core.processes import machine
-from trainwright.strategies.compose.check_layout import engine_options, meta_module
+from trainwright.strategies.compose.check_layout import meta_module
+from trainwright.strategies.compose.hybrid_options import engine_options_of
+from trainwright.strategies.compose.world import options_of
 
 HYBRID = ("strategy=hybrid", "devices=4", "strategy.shard=-1")
 EMA = "+callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging"
@@ -156,8 +158,8 @@ def test_building_on_meta_leaves_no_trace() -> None:
     assert all(parameter.is_meta for parameter in module.parameters())
     assert torch.equal(before, torch.get_rng_state())
     assert torch.empty(1).device.type == "cpu"
-    assert engine_options(cfg.strategy).plan == {"blocks": ["model.blocks.*"]}
-    assert engine_options(cfg.strategy).split == "balanced"
+    options = engine_options_of(options_of(cfg.strategy))
+    assert (options.plan, options.split) == ({"blocks": ["model.blocks.*"]}, "balanced")
     assert meta_module(compose("gpt", ["module.config.heads=3"])) is None
 
 

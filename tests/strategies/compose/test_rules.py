@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 from dataclasses import fields
@@ -17,19 +16,19 @@ from torch.utils.data import DataLoader
 from tests.parity.harness import make_trainer
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
+from trainwright.command import run
+from trainwright.command.schema.compose import compose
 from trainwright.core.layout import Layout
-from trainwright.launch.schema import HybridConfig
 from trainwright.strategies.compose.hybrid import HybridStrategy
+from trainwright.strategies.compose.hybrid_options import ATTENTION, AXIS_OPTIONS, EngineOptions, HybridOptions
 from trainwright.strategies.compose.one_axis import PipelineStrategy
 from trainwright.strategies.compose.rules import (
-    _AXIS_OPTIONS,
-    ATTENTION,
     PLAN_PARTS,
     optimizer_problem,
     sync_batchnorm_problem,
-    validate_hybrid,
 )
 from trainwright.strategies.context.attention import METHODS
+from trainwright.strategies.data.zero_options import ZeroOptions
 from trainwright.strategies.plan.model_plan import PlanConfig
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
@@ -71,20 +70,16 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("axes", "options", "parts"), REFUSED)
 def test_refused(axes, options, parts):
-    problems = validate_hybrid(Layout(**{"shard": -1, **axes}), options, "strategy.")
-    assert len(problems) == 1, problems
-    assert problems[0].startswith("strategy.")
-    for part in parts:
-        assert part in problems[0].replace("strategy.", "")
+    [problem] = HybridOptions(**axes, **options).problems_of_call()
+    for part in ("strategy.", *parts):
+        assert part in problem.replace("strategy.", "") or part in problem
     with pytest.raises(ValueError, match=r".") as error:
         HybridStrategy(**axes, **options)
-    for part in parts:
-        assert part in str(error.value)
+    assert str(error.value) == problem
 
 
 @pytest.mark.parametrize(("axes", "options"), FINE)
 def test_fine(axes, options):
-    assert validate_hybrid(Layout(**{"shard": -1, **axes}), options) == []
     HybridStrategy(**axes, **options)
 
 
@@ -95,34 +90,37 @@ def test_all_problems_are_told_at_once():
     assert "attention=gather" in str(error.value)
 
 
-def test_rules_know_every_option_and_its_default():
-    """A new option of the constructor must be given a rule, or be read under every layout."""
-    signature = inspect.signature(HybridStrategy.__init__).parameters
-    everywhere = {"self", "kwargs", "stage", "plan", *(axis.name for axis in fields(Layout))}
-    assert set(signature) - everywhere == set(_AXIS_OPTIONS)
-    for option, (default, _, _) in _AXIS_OPTIONS.items():
-        assert (signature[option].default or {}) == (default or {}), option
-    assert set(_AXIS_OPTIONS) <= {item.name for item in fields(HybridConfig)}
+def test_rules_know_every_option():
+    """A new option must be given a rule, or be read under every layout."""
+    everywhere = {"blocks", "plan"}
+    assert {item.name for item in fields(EngineOptions)} - everywhere == set(AXIS_OPTIONS)
     assert ATTENTION == METHODS
     assert {item.name for item in fields(PlanConfig)} == set(PLAN_PARTS)
 
 
-def test_defaults_of_the_configuration_are_not_given():
-    options = {item.name: getattr(HybridConfig(), item.name) for item in fields(HybridConfig)}
-    assert validate_hybrid(Layout(shard=4), options) == []
+def test_each_option_is_validated_once(monkeypatch):
+    """By the command, whatever asks for the options, and by the constructor in a rank."""
+    asked = []
+    problems = ZeroOptions.problems
+    monkeypatch.setattr(ZeroOptions, "problems", lambda self: asked.append(self) or problems(self))
+    cfg = compose("gpt", ["strategy=hybrid", "strategy.pipeline=2", "devices=2", "accelerator=cpu"])
+    assert run.plan(cfg, "fit")[1] == []
+    assert len(asked) == 1
+    HybridStrategy(pipeline=2)
+    assert len(asked) == 2
 
 
 def test_nothing_heavy_is_imported():
-    code = "import sys, trainwright.strategies.compose.rules; assert 'torch' not in sys.modules"
+    code = "import sys, trainwright.strategies.compose.hybrid_options; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_batchnorm_and_optimizers():
-    assert sync_batchnorm_problem(Layout(shard=2, expert=2)) is None
+    assert sync_batchnorm_problem(Layout(shard=2, expert=2)) == []
     assert "for ever" in str(sync_batchnorm_problem(Layout(pipeline=2, tensor=2)))
     assert "several times" in str(sync_batchnorm_problem(Layout(context=2)))
-    assert optimizer_problem(Layout(replicate=2), "LBFGS") is None
-    assert optimizer_problem(Layout(tensor=2), "Adafactor") is None
+    assert optimizer_problem(Layout(replicate=2), "LBFGS") == []
+    assert optimizer_problem(Layout(tensor=2), "Adafactor") == []
     assert "LBFGS with pipeline=2 tensor=2" in str(optimizer_problem(Layout(tensor=2, pipeline=2), "LBFGS"))
 
 

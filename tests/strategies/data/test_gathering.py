@@ -15,8 +15,8 @@ from tests.parity.layouts import LayoutCase, reference, run
 from trainwright.core.layout import Layout
 from trainwright.strategies.compose.hybrid import HybridStrategy
 from trainwright.strategies.contract.communication.calls import listen
-from trainwright.strategies.contract.communication.options import prefetch_of_nothing, prefetch_problems
 from trainwright.strategies.data.zero import ZeroStrategy
+from trainwright.strategies.data.zero_options import ZeroOptions
 
 BLOCKS = 4
 CASE = Case(accumulation=2, clipping="norm", steps=2)
@@ -148,11 +148,11 @@ def test_weights_gathered_for_a_block_that_did_not_run_are_not_used_later(ranks)
 
 
 def test_refusals():
-    assert prefetch_problems(2, 3) == [] == prefetch_problems(None, 1)
-    assert "stage 2 has no effect" in prefetch_problems(1, 2, "strategy.")[0]
-    assert "0 for none" in prefetch_problems(-1, 3)[0]
-    assert prefetch_of_nothing(1, Layout(shard=-1)) == []
-    assert "shard=1 has no effect" in prefetch_of_nothing(1, Layout(replicate=2))[0]
+    assert list(ZeroOptions(prefetch=2).problems()) == [] == list(ZeroOptions(stage=1).problems())
+    assert "stage 2 has no effect" in next(ZeroOptions(stage=2, prefetch=1).problems())
+    assert "0 for none" in next(ZeroOptions(prefetch=-1).problems())
+    assert list(ZeroOptions(prefetch=1).layout_problems(Layout(shard=-1))) == []
+    assert "shard=1 has no effect" in next(ZeroOptions(prefetch=1).layout_problems(Layout(replicate=2)))
     with pytest.raises(ValueError, match="stage 1 has no effect"):
         ZeroStrategy(1, prefetch=1)
     with pytest.raises(ValueError, match="shard=1 has no effect"):

@@ -8,16 +8,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from omegaconf import OmegaConf
 
 from tests.strategies.local_updates.cases import fit
 from trainwright import DiLoCoStrategy, LocalSGDStrategy, compose
 from trainwright.command.verify_options import VerifyOptions
-from trainwright.launch.checks.check_local_updates import local_update_refusals_of_module
 from trainwright.launch.checks.validate import validate
 from trainwright.launch.worker import build_trainer
 from trainwright.strategies.compose.world import Surroundings
+from trainwright.strategies.contract.options import PlannedRun
 from trainwright.strategies.local_updates.fragments import fragment_of
+from trainwright.strategies.local_updates.options import LocalSGDOptions
 from trainwright.strategies.local_updates.schedule import Schedule
 from trainwright.tools.verify.verify import problems_of
 
@@ -38,7 +38,10 @@ REFUSED: list[tuple[list[str], tuple[str, ...]]] = [
     (["strategy=diloco", "balance=fixed", "balance.shares=[1,3]"], ("balance=fixed", "balance=none")),
     (["strategy=local_sgd", "compression=int8"], ("compression=int8 with local_sgd", "strategy=diloco")),
     (["strategy=diloco", "compression=onebit"], ("100 warmup_steps", "strategy.compression=onebit")),
-    (["strategy=diloco", "compression=bf16", "strategy.compression=int8"], ("compression=none", "outer gradients")),
+    (
+        ["strategy=diloco", "compression=bf16", "strategy.compression=int8"],
+        ("compression=none", "both say how"),
+    ),
 ]
 
 
@@ -54,8 +57,7 @@ def test_what_is_impossible_is_refused_when_composed(
 def test_what_fits_is_not_refused(tmp_path: Any) -> None:
     cfg = compose("diloco_gpt", ["accelerator=cpu", f"run_dir={tmp_path}", "strategy.fragments=4"])
     assert validate(cfg, Surroundings()) == []
-    by_hand = OmegaConf.create({"strategy": cfg.strategy, "module": {"_target_": f"{__name__}.ByHand"}})
-    assert "automatic_optimization" in local_update_refusals_of_module(by_hand, "fit")[0]
+    assert "automatic_optimization" in next(LocalSGDOptions().module_problems(PlannedRun(cfg), ByHand))
 
 
 @pytest.mark.parametrize(("name", "option"), [("bf16", {}), ("topk", {"ratio": 0.01}), ("powersgd", {"rank": 4})])

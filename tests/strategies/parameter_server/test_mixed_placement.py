@@ -186,10 +186,10 @@ def test_patterns_that_name_no_tables_are_refused_on_every_rank(ranks):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"shard": 1, "context": 2}, ["context=2", "type context=1"]),
+        ({"shard": 1, "context": 2}, ["context=2", "type strategy.context=1"]),
         ({"placement": {"*": "parameter_server"}}, ["strategy=parameter_server"]),
         ({"table_servers": 0}, ["table_servers=0", "table_servers=1"]),
-        ({"placement": {}, "table_servers": 2}, ["table_servers=2", "without placement"]),
+        ({"placement": {}, "table_servers": 2}, ["table_servers=2", "without strategy.placement"]),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options, words):

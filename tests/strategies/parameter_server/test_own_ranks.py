@@ -15,7 +15,7 @@ from tests.parity.harness import differences as all_differences
 from tests.strategies.parameter_server.test_strategy import fit, train
 from trainwright.core.layout import Layout
 from trainwright.planning.layout_report import StateRules, bytes_of_ranks
-from trainwright.strategies.compose.engines import EngineOptions
+from trainwright.strategies.compose.hybrid_options import EngineOptions
 from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
 
 OWN = {"server_ranks": "own"}
@@ -197,7 +197,7 @@ def test_a_server_ends_as_its_workers_end(ranks):
 
 def test_a_rank_that_trains_is_needed(ranks):
     for text in ranks(refused, 2, Reader, ParameterServerStrategy, {"servers": 2, **OWN}):
-        assert "servers=2 with server_ranks=own on 2 rank(s)" in text
+        assert "servers=2 with strategy.server_ranks=own on 2 rank(s)" in text
         assert "devices=3" in text
-    with pytest.raises(ValueError, match="server_ranks=apart: unknown; allowed are beside, own"):
+    with pytest.raises(ValueError, match="server_ranks=apart: unknown; allowed: beside, own"):
         ParameterServerStrategy(server_ranks="apart")

@@ -1,0 +1,285 @@
+"""Options of ``strategy=hybrid``, and how the engines are told to cut a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainwright.core.config.options import class_of, is_whole
+from trainwright.core.layout import Layout
+from trainwright.strategies.compose.rules import (
+    PLAN_PARTS,
+    averaging_problem,
+    cuts_module,
+    length_problems,
+    manual_optimization_problems,
+    micro_batches_for,
+    optimizer_problem,
+    sync_batchnorm_problem,
+)
+from trainwright.strategies.contract.options import AVERAGING_CALLBACKS, PlannedRun, as_typed, number, unknown_word
+from trainwright.strategies.data.zero_options import ZeroOptions
+from trainwright.strategies.parameter_server.tables.placement import placement_problems, placement_run_problems
+from trainwright.strategies.pipeline.schedules import CHOICES, can_run, stages_per_rank_of
+
+ATTENTION = ("ring", "ulysses", "gather")
+# Option -> the axis without which nothing reads it, and what it does.
+AXIS_OPTIONS: Mapping[str, tuple[str, str]] = {
+    "schedule": ("pipeline", "it orders the work of the stages of a pipeline"),
+    "micro_batches": ("pipeline", "it splits a batch for the stages of a pipeline"),
+    "stages_per_rank": ("pipeline", "it counts the stages of a pipeline"),
+    "split": ("pipeline", "it deals blocks out to the stages of a pipeline"),
+    "batch_dims": ("pipeline", "it says how a batch is split for the stages of a pipeline"),
+    "sequence_parallel": ("tensor", "it splits activations over the tensor axis"),
+    "loss_parallel": ("tensor", "it splits logits over the tensor axis"),
+    "attention": ("context", "it says how ranks that split the sequence exchange keys and values"),
+    "balance": ("context", "it says how the sequence is dealt out to ranks"),
+}
+
+
+@dataclass
+class EngineOptions:
+    """How a module is cut along the axes of a layout."""
+
+    # Names (patterns with *) of the repeated blocks, like model.layers.*; null = found in the model.
+    blocks: list[str] | None = None
+    # Order of the pipeline's work: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev.
+    schedule: str = "1f1b"
+    # Parts that a batch is split into for the pipeline; null = one per pipeline rank (two for zbv and dualpipev).
+    micro_batches: int | None = None
+    # Stages of the pipeline on each rank; null = 1, or 2 for schedules that need several.
+    stages_per_rank: int | None = None
+    # Blocks of each stage, like [3,5]; balanced = alike in number of parameters.
+    split: Any = "balanced"
+    # Tensors of a batch whose samples are not along dim 0: path in the batch -> dim; null = whole for all.
+    batch_dims: dict[str, int | None] = field(default_factory=dict)
+    # Split activations between cut modules along the sequence over the tensor axis; false = off.
+    sequence_parallel: bool = False
+    # Compute the loss on logits split over the tensor axis; false = off.
+    loss_parallel: bool = False
+    # How context ranks exchange keys and values: ring, ulysses or gather.
+    attention: str = "ring"
+    # Deal the sequence so that causal attention costs every context rank the same; false = contiguous parts.
+    balance: bool = True
+    # What the model allows, where it is not found or found wrong: tensor, heads, whole_inputs, first, last, experts.
+    plan: dict[str, Any] = field(default_factory=dict)
+
+    def stages(self, pipeline: int) -> int:
+        """Number of stages on ``pipeline`` ranks."""
+        return pipeline * stages_per_rank_of(self.schedule, self.stages_per_rank)
+
+    def micro_batches_for(self, pipeline: int) -> int:
+        """Micro-batches that a batch is split into."""
+        return micro_batches_for(self.schedule, self.micro_batches, pipeline)
+
+
+@dataclass
+class HybridOptions(EngineOptions, ZeroOptions):
+    """`strategy=hybrid`: any layout, ZeRO on its shard axis."""
+
+    _target_: str = "trainwright.strategies.compose.hybrid.HybridStrategy"
+    # ZeRO stage on shard x context.
+    stage: int = 3
+    # Ranks that hold different stages of the model; -1 = the rest, 1 = off.
+    pipeline: int = number(1, least=-1)
+    # Ranks that split the sequence of the same samples; -1 = the rest, 1 = off.
+    context: int = number(1, least=-1)
+    # Ranks that split each weight of a layer; -1 = the rest, 1 = off.
+    tensor: int = number(1, least=-1)
+    # Ranks that hold different experts, a divisor of shard x context; -1 = all of these, 1 = off.
+    expert: int = number(1, least=-1)
+    # Where parameters are: pattern of names -> parameter_server (tables of embeddings), shard or replicate; the first
+    # that matches counts; null = all have the layout. Like {embedding.*:parameter_server,*:shard}.
+    placement: Any = None
+    # With placement: parameter servers, one on each of the first ranks.
+    table_servers: int = 1
+    # With placement: network interface that servers listen at; null = the loopback address alone, for one machine.
+    interface: str | None = None
+
+    has_any_stage = True
+
+    # ---- facts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def planned_as(self) -> str | None:
+        """See the base class."""
+        return "hybrid"
+
+    @property
+    def takes_sparse_gradients(self) -> bool:
+        """Those of tables on servers."""
+        return bool(self.placement)  # refused elsewhere, if tables are not among it
+
+    def least_batch(self, layout: Layout) -> int:
+        """A sample for each part into which a pipeline splits a batch."""
+        return 1 if layout.pipeline == 1 else self.micro_batches_for(layout.pipeline)
+
+    # ---- values ---------------------------------------------------------------------------------------------------
+
+    def problems(self) -> Iterator[str]:
+        """See the base class."""
+        yield from super().problems()
+        yield from unknown_word("schedule", self.schedule, CHOICES)
+        yield from unknown_word("attention", self.attention, ATTENTION)
+        for option in ("micro_batches", "stages_per_rank"):
+            given = getattr(self, option)
+            if given is not None and not is_whole(given, 1):
+                yield f"strategy.{option}={given}: must be a whole number of at least 1, or null for the default"
+        if self.split != "balanced" and not _is_split(self.split):
+            yield (
+                f"strategy.split={self.split}: must be balanced, or the number of blocks of each stage, at least 1 "
+                "each, such as strategy.split=[3,5]"
+            )
+        dims: Any = self.batch_dims.items()
+        wrong = {path: dim for path, dim in dims if isinstance(dim, bool) or not isinstance(dim, int | None)}
+        if wrong:
+            yield (
+                f"strategy.batch_dims={wrong}: each tensor's dim is a whole number, or null to give it whole to every "
+                "micro-batch"
+            )
+
+    # ---- under a layout -------------------------------------------------------------------------------------------
+
+    def layout_problems(self, layout: Layout) -> Iterator[str]:
+        """See the base class."""
+        yield from super().layout_problems(layout)
+        yield from self._without_effect(layout)
+        yield from self._pipeline_problems(layout)
+        alone = layout.replicate == layout.shard == layout.context == 1
+        if self.offload == "parameters" and self.stage == 3 and alone and cuts_module(layout):
+            yield (
+                "strategy.offload=parameters with shard=1 and context=1 has no effect: it keeps the parts of "
+                "parameters that ranks of these axes gather. Type strategy.offload=optimizer, or strategy.shard=2"
+            )
+        yield from self._plan_problems(layout)
+        yield from placement_problems(layout, self.placement, self.table_servers, self.interface)
+
+    def _without_effect(self, layout: Layout) -> Iterator[str]:
+        defaults = EngineOptions()
+        for option, (axis, what) in AXIS_OPTIONS.items():
+            given = getattr(self, option)
+            if getattr(layout, axis) == 1 and given is not None and given != getattr(defaults, option):
+                yield (
+                    f"strategy.{option}={as_typed(given)} with {axis}=1 has no effect: {what}. Leave it out, or type "
+                    f"strategy.{axis}=2"
+                )
+
+    def _pipeline_problems(self, layout: Layout) -> Iterator[str]:
+        schedule, per_rank, pipeline = self.schedule, self.stages_per_rank, layout.pipeline
+        if pipeline == 1 or schedule not in CHOICES:
+            return
+        choice = CHOICES[schedule]
+        if choice.splits_backward and self.compile:
+            yield (
+                f"strategy.schedule={schedule} with strategy.compile=true: it computes gradients of inputs and of "
+                "weights apart, which compiled blocks cannot. Type strategy.compile=false, or "
+                "strategy.schedule=interleaved_1f1b"
+            )
+        if is_whole(per_rank, 1) and choice.fixed and per_rank != choice.stages_per_rank:
+            several = ", or choose one that takes several: " + ", ".join(n for n, c in CHOICES.items() if not c.fixed)
+            yield (
+                f"strategy.stages_per_rank={per_rank} with strategy.schedule={schedule}, which has exactly "
+                f"{choice.stages_per_rank}; leave stages_per_rank out{several}"
+            )
+        elif pipeline != -1 and (per_rank is None or is_whole(per_rank, 1)):
+            yield from self._stage_problems(pipeline, self.stages(pipeline))
+
+    def _stage_problems(self, pipeline: int, stages: int) -> Iterator[str]:
+        schedule, parts, split = self.schedule, self.micro_batches, self.split
+        if parts is not None and is_whole(parts, 1) and not can_run(schedule, parts, pipeline, stages):
+            possible = [m for m in range(1, 4 * stages + 1) if can_run(schedule, m, pipeline, stages)][:8]
+            yield (
+                f"strategy.micro_batches={parts} with strategy.schedule={schedule} on {pipeline} ranks with {stages} "
+                f"stages: possible are {', '.join(map(str, possible))}, ...; type "
+                f"strategy.micro_batches={possible[-1]}"
+            )
+        if _is_split(split) and len(split) != stages:
+            yield (
+                f"strategy.split={as_typed(split)} names {len(split)} stages, but {pipeline} ranks with "
+                f"{stages // pipeline} each make {stages}; give {stages} numbers, or leave split out"
+            )
+
+    def _plan_problems(self, layout: Layout) -> Iterator[str]:
+        plan = {part: value for part, value in self.plan.items() if value is not None}
+        for part in plan:
+            yield from unknown_word(f"plan.{part}", part, PLAN_PARTS) if part not in PLAN_PARTS else ()
+        if plan and not cuts_module(layout):
+            yield (
+                "strategy.plan with pipeline, context, tensor and expert all 1 has no effect: it says where the module "
+                "may be cut. Leave it out, or type strategy.tensor=2"
+            )
+        if plan.get("blocks") is not None and self.blocks is not None:
+            yield "strategy.blocks and strategy.plan.blocks are both given; leave one out, they mean the same"
+
+    # ---- beside ---------------------------------------------------------------------------------------------------
+
+    def run_problems(self, run: PlannedRun) -> Iterator[str]:
+        """See the base class."""
+        yield from super().run_problems(run)
+        if self.placement and run.verb == "fit":
+            yield from placement_run_problems(run, self.interface)
+        if run.layout is None:
+            return
+        yield from self._length_problems(run)
+        if not cuts_module(run.layout):
+            return
+        for key, _, name in run.parts("callbacks"):
+            if name in AVERAGING_CALLBACKS and run.layout.expert > 1:
+                yield f"{key}: {averaging_problem(name)}"
+        if run.cfg.trainer.sync_batchnorm:
+            yield from sync_batchnorm_problem(run.layout)
+        yield from (f"optimizer: {each}" for each in optimizer_problem(run.layout, class_of(run.cfg.optimizer)))
+
+    def _length_problems(self, run: PlannedRun) -> Iterator[str]:
+        assert run.layout is not None
+        length = sequence_length(run.cfg)
+        if length is not None and length >= 1:
+            found = length_problems(run.layout, length, balance=self.balance, sequence_parallel=self.sequence_parallel)
+            yield from (f"data.seq_len={length}: {each}" for each in found)
+
+    def module_problems(self, run: PlannedRun, build: Any) -> Iterator[str]:
+        """See the base class: the layout against the module itself, where it is cut."""
+        layout = run.layout
+        if layout is None or not cuts_module(layout):
+            return
+        module = build()
+        if module is None:
+            return
+        from trainwright.strategies.compose.engines import plan_for, problems_of
+
+        found = [] if module.automatic_optimization else manual_optimization_problems(layout, self.sequence_parallel)
+        options = self._of_the_model() if run.refusals else self
+        try:
+            found += problems_of(module, plan_for(module, layout, options), layout, options)
+        except ValueError as error:
+            found.append(str(error))
+        except Exception:
+            return  # not a refusal; if it is a fault of the module, the ranks show it with its traceback
+        yield from (f"{layout} for {type(module).__name__}: {problem}" for problem in found)
+
+    def _of_the_model(self) -> EngineOptions:
+        """What is said about the model alone, where other options have been refused."""
+        plan = {part: value for part, value in self.plan.items() if part in PLAN_PARTS}
+        return EngineOptions(blocks=self.blocks, plan=plan)
+
+
+def engine_options_of(options: Any) -> EngineOptions:
+    """How the engines are told to cut a module: by options with axes; of others (or ``None``), where its blocks are."""
+    if isinstance(options, EngineOptions):
+        return options
+    return EngineOptions(blocks=None if options is None else options.blocks)
+
+
+def sequence_length(cfg: Any) -> int | None:
+    """Positions of a sequence, where module and data have them from one ``seq_len``; ``None`` elsewhere."""
+    data, module = cfg.data.get("seq_len"), cfg.module
+    config = module.get("config")
+    given = {data, module.get("seq_len"), config.get("seq_len") if hasattr(config, "get") else None}
+    return data if isinstance(data, int) and given - {None} == {data} else None
+
+
+def _is_split(split: object) -> bool:
+    if not isinstance(split, Sequence) or isinstance(split, str):
+        return False
+    return len(split) > 0 and all(is_whole(each, 1) for each in split)

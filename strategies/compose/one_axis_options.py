@@ -1,0 +1,50 @@
+"""Options of the strategies that name one axis: those of ``strategy=hybrid`` with that axis taking the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainwright.strategies.compose.hybrid_options import HybridOptions
+from trainwright.strategies.contract.options import number
+
+
+@dataclass
+class TensorOptions(HybridOptions):
+    """`strategy=tensor`."""
+
+    _target_: str = "trainwright.strategies.compose.one_axis.TensorParallelStrategy"
+    # Ranks that split each weight of a layer; -1 = the rest.
+    tensor: int = number(-1, least=-1)
+    # Ranks over which ZeRO splits the state; 1 = off.
+    shard: int = number(1, least=-1)
+
+
+@dataclass
+class PipelineOptions(HybridOptions):
+    """`strategy=pipeline`."""
+
+    _target_: str = "trainwright.strategies.compose.one_axis.PipelineStrategy"
+    # Ranks that hold different stages of the model; -1 = the rest.
+    pipeline: int = number(-1, least=-1)
+    # Ranks over which ZeRO splits the state; 1 = off.
+    shard: int = number(1, least=-1)
+
+
+@dataclass
+class ContextOptions(HybridOptions):
+    """`strategy=context`."""
+
+    _target_: str = "trainwright.strategies.compose.one_axis.ContextParallelStrategy"
+    # Ranks that split the sequence of the same samples; -1 = the rest.
+    context: int = number(-1, least=-1)
+    # Ranks that read different samples and share the state by ZeRO; 1 = off.
+    shard: int = number(1, least=-1)
+
+
+@dataclass
+class ExpertOptions(HybridOptions):
+    """`strategy=expert`."""
+
+    _target_: str = "trainwright.strategies.compose.one_axis.ExpertParallelStrategy"
+    # Ranks that hold different experts, a divisor of shard x context; -1 = all of these.
+    expert: int = number(-1, least=-1)

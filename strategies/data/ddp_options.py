@@ -1,0 +1,26 @@
+"""Options of ``strategy=ddp``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainwright.strategies.averaging.options import AveragedOptions
+
+
+@dataclass
+class DDPOptions(AveragedOptions):
+    """`strategy=ddp`: every rank holds the whole model, gradients are averaged."""
+
+    _target_: str = "trainwright.strategies.data.ddp.DDPStrategy"
+    # Look for parameters that a step left out (costs a pass over the graph); false = off, such a parameter is an error.
+    find_unused_parameters: bool = False
+
+    @property
+    def takes_sparse_gradients(self) -> bool:
+        """See the base class."""
+        return True
+
+    @property
+    def planned_as(self) -> str | None:
+        """See the base class."""
+        return "ddp"

@@ -1,0 +1,50 @@
+"""Options of ``strategy=single``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainwright.core.layout import Layout
+from trainwright.strategies.contract.options import StrategyOptions
+
+
+@dataclass
+class SingleOptions(StrategyOptions):
+    """`strategy=single`: one process, one device."""
+
+    _target_: str = "trainwright.strategies.data.single.SingleDeviceStrategy"
+
+    # There is one replica, which the checks of `compression` refuse.
+    averages_gradients = True
+
+    def layout(self) -> Layout:
+        """One rank."""
+        return Layout()
+
+    def closed_layout(self, world_size: int) -> Layout:
+        """One rank.
+
+        Raises:
+            ValueError: if there are more.
+        """
+        if world_size != 1:
+            raise ValueError(too_many_devices(world_size))
+        return Layout()
+
+    @property
+    def takes_sparse_gradients(self) -> bool:
+        """See the base class."""
+        return True
+
+    @property
+    def planned_as(self) -> str:
+        """See the base class."""
+        return "single"
+
+
+def too_many_devices(number: int) -> str:
+    """The problem of so many devices."""
+    return (
+        f"strategy=single trains on one device, but this run has {number} (devices x nodes); type devices=1, or "
+        "strategy=ddp (or zero1, zero2, zero3)"
+    )

@@ -1,0 +1,105 @@
+"""Options of ``strategy=zero1``, ``zero2`` and ``zero3``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainwright.core.config.options import is_whole
+from trainwright.core.layout import Layout
+from trainwright.strategies.averaging.options import AveragedOptions
+from trainwright.strategies.contract.options import number, unknown_word
+
+STAGES = (1, 2, 3)
+OFFLOADS = ("none", "optimizer", "parameters")
+
+
+@dataclass
+class ZeroOptions(AveragedOptions):
+    """`strategy=zero1|zero2|zero3`: training state sharded over the ranks, on a replicate x shard layout."""
+
+    _target_: str = "trainwright.strategies.data.zero.ZeroStrategy"
+    # What is sharded: 1 = optimizer state, 2 = and gradients, 3 = and parameters.
+    stage: int = 3
+    # Number of copies of the sharded state (ranks); -1 = the rest, 1 = no copies.
+    replicate: int = number(1, least=-1)
+    # Number of ranks that share one copy; -1 = the rest, 1 = nothing is sharded.
+    shard: int = number(-1, least=-1)
+    # What lives in host memory between steps: none, optimizer (its state) or parameters (stage 3 only).
+    offload: str = "none"
+    # Keep whole gradients while accumulating, so that only the last micro-batch communicates (stages 2 and 3; faster,
+    # more memory); false = off.
+    no_sync_accumulation: bool = False
+    # Accept parameters that a step leaves out (stages 1 and 2); false = off, such a parameter is an error.
+    find_unused_parameters: bool = False
+    # Largest bucket of gradients that is sent at once (stages 1 and 2), in MiB; small models take smaller ones.
+    bucket_mib: float | None = 25.0
+    # Blocks whose parameters are gathered ahead of the one that computes (stage 3), each in memory of its own; 0 =
+    # none, null = as FSDP2 does (1 on CUDA, 0 on the CPU), or what communication=auto finds.
+    prefetch: int | None = None
+
+    @property
+    def planned_as(self) -> str | None:
+        """See the base class."""
+        return f"zero{self.stage}"
+
+    def problems(self) -> Iterator[str]:
+        """See the base class."""
+        yield from super().problems()
+        yield from unknown_word("stage", self.stage, STAGES)
+        yield from unknown_word("offload", self.offload, OFFLOADS)
+        if self.offload == "parameters" and self.stage != 3:
+            yield (
+                f"strategy.offload=parameters with stage {self.stage}: only stage 3 shards parameters; type "
+                "strategy.stage=3 (or strategy=zero3), or strategy.offload=optimizer"
+            )
+        if self.find_unused_parameters and self.stage == 3:
+            yield (
+                "strategy.find_unused_parameters=true with stage 3 has no effect: only stages 1 and 2 look for them; "
+                "type strategy.stage=2 (or strategy=zero2), or leave it out"
+            )
+        if self.no_sync_accumulation and self.stage == 1:
+            yield (
+                "strategy.no_sync_accumulation=true with stage 1 has no effect: stage 1 holds whole gradients and "
+                "sends once a step; leave it out, or type strategy.stage=2 (or strategy=zero2)"
+            )
+        yield from self._prefetch_problems()
+
+    def _prefetch_problems(self) -> Iterator[str]:
+        given = f"strategy.prefetch={self.prefetch}"
+        if self.prefetch is not None and not is_whole(self.prefetch, 0):
+            yield f"{given}: must be a whole number of blocks, 0 for none; leave it out for 1"
+        elif self.prefetch is not None and self.stage != 3:
+            yield (
+                f"{given} with stage {self.stage} has no effect: only stage 3 gathers parameters block by block. Leave "
+                "it out, or type strategy.stage=3"
+            )
+
+    def layout_problems(self, layout: Layout) -> Iterator[str]:
+        """See the base class."""
+        yield from super().layout_problems(layout)
+        is_whole_on_ranks = layout.shard == layout.context == 1 and layout != Layout()
+        if self.prefetch is not None and self.stage == 3 and is_whole_on_ranks:
+            yield (
+                f"strategy.prefetch={self.prefetch} with shard=1 has no effect: every rank holds whole parameters, so "
+                "none are gathered. Leave it out, or type strategy.shard=2"
+            )
+
+
+@dataclass
+class Zero1Options(ZeroOptions):
+    """`strategy=zero1`."""
+
+    stage: int = 1
+
+
+@dataclass
+class Zero2Options(ZeroOptions):
+    """`strategy=zero2`."""
+
+    stage: int = 2
+
+
+@dataclass
+class Zero3Options(ZeroOptions):
+    """`strategy=zero3`."""
