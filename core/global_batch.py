@@ -121,10 +121,15 @@ class Waves:
         """Samples ``[first, last)`` of the epoch's order that make up ``wave``."""
         return self._cut(wave), self._cut(wave + 1)
 
+    def starts(self, rank: int) -> range:
+        """First sample that ``rank`` reads in each wave that is full and lies where its index says."""
+        first = rank * self.micro_batch_size
+        return range(first, first + self.regular * self.wave_size, self.wave_size)
+
     def share(self, wave: int, rank: int) -> tuple[int, int]:
         """Samples ``[first, last)`` of the epoch's order that ``rank`` reads in ``wave``; may be empty."""
         if wave < self.regular:
-            start = wave * self.wave_size + rank * self.micro_batch_size
+            start = self.starts(rank)[wave]
             return start, start + self.micro_batch_size
         first, last = self.bounds(wave)
         each, extra = divmod(last - first, self.data_ranks)

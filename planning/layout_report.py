@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from trainwright.core.layout import Layout
 from trainwright.strategies.compose.check_layout import build_on_meta
 from trainwright.strategies.compose.cuts_of import shapes_along_pipeline
+from trainwright.strategies.compose.engine_options import EngineOptions, engine_options_of
 from trainwright.strategies.compose.engines import plan_for
-from trainwright.strategies.compose.hybrid_options import EngineOptions, engine_options_of
 from trainwright.strategies.compose.model_plan import describe_plan
 from trainwright.strategies.compose.rules import cuts_module
 from trainwright.strategies.compose.world import options_of, serving_ranks

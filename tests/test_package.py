@@ -56,8 +56,8 @@ ALLOWED_IN_STRATEGIES = {
     "expert": _AXES,
     "pipeline": _AXES,
     "state": {"contract"},
-    "base": _BELOW_BASE,
-    "averaging": {"contract", "state", "base"},
+    "averaging": {"contract", "state"},
+    "base": {*_BELOW_BASE, "averaging"},
     "data": {"contract", "plan", "state", "base", "averaging"},
     "parameter_server": {"contract", "plan", "state", "base", "averaging"},
     "compose": _BELOW_COMPOSE,
@@ -232,7 +232,7 @@ def questions_for_strategies(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("module", [m for m in sorted(modules()) if layer_of(m) not in ("strategies", "face")])
+@pytest.mark.parametrize("module", [m for m in sorted(modules()) if layer_of(m) not in ("strategies", "api")])
 def test_nobody_outside_asks_which_strategy_runs(module):
     told = {
         "trainwright.tools.verify.verify": ["'trainwright.strategies.data.single.SingleDeviceStrategy'"]

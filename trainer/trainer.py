@@ -23,6 +23,8 @@ from trainwright.checkpoint.exchange.groups import WorldGroup
 from trainwright.core.failures.uncaught import is_one_of_many, tell_uncaught
 from trainwright.core.processes.orphans import end_with_agent
 from trainwright.core.run.phases import SAVING
+from trainwright.strategies.base.strategy import LayoutStrategy
+from trainwright.strategies.contract.communication.options import OFF
 from trainwright.strategies.contract.precision import set_loss_scale
 from trainwright.strategies.contract.registry import strategy_names
 from trainwright.trainer.arguments import (
@@ -247,7 +249,7 @@ class Trainer(RunTrainer):
 def _add_advice(trainer: Trainer) -> None:
     """Have somebody measure, if the strategy was made to ask for advice and nobody does."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    asked = getattr(trainer.strategy, "communication", "none") != "none"
+    asked = isinstance(trainer.strategy, LayoutStrategy) and trainer.strategy.averaging.communication != OFF
     if asked and not any(isinstance(callback, CommunicationAdvice) for callback in callbacks):
         callbacks.insert(0, CommunicationAdvice())
 

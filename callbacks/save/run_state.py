@@ -508,7 +508,7 @@ class RunStateCheckpoint(Checkpoint):
         return BlockingSaver(partial(self._agreement, trainer))
 
     def _agreement(self, trainer: Trainer) -> dist.ProcessGroup | None:
-        group: dist.ProcessGroup | None = trainer.strategy.checkpoint_group()  # type: ignore[attr-defined]
+        group: dist.ProcessGroup | None = trainer.strategy.state.group()  # type: ignore[attr-defined]
         return group
 
     def _first_says(self, trainer: Trainer, value: Any) -> Any:

@@ -59,7 +59,8 @@ class CommunicationAdvice(Measuring):
             ValueError: if gradients are not averaged at every step by a strategy of this project.
         """
         strategy: Any = trainer.strategy
-        can = hasattr(strategy, "advise_communication") and strategy.averages_every_step and hasattr(trainer, "phases")
+        advises = getattr(getattr(strategy, "averaging", None), "advises", False)
+        can = advises and strategy.averages_every_step and hasattr(trainer, "phases")
         if stage == "fit" and not can:
             raise ValueError(
                 "CommunicationAdvice compares ways to average gradients at every step, which "
@@ -132,7 +133,7 @@ class CommunicationAdvice(Measuring):
         dist.all_reduce(own)
         compute, waits = (own / dist.get_world_size()).tolist()
         sent = {key: (calls / done, size / done) for key, (calls, size) in self._sent.items()}
-        self.advice = strategy.advise_communication(compute, waits, trainer.accumulate_grad_batches, sent)
+        self.advice = strategy.averaging.advise(compute, waits, trainer.accumulate_grad_batches, sent)
         if not trainer.is_global_zero:
             return
         for line in self.advice.lines():

@@ -15,6 +15,14 @@ from lightning.pytorch.core.hooks import DataHooks
 Hook = Callable[..., Any]
 
 
+# Hooks of a step, and those that the module alone may have.
+_CALLED = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"),
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+)
+_OF_MODULE = ("optimizer_step", "configure_gradient_clipping")
+
+
 class HookTable:
     """Listeners of each hook of a trainer, callbacks first and the module last, as Lightning calls them.
 
@@ -28,6 +36,9 @@ class HookTable:
         self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
         self._listeners: dict[str, tuple[list[Hook], Hook | None]] = {}
         self._overridden: dict[str, bool] = {}
+        called = (hook for hook in _CALLED if self.listeners(hook) != ([], None))
+        self.heard = frozenset([*called, *filter(self.module_overrides, _OF_MODULE)])
+        """Hooks of a step that somebody listens to; the others need not be called."""
 
     def listeners(self, hook: str) -> tuple[list[Hook], Hook | None]:
         """The callbacks' methods and the module's method for ``hook``; the latter is ``None`` if not overridden."""

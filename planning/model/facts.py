@@ -40,8 +40,8 @@ from trainwright.planning.model.without_memory import (
     without_trainer,
 )
 from trainwright.planning.time.cost import Cut, Pass
+from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.engines import Engines
-from trainwright.strategies.compose.hybrid_options import EngineOptions
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.plan.blocks import checkpoint_activations
 

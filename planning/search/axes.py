@@ -23,13 +23,15 @@ from trainwright.planning.search.refusals import Refusals
 from trainwright.planning.search.searched import Searched
 from trainwright.planning.search.sizes import divisors_of
 from trainwright.planning.time.cost import Cut
+from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.engines import plan_for, problems_of
-from trainwright.strategies.compose.hybrid_options import EngineOptions, sequence_length
+from trainwright.strategies.compose.hybrid_options import sequence_length
 from trainwright.strategies.compose.rules import length_problems, manual_optimization_problems, optimizer_problem
 from trainwright.strategies.plan.model_plan import ModelPlan
 
 # Ranks of the context axis are considered as long as each has so many positions, or at most two.
 _POSITIONS = 2048
+_PREFIX = "strategy."
 
 
 class Axes:

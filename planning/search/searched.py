@@ -26,8 +26,8 @@ from trainwright.planning.search.work import Work
 from trainwright.planning.time.cost import Cut, Pass
 from trainwright.planning.time.step import StepTime, step_time
 from trainwright.strategies.compose.check_layout import build_on_meta, meta_module
+from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.engines import plan_for, stage_spans
-from trainwright.strategies.compose.hybrid_options import EngineOptions
 from trainwright.strategies.compose.world import Surroundings, world_size_of
 from trainwright.strategies.plan.model_plan import ModelPlan
 

@@ -93,7 +93,7 @@ class AveragedOptions(StrategyOptions):
         if group != UNCOMPRESSED:
             yield from compressed_average(average_by, group)
             return
-        if run.layout is not None and run.devices is not None and not run.refusals:
+        if run.layout is not None and run.devices is not None and not list(self._average_problems()):
             yield from average_misfits(average_by, self.ranks_per_node or run.devices, run.layout)
         if launch.recovery == "replicas":
             yield (

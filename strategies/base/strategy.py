@@ -5,30 +5,40 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from trainwright.checkpoint.exchange.distinct import from_rank
+from trainwright.checkpoint.foreign.ordinary import load_ordinary
 from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.memory.held import HeldSource, HeldState
+from trainwright.checkpoint.read.run_state import RunState, holds_run_state
+from trainwright.checkpoint.store.storage import Folder, remove
+from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
 from trainwright.core.processes.rendezvous import first_store, is_loopback, loopback_interfaces
+from trainwright.strategies.averaging.averaged import Averaging
 from trainwright.strategies.base.certificate.certificate import Certificate
 from trainwright.strategies.base.whole.view import end_view
 from trainwright.strategies.contract.collectives.data import forget_groups, gather_stacked
 from trainwright.strategies.contract.communication.meter import CommunicationMeter
 from trainwright.strategies.contract.gradients import local_tensor, squares_by_block
 from trainwright.strategies.contract.options import StrategyOptions
+from trainwright.strategies.contract.part import Part
 from trainwright.strategies.contract.precision import FullPrecision, adapt_precision
 from trainwright.strategies.contract.same_model import refuse_other_models
 from trainwright.strategies.contract.waits.timeline import HearsStages, StageTimeline
@@ -41,9 +51,10 @@ from trainwright.strategies.plan.blocks import (
 )
 from trainwright.strategies.plan.deferred import Piece, deferred_pieces, is_deferred
 from trainwright.strategies.state.assemble import Assembly
-from trainwright.strategies.state.checkpointing import RunStateStrategy
+from trainwright.strategies.state.checkpointing import RunStates
 from trainwright.strategies.state.held import trained_boxes
 from trainwright.strategies.state.loading import teach_lightning
+from trainwright.strategies.state.run_state import Placement, StateOwners, WholePlacement
 from trainwright.strategies.state.wholes import whole_tensor
 
 # Before anybody can have written a run state with a strategy.
@@ -70,25 +81,34 @@ class HeldBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-class LayoutStrategy(RunStateStrategy):
+class LayoutStrategy(Strategy):
     """Mixin before one of Lightning's strategies.
 
     Args:
-        **kwargs: options of the strategy, see its :attr:`options_class`; ``init_from``, see
-            ``RunStateStrategy``; the others are for Lightning's strategy.
+        init_from: weights to begin from, see ``RunStates``; ``None`` is off.
+        **kwargs: options of the strategy, see its :attr:`options_class`; the others are for Lightning's strategy.
 
     Raises:
         ValueError: if the options contradict each other.
     """
 
+    strategy_name: str
+    saves_one_file = False
+    """Whether ``save_checkpoint`` writes a file that ``torch.load`` reads; ``run_state`` is the same either way."""
+
     options_class: ClassVar[type[StrategyOptions]] = StrategyOptions
     """The options that the constructor takes."""
     options: StrategyOptions
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, init_from: str | Path | None = None, **kwargs: Any) -> None:
         self.options, others = self.options_class.take(kwargs)
         refuse(self.options.problems_of_call())
+        self._own_io = others.get("checkpoint_io") is not None
         super().__init__(**others)
+        self.state = RunStates(self, init_from)
+        self.averaging: Averaging = Averaging()
+        self._parts: list[Part] = []
+        self._before_batch: list[Callable[[], None]] = []  # called before every batch
         self._certificate = Certificate(self.options.certificate)
         self._block_patterns = self.options.blocks
         self._activation_checkpointing = self.options.activation_checkpointing
@@ -103,7 +123,7 @@ class LayoutStrategy(RunStateStrategy):
         # the loss itself. None: the number of accumulated micro-batches.
         self.loss_divisor: float | None = None
 
-    # ---- what others may read -------------------------------------------------------------------------------------
+    # ---- what others may read ---------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> Layout:
@@ -162,6 +182,8 @@ class LayoutStrategy(RunStateStrategy):
 
         The Trainer calls it when training has ended, before the hooks that tell so.
         """
+        for part in self._parts:
+            part.conclude()
 
     @property
     def forward_is_collective(self) -> bool:
@@ -199,11 +221,6 @@ class LayoutStrategy(RunStateStrategy):
     def gradients_agree(self) -> bool:
         """Whether all ranks have the same averaged gradients (``named_gradients``), so that each sees what all see."""
         return False
-
-    @property
-    def communication(self) -> str:
-        """Whether ways to average gradients are compared in the first steps: ``"none"``, ``"advise"`` or ``"auto"``."""
-        return "none"
 
     @property
     def joins(self) -> bool:
@@ -259,12 +276,10 @@ class LayoutStrategy(RunStateStrategy):
     @property
     def num_parameters(self) -> int:
         """Number of elements of all parameters of the unmodified module."""
-        assert self.lightning_module is not None
         return sum(parameter.numel() for parameter in self.lightning_module.parameters())
 
     def held_bytes(self) -> HeldBytes:
         """Bytes that this rank holds now; memory that two tensors share counts once."""
-        assert self.lightning_module is not None
         parameters = [*self.lightning_module.parameters(), *self._optimized_parameters()]
         states = [t for o in self.optimizers for s in o.state.values() for t in s.values() if isinstance(t, Tensor)]
         return HeldBytes(
@@ -272,6 +287,11 @@ class LayoutStrategy(RunStateStrategy):
             gradients=_storage_bytes(p.grad for p in parameters if p.grad is not None),
             optimizer=_storage_bytes(states),
         )
+
+    @property
+    def compressed_bytes(self) -> int:
+        """Bytes that this rank sends for a compressed average of all gradients, once an optimizer step; 0 without."""
+        return self.averaging.sent_bytes
 
     def measure_waits(self) -> Waits:
         """Begin to measure how long this rank waits for others; to be stopped by whoever asked. Free while nobody does.
@@ -285,7 +305,7 @@ class LayoutStrategy(RunStateStrategy):
 
         Called once the strategy is set up. Free while nobody does.
         """
-        return CommunicationMeter(self.layout)
+        return CommunicationMeter(self.layout, self.averaging.names)
 
     def pipeline_timeline(self) -> StageTimeline | None:
         """What takes the times at which this rank's stages of a pipeline work; ``None``: there is no pipeline.
@@ -313,7 +333,6 @@ class LayoutStrategy(RunStateStrategy):
 
         Ranks that hold the same box under the same key must have the same bytes in it, between two optimizer steps.
         """
-        assert self.lightning_module is not None
         return trained_boxes(
             self.lightning_module, self.optimizers, self.placement, self._name_of(), self._state_owners
         )
@@ -323,7 +342,6 @@ class LayoutStrategy(RunStateStrategy):
 
         Valid between backward and the next ``zero_grad``.
         """
-        assert self.lightning_module is not None
         for name, parameter in self.lightning_module.named_parameters():
             if parameter.grad is not None:
                 yield name, parameter.grad
@@ -356,7 +374,6 @@ class LayoutStrategy(RunStateStrategy):
 
         A collective: all ranks iterate to the end. What other ranks than the first get is unspecified.
         """
-        assert self.lightning_module is not None
         for name, parameter in self.lightning_module.named_parameters():
             yield name, self._whole(name, parameter)
 
@@ -376,7 +393,7 @@ class LayoutStrategy(RunStateStrategy):
     def _optimized_parameters(self) -> Iterable[Tensor]:
         return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
 
-    # ---- the certificate ------------------------------------------------------------------------------------------
+    # ---- the certificate --------------------------------------------------------------------------------------------
 
     @property
     def certificate(self) -> Certificate:
@@ -403,7 +420,6 @@ class LayoutStrategy(RunStateStrategy):
 
     def held_parameter(self, name: str) -> Tensor | None:
         """This rank's part of a parameter between two steps; ``None``: another rank holds it."""
-        assert self.lightning_module is not None
         return dict(self.lightning_module.named_parameters()).get(name)
 
     def certified_shares(self, batch: Any) -> list[tuple[Any, float]]:
@@ -417,7 +433,7 @@ class LayoutStrategy(RunStateStrategy):
         """Where parts of parameters are, and the ranks that share this rank's samples; ``None``: whole, no others."""
         return None, None
 
-    # ---- what Lightning calls -------------------------------------------------------------------------------------
+    # ---- what Lightning calls ---------------------------------------------------------------------------------------
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of the rank ``src`` on every rank; plain values, arrays, tensors and records of these.
@@ -427,7 +443,12 @@ class LayoutStrategy(RunStateStrategy):
         """
         return from_rank(obj, src, device=self.root_device) if dist.is_initialized() else obj
 
-    if not TYPE_CHECKING:  # Lightning's own, read ten times a step, without a frame of Python for each
+    if TYPE_CHECKING:
+
+        @property
+        def lightning_module(self) -> LightningModule:
+            """The user's module, once the run has begun (:meth:`connect`)."""
+    else:  # Lightning's own, read ten times a step, without a frame of Python for each
         lightning_module = property(attrgetter("_lightning_module"))
 
     @property
@@ -447,11 +468,25 @@ class LayoutStrategy(RunStateStrategy):
             return module.training_step(*args, **kwargs)  # without the contexts that would do nothing
         return super().training_step(*args, **kwargs)
 
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward of one micro-batch, weighted by ``loss_factor``."""
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward of one micro-batch, weighted by ``loss_factor``; ``on_after_backward`` sees averaged gradients."""
         if self.loss_factor != 1:
             closure_loss = closure_loss * self.loss_factor
-        return super().backward(closure_loss, *args, **kwargs)
+        if not self.averaging.runs:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        plugin, module = self.precision_plugin, self.lightning_module
+        # As Lightning's, with the average in between.
+        self.pre_backward(closure_loss)
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self._complete_gradients()
+        self.averaging.average()
+        closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _complete_gradients(self) -> None:
+        """Let gradients of this replica be where the optimizer sees them, before replicas are averaged."""
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks of ``group``, or of all data ranks, stacked: ``(ranks, *tensor.shape)``.
@@ -461,14 +496,12 @@ class LayoutStrategy(RunStateStrategy):
         """
         if getattr(self, "world_size", 1) == 1:
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)  # type: ignore[safe-super]
-        assert self.lightning_module is not None
         is_even = getattr(self.lightning_module.trainer, "reads_evenly", False)
         return gather_stacked(tensor, group, sync_grads, is_even)
 
-    @contextmanager
-    def among_data_ranks(self) -> Iterator[None]:
+    def among_data_ranks(self) -> AbstractContextManager[None]:
         """Around user code that one rank of those that share samples runs: what it asks of all ranks, data ranks do."""
-        yield
+        return nullcontext()
 
     @property
     def leads_data_rank(self) -> bool:
@@ -481,7 +514,7 @@ class LayoutStrategy(RunStateStrategy):
         forget_groups(model)
         super().connect(model)
         self._restores_late = None
-        self.certified_before = ""
+        self.state.certified_before = ""
 
     def setup_environment(self) -> None:
         """Let the processes meet.
@@ -515,7 +548,6 @@ class LayoutStrategy(RunStateStrategy):
         return self._restores_late
 
     def _must_restore_late(self) -> bool:
-        assert self.lightning_module is not None
         return is_deferred(self.lightning_module)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -528,6 +560,29 @@ class LayoutStrategy(RunStateStrategy):
             if self._any_thawed(bool(thawed), batch_idx):
                 self._know_frozen()
                 self._take_up(thawed)
+        for prepare in self._before_batch:
+            prepare()
+
+    def on_train_start(self) -> None:
+        """Begin from what is loaded by now."""
+        super().on_train_start()
+        self.state.begin()
+        for part in self._parts:
+            part.start()
+
+    def on_train_end(self) -> None:
+        """Let what the strategy is made of end its work."""
+        super().on_train_end()
+        for part in self._parts:
+            part.end()
+
+    def _stop_parts(self) -> None:
+        for part in self._parts:
+            part.stop()
+
+    def _weights_changed(self) -> None:
+        for part in self._parts:
+            part.weights_changed()
 
     def _any_thawed(self, here: bool, batch_idx: int) -> bool:
         """Whether parameters were thawed on any rank, known from those of this one where all hold the same."""
@@ -535,28 +590,162 @@ class LayoutStrategy(RunStateStrategy):
 
     def _know_frozen(self) -> None:
         """Remember what is not trained; at the end of setup, by strategies that look at ``requires_grad`` in it."""
-        assert self.lightning_module is not None
         self._frozen = [parameter for parameter in self.lightning_module.parameters() if not parameter.requires_grad]
 
     def _take_up(self, thawed: Sequence[nn.Parameter]) -> None:
         """Average the gradients of parameters too that were frozen when that was set up; all ranks thaw the same."""
 
-    # ---- steps of setup -------------------------------------------------------------------------------------------
+    # ---- checkpoints: a run state, or what the user's own CheckpointIO makes of an ordinary one ---------------------
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin for checkpoints, or Lightning's default, which then only removes files."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._own_io = io is not None
+        self._checkpoint_io = io
+
+    @property
+    def writes_run_states(self) -> bool:
+        """Whether ``save_checkpoint`` writes run states; not where the user gave a plugin of his own."""
+        return not self._own_io
+
+    @property
+    def placement(self) -> Placement:
+        """How the ranks of this layout hold the module."""
+        return WholePlacement(is_first=self.is_global_zero)
+
+    @property
+    def _state_owners(self) -> StateOwners | None:
+        """Of which parameters one rank has the whole optimizer state; ``None``: all states lie as parameters do."""
+        return None
+
+    def _name_of(self) -> Callable[[Tensor], str]:
+        """A function from a parameter, as an optimizer holds it, to its name."""
+        names = {id(self._as_optimized(p)): name for name, p in self.lightning_module.named_parameters()}
+        # An optimizer may hold tensors that are no parameters of the module; every rank meets them in the same order.
+        return lambda tensor: names.setdefault(id(tensor), f"unnamed/{len(names)}")
+
+    def _as_optimized(self, parameter: nn.Parameter) -> Tensor:
+        """What an optimizer holds in place of a parameter."""
+        return parameter
+
+    def _whole_keys(self) -> list[str]:
+        """Keys of the ``state_dict`` of the whole module."""
+        return list(self.lightning_module.state_dict())
+
+    @property
+    def _rank(self) -> int:
+        return int(getattr(self, "global_rank", 0))
+
+    def teardown(self) -> None:
+        """Let go of what belongs to this run."""
+        self.state.forget()
+        super().teardown()
+
+    def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
+        """See :meth:`~trainwright.strategies.state.checkpointing.RunStates.content`."""
+        return self.state.content(checkpoint, complete=complete)
+
+    def _own_buffers(self) -> dict[str, Tensor]:
+        return self.state.own_buffers()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write the run state to ``filepath``, a folder or (:attr:`saves_one_file`) a file; all ranks together.
+
+        Raises:
+            CheckpointError: on every rank, if one failed; what was there before is untouched.
+        """
+        if self._own_io:
+            self._save_plain(checkpoint, filepath, storage_options)
+        else:
+            self.state.save(self.run_state(checkpoint), filepath, storage_options)
+
+    def _save_plain(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        """Let rank 0 write a whole ordinary state through the user's plugin."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, never so that half of it could be taken for a whole one."""
+        if not self.is_global_zero:
+            return
+        if holds_run_state(str(filepath)) and not Folder(str(filepath)).is_file():
+            remove(str(filepath))
+        else:
+            super().remove_checkpoint(filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Open a run state, or read an ordinary checkpoint file.
+
+        Every file of a run state is held against the manifest first; the ranks share that work. Its weights and
+        optimizer states are read later, by each rank what it holds, unless somebody overrides ``on_load_checkpoint``
+        and so may want to see them.
+
+        Args:
+            checkpoint_path: folder or file, or this rank's :class:`~trainwright.checkpoint.memory.held.HeldState`.
+            weights_only: of a file; ``False`` lets it execute code, and only that does.
+
+        Raises:
+            CheckpointError: if it cannot be used, on every rank.
+        """
+        if isinstance(checkpoint_path, HeldState):
+            return self._opened(self._open_held(checkpoint_path))
+        path = str(checkpoint_path)
+        if not self.state.any_rank(holds_run_state(path)):
+            if self._own_io:
+                return super().load_checkpoint(checkpoint_path, weights_only)
+            return load_ordinary(path, trust=weights_only is False)
+        return self._opened(self.state.open(path))
+
+    def _opened(self, state: RunState | HeldSource) -> dict[str, Any]:
+        return self.state.opened(state)
+
+    def _open_held(self, held: HeldState) -> HeldSource:
+        return self.state.open_held(held)
+
+    def _knows_left_behind(self, of: str) -> bool:
+        """Whether this strategy reads what another kind of strategy had saved beside what all read.
+
+        Args:
+            of: the kind; a state says in words what is lost without it.
+        """
+        return False
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of a checkpoint, by name, into what this rank holds of them.
+
+        Raises:
+            CheckpointError: if names or shapes differ and ``strict`` is set.
+        """
+        self.state.load_model(checkpoint, strict, super().load_model_state_dict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give every optimizer the part of the saved state that this rank holds.
+
+        Raises:
+            CheckpointError: if the saved optimizers were other ones, or had other groups or parameters.
+        """
+        self.state.load_optimizers(checkpoint)
+
+    def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """From an ordinary file: whole tensors, parameters by position."""
+        super().load_optimizer_state_dict(checkpoint)
+
+    # ---- steps of setup ---------------------------------------------------------------------------------------------
 
     def _refuse_other_models(self) -> None:
         """Have ranks hold their modules against each other, where each still has the whole; a collective."""
-        assert self.lightning_module is not None
         if getattr(self.lightning_module, "_trainwright_layout", None) is None:
             refuse_other_models(self.lightning_module, self.root_device)
 
     def _find_blocks(self) -> dict[str, nn.Module]:
-        assert self.lightning_module is not None
         return find_blocks(self.lightning_module, self._block_patterns)
 
     def _prepare_blocks(self, blocks: dict[str, nn.Module]) -> None:
         """Checkpoint activations, then compile: the order that lets the compiler see the recomputation."""
         module = self.lightning_module
-        assert module is not None
         self._block_names = tuple(blocks)
         if getattr(module, "_trainwright_prepared", False):
             return  # a second fit or a test after fit with the same module
@@ -566,7 +755,6 @@ class LayoutStrategy(RunStateStrategy):
 
     def _materialise(self) -> None:
         """Give a deferred model memory on this rank's device and its initial weights."""
-        assert self.lightning_module is not None
         if is_deferred(self.lightning_module):
             self._fill(deferred_pieces(self.lightning_module), self._agreed_seed(), {})
 

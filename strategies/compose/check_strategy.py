@@ -20,7 +20,9 @@ def strategy_problems(cfg: DictConfig, run: PlannedRun, options: StrategyOptions
         return
     if run.world_size is not None:
         yield from layout_problem(options, run.world_size)
-    yield from run.refusals
+    yield from options.problems()
+    if run.layout is not None:
+        yield from options.layout_problems(run.layout)
     yield from options.run_problems(run)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from trainwright.core.layout import Layout
+from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.engines import stage_spans
-from trainwright.strategies.compose.hybrid_options import EngineOptions
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.schedules import stages_of_rank
 from trainwright.strategies.plan.model_plan import ModelPlan

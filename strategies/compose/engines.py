@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainwright.core.layout import Layout
 from trainwright.strategies.base.whole.parts import Share, find_slots
 from trainwright.strategies.base.whole.watch import PartsWatch
-from trainwright.strategies.compose.hybrid_options import EngineOptions
+from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.model_plan import make_plan
 from trainwright.strategies.context.engine import ContextParallel, validate_context
 from trainwright.strategies.context.proof import sequence_problems
@@ -97,7 +97,87 @@ def problems_of(module: nn.Module, plan: ModelPlan, layout: Layout, options: Eng
     return problems
 
 
-class Engines:
+class Uncut:
+    """The engines of a module that is not cut: each rank runs all of it."""
+
+    module: LightningModule | None = None
+    """The module that is cut; ``None``: no module is."""
+    is_cut = False
+    plan = ModelPlan()
+    num_parameters = 0
+    """Elements of all parameters of the module before it was cut; 0: of none."""
+
+    @property
+    def has_pipeline(self) -> bool:
+        """See :attr:`Engines.has_pipeline`."""
+        return False
+
+    @property
+    def pipeline_stages(self) -> list[OwnForwardStage]:
+        """See :attr:`Engines.pipeline_stages`."""
+        return []
+
+    @property
+    def dispatchers(self) -> tuple[Dispatcher, ...]:
+        """See :attr:`Engines.dispatchers`."""
+        return ()
+
+    @property
+    def expert_parameters(self) -> set[nn.Parameter]:
+        """See :attr:`Engines.expert_parameters`."""
+        return set()
+
+    def micro_batches_of(self, batch: Any) -> list[tuple[Any, float]]:
+        """See :meth:`Engines.micro_batches_of`."""
+        return [(batch, 1.0)]
+
+    def registered_ghosts(self) -> AbstractContextManager[set[nn.Parameter]]:
+        """See :meth:`Engines.registered_ghosts`."""
+        return nullcontext(set())
+
+    def routing_balance(self) -> dict[str, float]:
+        """See :meth:`Engines.routing_balance`."""
+        return {}
+
+    def holds(self, name: str) -> bool:
+        """See :meth:`Engines.holds`."""
+        return True
+
+    def cut_of(self, owner: nn.Module, name: str) -> Cut | None:
+        """See :meth:`Engines.cut_of`."""
+        return None
+
+    def expert_modules_in(self, block: nn.Module) -> list[nn.Module]:
+        """See :meth:`Engines.expert_modules_in`."""
+        return []
+
+    def shared_parameters(self) -> dict[dist.ProcessGroup, list[nn.Parameter]]:
+        """See :meth:`Engines.shared_parameters`."""
+        return {}
+
+    def kin_of(self, name: str) -> str:
+        """See :meth:`Engines.kin_of`."""
+        return ""
+
+    def parts_of(self, name: str) -> int:
+        """See :meth:`Engines.parts_of`."""
+        return 1
+
+    def guard(self, function: Callable[[], Any]) -> Any:
+        """See :meth:`Engines.guard`."""
+        return function()
+
+    def refresh(self) -> None:
+        """See :meth:`Engines.refresh`."""
+
+    def share_buffers(self) -> None:
+        """See :meth:`Engines.share_buffers`."""
+
+    def detach(self) -> None:
+        """See :meth:`Engines.detach`."""
+
+
+class Engines(Uncut):
     """What is done to one module so that this rank runs its part of it.
 
     Args:
@@ -124,7 +204,9 @@ class Engines:
         options: EngineOptions,
         device: torch.device,
     ) -> None:
-        self.module = module
+        self.module: LightningModule = module
+        self.is_cut = True
+        self.num_parameters = _numel(module)
         self.plan = plan_for(module, layout, options)
         problems = problems_of(module, self.plan, layout, options)
         if problems:
@@ -278,7 +360,9 @@ class Engines:
         return {} if self._expert is None else self._expert.statistics()
 
     def expert_modules_in(self, block: nn.Module) -> list[nn.Module]:
-        """Modules of ``block`` that hold parameters of experts only."""
+        """Modules of ``block`` that hold parameters of experts only; none without an expert axis."""
+        if self._layout.expert == 1:
+            return []
         inside = {id(sub) for sub in block.modules()}
         modules = (self.module.get_submodule(name) for name in self.plan.experts)
         return [module for module in modules if id(module) in inside]

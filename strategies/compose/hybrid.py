@@ -32,10 +32,9 @@ from trainwright.checkpoint.exchange.distinct import from_rank
 from trainwright.core.config.options import refuse
 from trainwright.strategies.base.whole.parts import ModuleParts
 from trainwright.strategies.base.whole.watch import PartsWatch
-from trainwright.strategies.compose.engines import Engines
+from trainwright.strategies.compose.engines import Engines, Uncut
 from trainwright.strategies.compose.hybrid_options import HybridOptions
-from trainwright.strategies.compose.layout_placement import LayoutPlacement
-from trainwright.strategies.compose.mixed_placement import MixedPlacement
+from trainwright.strategies.compose.mixed_placement import ServedByRanks
 from trainwright.strategies.compose.rules import (
     averaging_problem,
     cuts_module,
@@ -46,15 +45,16 @@ from trainwright.strategies.compose.shared_gradients import SharedGradients
 from trainwright.strategies.contract.collectives.data import DataCollectives, metric_states, set_metric_states
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.groups import LayoutGroups
-from trainwright.strategies.contract.optimization import optimize_after_zero_grad
 from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.strategies.contract.waits.timeline import HearsStages, StageTimeline, listen_to_stages
 from trainwright.strategies.data.gathering import parameter_groups
-from trainwright.strategies.data.zero import averaged_copies
+from trainwright.strategies.data.zero import ZeroStrategy, averaged_copies
+from trainwright.strategies.pipeline.optimization import optimize_after_zero_grad
 from trainwright.strategies.plan.deferred import Piece
 from trainwright.strategies.plan.names import parent_of, starred, within
 from trainwright.strategies.state.assemble import Assembly
+from trainwright.strategies.state.layout_placement import LayoutPlacement
 from trainwright.strategies.state.run_state import (
     CURRENT_WEIGHTS,
     OPTIMIZERS,
@@ -67,7 +67,7 @@ from trainwright.strategies.state.run_state import (
 from trainwright.strategies.state.wholes import whole_on_device
 
 
-class HybridStrategy(DataCollectives, MixedPlacement):
+class HybridStrategy(ZeroStrategy):
     """Any layout: the axes of :class:`~trainwright.core.layout.Layout` in any combination.
 
     The user's module stays as it is; names of parameters never change. What may be cut where comes from a
@@ -89,13 +89,16 @@ class HybridStrategy(DataCollectives, MixedPlacement):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        if self.options.placement:
+            self.tables = ServedByRanks(self, self._before_batch, self.options)
+            self._parts.append(self.tables)
+        self._data = DataCollectives(self)
         self._groups: LayoutGroups | None = None
-        self._engines: Engines | None = None
+        self._engines: Uncut = Uncut()
         self._watch: PartsWatch | None = None
-        self._assembly: Assembly | None = None
+        self._assembly = Assembly.of_whole()
         self._shared = SharedGradients({})
-        self._expert_mesh: DeviceMesh | None = None
-        self._num_parameters = 0
+        self._expert_mesh: DeviceMesh | None = None  # of experts that other ranks hold other parts of
         self._evaluation = ExitStack()
         self._evaluates = False  # an evaluation has begun, but none of its steps
 
@@ -137,8 +140,8 @@ class HybridStrategy(DataCollectives, MixedPlacement):
     def certificate_remedy(self, module: str) -> str:
         """See the base class."""
         layout = self.layout
-        plan = None if self._engines is None else self._engines.plan
-        if plan is not None and layout.tensor > 1:
+        if layout.tensor > 1:
+            plan = self._engines.plan
             split = dict.fromkeys(starred(name) for name in plan.tensor if within(name, parent_of(module) or module))
             whole = ", ".join(f"{name}: none" for name in split)
             if whole:
@@ -149,19 +152,17 @@ class HybridStrategy(DataCollectives, MixedPlacement):
 
     def certified_shares(self, batch: Any) -> list[tuple[Any, float]]:
         """See the base class: the micro-batches of a pipeline, with ``loss_weighting="tokens"``."""
-        if self._engines is None or not self._weighs_tokens:
-            return super().certified_shares(batch)
-        return self._engines.micro_batches_of(batch)
+        return self._engines.micro_batches_of(batch) if self._weighs_tokens else super().certified_shares(batch)
 
     @property
     def _weighs_tokens(self) -> bool:
-        weights = getattr(self.lightning_module.trainer, "token_weights", None)  # type: ignore[union-attr]
+        weights = getattr(self.lightning_module.trainer, "token_weights", None)
         return self.backward_in_step and weights is not None
 
     def certified_parts(self) -> tuple[Assembly | None, dist.ProcessGroup | None]:
         """See the base class."""
         assert self._groups is not None
-        return self._assembly, self._groups.along("pipeline", "context", "tensor")
+        return self._assembly if self._engines.is_cut else None, self._groups.along("pipeline", "context", "tensor")
 
     @property
     def least_batch_size(self) -> int:
@@ -171,7 +172,7 @@ class HybridStrategy(DataCollectives, MixedPlacement):
     @property
     def num_parameters(self) -> int:
         """Number of elements of all parameters of the unmodified module."""
-        return super().num_parameters if self._engines is None else self._num_parameters
+        return self._engines.num_parameters or super().num_parameters
 
     @property
     def forward_is_collective(self) -> bool:
@@ -181,20 +182,20 @@ class HybridStrategy(DataCollectives, MixedPlacement):
     @property
     def backward_in_step(self) -> bool:
         """A pipeline interleaves forward and backward."""
-        return self._engines is not None and self._engines.has_pipeline
+        return self._engines.has_pipeline
 
     def pipeline_timeline(self) -> StageTimeline | None:
         """What takes the times at which this rank's stages of a pipeline work; ``None``: there is no pipeline."""
-        stages = [] if self._engines is None else self._engines.pipeline_stages
+        stages = self._engines.pipeline_stages
         return StageTimeline(stages, self.root_device) if stages else None
 
     def routing_balance(self) -> dict[str, float]:
         """See the base class."""
-        return {} if self._engines is None else self._engines.routing_balance()
+        return self._engines.routing_balance()
 
     def listen_to_stages(self, listener: HearsStages) -> Callable[[], None]:
         """See the base class."""
-        return listen_to_stages([] if self._engines is None else self._engines.pipeline_stages, listener)
+        return listen_to_stages(self._engines.pipeline_stages, listener)
 
     # ---- setup ----------------------------------------------------------------------------------------------------
 
@@ -213,7 +214,7 @@ class HybridStrategy(DataCollectives, MixedPlacement):
 
     def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
         # Without experts nothing is looked up: this is asked of each parameter.
-        if self._expert_mesh is not None and self._engines and parameter in self._engines.expert_parameters:
+        if self._expert_mesh is not None and parameter in self._engines.expert_parameters:
             return self._expert_mesh
         return self.mesh
 
@@ -229,13 +230,11 @@ class HybridStrategy(DataCollectives, MixedPlacement):
 
     def _cut_module(self) -> None:
         module = self.lightning_module
-        assert module is not None
-        if not self.is_cut or (self._engines is not None and self._engines.module is module):
+        if not self.is_cut or self._engines.module is module:
             return
         _refuse_cut_before(module)
         assert self._groups is not None
         self._refuse_companions(module)
-        self._num_parameters = sum(parameter.numel() for parameter in module.parameters())
         names = [name for name, _ in module.named_parameters()]
         keys = list(module.state_dict())
         engines = Engines(module, self.layout, self._groups, self.options, self.root_device)
@@ -300,7 +299,7 @@ class HybridStrategy(DataCollectives, MixedPlacement):
         return self.is_cut or super()._divides
 
     def _whole_shape(self, name: str, parameter: Tensor) -> torch.Size:
-        cut = None if self._assembly is None else self._assembly.cuts.get(name)
+        cut = self._assembly.cuts.get(name)
         return parameter.shape if cut is None else cut.whole_shape(parameter.shape)
 
     def _shared_by(self) -> dist.ProcessGroup | None:
@@ -311,9 +310,6 @@ class HybridStrategy(DataCollectives, MixedPlacement):
 
     def _make_optimizers(self, trainer: Any) -> None:
         """Show a stage of a pipeline the parameters of all; what it does not hold leaves its optimizers again."""
-        if self._engines is None:
-            super()._make_optimizers(trainer)
-            return
         with self._engines.registered_ghosts() as ghosts:
             super()._make_optimizers(trainer)
         for optimizer in self.optimizers:
@@ -323,25 +319,23 @@ class HybridStrategy(DataCollectives, MixedPlacement):
                 del optimizer.state[ghost]
 
     def _broadcast_from_first(self, module: nn.Module) -> None:
-        if self._engines is None:
+        if not self._engines.is_cut:
             super()._broadcast_from_first(module)
         # else it was done before the module was cut; now ranks hold different parts
 
     def _find_blocks(self) -> dict[str, nn.Module]:
-        return super()._find_blocks() if self._engines is None else self._engines.owned_blocks
+        return self._engines.owned_blocks if isinstance(self._engines, Engines) else super()._find_blocks()
 
     def _fill(self, pieces: Iterable[Piece], seed: int, real: dict[Tensor, Tensor]) -> None:
-        engines = self._engines
-        super()._fill(pieces if engines is None else [p for p in pieces if engines.holds(p.name)], seed, real)
+        super()._fill([piece for piece in pieces if self._engines.holds(piece.name)], seed, real)
 
     def _real(self, owner: nn.Module, name: str, meta: Tensor, value: Tensor) -> Tensor:
-        cut = None if self._engines is None else self._engines.cut_of(owner, name)
+        cut = self._engines.cut_of(owner, name)
         return super()._real(owner, name, meta, value if cut is None else cut.part(value))
 
     def _shard_within(self, block: nn.Module, options: Mapping[str, Any]) -> None:
-        if self._engines is None or self._expert_mesh is None:
-            return
         for experts in self._engines.expert_modules_in(block):
+            assert self._expert_mesh is not None
             fully_shard(experts, **{**options, "mesh": self._splitting(self._expert_mesh)})
 
     def _fsdp_options(self, module: nn.Module) -> dict[str, Any]:
@@ -353,25 +347,24 @@ class HybridStrategy(DataCollectives, MixedPlacement):
 
     def _split_parameters(self, trainer: Any) -> None:
         super()._split_parameters(trainer)
-        if self._step is not None and self._engines is not None:
+        if self._step is not None:
             self._step.guard = self._engines.guard
 
     def _make_exchanges(self) -> None:
         super()._make_exchanges()
-        if self._engines is not None:
-            self._shared = SharedGradients(self._engines.shared_parameters())
+        self._shared = SharedGradients(self._engines.shared_parameters())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before a step; at the beginning of an epoch stages of a pipeline may have been frozen or thawed."""
-        if "training" not in self._compared:
-            self._compare_first("training", batch)
+        if "training" not in self._data.compared:
+            self._data.compare_first("training", batch)
         super().on_train_batch_start(batch, batch_idx)
-        if batch_idx == 0 and self._engines is not None:
+        if batch_idx == 0:
             self._engines.refresh()
 
     def _any_thawed(self, here: bool, batch_idx: int) -> bool:
         """See the base class; stages hold different parameters, and ask each other at the beginning of an epoch."""
-        if self._engines is None or not self._engines.has_pipeline:
+        if not self._engines.has_pipeline:
             return here
         if batch_idx == 0:
             return self.reduce_boolean_decision(here, all=False)
@@ -386,7 +379,7 @@ class HybridStrategy(DataCollectives, MixedPlacement):
     def _level_groups(self) -> None:
         """See the base class; where other stages have added a group, this one adds an empty one. A collective."""
         assembly = self._assembly
-        if assembly is None or assembly.pipeline is None:
+        if assembly.pipeline is None:
             return
         for optimizer in self.optimizers:
             mine = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -397,15 +390,14 @@ class HybridStrategy(DataCollectives, MixedPlacement):
     def on_train_end(self) -> None:
         """Have every rank know the buffers of all stages."""
         super().on_train_end()
-        if self._engines is not None:
-            self._engines.share_buffers()
+        self._engines.share_buffers()
 
     def setup_precision_plugin(self) -> None:
         """Let the precision plugin know over which ranks gradients are spread; then attach the pipeline."""
         super().setup_precision_plugin()
-        self._sync_metrics(self._take_metric if self.backward_in_step else None)
+        self._data.sync_metrics(self._take_metric if self.backward_in_step else None)
         engines = self._engines
-        if engines is None:
+        if not isinstance(engines, Engines):
             return
         source = {id(shard.optimized): parameter for parameter, shard in self._shards.items()}
         self.precision_plugin.scope = engines.gradient_scope(source)  # type: ignore[attr-defined]
@@ -415,13 +407,12 @@ class HybridStrategy(DataCollectives, MixedPlacement):
         self._watch = engines.parts_watch()
         engines.attach(self._run, self._look, self._whole_here)
         if engines.has_pipeline:
-            optimize_after_zero_grad(self.lightning_module.trainer)  # type: ignore[union-attr]
+            optimize_after_zero_grad(self.lightning_module.trainer)
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
     def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method of the user's module on one micro-batch, for the pipeline."""
-        assert self._engines is not None
         with self.precision_plugin.train_step_context(), self._observed(args[0]), self.among_data_ranks():
             if self._step is not None:
                 return self._step(method, *args, **kwargs)
@@ -455,25 +446,25 @@ class HybridStrategy(DataCollectives, MixedPlacement):
     def _training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.backward_in_step:
             return super().training_step(*args, **kwargs)
-        assert self._engines is not None
+        assert isinstance(self._engines, Engines)
         with self._local_gradients():
             output = self._engines.train(args, kwargs, self._scaled, self._samples_of_loader())
         self._average_gradients()
         self._hand_over_gradients()
         self._sum_shared_gradients()
-        self._average_replicas()
+        if self.averaging.runs:
+            self.averaging.average()
         return output
 
     def _take_metric(self, metric: Metric) -> None:
         """Take a metric's states from the last stage, the only one that reaches the update in a training step."""
-        if self._apart:
+        if self._data.is_apart:
             return
-        assert self._engines is not None
+        assert isinstance(self._engines, Engines)
         set_metric_states(metric, self._engines.from_last_stage(metric_states(metric), type(metric).__name__))
 
     def _samples_of_loader(self) -> int | None:
         """Samples of a batch, by the loader that made it; ``None``: it does not say."""
-        assert self.lightning_module is not None
         loader = getattr(self.lightning_module.trainer, "train_dataloader", None)
         sampler = getattr(loader, "batch_sampler", None)
         size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
@@ -481,13 +472,11 @@ class HybridStrategy(DataCollectives, MixedPlacement):
 
     def _observed(self, batch: Any) -> AbstractContextManager[Any]:
         """Within it tokens are counted, if the Trainer weighs losses by them."""
-        assert self.lightning_module is not None
         weights = getattr(self.lightning_module.trainer, "token_weights", None)
         return nullcontext() if weights is None else weights.observe(batch)
 
     def _scaled(self, loss: Tensor, share: float) -> Tensor:
         """What is differentiated for the loss of a micro-batch that holds this share of the samples."""
-        assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         divisor = self.loss_divisor or trainer.accumulate_grad_batches
         weights = getattr(trainer, "token_weights", None)
@@ -532,7 +521,6 @@ class HybridStrategy(DataCollectives, MixedPlacement):
         if not self.backward_in_step:
             with self._of_strategy():
                 return super().backward(closure_loss, *args, **kwargs)
-        assert self.lightning_module is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
@@ -548,7 +536,7 @@ class HybridStrategy(DataCollectives, MixedPlacement):
     def post_backward(self, closure_loss: Tensor) -> None:
         """Complete gradients that several ranks hold parts of."""
         super().post_backward(closure_loss)
-        if not self._averages_after_backward:
+        if not self.averaging.after_backward:
             self._sum_shared_gradients()
         # else they were summed before the average
 
@@ -557,7 +545,7 @@ class HybridStrategy(DataCollectives, MixedPlacement):
         self._sum_shared_gradients()
 
     def _kin_of(self, name: str) -> str:
-        return "" if self._engines is None else self._engines.kin_of(name)
+        return self._engines.kin_of(name)
 
     def _sum_shared_gradients(self) -> None:
         if self._shared and not self._accumulates_gradients:
@@ -572,19 +560,19 @@ class HybridStrategy(DataCollectives, MixedPlacement):
     @property
     def block_names(self) -> tuple[str, ...]:
         """Names of the module's blocks in order, those of other stages among them."""
-        return super().block_names if self._engines is None else tuple(self._engines.plan.blocks)
+        return tuple(self._engines.plan.blocks) or super().block_names
 
     def _parts_of(self, name: str) -> int:
-        return 1 if self._engines is None else self._engines.parts_of(name)
+        return self._engines.parts_of(name)
 
     # ---- evaluation -----------------------------------------------------------------------------------------------
 
     def _evaluate(self, method: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        if method not in self._compared:
-            self._compare_first(method, args[0] if args else kwargs)
+        if method not in self._data.compared:
+            self._data.compare_first(method, args[0] if args else kwargs)
         if not self.backward_in_step:
             return super()._evaluate(method, context, *args, **kwargs)
-        assert self._engines is not None
+        assert isinstance(self._engines, Engines)
         step = partial(super()._evaluate, method, context, *args, **kwargs)
         if self._evaluates:
             self._evaluation.enter_context(self._engines.evaluating(self._whole_here))
@@ -644,31 +632,63 @@ class HybridStrategy(DataCollectives, MixedPlacement):
     def teardown(self) -> None:
         """Detach from the module; each rank's module keeps the part of the weights that the rank held."""
         self._end_evaluation()
-        self._leave_metrics()
-        self._compared = frozenset()
-        if self._engines is not None:
-            self._engines.detach()
+        self._data.leave(self.lightning_module)
+        self._engines.detach()
         super().teardown()
+
+    # ---- what user code asks of all ranks, asked of the data ranks --------------------------------------------------
+
+    def among_data_ranks(self) -> AbstractContextManager[None]:
+        """Have barriers and broadcasts inside wait for the data ranks alone, since others do not come by."""
+        return self._data.apart()
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the ranks that read different samples, in place, unless ``group`` is another than all ranks."""
+        return self._data.reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather from the ranks that read different samples, unless ``group`` is another than all ranks."""
+        return super().all_gather(tensor, self._data.of_users(group), sync_grads)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; within what data ranks alone come by, for these."""
+        if self._data.present is None:
+            super().barrier(name)
+        else:
+            self._data.wait(self._data.present)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of the data rank ``src`` on every rank.
+
+        Raises:
+            ValueError: if there is no such data rank.
+        """
+        first = self._data.source(src)
+        if self._data.present is None:
+            return super().broadcast(obj, first)
+        return from_rank(obj, src, self._data.present, self.root_device)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks (or any) decided so."""
+        return self._data.decide(decision, all)
 
     # ---- the whole ------------------------------------------------------------------------------------------------
 
     def _whole_here(self, name: str) -> Tensor:
         """The whole value of a parameter of this stage, as this stage's ranks hold it along the tensor axis."""
-        assert self.lightning_module is not None
         parameter = self.lightning_module.get_parameter(name).detach()
         return whole_on_device(parameter) if isinstance(parameter, DTensor) else parameter
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole value of every parameter of the unmodified module, on every rank; a collective."""
-        assert self.lightning_module is not None
-        if self._assembly is None:
+        if not self._engines.is_cut:
             yield from super().whole_parameters()
             return
         yield from self._assembly.wholes(dict(self.lightning_module.named_parameters()), self._assembly.names)
 
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole averaged gradient of every parameter that has one, on every rank; a collective."""
-        if self._assembly is None:
+        if not self._engines.is_cut:
             yield from super().whole_gradients()
             return
         yield from self._assembly.wholes(dict(self.named_gradients()), self._assembly.names)
@@ -676,14 +696,14 @@ class HybridStrategy(DataCollectives, MixedPlacement):
     @property
     def placement(self) -> Placement:
         """How the ranks of this layout hold the module."""
-        if self._assembly is None:
+        if not self._engines.is_cut:
             return super().placement
         place = self.layout.coordinates(self.global_rank)
         leads = all(index == 0 for axis, index in place.items() if axis != "pipeline")
         return LayoutPlacement(self._assembly, self.is_global_zero, leads)
 
     def _module_parts(self) -> ModuleParts | None:
-        if self._engines is None or self._assembly is None:
+        if not isinstance(self._engines, Engines):
             return super()._module_parts()
         assembly, shares = self._assembly, super()._shares()
         return ModuleParts(
@@ -691,17 +711,15 @@ class HybridStrategy(DataCollectives, MixedPlacement):
         )
 
     def _group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        if self._assembly is None:
-            return super()._group_names(optimizer)
         return self._assembly.group_names(optimizer, self._name_of())
 
     def _whole_keys(self) -> list[str]:
-        return super()._whole_keys() if self._assembly is None else list(self._assembly.keys)
+        return list(self._assembly.keys) if self._engines.is_cut else super()._whole_keys()
 
     def _with_whole_states(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Put the whole module and optimizer states together on rank 0."""
         checkpoint = super()._with_whole_states(checkpoint)
-        if self._assembly is not None:
+        if self._engines.is_cut:
             keep, assembly, owners = self.is_global_zero, self._assembly, self._state_owners
             for key in (WEIGHTS, CURRENT_WEIGHTS):
                 if key in checkpoint:
@@ -714,7 +732,7 @@ class HybridStrategy(DataCollectives, MixedPlacement):
         return checkpoint
 
     def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._assembly is not None:
+        if self._engines.is_cut:
             states = [
                 self._assembly.optimizer_parts(optimizer, state, self._name_of(), self._state_owners)
                 for optimizer, state in zip(self.optimizers, checkpoint[OPTIMIZERS], strict=True)
@@ -724,7 +742,7 @@ class HybridStrategy(DataCollectives, MixedPlacement):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load, by name, what this rank holds of whole saved weights."""
-        if self._assembly is not None and strict and not is_stored(checkpoint[WEIGHTS]):
+        if self._engines.is_cut and strict and not is_stored(checkpoint[WEIGHTS]):
             unexpected = sorted(set(checkpoint[WEIGHTS]) - set(self._assembly.keys))
             if unexpected:  # each stage knows its own names only, and leaves out all others
                 raise misfit("The checkpoint", mismatch([], unexpected, []))

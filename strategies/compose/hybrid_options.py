@@ -1,27 +1,27 @@
-"""Options of ``strategy=hybrid``, and how the engines are told to cut a module."""
+"""Options of ``strategy=hybrid``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from trainwright.core.config.options import class_of, is_whole
 from trainwright.core.layout import Layout
+from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.rules import (
     PLAN_PARTS,
     averaging_problem,
     cuts_module,
     length_problems,
     manual_optimization_problems,
-    micro_batches_for,
     optimizer_problem,
     sync_batchnorm_problem,
 )
 from trainwright.strategies.contract.options import AVERAGING_CALLBACKS, PlannedRun, as_typed, number, unknown_word
 from trainwright.strategies.data.zero_options import ZeroOptions
 from trainwright.strategies.parameter_server.tables.placement import placement_problems, placement_run_problems
-from trainwright.strategies.pipeline.schedules import CHOICES, can_run, stages_per_rank_of
+from trainwright.strategies.pipeline.schedules import CHOICES, can_run
 
 ATTENTION = ("ring", "ulysses", "gather")
 # Option -> the axis without which nothing reads it, and what it does.
@@ -36,42 +36,6 @@ AXIS_OPTIONS: Mapping[str, tuple[str, str]] = {
     "attention": ("context", "it says how ranks that split the sequence exchange keys and values"),
     "balance": ("context", "it says how the sequence is dealt out to ranks"),
 }
-
-
-@dataclass
-class EngineOptions:
-    """How a module is cut along the axes of a layout."""
-
-    # Names (patterns with *) of the repeated blocks, like model.layers.*; null = found in the model.
-    blocks: list[str] | None = None
-    # Order of the pipeline's work: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev.
-    schedule: str = "1f1b"
-    # Parts that a batch is split into for the pipeline; null = one per pipeline rank (two for zbv and dualpipev).
-    micro_batches: int | None = None
-    # Stages of the pipeline on each rank; null = 1, or 2 for schedules that need several.
-    stages_per_rank: int | None = None
-    # Blocks of each stage, like [3,5]; balanced = alike in number of parameters.
-    split: Any = "balanced"
-    # Tensors of a batch whose samples are not along dim 0: path in the batch -> dim; null = whole for all.
-    batch_dims: dict[str, int | None] = field(default_factory=dict)
-    # Split activations between cut modules along the sequence over the tensor axis; false = off.
-    sequence_parallel: bool = False
-    # Compute the loss on logits split over the tensor axis; false = off.
-    loss_parallel: bool = False
-    # How context ranks exchange keys and values: ring, ulysses or gather.
-    attention: str = "ring"
-    # Deal the sequence so that causal attention costs every context rank the same; false = contiguous parts.
-    balance: bool = True
-    # What the model allows, where it is not found or found wrong: tensor, heads, whole_inputs, first, last, experts.
-    plan: dict[str, Any] = field(default_factory=dict)
-
-    def stages(self, pipeline: int) -> int:
-        """Number of stages on ``pipeline`` ranks."""
-        return pipeline * stages_per_rank_of(self.schedule, self.stages_per_rank)
-
-    def micro_batches_for(self, pipeline: int) -> int:
-        """Micro-batches that a batch is split into."""
-        return micro_batches_for(self.schedule, self.micro_batches, pipeline)
 
 
 @dataclass
@@ -249,7 +213,7 @@ class HybridOptions(EngineOptions, ZeroOptions):
         from trainwright.strategies.compose.engines import plan_for, problems_of
 
         found = [] if module.automatic_optimization else manual_optimization_problems(layout, self.sequence_parallel)
-        options = self._of_the_model() if run.refusals else self
+        options = self if not [*self.problems(), *self.layout_problems(layout)] else self._of_the_model()
         try:
             found += problems_of(module, plan_for(module, layout, options), layout, options)
         except ValueError as error:
@@ -262,13 +226,6 @@ class HybridOptions(EngineOptions, ZeroOptions):
         """What is said about the model alone, where other options have been refused."""
         plan = {part: value for part, value in self.plan.items() if part in PLAN_PARTS}
         return EngineOptions(blocks=self.blocks, plan=plan)
-
-
-def engine_options_of(options: Any) -> EngineOptions:
-    """How the engines are told to cut a module: by options with axes; of others (or ``None``), where its blocks are."""
-    if isinstance(options, EngineOptions):
-        return options
-    return EngineOptions(blocks=None if options is None else options.blocks)
 
 
 def sequence_length(cfg: Any) -> int | None:

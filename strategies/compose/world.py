@@ -64,10 +64,10 @@ def planned_run(cfg: DictConfig, surroundings: Surroundings, options: StrategyOp
     """What the options of a strategy are checked against."""
     has_launcher = surroundings.world_size is not None
     if not has_world_size(cfg):
-        return PlannedRun(cfg, surroundings.verb, has_launcher=has_launcher, options=options)
+        return PlannedRun(cfg, surroundings.verb, has_launcher=has_launcher)
     world_size = world_size_of(cfg, surroundings)
     layout = _closed(options, world_size)
-    return PlannedRun(cfg, surroundings.verb, layout, world_size, resolve_devices(cfg), has_launcher, options)
+    return PlannedRun(cfg, surroundings.verb, layout, world_size, resolve_devices(cfg), has_launcher)
 
 
 def serving_ranks(cfg: DictConfig) -> int:

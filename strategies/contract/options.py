@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from trainwright.core.config.options import class_of
@@ -40,7 +39,6 @@ class PlannedRun:
         world_size: ranks, those that only serve included; ``None``: refused.
         devices: ranks of a machine; ``None``: refused.
         has_launcher: whether torchrun or SLURM has started the ranks.
-        options: of its strategy; ``None``: of a class that is built on none that has some.
     """
 
     cfg: Any
@@ -49,15 +47,6 @@ class PlannedRun:
     world_size: int | None = None
     devices: int | None = None
     has_launcher: bool = False
-    options: StrategyOptions | None = None
-
-    @cached_property
-    def refusals(self) -> tuple[str, ...]:
-        """What the options refuse by themselves and under the layout, found out once."""
-        if self.options is None:
-            return ()
-        of_layout = () if self.layout is None else self.options.layout_problems(self.layout)
-        return (*self.options.problems(), *of_layout)
 
     def replaceable_ranks(self, options: StrategyOptions) -> tuple[int, ...]:
         """Ranks that the run can lose while the others go on, so that each is started anew for itself and joins."""

@@ -109,23 +109,26 @@ class _GradientRules(Precision):
         """Call ``on_before_backward``."""
         if self.hooks is None:
             return super().pre_backward(tensor, module)
-        self.hooks.call("on_before_backward", tensor)
+        if "on_before_backward" in self.hooks.heard:
+            self.hooks.call("on_before_backward", tensor)
         return tensor
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Call ``on_after_backward``."""
         if self.hooks is None:
             return super().post_backward(tensor, module)
-        self.hooks.call("on_after_backward")
+        if "on_after_backward" in self.hooks.heard:
+            self.hooks.call("on_after_backward")
         return tensor  # not detached, as Lightning's: backward has let go of the graph, and nobody keeps this
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         if self.hooks is None:
             super()._after_closure(model, optimizer)
         else:
-            self.hooks.call("on_before_optimizer_step", optimizer)
+            if "on_before_optimizer_step" in self.hooks.heard:
+                self.hooks.call("on_before_optimizer_step", optimizer)
             trainer = model.trainer
-            if trainer.gradient_clip_val is not None or self.hooks.module_overrides("configure_gradient_clipping"):
+            if trainer.gradient_clip_val is not None or "configure_gradient_clipping" in self.hooks.heard:
                 self._clip_gradients(model, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         if self.before_update is not None:
             self.before_update(getattr(optimizer, "optimizer", optimizer))

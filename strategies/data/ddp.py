@@ -3,6 +3,7 @@
 # Annotations stay what they are: torch looks at that of a hook's bucket.
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,12 +16,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainwright.strategies.averaging.compressed import CompressedReplicas
+from trainwright.strategies.averaging.averaged import ReplicaAveraging
 from trainwright.strategies.averaging.compression.buckets import ReplicaPart
 from trainwright.strategies.averaging.means import MeanBesideBackward
+from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.communication.advice import best_piece_bytes
 from trainwright.strategies.contract.communication.options import ALL_REDUCE
-from trainwright.strategies.contract.communication.probe import probe_ways
 from trainwright.strategies.contract.waits.waiting import ReducerWaits, Waits
 from trainwright.strategies.data.ddp_options import DDPOptions
 
@@ -28,7 +29,7 @@ from trainwright.strategies.data.ddp_options import DDPOptions
 _LEAST_BUCKET = 2**18
 
 
-class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
+class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
     """Data parallelism: every rank holds everything and reads other samples.
 
     Communication of a step: gradients are averaged while backward still runs; 2 x parameters are sent per rank. With
@@ -59,23 +60,25 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
                 raise ValueError(f"bucket_mib={bucket_mib} and bucket_cap_mb mean the same; leave out one of them")
             self._ddp_kwargs["bucket_cap_mb"] = bucket_mib
         self._given_bucket = "bucket_cap_mb" in self._ddp_kwargs
+        self.averaging: ReplicaAveraging = ReplicaAveraging(self, self.options)
         self._beside: MeanBesideBackward | None = None
         self._averaged: dict[str, nn.Parameter] | None = None  # until the first update
-        if self._asked_average not in (None, ALL_REDUCE) and self._ddp_comm_hook is not None:
+        average_by = self.averaging.asked
+        if average_by not in (None, ALL_REDUCE) and self._ddp_comm_hook is not None:
             raise ValueError(
-                f"average_by={self._asked_average} and a ddp_comm_hook both decide how gradients are sent; leave out "
-                "one of them"
+                f"average_by={average_by} and a ddp_comm_hook both decide how gradients are sent; leave out one of them"
             )
-        if self.compression is not None and self._ddp_comm_hook is not None:
+        choice = self.averaging.compression
+        if choice is not None and self._ddp_comm_hook is not None:
             raise ValueError(
-                f"compression={self.compression.name} and a ddp_comm_hook both decide how gradients are sent; leave "
+                f"compression={choice.name} and a ddp_comm_hook both decide how gradients are sent; leave "
                 "out one of them"
             )
 
     @property
     def gradients_agree(self) -> bool:
         """See :attr:`~trainwright.strategies.base.strategy.LayoutStrategy.gradients_agree`."""
-        return self.world_size > 1 and self.compression is None and self._ddp_comm_hook is None
+        return self.world_size > 1 and self.averaging.compression is None and self._ddp_comm_hook is None
 
     def setup(self, trainer: Trainer) -> None:
         """Give the model memory, prepare its blocks, then as in Lightning."""
@@ -84,28 +87,26 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
         self._prepare_blocks(self._find_blocks())
         self._end_means()
         if trainer.state.fn == TrainerFn.FITTING:
-            self._know_nodes()
-            if self.communication == "auto" and self.world_size > 1:
+            self.averaging.know_nodes()
+            if self.averaging.communication == "auto" and self.world_size > 1:
                 self._choose()
         super().setup(trainer)
-        self._set_up_compression()
-        self.begin_from_weights()
+        self.averaging.set_up(plain_after_backward=False)
+        self.state.begin_from_weights()
         self._know_frozen()
-        assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             for optimizer in self.optimizers:
                 optimizer.register_step_pre_hook(self._refuse_unused)
 
     def configure_ddp(self) -> None:
         """As Lightning's; torch's reducer knows the parameters that are trained now."""
-        assert self.lightning_module is not None
         self._averaged = {name: p for name, p in self.lightning_module.named_parameters() if p.requires_grad}
         super().configure_ddp()
 
     def _take_up(self, thawed: Sequence[nn.Parameter]) -> None:
         """Wrap the module anew: torch's reducer knows those that were trained when it was made, and no others."""
         super()._take_up(thawed)
-        if self.compression is not None or not isinstance(self.model, DistributedDataParallel):
+        if self.averaging.compression is not None or not isinstance(self.model, DistributedDataParallel):
             return  # then gradients are averaged without it
         self._end_means()
         self.model._remove_autograd_hooks()
@@ -119,7 +120,6 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
 
     def measure_waits(self) -> Waits:
         """See ``measure_waits``; torch's reducer waits in C++."""
-        assert self.lightning_module is not None
         return ReducerWaits(self.root_device, self.lightning_module.parameters())
 
     def teardown(self) -> None:
@@ -134,45 +134,44 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
 
     def _choose(self) -> None:
         """Take the way to average and the size of buckets that fit the links, where they are free; a collective."""
-        if self.compression is not None or self._ddp_comm_hook is not None:
-            reason = "compression decides" if self.compression is not None else "a ddp_comm_hook decides"
-            self._changed = f"communication=auto has changed nothing: {reason} how gradients are put together."
+        averaging = self.averaging
+        if averaging.compression is not None or self._ddp_comm_hook is not None:
+            reason = "compression decides" if averaging.compression is not None else "a ddp_comm_hook decides"
+            averaging.changed = f"communication=auto has changed nothing: {reason} how gradients are put together."
             return
-        assert self.lightning_module is not None
-        assert self._of_copies is not None
         size = 4 * sum(p.numel() for p in self.lightning_module.parameters() if p.requires_grad)
-        if self._asked_average is None:
-            self._choose_average(size)
+        if averaging.asked is None:
+            averaging.choose_fastest(size)
         else:
-            self._ways = probe_ways({self.average_by: self._of_copies.by(self.average_by)}, self.root_device)
+            averaging.measure_ways([averaging.asked])
         self._choose_bucket(size)
 
     def _choose_bucket(self, size: int) -> None:
         """Have gradients of so many bytes sent in buckets for which a step waits least."""
+        averaging = self.averaging
         if self._given_bucket:
-            self._changed = f"{self._changed} The size of buckets stays: bucket_mib was given.".strip()
+            averaging.changed = f"{averaging.changed} The size of buckets stays: bucket_mib was given.".strip()
             return
-        way = next(way for way in self._ways if way.name == self.average_by)
+        way = next(way for way in averaging.ways if way.name == averaging.average_by)
         bucket = max(best_piece_bytes(way.latency, size * way.per_byte, size), _LEAST_BUCKET) / 2**20
         self._ddp_kwargs["bucket_cap_mb"] = bucket
         chosen = f"communication=auto has set buckets of {bucket:.3g} MiB (torch's are 25 MiB)."
         rank_zero_info(chosen)
-        self._changed = f"{self._changed} {chosen}".strip()
+        averaging.changed = f"{averaging.changed} {chosen}".strip()
 
     def _replica_parts(self) -> Iterator[ReplicaPart]:
-        assert self.lightning_module is not None
         for name, parameter in self.lightning_module.named_parameters():
             yield ReplicaPart(name, parameter)
 
     def _register_ddp_hooks(self) -> None:
-        if self.compression is not None and self.world_size > 1:
+        if self.averaging.compression is not None and self.world_size > 1:
             # DDP's buckets change after its first backward; what is kept back is of ours, which stay.
             assert isinstance(self.model, DistributedDataParallel)
             self.model.register_comm_hook(None, _leave_local)
             return
         assert isinstance(self.model, DistributedDataParallel)
-        if self._of_copies is not None and self.average_by != ALL_REDUCE:
-            self._beside = MeanBesideBackward(self._of_copies.by(self.average_by), self.root_device)
+        self._beside = self.averaging.beside_backward()
+        if self._beside is not None:
             self.model.register_comm_hook(self._beside, _average)
             return
         # Lightning registers hooks on CUDA only and drops them elsewhere without a word.
@@ -183,10 +182,15 @@ class DDPStrategy(CompressedReplicas, LightningDDPStrategy):
             ddp_comm_wrapper=self._ddp_comm_wrapper,
         )
 
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Micro-batches inside do not finish the averaging of gradients."""
+        with self.averaging.accumulating(), super().block_backward_sync():
+            yield
+
     def post_backward(self, closure_loss: Tensor) -> None:
         """As Lightning's, then :meth:`_refuse_unused`, where the Trainer runs one backward a step."""
         super().post_backward(closure_loss)
-        assert self.lightning_module is not None
         if self.lightning_module.automatic_optimization:
             self._refuse_unused()
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.data.gathering import parameter_groups
 from trainwright.strategies.state.shards import rows_of
 
@@ -32,8 +31,9 @@ class GatheredWrites:
     """
 
     def __init__(self, state: Any) -> None:
-        self._state = state
+        self._groups = parameter_groups(state)
         self._versions: dict[int, int] = {}
+        self._rows: dict[int, tuple[int, int]] = {}
 
     def begin(self) -> None:
         """Note what the shards are, as parameters have just been gathered from them."""
@@ -46,16 +46,22 @@ class GatheredWrites:
             shard = _local(parameter)
             if self._versions.get(id(parameter)) != shard._version:
                 continue  # stepped by an optimizer that knows nothing of what is gathered
-            info = parameter.mesh_info
             whole = parameter._unsharded_param.detach()
             if whole.untyped_storage().data_ptr() != parameter.all_gather_outputs[0].untyped_storage().data_ptr():
                 refuse_new_data(parameter._module_info.param_name)
-            first, last = rows_of(whole, info.shard_mesh_size, info.shard_mesh_rank)
+            first, last = self._rows_of(parameter, whole)
             shard.copy_(whole[first:last])
             self._versions[id(parameter)] = shard._version
 
+    def _rows_of(self, parameter: Any, whole: Tensor) -> tuple[int, int]:
+        rows = self._rows.get(id(parameter))
+        if rows is None:
+            info = parameter.mesh_info
+            rows = self._rows[id(parameter)] = rows_of(whole, info.shard_mesh_size, info.shard_mesh_rank)
+        return rows
+
     def _gathered(self) -> Iterable[Any]:
-        for group in parameter_groups(self._state):
+        for group in self._groups:
             if group.is_unsharded:
                 yield from group.fsdp_params
 
@@ -100,4 +106,5 @@ def refuse_new_data(which: str) -> NoReturn:
 
 
 def _local(parameter: Any) -> Tensor:
-    return local_tensor(parameter.sharded_param)
+    local: Tensor = parameter.sharded_param._local_tensor  # FSDP2 makes it a DTensor, always
+    return local

@@ -45,4 +45,4 @@ class SingleDeviceStrategy(LayoutStrategy, LightningSingleDeviceStrategy):
         self._materialise()
         self._prepare_blocks(self._find_blocks())
         super().setup(trainer)
-        self.begin_from_weights()
+        self.state.begin_from_weights()

@@ -23,14 +23,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
-from trainwright.strategies.averaging.compressed import CompressedReplicas
+from trainwright.strategies.averaging.averaged import ReplicaAveraging
 from trainwright.strategies.averaging.compression.buckets import ReplicaPart
-from trainwright.strategies.base.whole.strategy import ShowsWholes
-from trainwright.strategies.contract.communication.advice import BACKWARD_SHARE
+from trainwright.strategies.base.strategy import HeldBytes, LayoutStrategy
+from trainwright.strategies.base.whole.parts import ModuleParts, Share, find_slots
+from trainwright.strategies.base.whole.strategy import Wholes
+from trainwright.strategies.contract.communication.advice import BACKWARD_SHARE, Link
 from trainwright.strategies.contract.communication.ahead import MOST_AHEAD, BlockTimes, best_depth
 from trainwright.strategies.contract.gradients import local_tensor
+from trainwright.strategies.contract.part import Tables
 from trainwright.strategies.contract.same_model import take_from_first
 from trainwright.strategies.data.bucket_size import bucket_bytes_for
 from trainwright.strategies.data.finetuning import show_parameters_to
@@ -48,7 +52,7 @@ from trainwright.strategies.state.shards import ParameterShard, gradient_problem
 from trainwright.strategies.state.wholes import gather_tree, shard_optimizer_state, shard_weights_on_load
 
 
-class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
+class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
     """Data parallelism whose ranks share one copy of the training state instead of holding one each.
 
     Bytes per rank of a model of P parameters in fp32 with Adam, N = size of the shard axis, and traffic per step in
@@ -76,12 +80,24 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
     """
 
     strategy_name = "zero"
+    # Whether all ranks run user code alike; not where replicas differ.
+    _ranks_agree = True
+
     options_class = ZeroOptions
     options: ZeroOptions
 
     def __init__(self, stage: Literal[1, 2, 3] | None = None, **kwargs: Any) -> None:
         super().__init__(stage=stage, **kwargs)
         options = self.options
+        self.averaging: ReplicaAveraging = ReplicaAveraging(
+            self,
+            options,
+            choose=self._choose_prefetch,
+            against_steps=lambda: self.tables.against_steps(),
+        )
+        self.tables = Tables()
+        self._wholes = Wholes(self)
+        self._accumulates_gradients = False  # within micro-batches before the last of a step
         self.stage = options.stage
         self._open_layout = options.layout()
         self._offload = options.offload
@@ -129,14 +145,28 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
     @property
     def splits_module(self) -> bool:
         """Ranks hold rows of optimizer state, gradients or parameters."""
-        assert self.lightning_module is not None
-        is_served = any(map(self._is_elsewhere, self.lightning_module.parameters()))  # its own ranks step those
+        is_served = any(map(self.tables.has, self.lightning_module.parameters()))  # its own ranks step those
         is_split = self.layout.world_size > self.layout.replicate
         return is_split and self.steps_are_collective and not is_served
 
     def held_parameter(self, name: str) -> Tensor | None:
         """See the base class."""
         return self._named.get(name)
+
+    def held_bytes(self) -> HeldBytes:
+        """Bytes that this rank holds now, those of a server for tables included."""
+        held, (parameters, optimizer) = super().held_bytes(), self.tables.held
+        return HeldBytes(held.parameters + parameters, held.gradients, held.optimizer + optimizer)
+
+    def trained_boxes(self) -> dict[str, TensorParts]:
+        """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.trained_boxes`; without what servers hold."""
+        return {key: boxes for key, boxes in super().trained_boxes().items() if key not in self.tables.served_keys}
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.whole_parameters`."""
+        wholes = self.tables.wholes()
+        for name, value in super().whole_parameters():
+            yield name, wholes[name].cpu() if name in wholes else value
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Name and averaged gradient, a DTensor, of each parameter that has one."""
@@ -168,9 +198,9 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Split the model, then build the optimizers upon what this rank holds."""
         assert self.accelerator is not None
-        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._failed = False
+        self.tables.find(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.lightning_module)
@@ -181,7 +211,7 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
             stage, words = self.stage, self._in_words
             refuse(gradient_problems(self.lightning_module, self._splits_gradient, stage, words))
             refuse_accumulation_hooks(self.lightning_module)
-            self._know_nodes()
+            self.averaging.know_nodes()
             self._choose_way()
         self._cut_module()
         if self._splits_parameters:
@@ -193,16 +223,21 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
         if fitting:
             self._choose_shards()
             self.setup_optimizers(trainer)
+            self.tables.take(self.optimizers)
         self.setup_precision_plugin()
         if fitting and self._offload == "none":
             _optimizers_to_device(self.optimizers, self.root_device)
         if fitting:
-            self._set_up_means()
-            self._set_up_compression()
+            self.averaging.set_up(plain_after_backward=True)
             self._know_frozen()
         self._certificate.set_up(self)
-        self.begin_from_weights()
-        self._show_wholes_in_hooks(trainer)
+        self.state.begin_from_weights()
+        self._wholes.show_in_hooks(trainer)
+
+    def setup_precision_plugin(self) -> None:
+        """As in Lightning; clipping and overflows are decided on all that is trained."""
+        super().setup_precision_plugin()
+        self.tables.attach(self.precision_plugin)
 
     @property
     def _splits_parameters(self) -> bool:
@@ -210,19 +245,19 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
 
     def _choose_way(self) -> None:
         """With ``communication="auto"`` take the fastest way to average replicas."""
-        is_free = self._asked_average is None and self.compression is None and self._of_copies is not None
-        if self.communication == "auto" and is_free and not self._splits_parameters:
-            self._choose_average(4.0 * self.num_parameters / (self.world_size // self.layout.replicate))
+        averaging = self.averaging
+        is_free = averaging.asked is None and averaging.compression is None and averaging.has_copies
+        if averaging.communication == "auto" and is_free and not self._splits_parameters:
+            averaging.choose_fastest(4.0 * self.num_parameters / (self.world_size // self.layout.replicate))
 
-    def _choose_from(self, compute: float, accumulation: int) -> None:
+    def _choose_prefetch(self, links: list[Link], compute: float, accumulation: int) -> str:
         """With ``communication="auto"`` gather as far ahead as waits least."""
-        assert self._links is not None
-        link = next((link for link in self._links if link.axis == "shard"), None)
+        link = next((link for link in links if link.axis == "shard"), None)
         if self._prefetch is not None or self._step is None or self.backward_in_step or link is None:
-            return
+            return ""
         blocks = split_blocks(self._step)
         if not blocks:
-            return
+            return ""
         size = max(whole_bytes(block) for block in blocks)
         passes = compute / accumulation / len(blocks)
         times = BlockTimes(
@@ -237,29 +272,25 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
         self._prefetch = depth = best_depth(times, int(room.item()))
         gather_ahead(self._step, depth)
         usual = times.waits(0 if self.root_device.type == "cpu" else 1)
-        self._changed = (
+        chosen = (
             f"communication=auto gathers {depth} block(s) ahead from here on: a micro-batch is predicted to wait "
             f"{times.waits(depth) * 1e3:.3g} ms of it, {usual * 1e3:.3g} ms without."
         )
-        rank_zero_info(self._changed)
+        rank_zero_info(chosen)
+        return chosen
 
     def _is_trained_alone(self, parameter: nn.Parameter) -> bool:
         """Whether no other rank trains ``parameter``, so that it can be optimized as it is."""
         return False
 
-    def _is_elsewhere(self, parameter: nn.Parameter) -> bool:
-        """Whether others step ``parameter`` than the ranks, which then neither split it nor average its gradient."""
-        return False
-
     def _splits_gradient(self, parameter: nn.Parameter) -> bool:
-        return not self._is_elsewhere(parameter) and not self._is_trained_alone(parameter)
+        return not self.tables.has(parameter) and not self._is_trained_alone(parameter)
 
     def _cut_module(self) -> None:
         """Give away what other ranks hold along axes other than replicate and shard: nothing, in plain ZeRO."""
 
     def _replicate_parameters(self) -> None:
         module = self.lightning_module
-        assert module is not None
         self._materialise()
         self._prepare_blocks(self._find_blocks())
         self.precision_plugin.convert_module(module)
@@ -269,7 +300,6 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
     def _split_parameters(self, trainer: Trainer) -> None:
         """FSDP2, one block at a time, so that at most one block is ever whole here because of us."""
         module = self.lightning_module
-        assert module is not None
         if _earlier_step(module) is not None:
             self._step = _earlier_step(module)  # a second verb with a module that is split already
             return
@@ -319,7 +349,7 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
     def _fsdp_options(self, module: nn.Module) -> dict[str, Any]:
         policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self._offload == "parameters" else None
         # FSDP2 cannot split a scalar: it stays whole on every rank and is averaged by our own reducer.
-        ignored = {p for p in module.parameters() if p.dim() == 0 or self._is_elsewhere(p)}
+        ignored = {p for p in module.parameters() if p.dim() == 0 or self.tables.has(p)}
         return {
             "mesh": self._splitting(self.mesh),
             "offload_policy": policy or OffloadPolicy(),
@@ -328,7 +358,7 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
 
     def _splitting(self, mesh: DeviceMesh) -> DeviceMesh:
         """What FSDP2 is given of a mesh: only what splits, where the average over replicas is ours."""
-        if not self._averages_after_backward or mesh.ndim == 1:
+        if not self.averaging.after_backward or mesh.ndim == 1:
             return mesh
         assert mesh.mesh_dim_names is not None
         return mesh[mesh.mesh_dim_names[-1]]
@@ -352,15 +382,13 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device."""
-        assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)
 
     def _choose_shards(self) -> None:
         """Decide which parameters the optimizers will see through a :class:`ParameterShard`."""
         module = self.lightning_module
-        assert module is not None
         offload = self._offload == "optimizer"
-        self._named = {name: p for name, p in module.named_parameters() if not self._is_elsewhere(p)}
+        self._named = {name: p for name, p in module.named_parameters() if not self.tables.has(p)}
         chosen = [p for p in self._named.values() if not self._splits_parameters or offload or p.dim() == 0]
         chosen = [p for p in chosen if offload or not self._is_trained_alone(p)]
         self._shards = {p: ParameterShard(p, self._mesh_of(p), offload) for p in chosen}
@@ -377,7 +405,7 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
         for mesh in dict.fromkeys(shard.mesh for shard in whole.values()):
             shards = {p: shard for p, shard in whole.items() if shard.mesh == mesh}
             bucket_bytes = self._bucket_bytes_for(shards)
-            averages = not self._averages_after_backward
+            averages = not self.averaging.after_backward
             self._reducers.append(GradientReducer(shards.values(), mesh, bucket_bytes, self._find_unused, averages))
             self._publishers.append(ParameterPublisher(shards, mesh, bucket_bytes))
 
@@ -475,9 +503,10 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
 
     def teardown(self) -> None:
         """Detach from the module; its weights stay usable, and are shown whole."""
+        self._stop_parts()
         self._hide_parameters()
         self._let_go_of_module()
-        self._show_wholes_after_run()
+        self._wholes.show_after_run()
 
     def _let_go_of_module(self) -> None:
         for reducer in self._reducers:
@@ -519,7 +548,6 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
         """The user's ``training_step``, parameters gathered as it goes (stage 3)."""
         if self._step is None:
             return super().training_step(*args, **kwargs)
-        assert self.lightning_module is not None
         self._in_training_step = True
         try:
             with self.precision_plugin.train_step_context():
@@ -559,6 +587,7 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
         step, whole = self._step, self._holds_whole_gradients
         with ExitStack() as stack:
             stack.enter_context(self._accumulating())
+            stack.enter_context(self.averaging.accumulating())
             stack.enter_context(super().block_backward_sync())
             for reducer in self._reducers:
                 stack.enter_context(reducer.accumulate(shards_too=whole))
@@ -654,6 +683,7 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Say what to do when a split parameter was used where it is not gathered."""
+        self._stop_parts()
         self._failed = True
         if self._divided is not None:
             self._divided.restore()
@@ -712,6 +742,16 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
 
     def _weights_changed(self) -> None:
         self._parameters_written()
+        super()._weights_changed()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of a checkpoint; tables into this rank's memory, from which servers take them."""
+        self.tables.bring_back()
+        super().load_model_state_dict(checkpoint, strict)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Weights of all that this rank has a part of, and tables that servers hold."""
+        return self.tables.joined(super().lightning_module_state_dict())
 
     def _parameters_written(self) -> None:
         self._let_go_of_gathered()
@@ -720,8 +760,19 @@ class ZeroStrategy(ShowsWholes, CompressedReplicas, LightningDDPStrategy):
     def _shard_of(self, parameter: nn.Parameter) -> ParameterShard | None:
         return self._shards.get(parameter)
 
-    def _is_shown(self, parameter: nn.Parameter) -> bool:
-        return not self._is_elsewhere(parameter)
+    def _group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Names of the parameters of each group, on all stages; a collective."""
+        name_of = self._name_of()
+        return [[name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+    def _module_parts(self) -> ModuleParts | None:
+        """What this rank holds of the module; ``None``: there is one rank."""
+        return None if self.world_size == 1 else ModuleParts(self._shares(), None, {}, self.root_device)
+
+    def _shares(self) -> dict[str, Share]:
+        module = self.lightning_module
+        slots, named = find_slots(module), module.named_parameters()
+        return {name: Share(slots[id(p)], p.shape, p) for name, p in named if not self.tables.has(p)}
 
     def _let_go_of_gathered(self) -> None:
         if self._step is not None and self._prefetch:

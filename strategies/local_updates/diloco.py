@@ -80,9 +80,7 @@ class DiLoCoStrategy(LocalUpdateStrategy):
             self._background = Background(self.root_device)
 
     def _deal_fragments(self) -> None:
-        assert self.lightning_module is not None
-        if self._engines is not None:
-            assert self._assembly is not None
+        if self._engines.is_cut:
             blocks, order = list(self._engines.plan.blocks), list(self._assembly.names)
         else:
             blocks = list(self._find_blocks()) if self._schedule.fragments > 1 else []

@@ -131,7 +131,6 @@ class LocalUpdateStrategy(HybridStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Set up each replica, and what brings them together."""
         module = self.lightning_module
-        assert module is not None
         if trainer.state.fn == TrainerFn.FITTING:
             self._refuse_beside(module, trainer)
         self._let_go()
@@ -196,7 +195,6 @@ class LocalUpdateStrategy(HybridStrategy):
 
     def _own(self) -> dict[str, Tensor]:
         """Parts of parameters, and float buffers, by name."""
-        assert self.lightning_module is not None
         return {**self._trained_parts(), **float_buffers(self.lightning_module)}
 
     def _publish_all(self) -> None:
@@ -226,7 +224,6 @@ class LocalUpdateStrategy(HybridStrategy):
     @property
     def _warms_up(self) -> bool:
         """Whether this is a step with averaged gradients."""
-        assert self.lightning_module is not None
         return int(self.lightning_module.trainer.global_step) < self._schedule.warmup_steps
 
     def _average_over_replicas(self) -> None:
@@ -252,7 +249,6 @@ class LocalUpdateStrategy(HybridStrategy):
     ) -> Any:
         """Step this replica, and bring replicas together where it is time."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        assert self.lightning_module is not None
         self._is_alike = False
         # Not counted yet; one that a callback drops never comes here and is not counted either.
         self._stepped(int(self.lightning_module.trainer.global_step) + 1)
@@ -263,14 +259,12 @@ class LocalUpdateStrategy(HybridStrategy):
         """Do what is due when ``step`` optimizer steps are done. A collective of all ranks."""
 
     def _average_buffers(self) -> None:
-        assert self.lightning_module is not None
         self._means.take(float_buffers(self.lightning_module))
 
     # ---- what others see --------------------------------------------------------------------------------------------
 
     def _show_means(self) -> None:
         """Let every replica hold the means, and keep what it has of its own aside. A collective."""
-        assert self.lightning_module is not None
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if not fits or self._is_alike or self._aside is not None or self._means.group is None:
             return
@@ -317,7 +311,7 @@ class LocalUpdateStrategy(HybridStrategy):
         Args:
             checkpoint: Lightning's dict of the run.
             complete: the weights are this rank's own instead; see
-                :meth:`~trainwright.strategies.state.checkpointing.RunStateStrategy.run_state`.
+                :meth:`~trainwright.strategies.state.checkpointing.RunStates.content`.
         """
         with_own = OPTIMIZERS in checkpoint
         if complete:
@@ -336,7 +330,6 @@ class LocalUpdateStrategy(HybridStrategy):
 
     def _averaged(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """A checkpoint of the means over the replicas. A collective."""
-        assert self.lightning_module is not None
         own = self._own()
         means = self._means.of(own) if self._aside is None and not self._is_alike else own
         canonical = self._canonical_names()
@@ -344,7 +337,6 @@ class LocalUpdateStrategy(HybridStrategy):
         return with_mean_states(averaged, self.optimizers, self._name_of(), self._means)
 
     def _canonical_names(self) -> dict[str, str]:
-        assert self.lightning_module is not None
         first = {id(p): name for name, p in self.lightning_module.named_parameters()}
         return {name: first[id(p)] for name, p in self.lightning_module.named_parameters(remove_duplicate=False)}
 
@@ -357,7 +349,6 @@ class LocalUpdateStrategy(HybridStrategy):
         return {**weights, **{f"{_OPTIMIZER}{key}": value for key, value in states.items()}, **self._scale()}
 
     def _buffer_names(self) -> set[str]:
-        assert self.lightning_module is not None
         return set(float_buffers(self.lightning_module))
 
     def _scale(self) -> dict[str, Tensor]:
@@ -396,7 +387,7 @@ class LocalUpdateStrategy(HybridStrategy):
         return of == _OWN
 
     def _opened(self, state: RunState | HeldSource) -> dict[str, Any]:
-        self._source = state if self._is_fitting() else None
+        self._source = state if self.state.is_fitting() else None
         return super()._opened(state)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -153,7 +153,7 @@ class ParameterServerOptions(StrategyOptions):
         """See the base class."""
         yield from super().run_problems(run)
         cfg = run.cfg
-        if run.world_size is not None and not run.refusals:
+        if run.world_size is not None and not list(self.problems()):
             yield from rank_problems(self.servers, run.world_size, own=self.server_ranks == OWN)
         yield from self._group_problems(cfg.compression)
         if class_of(cfg.optimizer) == "LBFGS":

@@ -26,6 +26,7 @@ from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
+from trainwright.strategies.averaging.averaged import Averaging
 from trainwright.strategies.averaging.compression.codecs import Codec
 from trainwright.strategies.averaging.compression.names import choose_compression, codec_of
 from trainwright.strategies.base.strategy import HeldBytes, LayoutStrategy
@@ -55,7 +56,7 @@ from trainwright.strategies.parameter_server.worker.rejoining import (
     told_place,
 )
 from trainwright.strategies.parameter_server.worker.residuals import PUSHES, PushResiduals
-from trainwright.strategies.state.checkpointing import COMPRESSION, OF_RUN, KeptBack, rank_of
+from trainwright.strategies.state.checkpointing import COMPRESSION, NOTHING_KEPT, OF_RUN, KeptBack, rank_of
 
 # The name of the phase with which a micro-batch begins.
 _STEP_BEGINS = "data"
@@ -92,6 +93,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def __init__(self, consistency: Consistency | None = None, **kwargs: Any) -> None:
         super().__init__(consistency=consistency, **kwargs)
         options = self.options
+        self.averaging = _Pushes(self._kept_back, self._keep_back)
         self.servers = options.servers
         # Ranks that only serve, the last ones of the run; 0 where servers are beside workers.
         self._server_ranks = options.serving_ranks
@@ -227,7 +229,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         super().setup_environment()
         if not self._server_ranks or self.joins:
             return
-        assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._fit = ToldFit(self._store_of_run(), self.global_rank)
             if self.serves:
@@ -278,7 +279,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             ValueError: for what servers cannot do, on every rank.
         """
         assert self.accelerator is not None
-        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
@@ -301,14 +301,13 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self.begin_from_weights()
+        self.state.begin_from_weights()
         if fitting and not self._in_step and self.world_size > 1 and not self._rules.scale_by_staleness:
             groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
             rank_zero_warn(learning_rate_warning(self._rules.consistency, self.world_size, groups))
 
     def _refuse_impossible(self, trainer: Trainer) -> None:
         module = self.lightning_module
-        assert module is not None
         problems = [] if self._server_ranks else rank_problems(self.servers, self.world_size)
         if not module.automatic_optimization:
             problems.append(
@@ -369,8 +368,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def on_train_start(self) -> None:
         """Start servers and workers; all begin with the first rank's parameters."""
         super().on_train_start()
-        served, module = self._served, self.lightning_module
-        assert module is not None
+        served = self._served
         if served is None:
             return
         if self._client is not None:
@@ -407,7 +405,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         """See ``serve``; the module's memory is given up first."""
         served, fit, module = self._served, self._fit, self.lightning_module
         assert fit is not None
-        assert module is not None
         if served is not None:
             plan = self._plan(served)
             self.optimizers, self.lr_scheduler_configs = [], []
@@ -422,20 +419,17 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return self.global_rank - self.world_size
 
     def _plan(self, served: ServedOptimizer) -> Plan:
-        assert self.lightning_module is not None
         names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
         plan = Plan.of(served.inner, names, self.servers)
         return plan.in_parts(self._tables(_of_groups(served))) if self._overlap else plan
 
     @property
     def _pushes_early(self) -> bool:
-        assert self.lightning_module is not None
         # A worker that steps alone clips by the norm of all its gradients.
         return self._in_step or self.lightning_module.trainer.gradient_clip_val is None
 
     @property
     def _pulls_late(self) -> bool:
-        assert self.lightning_module is not None
         # What is compiled reads parameters where nobody sees it.
         return self._overlap and not self._compile and not has_onlookers(self.lightning_module.trainer)
 
@@ -450,7 +444,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def _tables(self, parameters: Sequence[nn.Parameter]) -> list[int]:
         """Which of the parameters are tables of embeddings, of which a batch touches few rows."""
-        assert self.lightning_module is not None
         parts = self.lightning_module.modules()
         embeddings = {id(each.weight) for each in parts if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
         return [index for index, parameter in enumerate(parameters) if id(parameter) in embeddings]
@@ -478,7 +471,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def _refuse_other_optimizers(self, plan: Plan) -> None:
         """Hold how every rank is to train its parameters against the first; a collective."""
-        digests = self._of_all_ranks(plan.digest)
+        digests = self.state.of_all_ranks(plan.digest)
         other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if other:
             raise ValueError(
@@ -487,7 +480,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             )
 
     def _say_what_varies(self) -> None:
-        assert self.lightning_module is not None
         varying = varying_buffers(self.lightning_module)
         if varying and self.world_size > 1:
             rank_zero_info(
@@ -502,7 +494,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._client.settle()
         if not self.steps_are_collective:
             self._meet_anew(self._client.meet())
-        assert self.lightning_module is not None
         average_buffers(self.lightning_module)
 
     # ---- workers that come again ------------------------------------------------------------------------------------
@@ -541,7 +532,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def _make_offers(self) -> None:
         """Keep a copy of this rank's state for workers that come again, from where steps begin."""
-        assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
         pace, last = Pace(), -1
 
@@ -708,7 +698,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return super().lightning_module_state_dict()
 
     def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
-        """See :class:`~trainwright.strategies.state.checkpointing.RunStateStrategy`; it says what others will lack."""
+        """See :class:`~trainwright.strategies.state.checkpointing.RunStates`; it says what others will lack."""
         self._settle()
         content = super().run_state(checkpoint, complete=complete)
         left_behind = self._residuals.left_behind
@@ -719,8 +709,8 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def _knows_left_behind(self, of: str) -> bool:
         return of == PUSHES
 
-    def _kept_back(self, complete: bool) -> KeptBack | None:
-        return None if self._client is None or self._is_apart else self._residuals.kept_back(self._client)
+    def _kept_back(self) -> KeptBack:
+        return NOTHING_KEPT if self._client is None or self._is_apart else self._residuals.kept_back(self._client)
 
     def _keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
         saved = of_run.get(COMPRESSION)
@@ -734,8 +724,29 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self._residuals.take_up(self._client)
 
     def _weights_changed(self) -> None:
+        super()._weights_changed()
         if self._served is not None:
             self._served.outdated = True
+
+
+class _Pushes(Averaging):
+    """Servers average; what is left out of a push is kept back.
+
+    Args:
+        kept: what this rank keeps back.
+        keep: takes over what a state has of it.
+    """
+
+    def __init__(
+        self, kept: Callable[[], KeptBack], keep: Callable[[RunState | HeldSource, Mapping[str, Any]], None]
+    ) -> None:
+        self._kept, self._keep = kept, keep
+
+    def kept_back(self, complete: bool) -> KeptBack:
+        return self._kept()
+
+    def keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
+        self._keep(state, of_run)
 
 
 def _of_groups(optimizer: Optimizer) -> list[nn.Parameter]:

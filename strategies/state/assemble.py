@@ -38,6 +38,11 @@ class Assembly:
     pipeline: dist.ProcessGroup | None
     device: torch.device
 
+    @classmethod
+    def of_whole(cls) -> Assembly:
+        """Of a module that every rank holds whole; without its names."""
+        return cls((), (), {}, {}, None, torch.device("cpu"))
+
     # ---- parts to wholes ------------------------------------------------------------------------------------------
 
     def whole_here(self, name: str, tensor: Tensor) -> Tensor:

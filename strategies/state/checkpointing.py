@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,8 +17,7 @@ import torch.distributed as dist
 import xxhash
 from lightning.pytorch import Callback
 from lightning.pytorch.core.hooks import CheckpointHooks
-from lightning.pytorch.plugins import CheckpointIO, DoublePrecision
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -26,7 +25,6 @@ from torch import Tensor
 from trainwright.checkpoint.exchange.distinct import any_of_ranks, of_all_ranks, problems_of_ranks
 from trainwright.checkpoint.exchange.groups import WorldGroup
 from trainwright.checkpoint.foreign.hugging_face import hugging_face_facts
-from trainwright.checkpoint.foreign.ordinary import load_ordinary
 from trainwright.checkpoint.foreign.safetensors_folder import SafetensorsFolder
 from trainwright.checkpoint.foreign.state_file import write_file
 from trainwright.checkpoint.format.manifest import read_manifest, verify
@@ -37,10 +35,10 @@ from trainwright.checkpoint.memory.handing_over import HANDED_OVER
 from trainwright.checkpoint.memory.held import HeldSource, HeldState
 from trainwright.checkpoint.read.run_state import RunState, StoredTensor, holds_run_state, materialised
 from trainwright.checkpoint.read.weights import SavedWeights
-from trainwright.checkpoint.store.storage import Folder, remove
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 from trainwright.core.layout import Layout
+from trainwright.strategies.contract.part import Host
 from trainwright.strategies.contract.randomness.state import RANK_STRIDE, random_state, set_random_state
 from trainwright.strategies.state.run_state import (
     OF_CALLBACKS,
@@ -51,7 +49,6 @@ from trainwright.strategies.state.run_state import (
     CompletePlacement,
     Placement,
     StateOwners,
-    WholePlacement,
     can_fill,
     fill_weights,
     is_stored,
@@ -87,91 +84,89 @@ class KeptBack:
     about: Mapping[str, Any]
 
 
-class RunStateStrategy(Strategy):
-    """Mixin: checkpoints that any layout writes and any other reads.
+NOTHING_KEPT = KeptBack({}, {}, {})
 
-    A checkpoint is a folder, see :mod:`trainwright.checkpoint`, or one file where every rank holds all
-    (:attr:`saves_one_file`). Where the user gave Lightning a ``CheckpointIO`` plugin of their own, that one is used
-    instead, with a whole ordinary state on rank 0.
 
-    Args:
-        init_from: weights to begin from when no checkpoint is given: a safetensors file, a folder of them (as Hugging
-            Face writes it) or a run state; each rank reads what it keeps. ``None`` is off.
-        **kwargs: for Lightning's strategy.
-    """
+def drop_kept_back(of_run: Mapping[str, Any]) -> None:
+    """Say that what compression had kept back in a run that is resumed is dropped, where nothing compresses now."""
+    saved = of_run.get(COMPRESSION)
+    if saved is not None and saved["kinds"]:
+        rank_zero_info(
+            f"What compression={saved['name']} had kept back of gradients is dropped: nothing is compressed now."
+        )
+
+
+class KeepsBack(Protocol):
+    """What of a strategy may keep back a part of what it sends, see :class:`KeptBack`."""
+
+    def kept_back(self, complete: bool) -> KeptBack: ...
+
+    def keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None: ...
+
+
+class Kept(Host, Protocol):
+    """What a strategy says of what its ranks hold, so that it can be kept."""
 
     strategy_name: str
-    saves_one_file = False
-    """Whether ``save_checkpoint`` writes a file that ``torch.load`` reads; ``run_state`` is the same either way."""
-    if TYPE_CHECKING:  # of LayoutStrategy
+    saves_one_file: bool
 
-        @property
-        def layout(self) -> Layout: ...
+    @property
+    def averaging(self) -> KeepsBack: ...
 
-        @property
-        def data_rank(self) -> int: ...
+    @property
+    def data_rank(self) -> int: ...
 
-        @property
-        def num_data_ranks(self) -> int: ...
+    @property
+    def num_data_ranks(self) -> int: ...
 
-        @property
-        def certificate_key(self) -> str: ...
+    @property
+    def certificate_key(self) -> str: ...
 
-    def __init__(self, *, init_from: str | Path | None = None, **kwargs: Any) -> None:
-        self._own_io = kwargs.get("checkpoint_io") is not None
-        super().__init__(**kwargs)
+    @property
+    def placement(self) -> Placement: ...
+
+    @property
+    def _rank(self) -> int: ...
+
+    @property
+    def _state_owners(self) -> StateOwners | None: ...
+
+    def _name_of(self) -> Callable[[Tensor], str]: ...
+
+    def _whole_keys(self) -> list[str]: ...
+
+    def _own_buffers(self) -> dict[str, Tensor]: ...
+
+    def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None: ...
+
+    def _knows_left_behind(self, of: str) -> bool: ...
+
+    def _weights_changed(self) -> None: ...
+
+
+class RunStates:
+    """The part of a strategy that makes checkpoints which any layout writes and any other reads.
+
+    A checkpoint is a folder, see :mod:`trainwright.checkpoint`, or one file where every rank holds all
+    (``saves_one_file``).
+
+    Args:
+        strategy: whose ranks hold what is kept.
+        init_from: weights to begin from when no checkpoint is given: a safetensors file, a folder of them (as Hugging
+            Face writes it) or a run state; each rank reads what it keeps. ``None`` is off.
+    """
+
+    def __init__(self, strategy: Kept, init_from: str | Path | None = None) -> None:
+        self._strategy = strategy
         self.init_from = None if init_from is None else str(init_from)
         self._checkpoint_group = WorldGroup()
         # What to put back when training begins, while that has not been done.
-        self.pending_rank_state: dict[str, Tensor] | None = None
+        self.pending: dict[str, Tensor] | None = None
         self._trained_before: set[str] = set()
         self.certified_before = ""  # what the certificate of the run that is resumed holds for
         self._pending_kept_back: tuple[RunState | HeldSource, Mapping[str, Any]] | None = None
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's plugin for checkpoints, or Lightning's default, which then only removes files."""
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._own_io = io is not None
-        self._checkpoint_io = io
-
-    @property
-    def writes_run_states(self) -> bool:
-        """Whether ``save_checkpoint`` writes run states; not where the user gave a plugin of his own."""
-        return not self._own_io
-
-    # ---- who holds what -------------------------------------------------------------------------------------------
-
-    @property
-    def placement(self) -> Placement:
-        """How the ranks of this layout hold the module."""
-        return WholePlacement(is_first=self.is_global_zero)
-
-    @property
-    def _state_owners(self) -> StateOwners | None:
-        """Of which parameters one rank has the whole optimizer state; ``None``: all states lie as parameters do."""
-        return None
-
-    def _name_of(self) -> Callable[[Tensor], str]:
-        """A function from a parameter, as an optimizer holds it, to its name."""
-        assert self.lightning_module is not None
-        names = {id(self._as_optimized(p)): name for name, p in self.lightning_module.named_parameters()}
-        # An optimizer may hold tensors that are no parameters of the module; every rank meets them in the same order.
-        return lambda tensor: names.setdefault(id(tensor), f"unnamed/{len(names)}")
-
-    def _as_optimized(self, parameter: torch.nn.Parameter) -> Tensor:
-        """What an optimizer holds in place of a parameter."""
-        return parameter
-
-    def _whole_keys(self) -> list[str]:
-        """Keys of the ``state_dict`` of the whole module."""
-        assert self.lightning_module is not None
-        return list(self.lightning_module.state_dict())
-
-    def checkpoint_group(self) -> dist.ProcessGroup | None:
+    def group(self) -> dist.ProcessGroup | None:
         """A gloo group of all ranks for saving alone; ``None`` where there is one rank. The first call is a collective.
 
         Saving in the background on a group that training uses mixes up their messages, and gloo aborts.
@@ -180,16 +175,14 @@ class RunStateStrategy(Strategy):
             return None
         return self._checkpoint_group.get()
 
-    def teardown(self) -> None:
-        """Let go of the group as well: the next run may meet anew."""
+    def forget(self) -> None:
+        """Let go of the group, and of what is pending: the next run may meet anew."""
         self._checkpoint_group.forget()
-        self.pending_rank_state = None
-        self._pending_kept_back = None
-        super().teardown()
+        self.pending = self._pending_kept_back = None
 
-    # ---- saving ---------------------------------------------------------------------------------------------------
+    # ---- saving -----------------------------------------------------------------------------------------------------
 
-    def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
+    def content(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
         """What this rank contributes to a checkpoint: views of its tensors, no copies. A collective.
 
         Args:
@@ -198,54 +191,52 @@ class RunStateStrategy(Strategy):
                 rank has it, so that it can go on from its own part alone: for
                 :class:`~trainwright.checkpoint.memory.held.HeldState`, not for files.
         """
-        assert self.lightning_module is not None
-        placement = CompletePlacement(self.placement) if complete else self.placement
-        collector = Collector(self.lightning_module, placement, self._name_of(), self._state_owners)
-        tree = collector.collect(checkpoint, self.optimizers)
+        placement = CompletePlacement(self._strategy.placement) if complete else self._strategy.placement
+        collector = Collector(
+            self._strategy.lightning_module, placement, self._strategy._name_of(), self._strategy._state_owners
+        )
+        tree = collector.collect(checkpoint, self._strategy.optimizers)
         if OPTIMIZERS in checkpoint:
-            buffers = {} if complete else self._own_buffers()  # with the weights already
-            kept = self._kept_back(complete)
-            of_rank = {} if kept is None else kept.of_rank
-            collector.add_of_rank(self._rank, {**random_state(self.root_device), **buffers, **of_rank})
-            tree[OF_RUN] = {"layout": asdict(self.layout), "trained": sorted(self._trained())}
-            if self.certificate_key:
-                tree[OF_RUN]["certificate"] = self.certificate_key
-            if kept is not None:
+            buffers = {} if complete else self._strategy._own_buffers()  # with the weights already
+            kept = self._strategy.averaging.kept_back(complete)
+            collector.add_of_rank(
+                self._strategy._rank, {**random_state(self._strategy.root_device), **buffers, **kept.of_rank}
+            )
+            tree[OF_RUN] = {"layout": asdict(self._strategy.layout), "trained": sorted(self._trained())}
+            if self._strategy.certificate_key:
+                tree[OF_RUN]["certificate"] = self._strategy.certificate_key
+            if kept.about:
                 collector.tensors.update(kept.tensors)
                 tree[OF_RUN][COMPRESSION] = dict(kept.about)
         return Content(tree, collector.tensors, self._about(checkpoint))
 
-    @property
-    def _rank(self) -> int:
-        return int(getattr(self, "global_rank", 0))
-
-    def _own_buffers(self) -> dict[str, Tensor]:
+    def own_buffers(self) -> dict[str, Tensor]:
         """Buffers that differ from those of the rank that writes them, such as running statistics. A collective."""
-        assert self.lightning_module is not None
-        kept = self.lightning_module.state_dict().keys()
-        buffers = {name: buffer for name, buffer in self.lightning_module.named_buffers() if name in kept}
-        if not self._any_rank(bool(buffers)):
+        kept = self._strategy.lightning_module.state_dict().keys()
+        buffers = {name: buffer for name, buffer in self._strategy.lightning_module.named_buffers() if name in kept}
+        if not self.any_rank(bool(buffers)):
             return {}
-        mine = {name: (_digest(buffer), self.placement.writes(name, False)) for name, buffer in buffers.items()}
-        found = self._of_all_ranks(mine)
+        mine = {
+            name: (_digest(buffer), self._strategy.placement.writes(name, False)) for name, buffer in buffers.items()
+        }
+        found = self.of_all_ranks(mine)
         written = {name: digest for rank in found for name, (digest, writes) in rank.items() if writes}
         return {
             f"{_BUFFERS}{name}": buffer.detach() for name, buffer in buffers.items() if mine[name][0] != written[name]
         }
 
     def _about(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        module = self.lightning_module
-        assert module is not None
+        module = self._strategy.lightning_module
         trainer: Any = module.trainer
         batch = getattr(trainer, "global_batch", None)
         return {
             "kind": "run state" if OPTIMIZERS in checkpoint else "weights",
             "step": int(checkpoint.get("global_step", 0)),
             "epoch": int(checkpoint.get("epoch", 0)),
-            "strategy": self.strategy_name,
-            "layout": asdict(self.layout),
-            "world_size": int(getattr(self, "world_size", 1)),
-            "data_ranks": self.num_data_ranks,
+            "strategy": self._strategy.strategy_name,
+            "layout": asdict(self._strategy.layout),
+            "world_size": int(getattr(self._strategy, "world_size", 1)),
+            "data_ranks": self._strategy.num_data_ranks,
             "global_batch_size": None if batch is None else batch.size,
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1},
             "module": f"{type(module).__module__}.{type(module).__qualname__}",
@@ -256,102 +247,57 @@ class RunStateStrategy(Strategy):
             },
         }
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write the run state to ``filepath``, a folder or (:attr:`saves_one_file`) a file; all ranks together.
+    def save(self, content: Content, filepath: Any, storage_options: Any) -> None:
+        """Write a run state to ``filepath``, a folder or a file; all ranks together.
 
         Raises:
             CheckpointError: on every rank, if one failed; what was there before is untouched.
         """
-        if self._own_io:
-            self._save_plain(checkpoint, filepath, storage_options)
-            return
         if storage_options is not None:
             raise TypeError(
                 "storage_options are for a CheckpointIO plugin of your own; a run state takes none. Leave them out, or "
                 "give Trainer(plugins=[...]) the plugin that understands them."
             )
-        write_to = write_file if self.saves_one_file else write
-        write_to(self.run_state(checkpoint), str(filepath), self.checkpoint_group())
+        write_to = write_file if self._strategy.saves_one_file else write
+        write_to(content, str(filepath), self.group())
 
-    def _save_plain(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        """Let rank 0 write a whole ordinary state through the user's plugin."""
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+    # ---- loading ----------------------------------------------------------------------------------------------------
 
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, never so that half of it could be taken for a whole one."""
-        if not self.is_global_zero:
-            return
-        if holds_run_state(str(filepath)) and not Folder(str(filepath)).is_file():
-            remove(str(filepath))
-        else:
-            super().remove_checkpoint(filepath)
-
-    # ---- loading --------------------------------------------------------------------------------------------------
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Open a run state, or read an ordinary checkpoint file.
-
-        Every file of a run state is held against the manifest first; the ranks share that work. Its weights and
-        optimizer states are read later, by each rank what it holds, unless somebody overrides ``on_load_checkpoint``
-        and so may want to see them.
-
-        Args:
-            checkpoint_path: folder or file, or this rank's :class:`~trainwright.checkpoint.memory.held.HeldState`.
-            weights_only: of a file; ``False`` lets it execute code, and only that does.
-
-        Raises:
-            CheckpointError: if it cannot be used, on every rank.
-        """
-        if isinstance(checkpoint_path, HeldState):
-            return self._opened(self._open_held(checkpoint_path))
-        path = str(checkpoint_path)
-        if not self._any_rank(holds_run_state(path)):
-            if self._own_io:
-                return super().load_checkpoint(checkpoint_path, weights_only)
-            return load_ordinary(path, trust=weights_only is False)
-        return self._opened(self.open_run_state(path))
-
-    def _opened(self, state: RunState | HeldSource) -> dict[str, Any]:
+    def opened(self, state: RunState | HeldSource) -> dict[str, Any]:
         """Lightning's dict of the run, its larger parts unread, as the whole of it may not fit or not be here."""
         checkpoint = dict(state.tree)
         of_run = checkpoint.pop(OF_RUN, None)
-        if of_run is not None and self._is_fitting():
-            self.pending_rank_state = self._rank_state_of(state, of_run)
+        if of_run is not None and self.is_fitting():
+            self.pending = self._rank_state_of(state, of_run)
             self._trained_before = set(of_run.get("trained", ()))
             self.certified_before = str(of_run.get("certificate", ""))
             self._pending_kept_back = (state, of_run)
             left = of_run.get("left_behind")
-            if left is not None and not self._knows_left_behind(left["of"]):
-                rank_zero_warn(f"Going on from {state.path} with strategy={self.strategy_name}: {left['text']}.")
+            if left is not None and not self._strategy._knows_left_behind(left["of"]):
+                rank_zero_warn(
+                    f"Going on from {state.path} with strategy={self._strategy.strategy_name}: {left['text']}."
+                )
         late = (OPTIMIZERS,) if self._somebody_edits() else (OPTIMIZERS, WEIGHTS)
         return {key: value if key in late else materialised(value) for key, value in checkpoint.items()}
 
-    def _knows_left_behind(self, of: str) -> bool:
-        """Whether this strategy reads what another kind of strategy had saved beside what all read.
-
-        Args:
-            of: the kind; a state says in words what is lost without it.
-        """
-        return False
-
-    def _open_held(self, held: HeldState) -> HeldSource:
+    def open_held(self, held: HeldState) -> HeldSource:
         """Open a state in memory; with what other ranks hold of its tensors where somebody wants to see whole ones."""
         state = HeldSource(held)
-        if self.layout.world_size == self.layout.replicate:
+        if self._strategy.layout.world_size == self._strategy.layout.replicate:
             return state  # every rank holds everything
         wants_wholes = self._somebody_edits() or any(
             key.startswith(OF_CALLBACKS) and not state.is_whole(key)
             for key in state.keys()  # noqa: SIM118
         )
-        return state.joined(self._of_all_ranks(state.parts())) if self._any_rank(wants_wholes) else state
+        return state.joined(self.of_all_ranks(state.parts())) if self.any_rank(wants_wholes) else state
 
-    def open_run_state(self, path: str) -> RunState:
+    def open(self, path: str) -> RunState:
         """Open and verify a run state; the ranks share the reading. A collective.
 
         Raises:
             CheckpointError: on every rank, as :meth:`RunState.open`.
         """
-        group = self.checkpoint_group()
+        group = self.group()
         part = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         manifest, problems, error = None, [], None
         try:
@@ -373,24 +319,24 @@ class RunStateStrategy(Strategy):
         assert manifest is not None
         return RunState(path, manifest)
 
-    def _of_all_ranks(self, value: Any) -> list[Any]:
+    def of_all_ranks(self, value: Any) -> list[Any]:
         """What every rank says, in order; a collective."""
-        group = self.checkpoint_group()
+        group = self.group()
         if group is None:
             return [value]
         return of_all_ranks(value, group)
 
-    def _any_rank(self, value: bool) -> bool:
+    def any_rank(self, value: bool) -> bool:
         """Whether it is so on any rank; a collective of one number."""
-        return any_of_ranks(value, self.checkpoint_group())
+        return any_of_ranks(value, self.group())
 
-    def _is_fitting(self) -> bool:
-        trainer = getattr(self.lightning_module, "_trainer", None)
+    def is_fitting(self) -> bool:
+        trainer = getattr(self._strategy.lightning_module, "_trainer", None)
         return trainer is not None and bool(trainer.state.fn == TrainerFn.FITTING)
 
     def _somebody_edits(self) -> bool:
         """Whether the module or a callback has an ``on_load_checkpoint``, which may look at all tensors."""
-        module = self.lightning_module
+        module = self._strategy.lightning_module
         if module is None or module._trainer is None:
             return True  # who opens it outside of a run
         if type(module).on_load_checkpoint is not CheckpointHooks.on_load_checkpoint:
@@ -398,56 +344,62 @@ class RunStateStrategy(Strategy):
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
         return any(type(callback).on_load_checkpoint is not Callback.on_load_checkpoint for callback in callbacks)
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_model(self, checkpoint: Mapping[str, Any], strict: bool, plainly: Callable[..., None]) -> None:
         """Load the weights of a checkpoint, by name, into what this rank holds of them.
+
+        Args:
+            checkpoint: Lightning's dict of the run.
+            strict: refuse other names.
+            plainly: does the same as Lightning does it, where whole tensors are at hand.
 
         Raises:
             CheckpointError: if names or shapes differ and ``strict`` is set.
         """
         state = checkpoint[WEIGHTS]
-        module = self.lightning_module
-        assert module is not None
-        if isinstance(self.precision_plugin, DoublePrecision):
+        module = self._strategy.lightning_module
+        if isinstance(self._strategy.precision_plugin, DoublePrecision):
             # Lightning does so after loading: parameters of 32 bits would cut off what was saved in 64.
-            self.precision_plugin.convert_module(module)
+            self._strategy.precision_plugin.convert_module(module)
         if not is_stored(state):
-            names = [] if strict else self._whole_keys()
+            names = [] if strict else self._strategy._whole_keys()
             if names and not any(name in state for name in names):
                 report = mismatch(names, sorted(state), [])
                 raise misfit(f"The checkpoint {module.trainer.ckpt_path}", report, some_fit=False)
-            super().load_model_state_dict(checkpoint, strict)
+            plainly(checkpoint, strict)
         elif can_fill(module):
             where = f"The checkpoint {module.trainer.ckpt_path}"
-            fill_weights(module, self.placement, state, self._whole_keys(), strict=strict, where=where)
+            fill_weights(
+                module, self._strategy.placement, state, self._strategy._whole_keys(), strict=strict, where=where
+            )
         else:
-            super().load_model_state_dict({**checkpoint, WEIGHTS: materialised(state)}, strict)
-        self._weights_changed()
+            plainly({**checkpoint, WEIGHTS: materialised(state)}, strict)
+        self._strategy._weights_changed()
 
-    def _weights_changed(self) -> None:
-        """Called after weights were loaded in place."""
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Give every optimizer the part of the saved state that this rank holds.
 
         Raises:
             CheckpointError: if the saved optimizers were other ones, or had other groups or parameters.
         """
         states = checkpoint[OPTIMIZERS]
-        if len(states) != len(self.optimizers):
+        made = len(self._strategy.optimizers)
+        if len(states) != made:
             raise CheckpointError(
-                f"The checkpoint holds {len(states)} optimizer(s), configure_optimizers made {len(self.optimizers)}. "
-                "Make the same ones, or begin from the weights alone with init_from=<the checkpoint>."
+                f"The checkpoint holds {len(states)} optimizer(s), configure_optimizers made {made}. Make "
+                "the same ones, or begin from the weights alone with init_from=<the checkpoint>."
             )
         if not all(state.get("by_name") for state in states):
             # An imported file knows parameters by their position.
-            self._load_plain_optimizers({**checkpoint, OPTIMIZERS: materialised(states)})
-            for optimizer in self.optimizers:
+            self._strategy._load_plain_optimizers({**checkpoint, OPTIMIZERS: materialised(states)})
+            for optimizer in self._strategy.optimizers:
                 refuse_other_optimizer(optimizer, "the checkpoint")
             return
         self._refuse_state_of_other_shapes(checkpoint)
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            where, owners = "the checkpoint", self._state_owners
-            parts = optimizer_parts(optimizer, state, self.placement, self._name_of(), where, owners)
+        for optimizer, state in zip(self._strategy.optimizers, states, strict=True):
+            where, owners = "the checkpoint", self._strategy._state_owners
+            parts = optimizer_parts(
+                optimizer, state, self._strategy.placement, self._strategy._name_of(), where, owners
+            )
             optimizer.load_state_dict(parts)
             refuse_other_optimizer(optimizer, "the checkpoint")
 
@@ -466,22 +418,17 @@ class RunStateStrategy(Strategy):
                 "with it: begin from the weights alone with init_from=<the checkpoint>."
             )
 
-    def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """From an ordinary file: whole tensors, parameters by position."""
-        super().load_optimizer_state_dict(checkpoint)
-
     # ---- weights from elsewhere -------------------------------------------------------------------------------------
 
     def begin_from_weights(self) -> None:
         """Read the weights of ``init_from``, unless a checkpoint is to be loaded; at the end of setup."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._strategy.lightning_module
         if self.init_from is None or module.trainer.ckpt_path is not None:
             return
         source: TensorSource
         if holds_run_state(self.init_from):
             # By name as well: an imported one has the names of its origin.
-            source = SavedWeights(self.open_run_state(self.init_from))
+            source = SavedWeights(self.open(self.init_from))
         else:
             source = SafetensorsFolder(self.init_from)
         self.load_weights(source, {}, strict=bool(module.strict_loading))
@@ -498,46 +445,43 @@ class RunStateStrategy(Strategy):
         Raises:
             CheckpointError: if the tensors do not fit.
         """
-        module = self.lightning_module
-        assert module is not None
+        module = self._strategy.lightning_module
         where = str(self.init_from or "The source")
-        expected = self._whole_keys()
+        expected = self._strategy._whole_keys()
         if not names:
             shapes, tied = self._whole_shapes(), tied_names(module)
             names = match_names(shapes, source, tied=tied, strict=strict, where=where, say=rank_zero_warn)
             # What is left out was told; a module's extra state, which is no tensor, was not.
             expected = [*names, *(key for key in expected if key not in shapes)]
         state = {name: StoredTensor(source, key) for name, key in names.items()}
-        fill_weights(module, self.placement, state, expected, strict=strict, where=where)
-        self._weights_changed()
+        fill_weights(module, self._strategy.placement, state, expected, strict=strict, where=where)
+        self._strategy._weights_changed()
 
     def _whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor of the whole module's ``state_dict``. A collective of stages."""
-        assert self.lightning_module is not None
-        held = self.lightning_module.state_dict()
+        held = self._strategy.lightning_module.state_dict()
         mine = {
-            name: list(self.placement.boxes(name, value).shape)
+            name: list(self._strategy.placement.boxes(name, value).shape)
             for name, value in held.items()
             if isinstance(value, Tensor)
         }
-        return {name: tuple(shape) for name, shape in self.placement.united(mine).items()}
+        return {name: tuple(shape) for name, shape in self._strategy.placement.united(mine).items()}
 
     # ---- what each rank has of its own ------------------------------------------------------------------------------
 
-    def on_train_start(self) -> None:
+    def begin(self) -> None:
         """Draw the numbers that the saved run would have drawn next."""
-        super().on_train_start()
         self._warn_of_frozen()
-        self.restore_rank_state()
+        self.restore()
 
     def _trained(self) -> set[str]:
-        assert self.lightning_module is not None
-        return {name for name, parameter in self.lightning_module.named_parameters() if parameter.requires_grad}
+        return {
+            name for name, parameter in self._strategy.lightning_module.named_parameters() if parameter.requires_grad
+        }
 
     def _warn_of_frozen(self) -> None:
         """What unfreezes at the beginning of an epoch is not called again for epochs that had begun."""
-        assert self.lightning_module is not None
-        here = {name for name, _ in self.lightning_module.named_parameters()}
+        here = {name for name, _ in self._strategy.lightning_module.named_parameters()}
         frozen = sorted((self._trained_before & here) - self._trained())
         self._trained_before = set()
         if frozen:
@@ -547,7 +491,7 @@ class RunStateStrategy(Strategy):
                 "when the module is built; a finetuning callback does so at the beginning of an epoch only."
             )
 
-    def restore_rank_state(self) -> None:
+    def restore(self) -> None:
         """Put random number generators and this rank's own buffers back to where the loaded checkpoint had them.
 
         Called when training begins, and again where beginning to read data in mid-epoch has drawn numbers that the
@@ -555,26 +499,13 @@ class RunStateStrategy(Strategy):
         """
         if self._pending_kept_back is not None:
             pending, self._pending_kept_back = self._pending_kept_back, None
-            self._keep_back(*pending)
-        if self.pending_rank_state is None:
+            self._strategy.averaging.keep_back(*pending)
+        if self.pending is None:
             return
-        set_random_state(self.pending_rank_state, self.root_device)
-        assert self.lightning_module is not None
-        for key, value in self.pending_rank_state.items():
+        set_random_state(self.pending, self._strategy.root_device)
+        for key, value in self.pending.items():
             if key.startswith(_BUFFERS):
-                self.lightning_module.get_buffer(key.removeprefix(_BUFFERS)).copy_(value)
-
-    def _kept_back(self, complete: bool) -> KeptBack | None:
-        """What compression keeps back; ``None``: nothing is compressed."""
-        return None
-
-    def _keep_back(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> None:
-        """Take over what was kept back by the run that saved ``state``. A collective."""
-        saved = of_run.get(COMPRESSION)
-        if saved is not None and saved["kinds"]:
-            rank_zero_info(
-                f"What compression={saved['name']} had kept back of gradients is dropped: nothing is compressed now."
-            )
+                self._strategy.lightning_module.get_buffer(key.removeprefix(_BUFFERS)).copy_(value)
 
     def _rank_state_of(self, state: RunState | HeldSource, of_run: Mapping[str, Any]) -> dict[str, Tensor]:
         """This rank's own of before under the same layout, else the generators of its data rank."""
@@ -583,13 +514,17 @@ class RunStateStrategy(Strategy):
             if not is_handed_over(state):
                 return found
             found = {key: value for key, value in found.items() if not key.startswith(_BUFFERS)}
-            return _seeded(found, self.data_rank, self.root_device)
+            return _seeded(found, self._strategy.data_rank, self._strategy.root_device)
         saved = Layout(**of_run["layout"])
-        if saved == self.layout:
-            return of_rank(state, self._rank)
-        found = of_rank(state, saved.first_of_data_rank(self.data_rank % saved.data_ranks))
+        if saved == self._strategy.layout:
+            return of_rank(state, self._strategy._rank)
+        found = of_rank(state, saved.first_of_data_rank(self._strategy.data_rank % saved.data_ranks))
         found = {key: value for key, value in found.items() if not key.startswith(_BUFFERS)}
-        return found if self.data_rank < saved.data_ranks else _seeded(found, self.data_rank, self.root_device)
+        return (
+            found
+            if self._strategy.data_rank < saved.data_ranks
+            else _seeded(found, self._strategy.data_rank, self._strategy.root_device)
+        )
 
 
 def _is_here(value: Any) -> bool:

@@ -27,8 +27,8 @@ from trainwright.planning.model.experts import part_that_travels
 from trainwright.planning.search.work import Work
 from trainwright.planning.time.cost import Cut
 from trainwright.planning.time.step import bubble_of, step_time
+from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.engines import plan_for
-from trainwright.strategies.compose.hybrid_options import EngineOptions
 from trainwright.strategies.contract.registry import strategy_names
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.tensor_rules import plan_splits

@@ -242,7 +242,8 @@ def test_the_launching_process_needs_no_torch(conf: Path) -> None:
     write_checkpoint(f"{RUN}/step=1", 1)
     script = (
         "import sys\n"
-        "from trainwright.trainer import machine, run\n"
+        "from trainwright.command import run\n"
+        "from trainwright.core.processes import machine\n"
         "from trainwright.command.schema.compose import compose\n"
         "machine.num_gpus = lambda: 0\n"
         f"cfg, problems = run.plan(compose('mine', ['resume=auto'], config_dir={str(conf)!r}), 'fit')\n"

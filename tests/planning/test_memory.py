@@ -13,7 +13,7 @@ from tests.parity.test_layouts import FOUR, TWO
 from tests.planning.bytes_of_ranks import measured, predictor
 from trainwright.planning.layout_report import StateRules, bytes_of_ranks
 from trainwright.planning.model.experts import EVEN, Routing, part_that_travels
-from trainwright.strategies.compose.hybrid_options import EngineOptions
+from trainwright.strategies.compose.engine_options import EngineOptions
 
 WITHIN = 0.05
 

@@ -177,7 +177,7 @@ def fit_from_weights(folder: Path, strategy: str, word: str | None) -> tuple[int
     """Begin with the weights in ``folder/weights``; returns the step that training began at, and the norm there."""
     torch.manual_seed(5)
     module, trainer = Small(), trainer_of(strategy, folder / "run", 3)
-    trainer.strategy.init_from = str(folder / "weights/step=1")
+    trainer.strategy.state.init_from = str(folder / "weights/step=1")
     trainer.validate(module, loader(), verbose=False)
     norm = float(trainer.callback_metrics["norm"])
     trainer.fit(module, loader(), ckpt_path=word)

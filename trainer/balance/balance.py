@@ -100,7 +100,7 @@ class Balance(Measuring):
 
     @property
     def _dealer(self) -> RankBatchSampler:
-        trainer: Any = self._strategy.lightning_module.trainer  # type: ignore[union-attr]
+        trainer: Any = self._strategy.lightning_module.trainer
         dealer = dealer_of(trainer.fit_loop._combined_loader.flattened[0])
         assert isinstance(dealer, RankBatchSampler)
         return dealer

@@ -271,6 +271,7 @@ class InOrder:
         self._shares = shares
         self._indices = indices
         self._start = start
+        self._starts: dict[int, range] = {}  # of each rank
 
     def __len__(self) -> int:
         return len(self.waves)
@@ -299,7 +300,12 @@ class InOrder:
 
     def _part(self, wave: int, rank: int) -> tuple[int, int]:
         if self._shares is None:
-            return self.waves.share(wave, rank)
+            starts = self._starts.get(rank)
+            if starts is None:
+                starts = self._starts[rank] = self.waves.starts(rank)
+            if wave >= len(starts):
+                return self.waves.share(wave, rank)
+            return starts[wave], starts[wave] + self.waves.micro_batch_size
         begin, end = self.waves.bounds(wave)
         first, last = self._shares.part(wave, end - begin, rank)
         return begin + first, begin + last

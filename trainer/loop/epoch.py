@@ -124,15 +124,15 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
     def _go_on_with_random_numbers(self, data_fetcher: _DataFetcher, reads_anew: bool) -> None:
         """Draw what the saved run would have drawn next: beginning to read a loader draws a number too."""
-        strategy: Any = self.trainer.strategy
-        if getattr(strategy, "pending_rank_state", None) is None:
+        state: Any = getattr(self.trainer.strategy, "state", None)  # Lightning's own strategies have none
+        if state is None or state.pending is None:
             return
         begun = self.batch_progress.current.ready > 0
         if not begun and not reads_anew and self._only_dealer() is not None:
             iter(data_fetcher)  # begun before the state was restored, or not at all
         if begun or self.was_reading:
-            strategy.restore_rank_state()  # the loader was begun before the run was saved
-        strategy.pending_rank_state = None
+            state.restore()  # the loader was begun before the run was saved
+        state.pending = None
 
     def run(self, data_fetcher: _DataFetcher) -> None:
         """Train for one epoch."""
@@ -229,7 +229,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self.dropped = False
         if self._leased is not None and data_fetcher.done and not self._lease_more(self._leased, data_fetcher):
             return
-        if self.trainer.fit_loop.is_skipped():
+        fit_loop = self.trainer.fit_loop
+        if fit_loop.skipped and fit_loop.is_skipped:
             self._read_past(data_fetcher)
             return
         if not self._lean:
@@ -251,7 +252,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
             self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
             outputs: Any = None
         else:
-            response = hooks.call("on_train_batch_start", batch, batch_idx)
+            heard = "on_train_batch_start" in hooks.heard
+            response = hooks.call("on_train_batch_start", batch, batch_idx) if heard else None
             trainer.strategy.on_train_batch_start(batch, batch_idx)
             if response == -1:
                 self._end_epoch()
@@ -264,7 +266,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self._settle_leases()
         if trainer.strategy.lr_scheduler_configs:
             self._step_schedulers()
-        hooks.call("on_train_batch_end", outputs, batch, batch_idx)
+        if "on_train_batch_end" in hooks.heard:
+            hooks.call("on_train_batch_end", outputs, batch, batch_idx)
         self._record(connector)
         progress.increment_completed()
         if self._results:

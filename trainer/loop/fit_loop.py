@@ -66,7 +66,8 @@ class ResumableFitLoop(_FitLoop):
         self._begun: int | None = None
         self._logged: list[dict[str, Any]] = []  # as saved, of each data rank
         self._reloaded: float | None = None  # as saved, the epoch for which loaders were last made anew
-        self._skipped: list[Skipped] = []
+        self.skipped: tuple[Skipped, ...] = ()
+        """Samples that were or will be read but not trained on."""
         self._error: Exception | None = None
 
     # ---- running --------------------------------------------------------------------------------------------------
@@ -145,7 +146,7 @@ class ResumableFitLoop(_FitLoop):
         if not self._iteration_based_training():
             progress.completed = progress.processed
         self._go_on_within_epoch()
-        self.trainer.strategy.restore_rank_state()  # type: ignore[attr-defined]
+        self.trainer.strategy.state.restore()  # type: ignore[attr-defined]
         self.trainer.copies.gone_back()
         tell_gone_back(self.trainer)
 
@@ -156,9 +157,9 @@ class ResumableFitLoop(_FitLoop):
             vars(self._data_fetcher).get("batches", []).clear()
 
     def _put_back(self, held: HeldState) -> None:
-        known, reloaded = self._skipped, self._last_train_dl_reload_epoch
+        known, reloaded = self.skipped, self._last_train_dl_reload_epoch
         self.trainer._checkpoint_connector.go_back(held)
-        self._skipped = known  # also what was decided since the state was taken
+        self.skipped = known  # also what was decided since the state was taken
         if self._reloaded not in (None, reloaded):
             self._combined_loader = None  # the loaders of that epoch were other ones
 
@@ -188,14 +189,10 @@ class ResumableFitLoop(_FitLoop):
     # ---- what is not trained on -----------------------------------------------------------------------------------
 
     @property
-    def skipped(self) -> tuple[Skipped, ...]:
-        """Samples that were or will be read but not trained on."""
-        return tuple(self._skipped)
-
     def is_skipped(self) -> bool:
         """Whether the next micro-batch is read but not trained on."""
-        return bool(self._skipped) and any(
-            each.epoch == self._epochs_done and each.first <= self._next_step < each.last for each in self._skipped
+        return any(
+            each.epoch == self._epochs_done and each.first <= self._next_step < each.last for each in self.skipped
         )
 
     @property
@@ -211,7 +208,7 @@ class ResumableFitLoop(_FitLoop):
         last = first + count
         if self.max_batches != float("inf"):
             last = min(last, math.ceil(self.max_batches / self.trainer.accumulate_grad_batches))
-        self._skipped.append(Skipped(self._epochs_done, first, last))
+        self.skipped += (Skipped(self._epochs_done, first, last),)
 
     def record_dropped(self) -> None:
         """The step of the present micro-batch is not made."""
@@ -351,7 +348,7 @@ class ResumableFitLoop(_FitLoop):
         saved = state_dict.get("cursor")
         self._loaded = None if saved is None else Cursor.from_json(saved)
         if self._loaded is not None:
-            self._skipped = list(self._loaded.skipped)
+            self.skipped = self._loaded.skipped
         self._pending, self._begun = True, None
         self._logged, self._reloaded = state_dict.get("logged", []), state_dict.get("reloaded")
         if self.trainer.balance is not None:

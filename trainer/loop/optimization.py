@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from trainwright.callbacks.guard.verdict import DropStep
 from trainwright.core.run.hooks import HookTable
 from trainwright.core.run.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
-from trainwright.strategies.contract.optimization import ZeroGradFirst
+from trainwright.strategies.pipeline.optimization import ZeroGradFirst
 from trainwright.trainer.data.reading import Weigher
 from trainwright.trainer.loop.loss_weighting import TokenWeights
 
@@ -89,7 +89,7 @@ class LeanOptimization(_AutomaticOptimization):
         names = module.__dict__
         before, names["_current_fx_name"] = names["_current_fx_name"], "optimizer_step"
         try:
-            if self.hooks.module_overrides("optimizer_step"):
+            if "optimizer_step" in self.hooks.heard:
                 wrapped = trainer.strategy._lightning_optimizers[0]
                 module.optimizer_step(trainer.current_epoch, batch_idx, wrapped, closure)
             else:
@@ -236,7 +236,8 @@ class _LeanClosure:
         progress: Any = self._loop.optim_progress.optimizer.zero_grad
         total, current = progress.total, progress.current
         total.ready, current.ready = total.ready + 1, current.ready + 1
-        self._loop.hooks.call("on_before_zero_grad", self._optimizer)
+        if "on_before_zero_grad" in self._loop.hooks.heard:
+            self._loop.hooks.call("on_before_zero_grad", self._optimizer)
         total.started, current.started = total.started + 1, current.started + 1
         names = module.__dict__
         before, names["_current_fx_name"] = names["_current_fx_name"], "optimizer_zero_grad"

@@ -113,6 +113,7 @@ class CompressedAdam:
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
         """Average over replicas, and prepare the optimizer for its step. A collective."""
+        self._after = []  # of a step that was not made
         if not self.is_warm:
             return
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -130,10 +131,6 @@ class CompressedAdam:
             finish()
         self._after = []
         self.steps += 1
-
-    def abandon(self) -> None:
-        """The step was not made."""
-        self._after = []
 
     def _numbers_of(self, part: ReplicaPart, optimizer: Optimizer, groups: dict[int, Any]) -> _Numbers | None:
         gradient = part.gradient

@@ -85,7 +85,7 @@ class Certificate:
         self.is_due = False
         assert self._written is not None
         key = _key_of(strategy, self._written)
-        if strategy.reduce_boolean_decision(strategy.certified_before == key):
+        if strategy.reduce_boolean_decision(strategy.state.certified_before == key):
             self.key = key
             return
         # Loaded when it is needed: a run whose layout splits nothing has no use for it.

@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from trainwright.checkpoint.exchange.distinct import from_rank, of_all_ranks
 from trainwright.core.layout import Layout
+from trainwright.strategies.averaging.averaged import Averaging
 from trainwright.strategies.base.certificate.changes import Changes, StateBefore, first_other
 from trainwright.strategies.base.certificate.compare import Comparison, Found, Tolerance, compare, tolerance_of
 from trainwright.strategies.base.certificate.determinism import Deterministic, held_randomness
@@ -65,6 +66,7 @@ class Certified(Protocol):
     num_data_ranks: int
     data_rank: int
     layout: Layout
+    averaging: Averaging
 
     def certificate_remedy(self, module: str) -> str:
         """What to type where this layout cannot train the module."""
@@ -505,12 +507,7 @@ def _kept_groups(optimizer: Optimizer) -> Iterator[None]:
 class _NoHooks:
     """Stands for a table of hooks of which none is overridden."""
 
-    def call(self, *_: Any, **__: Any) -> None:
-        """Call nobody."""
-
-    def module_overrides(self, _: str) -> bool:
-        """Nobody overrides."""
-        return False
+    heard: frozenset[str] = frozenset()
 
 
 @contextmanager
@@ -521,18 +518,16 @@ def _quiet(strategy: Certified) -> Iterator[None]:
     loggers = trainer.loggers
     with ExitStack() as stack:
         stack.enter_context(_attributes(plugin, hooks=_NoHooks(), scaler=None))
-        stack.enter_context(_attributes(strategy, loss_factor=1.0, loss_divisor=1.0, _is_between=_compresses(strategy)))
+        stack.enter_context(_attributes(strategy, loss_factor=1.0, loss_divisor=1.0))
+        if strategy.averaging.compression is not None:
+            # Replicas are averaged with a loss: then each replica's own gradients are compared, in the mean.
+            stack.enter_context(strategy.averaging.accumulating())
         stack.enter_context(_attributes(trainer, token_weights=None))
         trainer.loggers = [DummyLogger()] if loggers else []
         try:
             yield
         finally:
             trainer.loggers = loggers
-
-
-def _compresses(strategy: Certified) -> bool:
-    """Whether replicas are averaged with a loss: then each replica's own gradients are compared, in the mean."""
-    return getattr(strategy, "compression", None) is not None
 
 
 # ---- what ranks tell each other --------------------------------------------------------------------------------------

@@ -1,20 +1,20 @@
-"""The part of a strategy that shows user code whole parameters and gradients."""
+"""The part of a strategy whose ranks hold parts that shows user code whole parameters and gradients."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.base.whole.hooks import guard_hooks
-from trainwright.strategies.base.whole.parts import ModuleParts, Share, find_slots
+from trainwright.strategies.base.whole.parts import ModuleParts
 from trainwright.strategies.base.whole.view import WholeView
+from trainwright.strategies.contract.part import Host
 from trainwright.strategies.state.shards import ParameterShard
 
 # Methods that read no parameters, or that a view must not surround.
@@ -33,25 +33,55 @@ _PLAIN = {
 }
 
 
-class ShowsWholes(LayoutStrategy):
-    """A strategy whose ranks hold parts; user code outside of forward sees wholes.
+class Shown(Host, Protocol):
+    """What is shown whole, and how it is held: what :class:`Wholes` reads of a strategy."""
+
+    _ranks_agree: bool
+    """Whether all ranks run user code alike; not where replicas differ."""
+    _accumulates_gradients: bool
+    """Whether micro-batches follow before gradients are averaged."""
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def _module_parts(self) -> ModuleParts | None:
+        """Return what this rank holds of the module; ``None``: there is one rank."""
+
+    def _shard_of(self, parameter: nn.Parameter) -> ParameterShard | None:
+        """Return what the optimizer holds in place of a parameter, if it is not the parameter."""
+
+    def _as_optimized(self, parameter: nn.Parameter) -> Tensor: ...
+
+    def _group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Return the names of the parameters of each group, on all stages; a collective."""
+
+    def _parameters_written(self) -> None:
+        """Take note that parameters have been changed beside the optimizer."""
+
+
+class Wholes:
+    """Shows user code outside of forward wholes of what the ranks of a strategy hold parts of.
 
     Hooks of the module and of callbacks that users have written see whole parameters and gradients, by the names of the
     unmodified module, as does code after a run. Values are gathered when they are used, which all ranks must do
     together, and what was written is put back into the parts.
+
+    Args:
+        strategy: see :class:`Shown`.
     """
 
-    _view: WholeView | None = None
-    _end_guards: Callable[[], None] | None = None
-    # Whether all ranks run user code alike; not where replicas differ.
-    _ranks_agree = True
-    # Within it, gradients are not averaged after backward.
-    _accumulates_gradients = False
+    def __init__(self, strategy: Shown) -> None:
+        self._strategy = strategy
+        self._view: WholeView | None = None
+        self._end_guards: Callable[[], None] = _nothing
 
-    def _show_wholes_in_hooks(self, trainer: Trainer) -> None:
-        """At the end of setup: put views around the hooks of users."""
-        self._stop_showing()
-        parts = self._module_parts()
+    def show_in_hooks(self, trainer: Trainer) -> None:
+        """At the end of setup: put views around the hooks of users.
+
+        Raises:
+            ValueError: for a callback that cannot work with a stand-in of a whole.
+        """
+        self._stop()
+        parts = self._strategy._module_parts()
         if parts is None:
             return
         pruning = any(isinstance(callback, ModelPruning) for callback in trainer.callbacks)  # type: ignore[attr-defined]
@@ -61,74 +91,39 @@ class ShowsWholes(LayoutStrategy):
                 "this layout. Use strategy=zero2 or ddp, or prune after training."
             )
         self._view = view = self._view_of(parts)
-        self._end_guards = guard_hooks(view, trainer, lambda: self.optimizers, parts.part)
+        self._end_guards = guard_hooks(view, trainer, lambda: self._strategy.optimizers, parts.part)
 
-    def _stop_showing(self) -> None:
-        if self._end_guards is not None:
-            self._end_guards()
-        self._view = self._end_guards = None
+    def _stop(self) -> None:
+        end, self._end_guards, self._view = self._end_guards, _nothing, None
+        end()
 
-    def _show_wholes_after_run(self) -> None:
+    def show_after_run(self) -> None:
         """At the end of teardown: where the module stays split, code that follows sees wholes."""
-        module = self.lightning_module
-        before, was_shown = self._view, self._view is not None
-        self._stop_showing()
-        parts = self._module_parts() if module is not None and was_shown else None
+        module = self._strategy.lightning_module
+        before = self._view
+        self._stop()
+        parts = self._strategy._module_parts() if module is not None and before is not None else None
         if parts is None or all(parts.is_whole(name) for name in parts.shares):
             return
-        assert before is not None
-        assert module is not None
         view = self._view_of(parts, like=before)
         # A checkpoint may be saved yet, with hooks of its own.
-        view.stay(guard_hooks(view, module.trainer, lambda: self.optimizers, parts.part))
+        view.stay(guard_hooks(view, module.trainer, lambda: self._strategy.optimizers, parts.part))
 
     def _view_of(self, parts: ModuleParts, like: WholeView | None = None) -> WholeView:
-        module = self.lightning_module
-        assert module is not None
+        strategy, module = self._strategy, self._strategy.lightning_module
         surroundings: dict[Any, Mapping[str, Callable[..., Any]]] = {
-            self: {name: getattr(self, name) for name in _methods(type(self)) if name not in _PLAIN},
-            self.precision_plugin: {"clip_gradients": self.precision_plugin.clip_gradients},
+            strategy: {name: getattr(strategy, name) for name in _methods(type(strategy)) if name not in _PLAIN},
+            strategy.precision_plugin: {"clip_gradients": strategy.precision_plugin.clip_gradients},
         }
-        return WholeView(module, parts, _Gradients(self), surroundings, self._ranks_agree, like)
-
-    # ---- what is held ---------------------------------------------------------------------------------------------
-
-    def _module_parts(self) -> ModuleParts | None:
-        """Return what this rank holds of the module; ``None``: there is one rank."""
-        if self.world_size == 1:  # type: ignore[attr-defined]
-            return None
-        return ModuleParts(self._shares(), None, {}, self.root_device)
-
-    def _shares(self) -> dict[str, Share]:
-        module = self.lightning_module
-        assert module is not None
-        slots = find_slots(module)
-        return {name: Share(slots[id(p)], p.shape, p) for name, p in module.named_parameters() if self._is_shown(p)}
-
-    def _is_shown(self, parameter: nn.Parameter) -> bool:
-        """Whether ranks hold a parameter, so that it can be gathered from them."""
-        return True
-
-    def _shard_of(self, parameter: nn.Parameter) -> ParameterShard | None:
-        """Return what the optimizer holds in place of a parameter, if it is not the parameter."""
-        return None
-
-    def _group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Return the names of the parameters of each group, on all stages; a collective."""
-        name_of = self._name_of()
-        return [[name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
-
-    def _parameters_written(self) -> None:
-        """Take note that parameters have been changed beside the optimizer."""
+        return WholeView(module, parts, _Gradients(strategy), surroundings, strategy._ranks_agree, like)
 
 
 class _Gradients:
     """A strategy's gradients, as :class:`~trainwright.strategies.base.whole.view.Gradients` wants them."""
 
-    def __init__(self, strategy: ShowsWholes) -> None:
+    def __init__(self, strategy: Shown) -> None:
         self._strategy = strategy
         module = strategy.lightning_module
-        assert module is not None
         self._parameters = dict(module.named_parameters())
         self._read: Callable[[], Any] = type(strategy).named_gradients.__get__(strategy)
 
@@ -170,4 +165,5 @@ def _methods(cls: type) -> list[str]:
     ]
 
 
-__all__ = ["ShowsWholes"]
+def _nothing() -> None:
+    pass

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,10 @@ import torchmetrics.utilities.distributed
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from trainwright.checkpoint.exchange.distinct import from_rank
-from trainwright.core.layout import Layout
 from trainwright.strategies.contract.batch_digest import batch_digest
 from trainwright.strategies.contract.collectives.differentiable import gather
 from trainwright.strategies.contract.collectives.flat import gather_parts
+from trainwright.strategies.contract.part import Host
 
 _MOST_DIMS = 16
 _GROUP = "_trainwright_data_group"
@@ -234,118 +233,120 @@ def _is_world(group: Any) -> bool:
     return group is None or group is dist.group.WORLD
 
 
+class Sharing(Host, Protocol):
+    """A strategy under which ranks share samples."""
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None: ...
+
+
 class DataCollectives:
-    """Mixin before strategies under which ranks share samples: collectives of user code run over the data ranks."""
+    """The part of a strategy that runs what user code asks of all ranks over the data ranks.
 
-    if TYPE_CHECKING:  # of LayoutStrategy
-        root_device: torch.device
+    Args:
+        strategy: under which ranks share samples.
+    """
 
-        @property
-        def layout(self) -> Layout: ...
-
-        @property
-        def data_group(self) -> dist.ProcessGroup | None: ...
-
-    _apart = False
-    _metrics: MetricSync | None = None
-    _world: DataWorld | None = None
-    _compared: frozenset[str] = frozenset()
+    def __init__(self, strategy: Sharing) -> None:
+        self._strategy = strategy
+        self.is_apart = False
+        """Whether user code runs that one rank of those that share samples comes by."""
+        self.compared: frozenset[str] = frozenset()
+        """Kinds of batches of which the first was compared."""
+        self._metrics: MetricSync | None = None
+        self._world: DataWorld | None = None
 
     @contextmanager
-    def among_data_ranks(self) -> Iterator[None]:
+    def apart(self) -> Iterator[None]:
         """Have barriers and broadcasts inside wait for the data ranks alone, since others do not come by."""
-        before, self._apart = self._apart, True
-        if self._world is None and self.data_group is not None:
-            self._world = DataWorld(self.data_group)
+        before, self.is_apart = self.is_apart, True
+        if self._world is None and self._strategy.data_group is not None:
+            self._world = DataWorld(self._strategy.data_group)
         try:
             with nullcontext() if self._world is None or before else self._world.shown():
                 yield
         finally:
-            self._apart = before
+            self.is_apart = before
 
-    def _sync_metrics(self, complete: Callable[[Metric], None] | None) -> None:
+    def sync_metrics(self, complete: Callable[[Metric], None] | None) -> None:
         """Have metrics synchronized over data ranks; a collective."""
-        group = self.data_group
+        group = self._strategy.data_group
         if group is not None and self._metrics is None:
             self._metrics = MetricSync(group, complete)
             self._metrics.install()
 
-    def _leave_metrics(self) -> None:
-        if self._metrics is not None:
-            self._metrics.remove(self.lightning_module)  # type: ignore[attr-defined]
+    def leave(self, module: nn.Module | None) -> None:
+        """Let go of the metrics of ``module``, and compare first batches anew."""
+        if self._metrics is not None and module is not None:
+            self._metrics.remove(module)
         self._metrics = self._world = None
+        self.compared = frozenset()
 
-    def _compare_first(self, what: str, batch: Any) -> None:
+    def compare_first(self, what: str, batch: Any) -> None:
         """Compare the first batch of a kind between the ranks that share samples. A collective of all ranks, once.
 
         Raises:
             RuntimeError: on every rank, if some that share samples have read different ones.
         """
-        self._compared |= {what}
-        if self.data_group is None:
+        self.compared |= {what}
+        layout = self._strategy.layout
+        if self._strategy.data_group is None:
             return
-        digest = torch.tensor([batch_digest(batch)], device=self.root_device)
+        digest = torch.tensor([batch_digest(batch)], device=self._strategy.root_device)
         digests = gather_parts(digest, None).flatten().tolist()
-        groups = self.layout.groups("pipeline", "context", "tensor")
+        groups = layout.groups("pipeline", "context", "tensor")
         apart = next((ranks for ranks in groups if len({digests[rank] for rank in ranks}) > 1), None)
         if apart is not None:
             raise RuntimeError(
-                f"Ranks {apart} of the layout {self.layout} share their samples, but their first {what} batches "
-                f"differ. The layout has {self.layout.data_ranks} data rank(s). What splits itself must do so by "
+                f"Ranks {apart} of the layout {layout} share their samples, but their first {what} batches "
+                f"differ. The layout has {layout.data_ranks} data rank(s). What splits itself must do so by "
                 "trainer.strategy.data_rank and trainer.strategy.num_data_ranks, not by global_rank and "
                 "world_size (or leave it to the Trainer: no DistributedSampler, or trainwright.DealtStream around a "
                 "stream); one that draws at random must draw the same on these ranks (lightning.seed_everything(seed))."
             )
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks that read different samples, unless ``group`` is another than all ranks.
+    def reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
+        """Reduce over the data ranks, unless ``group`` is another than all ranks.
 
         In place, as Lightning's, but without the barrier that Lightning puts before.
         """
         if isinstance(tensor, Tensor) and dist.is_available() and dist.is_initialized():
-            return _reduced(tensor, self._of_users(group), reduce_op)
+            return _reduced(tensor, self.of_users(group), reduce_op)
         return tensor
 
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the ranks that read different samples, unless ``group`` is another than all ranks."""
-        gathered: Tensor = super().all_gather(tensor, self._of_users(group), sync_grads)  # type: ignore[misc]
-        return gathered
+    def of_users(self, group: Any) -> Any:
+        """The group that is meant by ``group``: ``LightningModule.all_gather`` names that of all ranks for none."""
+        return self._strategy.data_group if _is_world(group) else group
 
-    def _of_users(self, group: Any) -> Any:
-        # LightningModule.all_gather names the group of all ranks where the user has named none.
-        return self.data_group if _is_world(group) else group
+    @property
+    def present(self) -> dist.ProcessGroup | None:
+        """The ranks that come by here; ``None``: all."""
+        return self._strategy.data_group if self.is_apart else None
 
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; within what data ranks alone come by, for these."""
-        group = self.data_group
-        if not self._apart or group is None:
-            super().barrier(name)  # type: ignore[misc]
-        elif group.size() > 1:
-            device = None if self.root_device.index is None else [self.root_device.index]
-            dist.barrier(group, device_ids=device if self.root_device.type == "cuda" else None)
+    def wait(self, group: dist.ProcessGroup) -> None:
+        """Wait for the ranks of ``group``."""
+        device = self._strategy.root_device
+        if group.size() > 1:
+            dist.barrier(
+                group, device_ids=[device.index] if device.type == "cuda" and device.index is not None else None
+            )
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of the data rank ``src`` on every rank.
+    def source(self, src: int) -> int:
+        """The first rank of a data rank.
 
         Raises:
             ValueError: if there is no such data rank.
         """
-        if not 0 <= src < self.layout.data_ranks:
+        layout = self._strategy.layout
+        if not 0 <= src < layout.data_ranks:
             raise ValueError(
-                f"broadcast was given src={src}, but this layout ({self.layout}) has {self.layout.data_ranks} data "
-                f"rank(s). Ranks that share samples count as one: use src=0 to {self.layout.data_ranks - 1}."
+                f"broadcast was given src={src}, but this layout ({layout}) has {layout.data_ranks} data "
+                f"rank(s). Ranks that share samples count as one: use src=0 to {layout.data_ranks - 1}."
             )
-        group = self.data_group
-        if not self._apart or group is None:
-            return super().broadcast(obj, self.layout.first_of_data_rank(src))  # type: ignore[misc]
-        return from_rank(obj, src, group, self.root_device)
+        return layout.first_of_data_rank(src)
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks (or any) decided so."""
-        flag = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self._deciders)
+    def decide(self, decision: bool, all: bool) -> bool:
+        """Whether all ranks that come by (or any) decided so."""
+        flag = torch.tensor(int(decision), device=self._strategy.root_device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self.present)
         return bool(flag.item())
-
-    @property
-    def _deciders(self) -> dist.ProcessGroup | None:
-        return self.data_group if self._apart else None

@@ -12,7 +12,7 @@ from trainwright.checkpoint.memory.held import HeldSource
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.strategies.averaging.compression.options import CompressionChoice
 from trainwright.strategies.parameter_server.worker.client import Client
-from trainwright.strategies.state.checkpointing import KeptBack, of_rank
+from trainwright.strategies.state.checkpointing import NOTHING_KEPT, KeptBack, of_rank
 
 # What a run state says of it.
 PUSHES = "pushes"
@@ -34,10 +34,10 @@ class PushResiduals:
         """What a run state says to those who cannot read this; ``None``: there is nothing to say."""
         return None if self._compression is None else {"of": PUSHES, "text": _unpushed(self._compression.name)}
 
-    def kept_back(self, client: Client) -> KeptBack | None:
-        """For a run state; ``None``: nothing."""
+    def kept_back(self, client: Client) -> KeptBack:
+        """For a run state."""
         if self._compression is None or client.residuals is None:
-            return None
+            return NOTHING_KEPT
         of_rank = {f"{PUSHES}/{server}": residual for server, residual in enumerate(client.residuals)}
         about = {"name": self._compression.name, "steps": 0, "kinds": [], PUSHES: client.plan.served}
         return KeptBack({}, of_rank, about)

@@ -14,7 +14,7 @@ from trainwright.command.cli import main
 from trainwright.command.schema.compose import compose
 from trainwright.core.processes import machine
 from trainwright.strategies.compose.check_layout import meta_module
-from trainwright.strategies.compose.hybrid_options import engine_options_of
+from trainwright.strategies.compose.engine_options import engine_options_of
 from trainwright.strategies.compose.world import options_of
 
 HYBRID = ("strategy=hybrid", "devices=4", "strategy.shard=-1")

@@ -16,11 +16,10 @@ from torch.utils.data import DataLoader
 from tests.parity.harness import make_trainer
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
-from trainwright.command import run
-from trainwright.command.schema.compose import compose
 from trainwright.core.layout import Layout
+from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.hybrid import HybridStrategy
-from trainwright.strategies.compose.hybrid_options import ATTENTION, AXIS_OPTIONS, EngineOptions, HybridOptions
+from trainwright.strategies.compose.hybrid_options import ATTENTION, AXIS_OPTIONS, HybridOptions
 from trainwright.strategies.compose.one_axis import PipelineStrategy
 from trainwright.strategies.compose.rules import (
     PLAN_PARTS,
@@ -28,7 +27,6 @@ from trainwright.strategies.compose.rules import (
     sync_batchnorm_problem,
 )
 from trainwright.strategies.context.attention import METHODS
-from trainwright.strategies.data.zero_options import ZeroOptions
 from trainwright.strategies.plan.model_plan import PlanConfig
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
@@ -96,18 +94,6 @@ def test_rules_know_every_option():
     assert {item.name for item in fields(EngineOptions)} - everywhere == set(AXIS_OPTIONS)
     assert ATTENTION == METHODS
     assert {item.name for item in fields(PlanConfig)} == set(PLAN_PARTS)
-
-
-def test_each_option_is_validated_once(monkeypatch):
-    """By the command, whatever asks for the options, and by the constructor in a rank."""
-    asked = []
-    problems = ZeroOptions.problems
-    monkeypatch.setattr(ZeroOptions, "problems", lambda self: asked.append(self) or problems(self))
-    cfg = compose("gpt", ["strategy=hybrid", "strategy.pipeline=2", "devices=2", "accelerator=cpu"])
-    assert run.plan(cfg, "fit")[1] == []
-    assert len(asked) == 1
-    HybridStrategy(pipeline=2)
-    assert len(asked) == 2
 
 
 def test_nothing_heavy_is_imported():

@@ -15,7 +15,7 @@ from tests.parity.harness import differences as all_differences
 from tests.strategies.parameter_server.test_strategy import fit, train
 from trainwright.core.layout import Layout
 from trainwright.planning.layout_report import StateRules, bytes_of_ranks
-from trainwright.strategies.compose.hybrid_options import EngineOptions
+from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
 
 OWN = {"server_ranks": "own"}

@@ -177,11 +177,11 @@ class _Begins(pl.Callback):
 
 def kept_back(strategy: Any) -> dict[str, Any]:
     """Mean over replicas of what is kept back of each whole parameter."""
-    if strategy._replicas is None:
+    if not strategy.averaging.runs:
         return {}
     found: dict[str, Any] = {}
     gathered: list[Any] = [None] * world_size()
-    tensors = strategy._kept_back(complete=True).tensors
+    tensors = strategy.averaging.kept_back(complete=True).tensors
     own = {key: (parts.shape, [(at, box.clone()) for at, box in parts.parts]) for key, parts in tensors.items()}
     dist.all_gather_object(gathered, own)
     whole: dict[str, torch.Tensor] = {}

@@ -1,0 +1,69 @@
+"""How strategies are put together: the bounds that their classes keep."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.structure import WALKS, code_lines, own_bases, strategy_class, strategy_counts, walk
+from trainwright.strategies.averaging.averaged import Averaging, ReplicaAveraging
+from trainwright.strategies.compose.engines import Engines, Uncut
+from trainwright.strategies.compose.mixed_placement import ServedByRanks
+from trainwright.strategies.contract.part import Tables
+from trainwright.strategies.contract.registry import strategy_names
+
+MOST_BASES = 3
+# What replicas that step by themselves share is a class between theirs and that of layouts.
+FURTHER_BASES = {"local_sgd": 1, "diloco": 1}
+# Of public methods, those that override Lightning's do not count.
+MOST_PUBLIC = 53
+PARTS = ("averaging", "tables", "state", "_engines", "_assembly", "_wholes", "_data")
+
+
+@pytest.mark.parametrize("name", strategy_names())
+def test_strategies_are_composed_rather_than_inherited(name: str) -> None:
+    found = strategy_counts()[name]
+    assert found["own bases"] <= MOST_BASES + FURTHER_BASES.get(name, 0), own_bases(strategy_class(name))
+    assert found["public"] <= MOST_PUBLIC
+
+
+@pytest.mark.parametrize("name", strategy_names())
+def test_nobody_asks_whether_a_part_is_none(name: str) -> None:
+    cls = strategy_class(name)
+    for owner in (cls, *own_bases(cls)):
+        module = inspect.getmodule(owner)
+        assert module is not None
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr in PARTS:
+                ends = [each for each in node.comparators if isinstance(each, ast.Constant) and each.value is None]
+                assert not ends, f"{owner.__name__}, line {node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize(("null", "part"), [(Averaging, ReplicaAveraging), (Tables, ServedByRanks), (Uncut, Engines)])
+def test_null_objects_answer_whatever_parts_are_asked(null: type, part: type) -> None:
+    assert issubclass(part, null)
+    asked = {name for name in vars(null) if not name.startswith("_")}
+    assert asked
+    for name in asked:
+        own, theirs = vars(null)[name], inspect.getattr_static(part, name)
+        if inspect.isfunction(own):
+            assert inspect.signature(own).parameters.keys() == inspect.signature(theirs).parameters.keys()
+
+
+@pytest.mark.parametrize(("name", "most"), [("ddp", 8), ("zero3", 12), ("pipeline=2", 18)])
+def test_a_step_passes_through_few_files(ranks: Any, name: str, most: int) -> None:
+    strategy, options = WALKS[name]
+    found = ranks(walk, 2, strategy, options)[0]
+    assert "trainer/loop/epoch.py" in found.files
+    assert len(found.files) <= most, found.files
+
+
+def test_lines_are_counted_without_what_is_free(tmp_path: Path) -> None:
+    text = ['"""A docstring', 'of two lines."""', "", "# a comment", "value = (", "    1", ")", "", "", "def read():"]
+    file = tmp_path / "counted.py"
+    file.write_text("\n".join([*text, '    """Free."""', "    return value", ""]))
+    assert code_lines(file) == 5
