@@ -1,7 +1,5 @@
 """Runs with faults in them, and processes of their own for those that a fault ends."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal
@@ -80,9 +78,6 @@ def weights(trainer: Any) -> dict[str, Tensor]:
     """Copies of what this rank holds of the parameters, by name; what is not here is left out."""
     held = {name: getattr(p, "_local_tensor", p) for name, p in trainer.lightning_module.named_parameters()}
     return {name: p.detach().clone() for name, p in held.items() if p.numel() and not p.is_meta}
-
-
-# ---- processes of their own ------------------------------------------------------------------------------------------
 
 
 class Child:

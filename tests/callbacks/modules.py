@@ -1,7 +1,5 @@
 """A small module, its data and a quiet Trainer for the tests of callbacks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

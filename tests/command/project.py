@@ -1,7 +1,5 @@
 """A user's own project: a module written for plain Lightning beside its configuration, outside the package."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The command `trainwright` as a person types it."""
 
-from __future__ import annotations
-
 import csv
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Composing and checking a configuration, in one process and without torch where possible."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket
@@ -485,9 +483,7 @@ def test_run_directories_of_one_second_differ() -> None:
     assert default_run_dir("mine", now) == Path("runs/mine/2026-01-31_14-05-09-1")
 
 
-def test_runs_that_start_in_the_same_second_have_directories_of_their_own(
-    conf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_start_in_the_same_second_have_directories_of_their_own(conf, monkeypatch):
     monkeypatch.setattr(run_directory, "timestamp", lambda now=None: "2026-01-31_14-05-09")
     # What each of them sees before the others have made theirs.
     monkeypatch.setattr(run, "default_run_dir", lambda name: Path("runs/mine/free"))

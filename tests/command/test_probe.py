@@ -1,7 +1,5 @@
 """`micro_batch_size=auto` is tried before training: what is found, what follows, and that nothing of it is left."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -124,9 +122,7 @@ def test_the_run_is_that_of_the_size_that_fits_to_the_bit(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "words", [["strategy=tensor", "devices=2"], ["strategy=pipeline", "devices=2"]], ids=["tensor", "pipeline"]
 )
-def test_too_little_memory_under_layouts_that_cut(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_under_layouts_that_cut(words, tmp_path, monkeypatch):
     class Little:
         available = 100 * MIB  # less than a rank takes that computes nothing
 

@@ -1,7 +1,5 @@
 """Arithmetic of the global batch and of the waves in which it is read."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,7 +1,5 @@
 """Sizes of mesh axes, and strategies by name."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

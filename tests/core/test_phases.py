@@ -1,7 +1,5 @@
 """What the loop tells of itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

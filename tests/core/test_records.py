@@ -1,7 +1,5 @@
 """What ranks leave behind for the launching process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from trainwright.core.failures.records import StepRecord, read_steps

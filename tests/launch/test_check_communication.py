@@ -1,7 +1,5 @@
 """Ways to send that cannot be had are refused before a process starts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What is impossible about recovery without restart is refused before a process starts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -49,9 +47,6 @@ def test_what_is_not(given: dict[str, Any], said: str) -> None:
     assert said in problem
 
 
-# ---- workers that are started anew -----------------------------------------------------------------------------------
-
-
 def rejoining(strategy: dict[str, Any], verb: str = "fit", **launch: Any) -> tuple[list[str], tuple[int, ...]]:
     """What speaks against it, and which ranks of three can be lost."""
     given = {**POSSIBLE, "recovery": "rejoin", "spares": 0, **launch}
@@ -71,9 +66,7 @@ def rejoining(strategy: dict[str, Any], verb: str = "fit", **launch: Any) -> tup
         ({"stage": 3}, "fit", {"recovery": "auto"}, ()),
     ],
 )
-def test_workers_without_a_server_can_be_lost(
-    strategy: dict[str, Any], verb: str, launch: dict[str, Any], ranks: tuple[int, ...]
-) -> None:
+def test_workers_without_a_server_can_be_lost(strategy, verb, launch, ranks):
     assert rejoining(strategy, verb, **launch) == ([], ranks)
 
 

@@ -1,7 +1,5 @@
 """Which devices a run may use, and with how many it can go on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -85,9 +83,7 @@ def test_a_lost_device_is_asked_again_less_and_less_often(devices: Devices, cloc
     ("text", "usable"),
     [("3\n", [0, 1, 2]), ("1", [0, 1]), ("100", [0, 1, 2, 3]), ("three", [0, 1, 2, 3]), ("", [0, 1, 2, 3])],
 )
-def test_a_file_limits_the_devices_but_not_below_the_fewest(
-    devices: Devices, tmp_path: Path, text: str, usable: list[int]
-) -> None:
+def test_a_file_limits_the_devices_but_not_below_the_fewest(devices, tmp_path, text, usable):
     (tmp_path / "devices").write_text(text)
     assert devices.usable() == usable
 
@@ -110,9 +106,6 @@ def test_a_probe_asks_each_device_in_a_process_of_its_own(ranks: object) -> None
     assert silent.answers(wait=True) == {0: False}
     late = Probe([1], on_gpu=False, environment=lambda _: {}, seconds=0.0)
     assert late.answers() == {1: False}
-
-
-# ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """`launch=kubernetes`: manifests against the published models, pods as processes, a small server as the cluster."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -48,8 +46,6 @@ def rendered(conf: Path, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
     config_map, job = manifests(configured(conf, *more), "fit", "name: mine\n")
     return config_map, job
 
-
-# ---- what is written -------------------------------------------------------------------------------------------------
 
 EVERYTHING = (
     *("accelerator=gpu", "launch.cpu=16", "launch.memory=64Gi", "launch.resources={rdma/ib:1}"),
@@ -167,9 +163,7 @@ def test_what_is_needed_is_asked_for(conf: Path, monkeypatch: pytest.MonkeyPatch
     assert "pip install 'trainwright[kubernetes]'" in "\n".join(problems(configured(conf, "launch.submit=true"), "fit"))
 
 
-def test_without_submit_the_manifest_is_written_and_what_to_type_is_said(
-    conf: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_submit_the_manifest_is_written_and_what_to_type_is_said(conf, capsys):
     cfg = prepare(configured(conf), "fit")
     assert launch(cfg, "fit") is None
     config_map, job = yaml.safe_load_all(Path("runs/mine/kubernetes.yaml").read_text())
@@ -187,9 +181,6 @@ def test_every_run_of_a_sweep_has_a_manifest(conf: Path, capsys: pytest.CaptureF
     assert [path.parent.name for path in files] == ["0_seed=1", "1_seed=2"]
     assert len({list(yaml.safe_load_all(path.read_text()))[1]["metadata"]["name"] for path in files}) == 2
     assert "2 of 2 jobs were written" in capsys.readouterr().out
-
-
-# ---- pods ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -270,9 +261,6 @@ def test_two_pods_train_together_and_tell_the_metrics(conf: Path, tmp_path: Path
         assert sum(f"[rank {rank}] first step of rank {rank}" in text for text in said) == 1
     assert [metrics_in(line) is not None for text in said for line in text.split("\n")].count(True) == 1
     assert (volume / "runs/mine/checkpoints").is_dir()
-
-
-# ---- a cluster -------------------------------------------------------------------------------------------------------
 
 
 class FakeCluster:
@@ -384,9 +372,7 @@ def submitted(conf: Path, *more: str) -> DictConfig:
     return prepare(configured(conf, "launch.submit=true", "launch.poll_seconds=0.1", *more), "fit")
 
 
-def test_a_submitted_job_is_followed_to_its_end(
-    conf: Path, cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_submitted_job_is_followed_to_its_end(conf, cluster, capsys):
     cluster.add_pod("mine-node-0-0", "hello", "[rank 0] step 1", metrics_line({"loss": 0.5}))
     cluster.add_pod("mine-node-0-1", "[rank 1] step 1")
     cluster.conditions = [{"type": "Complete", "status": "True"}]
@@ -468,9 +454,7 @@ def test_ctrl_c_deletes_the_job_or_leaves_it(how: str, conf: Path, cluster: Fake
     assert (cluster.deleted is not None) == (how == "delete")
 
 
-def test_a_cluster_that_does_not_answer_is_asked_again(
-    conf: Path, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_that_does_not_answer_is_asked_again(conf, cluster, monkeypatch):
     cluster.add_pod("mine-node-0-0", metrics_line({"loss": 0.5}))
     cluster.conditions = [{"type": "Complete", "status": "True"}]
     cluster.silent = 2
@@ -482,9 +466,7 @@ def test_a_cluster_that_does_not_answer_is_asked_again(
 
 
 @pytest.mark.parametrize(("status", "goes_on"), [(403, True), (404, False)])
-def test_a_job_that_cannot_be_deleted_is_told(
-    status: int, goes_on: bool, conf: Path, cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_cannot_be_deleted_is_told(status, goes_on, conf, cluster, capsys):
     def interrupt() -> None:
         cluster.refuse = (status, "may not delete")
         cluster.deleted = {} if status == 404 else None

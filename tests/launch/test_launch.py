@@ -1,7 +1,5 @@
 """Starting ranks, and every way in which they can end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -31,9 +29,6 @@ from trainwright.core.run.launcher import Launcher, detect_launcher
 from trainwright.launch.engines.torchrun import external
 
 WORDS = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv")
-
-
-# ---- which rank is to blame ------------------------------------------------------------------------------------------
 
 
 def _fail(folder: Path, rank: int, error: Exception, module: str = "users_module") -> None:
@@ -197,9 +192,6 @@ def test_a_script_tells_one_error_of_its_ranks(how: str, told: str, tmp_path: Pa
     assert "Traceback" in (tmp_path / "logs/rank_0.log").read_text()  # of the connection that it lost
 
 
-# ---- what is left behind ---------------------------------------------------------------------------------------------
-
-
 def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
     code = (
         "import os, sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
@@ -220,8 +212,6 @@ def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
     alive.communicate("\n", timeout=10)
     assert not other.exists()
 
-
-# ---- a rank that does not listen -------------------------------------------------------------------------------------
 
 STUBBORN = """
 import os, signal, sys, threading, time
@@ -245,9 +235,6 @@ def test_a_process_that_does_not_listen_is_ended(how: str, code: int) -> None:
     if how == "signal":
         process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=5) == code
-
-
-# ---- rendezvous and launchers ----------------------------------------------------------------------------------------
 
 
 def test_the_store_listens_on_the_loopback_interface_alone() -> None:
@@ -313,9 +300,6 @@ def test_rank_0_decides_for_all(refused: bool, monkeypatch: pytest.MonkeyPatch) 
         assert external.agree(Launcher("torchrun", 0, 2, 2), decide) == {"run_dir": "runs/a b", "max_steps": 3}
     other.join(10)
     assert answers == ([None] if refused else [{"run_dir": "runs/a b", "max_steps": 3}])
-
-
-# ---- real ranks ------------------------------------------------------------------------------------------------------
 
 
 def test_two_ranks_and_the_ways_they_fail(conf: Path) -> None:
@@ -387,9 +371,7 @@ def _start(conf: Path) -> subprocess.Popen[str]:
     [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9)],
     ids=["ctrl-c", "sigterm", "sigkill"],
 )
-def test_everything_ends_with_the_launching_process(
-    conf: Path, temporary: Path, number: signal.Signals, to_group: bool, exit_code: int
-) -> None:
+def test_everything_ends_with_the_launching_process(conf, temporary, number, to_group, exit_code):
     process = _start(conf)
     assert len(session_of(process.pid)) >= 4  # the launching process, the fork server, two ranks
     started = time.monotonic()

@@ -1,7 +1,5 @@
 """`launch=ray`: what is asked of the cluster and what ranks are told; and a real cluster, where Ray is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal
@@ -214,9 +212,7 @@ class _Ray:
         """Not looked at."""
 
 
-def test_ranks_that_have_answered_are_heard_together(
-    conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_have_answered_are_heard_together(conf, tmp_path, monkeypatch):
     ray = _Ray()
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", ray)

@@ -1,7 +1,5 @@
 """Which lost ranks are started anew while the others go on, when, and when no more."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`launch=slurm`: what is asked of sbatch and refused, how a job's end is told, and real jobs on this machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -39,9 +37,6 @@ LOCAL = "launch.cluster=local"
 
 def configured(conf: Path, *overrides: str) -> DictConfig:
     return compose("mine", ["strategy=ddp", "devices=8", "nodes=2", "launch=slurm", *overrides], conf)
-
-
-# ---- what is asked of sbatch -----------------------------------------------------------------------------------------
 
 
 def script(cfg: DictConfig) -> list[str]:
@@ -108,9 +103,7 @@ def test_nothing_is_asked_that_nobody_has_said(conf: Path) -> None:
         (["launch.min_devices=4"], "launch.min_devices=4 with launch=slurm on nodes=2"),
     ],
 )
-def test_what_cannot_be_is_refused(
-    conf: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str
-) -> None:
+def test_what_cannot_be_is_refused(conf, monkeypatch, overrides, said):
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     [found] = problems(configured(conf, *overrides), "fit")
     assert said in found
@@ -138,9 +131,6 @@ def test_the_agents_of_a_job_meet_on_its_first_machine() -> None:
     assert (first.host, first.port, first.run_id) == (second.host, second.port, second.run_id)
     assert (first.is_host, second.is_host) == (True, False)
     assert first.port != meeting_of("123457", ["a", "b"], 0).port
-
-
-# ---- how a job ended -------------------------------------------------------------------------------------------------
 
 
 def _fails(folder: Path, rank: int, text: str) -> None:
@@ -248,9 +238,6 @@ def test_a_job_that_cannot_be_cancelled_is_told(conf: Path, capsys: pytest.Captu
 
     cancel([SubmittedJob(configured(conf), Job())])
     assert "SLURM job 12 could not be cancelled (no scancel); type scancel 12" in capsys.readouterr().err
-
-
-# ---- real jobs of submitit's local executor --------------------------------------------------------------------------
 
 
 def test_a_job_that_loses_a_rank_goes_on_and_ctrl_c_leaves_nothing(conf: Path) -> None:

@@ -1,7 +1,5 @@
 """`trainwright layout`: what it prints, and that the bytes are those that ranks hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +96,6 @@ def largest_held(options: dict[str, Any]) -> tuple[int, int]:
 def test_no_rank_ever_holds_the_whole_model(ranks, options):
     for most, whole in ranks(largest_held, 4, options, timeout=60):
         assert 0 < most < 0.75 * whole, (most, whole)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_command(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,6 @@
 """Profiles of devices: published, measured, and what a run is told of them."""
 
-from __future__ import annotations
-
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
@@ -45,9 +42,7 @@ def test_profiles() -> None:
         (("monitor.throughput.peak_flops=7.0", "device=cpu"), None, 7.0),
     ],
 )
-def test_the_monitor_is_told_what_a_rank_could_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], gpu: str | None, expected: float | None
-) -> None:
+def test_the_monitor_is_told_what_a_rank_could_do(tmp_path, monkeypatch, words, gpu, expected):
     monkeypatch.setattr(machine, "num_gpus", lambda: int(gpu is not None))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpu)
     usual = ["strategy=single", "devices=1", "accelerator=auto", "logger=csv", f"run_dir={tmp_path}"]

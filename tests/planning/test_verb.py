@@ -1,7 +1,5 @@
 """The command `trainwright plan`."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

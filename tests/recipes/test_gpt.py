@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -103,9 +101,6 @@ def test_deferred_build_trains(text: Path, ranks: Callable[..., list[Any]], stra
     ordinary = ranks(deferred_fit, 2, strategy, str(text.parent), False)
     assert 0 < sum(both[0]) / len(both[0]) < 8
     assert sum(both[0]) / len(both[0]) == pytest.approx(sum(ordinary[0]) / len(ordinary[0]), rel=0.1)
-
-
-# ---- the sample
 
 
 def test_sample_continues_the_prompt_and_repeats(text: Path) -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -51,9 +49,6 @@ def make_tokenizer(folder: Path, text: Path) -> Path:
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
-
-
-# ---- the module
 
 
 def test_loss_falls(text: Path) -> None:
@@ -127,9 +122,6 @@ def test_deferred_build_trains(text: Path, ranks: Callable[..., list[Any]], stra
     assert deferred[0] == pytest.approx(ordinary[0], rel=0.1)
 
 
-# ---- tokens
-
-
 def test_tokens_give_the_text_back(tmp_path: Path, text: Path) -> None:
     folder, cache = make_tokenizer(tmp_path / "tokenizer", text), tmp_path / "cache"
     data = TokenCorpus(tokenizer=folder, path=text, seq_len=32, batch_size=4, cache_dir=cache)
@@ -165,9 +157,6 @@ def test_predict_goes_on_in_words(tmp_path: Path, text: Path) -> None:
     ((said,),) = trainer.predict(HuggingFaceModule({**SMALL, "vocab_size": 300}, seq_len=16), data)
     assert said.startswith("the quick")
     assert len(said) > len("the quick")
-
-
-# ---- what is refused before a process starts
 
 
 def problems(*overrides: str) -> str:

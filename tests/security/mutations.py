@@ -1,7 +1,5 @@
 """Valid checkpoints of every kind, and the same with contents exchanged for junk under valid hashes."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -149,9 +147,6 @@ def _places(tree: Any, depth: int = 0) -> list[tuple[int, Any, Any]]:
     return found
 
 
-# ---- kinds of checkpoints -------------------------------------------------------------------------------------------
-
-
 def _content() -> Content:
     """What a small run of Lightning saves."""
     torch.manual_seed(0)
@@ -273,9 +268,6 @@ def write_index(path: Path) -> None:
 
 def write_stage_2(path: Path) -> None:
     write_deepspeed(path, make_trained(), stage=2, ranks=2)
-
-
-# ---- junk under valid hashes ----------------------------------------------------------------------------------------
 
 
 def forge_folder(path: Path, rng: random.Random) -> None:

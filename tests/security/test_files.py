@@ -1,7 +1,5 @@
 """Overlapping boxes, endless files and nested values: what no hash and no JSON parser refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
@@ -49,9 +47,6 @@ def rewrite(path: Path, name: str, change: Callable[[Any], Any]) -> None:
     record = _record(path, name, 0)
     manifest["files"][name] |= {"size": record.size, "xxh3_128": record.hash}
     (path / MANIFEST).write_bytes(_sealed(manifest))
-
-
-# ---- boxes ----------------------------------------------------------------------------------------------------------
 
 
 def grid(rows: int, columns: int) -> list[tuple[list[int], list[int]]]:
@@ -121,9 +116,6 @@ def test_a_box_that_its_file_does_not_hold_is_refused(checkpoint: Path) -> None:
     rewrite(checkpoint, "tensors.json", rename)
     with pytest.raises(CheckpointError, match=r"should hold TensorEntry.*layer\.weight"):
         read_all(str(checkpoint))
-
-
-# ---- endless and huge files -----------------------------------------------------------------------------------------
 
 
 def fifo(path: Path) -> None:
@@ -199,9 +191,6 @@ def test_an_archive_whose_contents_are_said_to_be_huge(tmp_path: Path) -> None:
         load_inert(path)
 
 
-# ---- files of others ------------------------------------------------------------------------------------------------
-
-
 _SENT: list[int] = []
 
 
@@ -254,9 +243,6 @@ def test_a_manifest_of_a_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
             with pytest.raises(CheckpointError, match="1001 B, and at most 1000 B"):
                 files.manifest_bytes()
     store.rm("/bounded", recursive=True)
-
-
-# ---- nesting --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

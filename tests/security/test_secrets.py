@@ -1,7 +1,5 @@
 """Values of the environment stay out of files and off the terminal, whoever asks for them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex
@@ -34,8 +32,6 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
 def files_with(text: str, folder: Path) -> list[str]:
     return [str(path) for path in folder.rglob("*") if path.is_file() and text.encode() in path.read_bytes()]
 
-
-# ---- a run -----------------------------------------------------------------------------------------------------------
 
 CHECKED = f"""
 import hashlib
@@ -138,8 +134,6 @@ def test_keys_of_secrets() -> None:
         assert masked_word(f"a.{key}=text") == f"a.{key}=text"
 
 
-# ---- references ------------------------------------------------------------------------------------------------------
-
 TEXTS = [
     before + opening + name + after
     for before in ("", "a", "\\", "\\\\", "a\\\\\\")
@@ -195,8 +189,6 @@ def test_only_references_to_the_environment_are_left(monkeypatch: pytest.MonkeyP
     OmegaConf.clear_resolver("trainwright_test_upper")
 
 
-# ---- loaded data -----------------------------------------------------------------------------------------------------
-
 CALLED: list[str] = []
 FORMS: list[Any] = [
     {"dsn": f"${{oc.env:{NAME}}}"},
@@ -243,9 +235,6 @@ def test_what_a_checkpoint_holds_is_not_interpolated(good: dict[str, bytes], tmp
     assert files_with(SECRET, tmp_path) == []
     assert CALLED == []
     OmegaConf.clear_resolver("trainwright_test_call")
-
-
-# ---- ranks on other machines -----------------------------------------------------------------------------------------
 
 
 def test_pods_must_be_given_the_variables_that_are_referred_to() -> None:

@@ -1,7 +1,5 @@
 """`trainwright checkpoint ...` as a person types it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -104,9 +102,6 @@ def test_sizes() -> None:
     assert [size_in_bytes(text) for text in ("12", "5GB", "2GiB", "1.5 kb", "3B")] == [12, 5 * 10**9, 2**31, 1500, 3]
 
 
-# ---- verify ---------------------------------------------------------------------------------------------------------
-
-
 def test_verify_a_good_one(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert output(capsys, "verify", checkpoint).startswith(f"good: {checkpoint}, step 7, 3 files")
 
@@ -133,9 +128,6 @@ def test_what_cannot_be_verified(checkpoint: str, capsys: pytest.CaptureFixture[
     assert "is one checkpoint; type inspect" in output(capsys, "list", checkpoint, code=2)
     (Path(checkpoint) / "manifest.json").unlink()
     assert "not completely written" in output(capsys, "verify", checkpoint, code=2)
-
-
-# ---- inspect --------------------------------------------------------------------------------------------------------
 
 
 def test_inspect(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,9 +168,6 @@ def test_inspect_a_damaged_list_of_tensors(checkpoint: str, capsys: pytest.Captu
     (Path(checkpoint) / "tensors.json").write_text("[]")
     assert main(["checkpoint", "inspect", checkpoint]) == 1
     assert "tensors.json (written by rank 0)" in capsys.readouterr().err
-
-
-# ---- list -----------------------------------------------------------------------------------------------------------
 
 
 def test_list_tells_newest_first_what_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,9 +219,6 @@ def test_list_a_store(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(output(capsys, "list", "memory://listed", "--deep", "--json"))
     assert [(row["step"], row["state"]) for row in rows] == [(2, "good"), (1, "good")]
     assert "step          2" in output(capsys, "inspect", rows[0]["path"])
-
-
-# ---- export and import ----------------------------------------------------------------------------------------------
 
 
 def test_export_and_import(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:

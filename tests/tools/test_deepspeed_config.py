@@ -1,7 +1,5 @@
 """A DeepSpeed JSON becomes native configuration, and every key of it is accounted for."""
 
-from __future__ import annotations
-
 import csv
 import inspect
 import json
@@ -96,9 +94,6 @@ def leaves(tree: dict[str, Any], known: dict[str, Any] = TREE, above: str = "") 
     return found
 
 
-# ---- the table ------------------------------------------------------------------------------------------------------
-
-
 def test_every_documented_key_is_known() -> None:
     assert len(DOCUMENTED) > 400
     for path in DOCUMENTED:
@@ -157,9 +152,6 @@ def test_other_keys_are_listed_without_their_values(path: str) -> None:
     assert report.no_effect == (path,)
     assert f"no effect here (off, the default, or not supported): {path}\n" in report.to_text()
     assert "do-not-show-me" not in report.to_text() + json.dumps(report.to_dict())
-
-
-# ---- whole files ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -223,9 +215,6 @@ def test_equals_the_explicit_configuration() -> None:
     assert explicit.cfg is not None
     cfg.deepspeed_json = None
     assert OmegaConf.to_container(cfg, resolve=True) == OmegaConf.to_container(explicit.cfg, resolve=True)
-
-
-# ---- keys that decide something -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -438,9 +427,6 @@ def test_what_does_not_fit_together_is_said() -> None:
     assert translated({"communication_data_type": "bf16"}, recipe=replace(GPT, world_size=1))[0].keys() == {"strategy"}
 
 
-# ---- refused --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -517,9 +503,6 @@ def test_without_a_path_nothing_is_expanded() -> None:
         not_expanded(path=None)
 
 
-# ---- the verb -------------------------------------------------------------------------------------------------------
-
-
 def test_import_writes_a_recipe_that_composes_to_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     file = FILES[0].with_name("zero1.json")
     typed = ["recipe=gpt", "devices=2", "module.warmup_steps=3", "precision=bf16-mixed"]
@@ -573,9 +556,6 @@ def test_the_verb_is_refused(words: list[str], part: str, capsys: pytest.Capture
     assert part in captured.out + captured.err
 
 
-# ---- against torch --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "known"), [*OWN.items(), *TORCH.items()], ids=lambda value: str(value)[:12])
 def test_optimizers_take_what_is_written(name: str, known: Any) -> None:
     for key in known.allowed:
@@ -599,9 +579,6 @@ def test_values_are_typed_so_that_hydra_reads_them_back(value: Any) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     assert OverridesParser.create().parse_override(f"a={hydra_value(value)}").value() == value
-
-
-# ---- a whole command ------------------------------------------------------------------------------------------------
 
 
 def test_trains_as_the_explicit_configuration_does() -> None:

@@ -1,7 +1,5 @@
 """``trainwright verify``: its arithmetic, what it finds, what it refuses and what it leaves behind."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -41,9 +39,6 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_project(tmp_path)
 
 
-# ---- options ---------------------------------------------------------------------------------------------------------
-
-
 def test_options_are_split_off() -> None:
     words = ["recipe=gpt", "verify.steps=7", "devices=2", "verify.tolerance=1e-3"]
     assert take_options(words) == (VerifyOptions(7, 1e-3), ["recipe=gpt", "devices=2"], [])
@@ -69,9 +64,6 @@ def test_impossible_options(words: list[str], precision: str, parts: list[str]) 
     text = " ".join([*problems, *options.problems(precision)])
     for part in parts:
         assert part in text
-
-
-# ---- arithmetic ------------------------------------------------------------------------------------------------------
 
 
 def test_losses() -> None:
@@ -145,9 +137,6 @@ def test_groups() -> None:
         "scale",
     ]
     assert list(groups_of(["weight"])) == ["weight"]
-
-
-# ---- records ---------------------------------------------------------------------------------------------------------
 
 
 def _record(folder: Path, samples: list[list[list[str]]], data_ranks: list[int] | None = None) -> Record:
@@ -277,9 +266,6 @@ def test_report() -> None:
     document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert (document["passed"], document["start"]["module"], document["steps"]) == (False, "layers.30", 10)
     assert document["gradients"][30]["difference"] is None  # not a number
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

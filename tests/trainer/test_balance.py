@@ -1,7 +1,5 @@
 """Who computes how much of the global batch: the arithmetic, what is decided, what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter
@@ -19,9 +17,6 @@ from trainwright.trainer.data.data_order import RankBatchSampler, Resumed
 from trainwright.trainer.data.epoch_order import EpochOrder
 
 ANY = Bounds()
-
-
-# ---- the arithmetic -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -83,9 +78,6 @@ def test_shares_hold_from_a_wave_on() -> None:
     assert [schedule.sizes(2, wave, 8) for wave in (0, 1)] == [[6, 2], [4, 4]]
 
 
-# ---- what ranks read ------------------------------------------------------------------------------------------------
-
-
 def samplers(samples: int, micro: int, ranks: int, **options: Any) -> tuple[ShareSchedule, list[RankBatchSampler]]:
     schedule = ShareSchedule(ANY)
     schedule.start([1.0] * ranks)
@@ -142,9 +134,6 @@ def test_resuming_reads_the_rest_whatever_the_shares() -> None:
     assert [sampler.drawn for sampler in resumed] == [len(resumed[0])] * 2
     read = Counter(index for mine in (*first, *rest) for batch in mine for index in batch)
     assert read == Counter(range(60))
-
-
-# ---- what may be asked for ------------------------------------------------------------------------------------------
 
 
 def test_what_balance_stands_for() -> None:

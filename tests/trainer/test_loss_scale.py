@@ -1,7 +1,5 @@
 """How the loss is scaled with precision=16-mixed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

@@ -1,7 +1,5 @@
 """Every sample of an epoch is read once, whatever layouts take turns reading it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter
@@ -148,10 +146,6 @@ def test_drop_last_leaves_out_steps_that_are_not_full():
             assert sampler.regular_waves == len(sampler)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whose sample is it
-
-
 def owners(partition: Partition, samples: int, ranks: int) -> np.ndarray:
     found = np.empty(samples, dtype=int)
     indices = np.arange(samples)
@@ -230,10 +224,6 @@ def test_repeated_indices_are_dealt_as_often_as_they_come():
         dealing = InQueues(indices, partition, 2, 1, 1, False)
         read = [i for w in range(len(dealing)) for r in range(2) if dealing.count(w, r) for i in dealing.batch(w, r)]
         assert Counter(read) == Counter(indices.tolist())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Passes and whole batches
 
 
 def sampler_of(samples: int, micro: int = 4) -> RankBatchSampler:

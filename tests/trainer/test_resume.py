@@ -1,7 +1,5 @@
 """`ckpt_path="last"` and `"auto"`: the newest checkpoint that is good, on every rank alike."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A signal that one rank gets ends all of them, at the same step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -87,9 +85,6 @@ def test_a_forked_process_can_be_terminated() -> None:
     assert not trainer.received_sigterm
 
 
-# ---- how often ranks ask each other ----------------------------------------------------------------------------------
-
-
 def distances(seconds_per_batch: float, batches: int) -> list[int]:
     """Batches between one agreement and the next, of ranks that all need so long for a batch."""
     pace, found, passed = Pace(seconds=1.0), [], 0
@@ -146,8 +141,6 @@ def test_ranks_ask_by_the_slowest(ranks, slow):
     seconds = [2.0**-5 if rank == slow else 2.0**-10 for rank in range(2)]
     assert ranks(steps_of_agreements, 2, seconds) == [[1, 5, 9, 13, 17, 21, 24]] * 2
 
-
-# ---- a process that does not end in time -----------------------------------------------------------------------------
 
 SCRIPT = """
 import os, signal, sys, time

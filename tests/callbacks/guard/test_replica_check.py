@@ -1,7 +1,5 @@
 """A flipped bit is found, named and repaired, under layouts in which ranks hold something alike."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

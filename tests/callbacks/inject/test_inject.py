@@ -1,7 +1,5 @@
 """Faults that are injected really happen, where and when they are told to."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -43,9 +41,6 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_all_hooks_of_callbacks_are_known() -> None:
     hooks = {name for name in dir(Callback) if name.startswith("on_") or name in ("setup", "teardown")}
     assert set(HOOKS) == hooks
-
-
-# ---- the process -----------------------------------------------------------------------------------------------------
 
 
 def _single(fault: Any, steps: int = 4, **options: Any) -> Steps:
@@ -224,9 +219,6 @@ def test_a_rank_that_is_not_there_is_warned_of() -> None:
         _single(inject.kill(rank=3, at_step=1), steps=1)
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
 class Gradients(Callback):
     """Names of the gradients with a NaN in them, by step, as this rank sees them before they are averaged or after."""
 
@@ -367,18 +359,13 @@ def test_one_weight_of_one_rank_changes(ranks: Any, strategy: str) -> None:
     assert list(touched.values()) == [1]
 
 
-def test_slowness_is_a_multiple_of_what_is_computed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_slowness_is_a_multiple_of_what_is_computed(monkeypatch, caplog):
     slept: list[float] = []
     clock = iter(range(1000))  # a second of processor time passes between two looks
     monkeypatch.setattr(numbers, "time", SimpleNamespace(sleep=slept.append, thread_time=lambda: float(next(clock))))
     _single(inject.slow(rank=0, factor=4, from_step=1, to_step=4), steps=6)
     assert slept == [3.0, 3.0]  # of steps 2 and 3; nothing is known of a step before the first
     assert caplog.text.count("injected on rank 0 at step 1: slow(") == 1
-
-
-# ---- the network -----------------------------------------------------------------------------------------------------
 
 
 def cut(side: list[int]) -> tuple[str, int]:
@@ -418,9 +405,6 @@ def test_only_connections_between_the_sides_are_cut(ranks: Any) -> None:
 def test_a_cut_needs_two_sides() -> None:
     with pytest.raises(ValueError, match="cuts nothing"):
         _single(inject.partition(0, at_step=1))
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def saved_with(sentence: str, arguments: dict[str, Any], **options: Any) -> str:
@@ -472,9 +456,6 @@ def test_the_checkpoint_of_any_callback_is_damaged() -> None:
     assert [verify(found.path) for found in list_checkpoints("other")] == [[]]
     fit("single", {}, *reversed(savers), inject.corrupt_checkpoint(step=6), steps=6)
     assert firings() == {"corrupt_checkpoint(step=3)": 1, "corrupt_checkpoint(step=6)": 1}
-
-
-# ---- one after the other ---------------------------------------------------------------------------------------------
 
 
 def test_the_plan_of_a_soak_depends_on_its_seed_alone() -> None:

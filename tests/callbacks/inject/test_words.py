@@ -1,7 +1,5 @@
 """Sentences that inject faults: what is understood, what is refused, and how they come into a configuration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -133,9 +131,7 @@ def _problems(conf: Path, *words: str, verb: str = "fit") -> str:
         (["inject.x=1"], "fit", ["inject.x=1"]),
     ],
 )
-def test_what_does_not_fit_a_run_is_found_before_it_starts(
-    conf: Path, words: list[str], verb: str, parts: list[str]
-) -> None:
+def test_what_does_not_fit_a_run_is_found_before_it_starts(conf, words, verb, parts):
     found = _problems(conf, *words, verb=verb)
     for part in parts:
         assert part in found

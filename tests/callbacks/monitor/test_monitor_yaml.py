@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from hydra.utils import instantiate
 from lightning.pytorch import Callback

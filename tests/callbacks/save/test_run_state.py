@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -61,9 +59,6 @@ class Weights(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *args: Any) -> None:
         self.at[trainer.global_step] = pl_module.head.weight.detach().clone()
-
-
-# ---- when -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -193,17 +188,12 @@ def test_what_others_saved_into_the_folder_stays(tmp_path: Path) -> None:
     assert holds_run_state(str(tmp_path / "mine"))
 
 
-def test_a_folder_that_may_not_be_written_is_told_of_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_may_not_be_written_is_told_of_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
     seen = Weights()
     with pytest.raises(CheckpointError, match=f"not allowed to write in {tmp_path}, .*checkpoint.*dirpath"):
         make_trainer(seen, RunStateCheckpoint(str(tmp_path / "new"))).fit(Regression(), loader(12))
     assert not seen.at
-
-
-# ---- going on -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -253,9 +243,6 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert all(key.startswith("weights/") for key in state.keys())  # noqa: SIM118
 
 
-# ---- on several ranks -----------------------------------------------------------------------------------------------
-
-
 def train_on_ranks(folder: str, options: dict[str, Any], strategy: str, plain: bool) -> tuple[str, str, list[int]]:
     saver, seen = RunStateCheckpoint(folder, **options), Weights()
     trainer = make_trainer(seen, saver, strategy=strategy, plain=plain, max_epochs=2)
@@ -303,9 +290,6 @@ def test_ranks_save_by_one_clock(ranks, tmp_path: Path, asynchronous: bool) -> N
     assert 3 <= len(steps[0]) < 60
 
 
-# ---- while training goes on -----------------------------------------------------------------------------------------
-
-
 class HoldsBack(Callback):
     """Keeps checkpoints from being written until training has gone on."""
 
@@ -340,9 +324,7 @@ class Fails(Exception):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_an_error_stops_training_or_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, on_error: Any
-) -> None:
+def test_an_error_stops_training_or_is_a_warning(tmp_path, monkeypatch, asynchronous, on_error):
     def fail(*args: Any) -> Any:
         raise CheckpointError("the disk is full")
 
@@ -450,9 +432,6 @@ def test_a_writer_that_hangs_does_not_keep_the_run_from_ending(tmp_path: Path, m
     holds.go.set()
 
 
-# ---- copies in memory -----------------------------------------------------------------------------------------------
-
-
 def copy_in_memory(folder: str) -> tuple[list[int], bool]:
     saver, seen = RunStateCheckpoint(folder, in_memory_every_n_steps=2), Weights()
     module = Regression()
@@ -466,9 +445,6 @@ def copy_in_memory(folder: str) -> tuple[list[int], bool]:
 
 def test_copies_are_kept_in_memory(ranks, tmp_path: Path) -> None:
     assert ranks(copy_in_memory, 2, str(tmp_path)) == [([4, 2], True)] * 2
-
-
-# ---- what is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

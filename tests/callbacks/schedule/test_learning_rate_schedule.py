@@ -1,7 +1,5 @@
 """Learning rates by configuration, step by step."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The slow rank is named, with the reason, under layouts in which ranks do the same work and others."""
 
-from __future__ import annotations
-
 import random
 import time
 from statistics import median

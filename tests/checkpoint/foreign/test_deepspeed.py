@@ -1,7 +1,5 @@
 """DeepSpeed's checkpoints, read without DeepSpeed."""
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints of real runs as files of other tools, read by these tools."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -43,9 +41,6 @@ def equal(one, other):
 
 def left_over(folder):
     return [name for name in os.listdir(folder) if name.startswith(".")]
-
-
-# ---- safetensors ----------------------------------------------------------------------------------------------------
 
 
 def test_safetensors_as_one_file(llama, tmp_path):
@@ -101,9 +96,6 @@ def test_a_value_that_the_dtype_cannot_hold_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"w has values that torch\.float16 cannot hold.*bfloat16"):
         export(str(tmp_path / "run.ckpt"), tmp_path / "m.pt", "torch", dtype="float16")
     assert os.listdir(tmp_path) == ["run.ckpt"]
-
-
-# ---- Hugging Face ---------------------------------------------------------------------------------------------------
 
 
 def test_from_pretrained_gives_the_same_logits(llama, tmp_path):
@@ -198,9 +190,6 @@ def test_adapters_are_refused(tmp_path):
         export(str(tmp_path / "run.ckpt"), tmp_path / "hf", "hf")
 
 
-# ---- Lightning and torch --------------------------------------------------------------------------------------------
-
-
 def test_load_from_checkpoint(llama, tmp_path):
     path, weights = llama
     file = export(path, tmp_path / "l.ckpt", "lightning")
@@ -275,9 +264,6 @@ def test_values_that_need_other_classes_become_plain_ones(tmp_path):
     assert type(found["best"]) is float
     assert torch.equal(torch.as_tensor(found["table"]), torch.arange(3))
     assert found["kept"] == {1, 2}
-
-
-# ---- all formats ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Files of other tools as checkpoints that a run goes on from."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -33,9 +31,6 @@ def equal(one, other):
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
-
-
-# ---- weights --------------------------------------------------------------------------------------------------------
 
 
 def test_a_safetensors_file(tmp_path):
@@ -126,9 +121,6 @@ def test_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
     assert held == 0
 
 
-# ---- Lightning ------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_of_lightning_goes_on(tmp_path):
     """A file of Lightning's own Trainer, imported: the losses that Lightning itself would have had."""
     trainer = pl.Trainer(**QUIET, max_steps=3, max_epochs=-1)
@@ -200,9 +192,6 @@ def test_hyper_parameters_that_are_no_values_are_left_out(tmp_path):
     with pytest.warns(UserWarning, match=r"loss \(MSELoss\) are left out"):
         path = import_checkpoint(str(tmp_path / "l.ckpt"), tmp_path / "run.ckpt", trust=True)
     assert RunState.open(str(path)).tree["hyper_parameters"] == {"width": 3}
-
-
-# ---- DeepSpeed ------------------------------------------------------------------------------------------------------
 
 
 class Trained(pl.LightningModule):
@@ -277,9 +266,6 @@ def test_a_run_of_deepspeed_goes_on(ranks, tmp_path, stage, strategy):
         torch.testing.assert_close(states[name]["exp_avg_sq"], 0.999 * moments["exp_avg_sq"])
 
 
-# ---- beginning from weights -----------------------------------------------------------------------------------------
-
-
 def begin_from(source, strategy, options):
     """Weights of a run that begins from ``source`` and does no step, on every rank."""
     trainer = make_trainer(strategy, {**options, "init_from": source}, limit_val_batches=1)
@@ -302,9 +288,6 @@ def test_every_layout_begins_from_hugging_face(ranks, tmp_path, strategy, option
         found = ranks(begin_from, 2, str(source), strategy, options)[0]
         for name, value in network.named_parameters():
             assert torch.equal(found[f"model.{name}"], value), name
-
-
-# ---- refusals -------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_there_is_kept_unless_told(tmp_path):

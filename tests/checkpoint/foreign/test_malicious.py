@@ -1,7 +1,5 @@
 """Crafted checkpoints through every door: whatever they are refused with, nothing in them runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -190,9 +188,6 @@ def test_files_of_a_web_server(tmp_path, touch, door):
             assert try_door(door, f"{address}/{name}", touch) is not None, f"{name} went through"
 
 
-# ---- folders of other tools ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("door", DOORS)
 def test_folders_of_dcp(tmp_path, touch, door):
     folder = tmp_path / "dcp"
@@ -220,9 +215,6 @@ def test_folders_of_deepspeed(tmp_path, touch, door, function):
         error = try_door(door, folder, touch)
     read = function == "exec" and door in ("import", "command import")
     assert door in LENIENT or (error is None) == read, error
-
-
-# ---- folders of ours -------------------------------------------------------------------------------------------------
 
 
 def forge(folder: Path, files: Mapping[str, bytes], about: Mapping[str, Any] | None = None) -> Path:

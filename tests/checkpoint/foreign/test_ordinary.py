@@ -1,7 +1,5 @@
 """Files of Lightning and torch: what they hold without running code, and plain words for what cannot be had so."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import os
@@ -100,9 +98,6 @@ def test_files_of_a_web_server(tmp_path):
             load_ordinary(f"{address}/none.ckpt")
 
 
-# ---- what would run code ---------------------------------------------------------------------------------------------
-
-
 def test_nothing_runs_wherever_the_file_is(tmp_path):
     touch = tmp_path / "touched"
     data = torch_file(pickles(touch)["os.system, protocol 2"])
@@ -161,9 +156,6 @@ def test_plain_values_in_a_newer_pickle(tmp_path):
     assert_value(load_ordinary(tmp_path / "x.ckpt", trust=True))
 
 
-# ---- what is no checkpoint -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "old"])
 def test_truncated_files_that_are_trusted(tmp_path, is_zip):
     data = saved_bytes(value(), _use_new_zipfile_serialization=is_zip)
@@ -192,9 +184,6 @@ def test_no_permission(tmp_path, monkeypatch):
     monkeypatch.setattr("os.open", refuse)
     with pytest.raises(CheckpointError, match=r"x\.ckpt cannot be opened: PermissionError"):
         load_ordinary(tmp_path / "x.ckpt")
-
-
-# ---- folders ---------------------------------------------------------------------------------------------------------
 
 
 def dcp_folder(path: Any) -> None:

@@ -1,7 +1,5 @@
 """Safetensors files of others, read in parts and checked before anything of them is believed."""
 
-from __future__ import annotations
-
 import json
 
 import fsspec

@@ -1,7 +1,5 @@
 """Files as torch.save writes them, without all tensors in memory."""
 
-from __future__ import annotations
-
 import io
 import weakref
 import zipfile

@@ -1,7 +1,5 @@
 """Torch files read as data: what is plain comes out whole, and nothing runs."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import random
@@ -26,9 +24,6 @@ NAMES = sorted(pickles(Path("x")))
 def touch(tmp_path):
     yield tmp_path / "touched"
     forget_extension()
-
-
-# ---- nothing runs ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,9 +114,6 @@ def test_objects_are_kept_as_records(tmp_path):
     with pytest.raises(CheckpointError, match="holds Python objects"):
         load_inert(tmp_path / "x.pt")
     assert set(torch.serialization.get_safe_globals()) == allowed
-
-
-# ---- what is plain comes out whole -----------------------------------------------------------------------------------
 
 
 def plain() -> dict[str, Any]:
@@ -246,9 +238,6 @@ def _with_pickle(saved: bytes, data: bytes) -> bytes:
         for name in old.namelist():
             new.writestr(name, data if name.endswith("data.pkl") else old.read(name))
     return written.getvalue()
-
-
-# ---- damage ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "old"])

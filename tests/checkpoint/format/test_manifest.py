@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -144,9 +142,6 @@ def test_an_unreadable_file_is_a_problem(checkpoint):
     assert problem.startswith("state.json (written by rank 0)")
 
 
-# ---- what cannot be read at all --------------------------------------------------------------------------------------
-
-
 def test_no_such_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match=r"There is no checkpoint \S*/b\. There is none in"):
         read_manifest(tmp_path / "b")
@@ -224,9 +219,6 @@ def test_bytes_that_are_no_manifest(checkpoint, data):
     (checkpoint / "manifest.json").write_bytes(data)
     with pytest.raises(DamagedCheckpoint):
         read_manifest(checkpoint)
-
-
-# ---- what is told about a checkpoint ---------------------------------------------------------------------------------
 
 
 def test_what_is_told_comes_back():

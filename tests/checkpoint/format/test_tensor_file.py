@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import json
 import struct
@@ -218,9 +216,6 @@ def test_a_closed_reader_opens_again():
     assert all(file.closed for file in opened)
 
 
-# ---- misuse ----------------------------------------------------------------------------------------------------------
-
-
 def test_tensors_come_in_the_order_of_their_entries():
     entries = [TensorEntry("a", torch.float32, (2,)), TensorEntry("b", torch.float32, (2,))]
     writer = TensorFileWriter(io.BytesIO(), entries)
@@ -247,9 +242,6 @@ def test_what_the_format_cannot_hold():
     ):
         with pytest.raises(CheckpointError, match=message):
             TensorFileWriter(io.BytesIO(), entries)
-
-
-# ---- files that are not whole ----------------------------------------------------------------------------------------
 
 
 def with_header(header, data=b""):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -242,9 +240,6 @@ def test_free_bytes(tmp_path):
     assert free_bytes("memory://x") is None
 
 
-# ---- what killed writers left ----------------------------------------------------------------------------------------
-
-
 def hide(folder, name, what, token):
     """Put a checkpoint where a writer with this token would have it."""
     os.rename(folder / name, folder / f".{name}.{what}-{token}")
@@ -397,9 +392,6 @@ def test_files_that_a_published_manifest_names_outlive_their_writer(monkeypatch)
     store.rm_file(f"{parent}/a/manifest.json")
     assert len(clean_up(parent)) == 4
     assert everything(parent) == []
-
-
-# ---- stores that break -----------------------------------------------------------------------------------------------
 
 
 class Broken(MemoryFileSystem):

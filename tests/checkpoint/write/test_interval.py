@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from trainwright.checkpoint.write.interval import AutoInterval, TimedSteps, young_daly

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import os
 import shutil
@@ -76,9 +74,6 @@ def test_what_stays_is_what_was_asked_for(steps, last, every):
 def test_options_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         Retention(**options)
-
-
-# ---- deleting --------------------------------------------------------------------------------------------------------
 
 
 def test_older_ones_are_deleted(tmp_path):

@@ -1,7 +1,5 @@
 """Checkpoints of many ranks, of which no rank writes or reads what is said of all: here 'many' is two and more."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -166,9 +164,6 @@ def test_what_all_hold_is_told_beside_what_few_do(ranks: Any, tmp_path: Path) ->
     assert state.read("w").tolist() == [0, 1, 2, 3]
 
 
-# ---- damage ---------------------------------------------------------------------------------------------------------
-
-
 def named(problems: list[str], file: str) -> None:
     assert [problem.partition(" (")[0] for problem in problems] == [file], problems
     assert f"written by rank {WRITER[file]}" in problems[0]
@@ -283,9 +278,6 @@ def test_manifests_that_say_nothing_usable(more: dict[str, Any]) -> None:
         records.Manifest.from_bytes(data)
 
 
-# ---- when something goes wrong --------------------------------------------------------------------------------------
-
-
 def fail_at(path: str, bad: int, file: str) -> str:
     members = group()
     write(content_of(1), path, members)
@@ -355,9 +347,6 @@ def test_ranks_that_share_no_folder(ranks: Any, tmp_path: Path, bad: int) -> Non
     assert not (tmp_path / "x").exists()
 
 
-# ---- stores without renaming ----------------------------------------------------------------------------------------
-
-
 class Shared(LocalFileSystem):
     """A store that several processes see."""
 
@@ -403,9 +392,6 @@ def test_one_takes_the_place_of_another(tmp_path: Path, place: str) -> None:
         assert len(Folder(f"{parent}/x").names()) == read_manifest(path).num_files + 1
     remove(f"{parent}/x")
     assert newest_good([parent]) == (None, [])
-
-
-# ---- how much is where ----------------------------------------------------------------------------------------------
 
 
 def kin(ranks: int, kins: int, length: int) -> Kin:
@@ -465,9 +451,6 @@ def test_kin_that_say_little_have_one_file_together(ranks: Any, tmp_path: Path) 
     assert RunState.open(str(tmp_path / "x")).read("a").tolist() == [1, 1]
 
 
-# ---- as users meet them ---------------------------------------------------------------------------------------------
-
-
 def fit_divided(strategy: str, options: dict[str, Any], folder: str) -> tuple[Any, ...]:
     with many():
         return fit_and_go_on(strategy, options, folder, 3)
@@ -506,9 +489,7 @@ def fit_and_keep_two(folder: str) -> None:
         trainer_of("zero2", {}, max_steps=4, callbacks=[saver], enable_checkpointing=True).fit(Net(), data(2))
 
 
-def test_saved_beside_training_listed_and_exported(
-    ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_saved_beside_training_listed_and_exported(ranks, tmp_path, capsys):
     ranks(fit_and_keep_two, 3, str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=3", "step=4"]
     newest = tmp_path / "step=4"

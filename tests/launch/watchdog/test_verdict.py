@@ -1,7 +1,5 @@
 """Who is to blame, from what is known of each rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trainwright.core.run import phases

@@ -1,7 +1,5 @@
 """The parts of the watchdog: boxes, limits, answers, stacks, calls, and the monitor that puts them together."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -33,8 +31,6 @@ from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.monitor import VARIABLE, HangMonitor
 from trainwright.launch.watchdog.report import waits
 from trainwright.launch.watchdog.report.stacks import Frame, Thread, crash_in, own_threads, place_of
-
-# ---- boxes -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_rank_writes_is_read(tmp_path: Path) -> None:
@@ -72,9 +68,6 @@ def test_times_of_the_first_steps_are_not_learned(tmp_path: Path) -> None:
     assert boxes.read(0).phase == OTHER
     box.close()
     boxes.close()
-
-
-# ---- limits ----------------------------------------------------------------------------------------------------------
 
 
 def _progress(**values: Any) -> Progress:
@@ -120,9 +113,6 @@ def test_impossible_limits_of_the_callback_are_refused() -> None:
         Watchdog(safety_factor=0.5)
     with pytest.raises(ValueError, match="floor_seconds=0: must be"):
         Watchdog(floor_seconds=0)
-
-
-# ---- stacks ----------------------------------------------------------------------------------------------------------
 
 
 def _acquire(lock: Any) -> None:
@@ -218,8 +208,6 @@ def test_the_thread_in_which_backward_runs_the_users_hooks_is_the_one_that_acts(
     assert waits.acting_thread((main, other)) is main
 
 
-# ---- crashes ---------------------------------------------------------------------------------------------------------
-
 CRASH = """Thread 0x1 (most recent call first):
   File "/me/train.py", line 9 in asked_for_earlier
 
@@ -241,9 +229,6 @@ def test_the_users_line_of_a_crash_is_found() -> None:
     assert place_of(crash) == "Aborted (on_train_batch_end at train.py:7)"
     assert "Extension" not in crash
     assert crash_in("Thread 0x1 (most recent call first):") is None
-
-
-# ---- answers ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_answers_until_it_stops(tmp_path: Path) -> None:
@@ -275,9 +260,6 @@ def test_an_answer_survives_being_written() -> None:
     assert answer.groups == {}
 
 
-# ---- calls -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("sizes", "kinds", "text"),
     [
@@ -303,9 +285,6 @@ def names_of_groups() -> dict[str, tuple[int, ...]]:
 
 def test_groups_are_named(ranks: Any) -> None:
     assert ranks(names_of_groups, 2) == [{"all ranks": (0, 1), "replicate": (0, 1)}] * 2
-
-
-# ---- the callback ----------------------------------------------------------------------------------------------------
 
 
 class Line(pl.LightningModule):
@@ -352,9 +331,6 @@ def test_a_run_tells_what_it_does(kind: Any, tmp_path: Path, monkeypatch: pytest
     assert "trainwright-watchdog" not in [thread.name for thread in threading.enumerate()]
     assert (os.environ["TORCH_FR_BUFFER_SIZE"], os.environ["TORCH_FR_DUMP_TEMP_FILE"]) == ("10", "mine")
     watcher.close()
-
-
-# ---- the monitor -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

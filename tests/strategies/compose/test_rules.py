@@ -1,7 +1,5 @@
 """Options of a layout that contradict each other, or that nothing would read, are refused before there is a module."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys
@@ -124,9 +122,6 @@ def test_batchnorm_and_optimizers():
     assert optimizer_problem(Layout(replicate=2), "LBFGS") is None
     assert optimizer_problem(Layout(tensor=2), "Adafactor") is None
     assert "LBFGS with pipeline=2 tensor=2" in str(optimizer_problem(Layout(tensor=2, pipeline=2), "LBFGS"))
-
-
-# ---- on ranks -----------------------------------------------------------------------------------------------------
 
 
 class _Manual(pl.LightningModule):

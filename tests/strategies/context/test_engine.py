@@ -1,7 +1,5 @@
 """Whole models whose sequences are split over the ranks of a group, against one process."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collectives with a backward: values, gradients and gradients of gradients against the same maps on one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

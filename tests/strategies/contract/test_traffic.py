@@ -1,7 +1,5 @@
 """Collectives of an optimizer step, counted, equal theory; the loop adds none of its own."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import ExitStack
 from typing import Any

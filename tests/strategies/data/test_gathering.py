@@ -1,7 +1,5 @@
 """Blocks gathered ahead: as many as asked for, with the same numbers."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Experts spread over ranks compute what one process computes: outputs and every gradient."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What local updates cannot do, refused with what to type instead: when composed, and by the constructors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl
@@ -43,9 +41,7 @@ REFUSED: list[tuple[list[str], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("overrides", "parts"), REFUSED, ids=lambda value: " ".join(value) if value else None)
-def test_what_is_impossible_is_refused_when_composed(
-    tmp_path: Any, overrides: list[str], parts: tuple[str, ...]
-) -> None:
+def test_what_is_impossible_is_refused_when_composed(tmp_path, overrides, parts):
     cfg = compose("gpt", ["devices=2", "accelerator=cpu", f"run_dir={tmp_path}", *overrides])
     problems = validate(cfg, Surroundings())
     assert any(all(part in problem for part in parts) for problem in problems), problems
@@ -59,9 +55,7 @@ def test_what_fits_is_not_refused(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "option"), [("bf16", {}), ("topk", {"ratio": 0.01}), ("powersgd", {"rank": 4})])
-def test_the_group_compression_says_how_outer_gradients_are_sent(
-    tmp_path: Any, name: str, option: dict[str, Any]
-) -> None:
+def test_the_group_compression_says_how_outer_gradients_are_sent(tmp_path, name, option):
     overrides = ["devices=2", "accelerator=cpu", f"run_dir={tmp_path}", "strategy=diloco", f"compression={name}"]
     cfg = compose("gpt", overrides)
     assert validate(cfg, Surroundings()) == []

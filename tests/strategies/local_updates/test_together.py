@@ -1,7 +1,5 @@
 """What is sent, running statistics, mixed precision and what watches replicas, under local updates."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

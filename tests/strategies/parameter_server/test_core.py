@@ -1,7 +1,5 @@
 """Servers and workers as they are, without Lightning."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Workers that are killed, and others that take their place; real processes, without Lightning."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """``strategy=hybrid`` with tables on parameter servers, against DDP."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from typing import Any

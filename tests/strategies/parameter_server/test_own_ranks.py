@@ -1,7 +1,5 @@
 """Servers on ranks of their own: the others compute what they would compute without them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

@@ -1,7 +1,5 @@
 """``ParameterServerStrategy`` in the Trainer, against DDP."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Blocks dealt out to stages, what each rank owns, and errors that say what to type."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Evaluation under a pipeline: every rank sees what one process would."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

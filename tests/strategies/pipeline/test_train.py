@@ -1,7 +1,5 @@
 """Training through the stages of a pipeline equals one process."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Blocks of a model: found, named, checkpointed, compiled."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

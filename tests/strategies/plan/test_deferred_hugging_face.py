@@ -1,7 +1,5 @@
 """Initial weights of Hugging Face models that are built without memory."""
 
-from __future__ import annotations
-
 import lightning.pytorch as pl
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Plans of models: where they can be cut, by configuration, by what the model says, by structure."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

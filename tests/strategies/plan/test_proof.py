@@ -1,7 +1,5 @@
 """Plans that are proven: what computes the same when it is split is split, whatever its names, and nothing else is."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

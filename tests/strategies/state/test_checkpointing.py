@@ -1,7 +1,5 @@
 """Checkpoints as users meet them: ModelCheckpoint, Trainer(ckpt_path=...), save_checkpoint, load_from_checkpoint."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -76,9 +74,6 @@ def saved(path: Path, module: pl.LightningModule | None = None, batch_size: int 
     return trainer
 
 
-# ---- what is in it --------------------------------------------------------------------------------------------------
-
-
 def test_what_a_checkpoint_holds(tmp_path):
     trainer = saved(tmp_path / "x.ckpt")
     state = RunState.open(str(tmp_path / "x.ckpt"))
@@ -149,9 +144,6 @@ def test_a_rank_reads_only_what_it_keeps(ranks, tmp_path):
     total = sum(box_bytes(state, key, state.shape(key)) for key in state.stored if not key.startswith("rank/"))
     for count in ranks(read_on_two, 2, str(tmp_path / "x.ckpt")):
         assert count < 0.62 * total
-
-
-# ---- going on -------------------------------------------------------------------------------------------------------
 
 
 def fit_and_go_on(strategy: str, options: dict[str, Any], folder: str, step: int) -> tuple[Any, ...]:
@@ -256,9 +248,6 @@ def test_hooks_of_load_state_dict_are_heard(tmp_path):
     assert module.scale.item() == pytest.approx(trainer.lightning_module.scale.item() + 1)
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
-
-
 class Other(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -359,9 +348,6 @@ def test_a_callback_that_holds_no_plain_data_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="callbacks/Holds/why is a builtins.object"):
         trainer.save_checkpoint(tmp_path / "x.ckpt")
     assert list(tmp_path.glob("*.ckpt")) == []
-
-
-# ---- in Lightning's own Trainer -------------------------------------------------------------------------------------
 
 
 def test_in_a_plain_trainer(tmp_path):

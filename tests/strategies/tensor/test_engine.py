@@ -1,7 +1,5 @@
 """Split modules against the same modules whole: outputs, gradients, random numbers, traffic, refusals."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -102,10 +100,6 @@ def floats(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One style at a time
-
-
 def styles() -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
     found = {}
@@ -150,10 +144,6 @@ def test_each_style_computes_what_the_whole_module_does(ranks, world_size):
     for found in ranks(styles, world_size, timeout=60):
         for style, values in found.items():
             assert max(values.values()) < TOLERANCE, (style, values)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Blocks
 
 
 class Stack(nn.Module):
@@ -347,10 +337,6 @@ def test_gpt2_with_its_packed_transposed_projections(ranks, world_size, sequence
         assert max(values.values()) < TOLERANCE, values
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whole parameters beside split ones
-
-
 class NormedHeads(nn.Module):
     """A feed-forward with its own norm and residual, and heads with a norm of each: who of them needs a sum?"""
 
@@ -383,10 +369,6 @@ def test_whole_parameters_beside_split_ones_are_summed_where_they_must(ranks):
         assert max(values.values()) < TOLERANCE, values
         assert {"blocks.1.norm.weight", "blocks.0.down.bias", "blocks.0.head_norm.bias"} < summed
         assert "last.weight" not in summed
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Traffic
 
 
 def traffic(sequence: bool) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
@@ -425,10 +407,6 @@ def test_what_travels_is_what_theory_says(ranks, sequence):
         assert sorted(backward) == sorted(pair * 4 + [("gather", n)])
     else:
         assert forward == backward == [("all-reduce", n)] * 4  # query, key and value share one in backward
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Split logits
 
 
 def loss_of(module: nn.Module, ids: Tensor, how: str) -> dict[str, Tensor]:
@@ -501,10 +479,6 @@ def test_split_logits_send_three_numbers_a_sample_and_refuse_what_they_cannot(ra
     assert sent == [16, 32]  # the largest; then the normalizer and the target's logit
     assert "softmax" in texts[0]
     assert plain, "evaluation gets whole logits"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Random numbers
 
 
 class Dropping(nn.Module):
@@ -587,10 +561,6 @@ def test_what_draws_is_found():
     assert not inner.is_inside
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Refusals
-
-
 def problems(module: nn.Module, plan: ModelPlan, size: int, **options: bool) -> str:
     given = {"sequence_parallel": False, "loss_parallel": False} | options
     return " | ".join(validate_tensor(module, plan, size, **given))
@@ -650,10 +620,6 @@ def test_attention_that_is_left_whole_is_refused_where_the_sequence_is_sliced():
     assert make_plan(gpt(), said, tensor_size=2).tensor
     with pytest.raises(ValueError, match=r"blocks\.\*\.attention does not compute the same on a slice of the sequence"):
         make_plan(gpt(), said, tensor_size=2, sequence_parallel=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Compiled blocks
 
 
 def compiled_differences(sequence: bool) -> tuple[float, float]:

@@ -1,7 +1,5 @@
 """Findings of machines with problems: each finding is provoked by facts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -68,9 +66,6 @@ def states(findings: Sequence[Finding]) -> set[str]:
     return {finding.state for finding in findings}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Machine
-
 MACHINE = MachineFacts(cores=8, quota=None, memory=64 * GIB, available=60 * GIB)
 
 
@@ -120,9 +115,6 @@ def test_what_does_not_answer_has_an_end():
         within(5.0, lambda: 1 / 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Devices
-
 H100 = Gpu(0, "NVIDIA H100", 80 * GIB)
 GPUS = DeviceFacts(gpus=[H100, replace(H100, index=1)], files=2, usable=2, built_for="12.8")
 TWO = Demand(2, on_gpu=True)
@@ -156,9 +148,6 @@ def test_lines_of_nvidia_smi():
     assert (first.index, first.memory, first.used, first.uncorrected) == (0, 81559 * 2**20, 4 * 2**20, 2)
     assert (second.name, second.uncorrected) == ("NVIDIA L4", 0)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Libraries and environment
 
 REQUIREMENTS = ["torch<2.14,>=2.11", "lightning<2.7,>=2.6.4", 'transformers<6,>=5.20; extra == "huggingface"']
 INSTALLED = {"torch": "2.13.0+cpu", "lightning": "2.6.6", "numpy": "2.4.6"}
@@ -202,9 +191,6 @@ def test_versions_of_two_machines():
     assert states(judge_same({"a": INSTALLED, "b": INSTALLED})) == {OK}
     assert judge_same({"a": INSTALLED}) == []
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Network
 
 ETH = Interface("eth0", True, False, "10.0.0.2", 12.5e9)
 LOOPBACK = Interface("lo", True, True, "127.0.0.1")
@@ -320,10 +306,6 @@ def test_every_pair_meets_once_and_nobody_twice_in_a_round(ranks):
         assert len(taking_part) == len(set(taking_part))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Clocks
-
-
 def test_clocks():
     hosts = ["a", "a", "b", "b"]
     assert states(judge_clocks([Offset(1, 1e-5, 1e-5), Offset(2, 0.06, 0.02)], hosts)) == {OK}
@@ -332,9 +314,6 @@ def test_clocks():
     assert "clock of b is 500.0 ms behind that of a" in late.found
     assert only(judge_clocks([Offset(2, 3600.0, 1e-3)], hosts), "clock").state == ERROR
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Folders
 
 FOLDER = FolderFacts("runs", "/data", 100 * GIB, 0.5, "ext4")
 
@@ -380,9 +359,6 @@ def test_shared_memory():
     assert "--shm-size=2g" in found.todo
     assert judge_shared_memory(*docker, Demand(2, on_gpu=True)).state == WARNING
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# All together
 
 CORES = ok("machine", "cores", "8 cores")
 FULL = warning("folders", "run directory", "1 GiB free", "10 GiB", "free some")

@@ -1,7 +1,5 @@
 """Ranks that look at each other for real, and the commands that start them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -138,10 +136,6 @@ def test_most_ranks_are_measured_in_part():
     rounds = of_ranks.rounds_of_pairs(1000)
     assert len(rounds) == of_ranks._MOST_ROUNDS
     assert len({pair for pairs in rounds for pair in pairs}) == 64 * 500
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Commands
 
 
 def test_the_command_looks_at_this_machine(tmp_path: Path):

@@ -1,7 +1,5 @@
 """The page says what the files say, and lets nothing in them act."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib
@@ -261,10 +259,6 @@ def test_a_browser_has_nothing_to_complain_of(tmp_path):
             assert [width > 100 for width in tab.run(drawn)] == [True, True, True, True, False]  # one value is a dot
         assert backgrounds == ["rgb(251, 251, 249)", "rgb(20, 22, 26)"]
         assert tab.console() == []
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command, and the end of a run
 
 
 def test_the_command_writes_the_page(tmp_path, capsys):

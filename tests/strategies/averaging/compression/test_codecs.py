@@ -1,7 +1,5 @@
 """Codecs: what is lost, and how many bytes are written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Replicas that are themselves cut, bytes as the kernel counts them, loss scales, and what is refused at the start."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every name gives a compressor; what cannot be had is refused with what to type."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
