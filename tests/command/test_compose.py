@@ -4,7 +4,7 @@ import importlib
 import os
 import socket
 import sys
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -23,32 +23,11 @@ from trainwright.core.problems import ConfigError
 from trainwright.core.processes import machine
 from trainwright.core.run import run_directory
 from trainwright.core.run.launcher import Launcher
-from trainwright.core.run.run_directory import (
-    default_run_dir,
-    read_config,
-    write_config,
-)
-from trainwright.launch import schema as schema
+from trainwright.core.run.run_directory import default_run_dir, read_config, write_config
+from trainwright.launch import schema
 from trainwright.strategies.compose import world
 
-SCHEMAS = [
-    schema.RunConfig,
-    schema.SingleConfig,
-    schema.DDPConfig,
-    schema.ZeroConfig,
-    schema.AccumulationConfig,
-    schema.FixedAccumulationConfig,
-    schema.BalanceConfig,
-    schema.CompressionConfig,
-    schema.Int8CompressionConfig,
-    schema.TopKCompressionConfig,
-    schema.PowerSGDCompressionConfig,
-    schema.OneBitCompressionConfig,
-    schema.DeepSpeedJSONConfig,
-    schema.LaunchConfig,
-    schema.LossScaleConfig,
-    schema.TrainerConfig,
-]
+SCHEMAS = [each for each in vars(schema).values() if isinstance(each, type) and is_dataclass(each)]
 
 
 def mine(conf: Path, *overrides: str) -> DictConfig:
@@ -64,11 +43,12 @@ def problems(conf: Path, *overrides: str, verb: str = "fit", launcher: Launcher 
     return found
 
 
+RECIPE_OF_ZER3 = "# @package _global_\ndefaults:\n  - override /strategy: zer3\nname: other\n"
 # Groups that belong to a recipe.
 RECIPE_WITH = {"model": "hf_causal_lm"}
 
 
-def test_every_choice_of_every_group_composes() -> None:
+def test_every_choice_of_every_group_composes_and_says_in_a_line_what_it_is() -> None:
     loader = config_loader()
     choices = {group: choices_of(loader, group) for group in group_names(loader)}
     for recipe in choices.pop("recipe"):
@@ -81,38 +61,17 @@ def test_every_choice_of_every_group_composes() -> None:
         chosen = {group: found[number % len(found)] for group, found in choices.items() if found}
         cfg = compose("gpt", [f"{group}={choice}" for group, choice in chosen.items()])
         assert OmegaConf.get_type(cfg) is schema.RunConfig, chosen
-
-
-def test_every_choice_says_in_a_line_what_it_is() -> None:
-    loader = config_loader()
     for group in group_names(loader):
         for choice in choices_of(loader, group):
             assert len(description_of(loader, group, choice)) > 10, f"{group}/{choice}.yaml needs a first comment line"
 
 
 def test_every_field_says_what_it_is() -> None:
+    grouped = set(group_names(config_loader()))
     for cls in SCHEMAS:
         comments = field_comments(cls)
-        groups = {
-            "accumulation",
-            "balance",
-            "checkpoint",
-            "compression",
-            "monitor",
-            "guard",
-            "logger",
-            "launch",
-            "preemption",
-            "trainer",
-        }
-        grouped = {*groups, "optimizer"}
         silent = {item.name for item in fields(cls)} - comments.keys() - {"_target_"} - grouped
         assert not silent, f"{cls.__name__}: {silent}"
-
-
-def test_composing_leaves_hydra_of_the_caller_alone(conf: Path) -> None:
-    mine(conf)
-    assert not GlobalHydra.instance().is_initialized()
 
 
 def test_a_recipe_outside_the_package(conf: Path) -> None:
@@ -122,6 +81,7 @@ def test_a_recipe_outside_the_package(conf: Path) -> None:
     assert (cfg.module.hidden, cfg.module.extra) == (16, 1)
     assert cfg.data.batch_size == cfg.micro_batch_size == 4
     assert problems(conf, "strategy=zero3", "devices=2") == []
+    assert not GlobalHydra.instance().is_initialized()  # the caller's
 
 
 def test_a_model_may_be_named_by_its_size() -> None:
@@ -130,9 +90,9 @@ def test_a_model_may_be_named_by_its_size() -> None:
     assert by_model != compose("llama_3d")
 
 
-@pytest.mark.parametrize("precision", ["32", "bf16-mixed", "bf16-true", "16-mixed"])
-def test_precision_is_chosen_by_its_name(conf: Path, precision: str) -> None:
-    assert mine(conf, f"precision={precision}").precision == precision
+def test_precision_is_chosen_by_its_name(conf: Path) -> None:
+    for precision in ("32", "bf16-mixed", "bf16-true", "16-mixed"):
+        assert mine(conf, f"precision={precision}").precision == precision
 
 
 @pytest.mark.parametrize(
@@ -219,16 +179,13 @@ def test_what_is_wrong_is_said_with_what_is_allowed(conf: Path, overrides: list[
     assert "Config search path" not in found[0]
 
 
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [
-        ("  - override /launch: multinode\n", "launch=multinode was removed; start torchrun on each host"),
-        (
-            "  - override /launch: kubernetes\nlaunch: {job: jobset}\n",
-            "launch.job was removed: every job is a TrainJob",
-        ),
-    ],
-)
+OLD = {
+    "  - override /launch: multinode\n": "launch=multinode was removed; start torchrun on each host",
+    "  - override /launch: kubernetes\nlaunch: {job: jobset}\n": "launch.job was removed: every job is a TrainJob",
+}
+
+
+@pytest.mark.parametrize(("lines", "said"), OLD.items())
 def test_a_recipe_with_what_was_removed_is_told_what_to_type(conf: Path, lines: str, said: str) -> None:
     head = "# @package _global_\ndefaults:\n  - mine\n"
     (conf / "recipe/old.yaml").write_text(head + lines.replace("\nlaunch", "\n  - _self_\nlaunch"), encoding="utf-8")
@@ -237,27 +194,15 @@ def test_a_recipe_with_what_was_removed_is_told_what_to_type(conf: Path, lines: 
 
 
 def test_all_problems_at_once(conf: Path) -> None:
-    found = problems(
-        conf,
-        "strategy=zer3",
-        "strategy.shard=3",
-        "devices=2",
-        "max_stepz=-1",
-        "global_batch_size=7",
-        "launch.port=0",
-        "ckpt_path=nowhere",
-        "module._target_=nowhere.A",
-    )
+    typed = ("strategy=zer3", "strategy.shard=3", "devices=2", "max_stepz=-1", "global_batch_size=7", "launch.port=0")
+    found = problems(conf, *typed, "ckpt_path=nowhere", "module._target_=nowhere.A")
     text = "\n".join(found)
     # The misspelt strategy is checked as the one that was probably meant.
     for part in ("zer3", "max_stepz", "max_steps=-1", "shard=3", "launch.port=0", "nowhere", "nowhere.A"):
         assert part in text
     assert str(ConfigError(found)).startswith(f"nothing was started, because of {len(found)} problems:\n  1. ")
-
-
-def test_problems_hidden_behind_a_missing_value_are_said_too(conf: Path) -> None:
-    found = problems(conf, "accumulation=fixed", "devices=2", "ckpt_path=nowhere")
-    assert len(found) == 3
+    # Also what is hidden behind a missing value.
+    assert len(problems(conf, "accumulation=fixed", "devices=2", "ckpt_path=nowhere")) == 3
 
 
 def test_nothing_is_guessed_where_nothing_is_near(conf: Path) -> None:
@@ -348,16 +293,13 @@ def test_functions_of_a_recipe_look_at_the_configuration(conf: Path, tmp_path: P
 
 def test_recipe_with_a_key_that_is_not_there(conf: Path) -> None:
     (conf / "recipe/typo.yaml").write_text(RECIPE + "max_stepz: 3\n")
-    with pytest.raises(
-        ConfigError, match=r"in recipe/typo.yaml: there is no key 'max_stepz'; did you mean max_steps\?"
-    ):
+    said = r"in recipe/typo.yaml: there is no key 'max_stepz'; did you mean max_steps\?"
+    with pytest.raises(ConfigError, match=said):
         compose("typo", config_dir=conf)
     (conf / "recipe/broken.yaml").write_text("# @package _global_\nname: [\n")
     with pytest.raises(ConfigError, match="cannot be composed"):
         compose("broken", config_dir=conf)
-    (conf / "recipe/other.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - override /strategy: zer3\nname: other\n"
-    )
+    (conf / "recipe/other.yaml").write_text(RECIPE_OF_ZER3)
     with pytest.raises(ConfigError, match="zer3"):
         compose("other", config_dir=conf)
     (conf / "recipe/empty.yaml").write_text("# @package _global_\nname: empty\nmax_steps: 1\n")
@@ -365,22 +307,12 @@ def test_recipe_with_a_key_that_is_not_there(conf: Path) -> None:
     assert "module: names no class" in found
 
 
-def test_config_dir_that_is_not_there(tmp_path: Path) -> None:
+def test_config_dir_that_is_not_there_or_has_a_file_that_ours_would_hide(conf: Path) -> None:
     with pytest.raises(ConfigError, match="--config-dir nowhere: there is no such folder"):
         compose("mine", config_dir="nowhere")
-
-
-def test_own_file_that_ours_would_hide(conf: Path) -> None:
     (conf / "recipe/gpt.yaml").write_text(RECIPE)
     with pytest.raises(ConfigError, match="recipe/gpt.yaml has the name of a file of trainwright"):
         compose("gpt", config_dir=conf)
-
-
-def test_own_group_and_strategy(conf: Path) -> None:
-    (conf / "strategy").mkdir()
-    (conf / "strategy/mine.yaml").write_text("_target_: my_module.MyStrategy\nnodes_per_pod: 4\n")
-    cfg = mine(conf, "strategy=mine", "strategy.nodes_per_pod=8")
-    assert cfg.strategy.nodes_per_pod == 8
 
 
 def test_own_strategy_that_builds_on_ours(conf: Path, tmp_path: Path) -> None:
@@ -389,9 +321,8 @@ def test_own_strategy_that_builds_on_ours(conf: Path, tmp_path: Path) -> None:
     (tmp_path / "my_strategies/base.py").write_text(
         "import trainwright as tw\nfrom torch import nn\nclass Base(Mixin, tw.DDPStrategy): ...\n"
     )
-    (tmp_path / "my_strategies/own.py").write_text(
-        "from .base import Base as Near\nclass Own(Near): ...\nclass Other: ...\n"
-    )
+    own = "from .base import Base as Near\nclass Own(Near): ...\nclass Other: ...\n"
+    (tmp_path / "my_strategies/own.py").write_text(own)
     importlib.invalidate_caches()  # folders that change within a tick of the clock look unchanged
     assert "trainwright.strategies.data.ddp.DDPStrategy" in lineage("my_strategies.own.Own")
     assert list(lineage("my_strategies.own.Other")) == ["my_strategies.own.Other"]
@@ -401,6 +332,8 @@ def test_own_strategy_that_builds_on_ours(conf: Path, tmp_path: Path) -> None:
     (conf / "strategy/own.yaml").write_text("_target_: my_strategies.own.Own\n")
     (conf / "strategy/other.yaml").write_text("_target_: my_strategies.own.Other\n")
     assert world.layout_of(mine(conf, "strategy=own").strategy) == Layout(replicate=-1)
+    (conf / "strategy/far.yaml").write_text("_target_: my_module.MyStrategy\nnodes_per_pod: 4\n")
+    assert mine(conf, "strategy=far", "strategy.nodes_per_pod=8").strategy.nodes_per_pod == 8
     assert problems(conf, "strategy=own", *replicas) == []
     # Nobody knows whether there are replicas, so it must not be taken for a restart without a word.
     [found] = problems(conf, "strategy=other", *replicas)
@@ -428,9 +361,8 @@ def test_targets_are_found_without_importing_them(tmp_path: Path, monkeypatch: p
     (package / "models.py").write_text("class Model:\n    pass\n")
     assert problem_of_target("module", "loud.models.Model") is None
     assert problem_of_target("module", "loud.models.Model.build") is None
-    assert "did you mean loud.models.Model? it defines: loud.models.Model" in str(
-        problem_of_target("module", "loud.models.Modle")
-    )
+    misspelt = problem_of_target("module", "loud.models.Modle")
+    assert "did you mean loud.models.Model? it defines: loud.models.Model" in str(misspelt)
     moved = problem_of_target("strategy", "trainwright.strategies.zero.ZeroStrategy")
     assert str(moved).endswith("type strategy._target_=trainwright.strategies.data.zero.ZeroStrategy")
     assert problem_of_target("optimizer", "torch.optim.AdamW") is None
@@ -504,12 +436,8 @@ def test_ckpt_path_last(conf: Path) -> None:
 
 def test_sweep_is_every_combination(conf: Path) -> None:
     jobs = expand(["recipe=mine", "strategy=ddp,zero3", "seed=range(0,2)"], conf)
-    assert [job.directory_name for job in jobs] == [
-        "0_strategy=ddp,seed=0",
-        "1_strategy=ddp,seed=1",
-        "2_strategy=zero3,seed=0",
-        "3_strategy=zero3,seed=1",
-    ]
+    chosen = [(strategy, seed) for strategy in ("ddp", "zero3") for seed in (0, 1)]
+    assert [job.directory_name for job in jobs] == [f"{i}_strategy={a},seed={b}" for i, (a, b) in enumerate(chosen)]
     assert [job.overrides[0] for job in jobs] == ["recipe=mine"] * 4
     [one] = expand(["recipe=mine"], conf)
     assert one.directory_name == "0"
