@@ -69,17 +69,14 @@ def test_sizes_that_cannot_fit_are_not_tried() -> None:
     assert probe.Probed(1, False).next_of(()) is None
 
 
-@pytest.mark.parametrize(
-    ("failure", "exit_code", "fits"),
-    [
-        (("OutOfMemoryError", "CUDA out of memory"), 1, False),
-        (("RuntimeError", "DefaultCPUAllocator: can't allocate memory"), 1, False),
-        (("MemoryError", ""), 1, False),
-        (None, -9, False),
-        (("ValueError", "boom"), 1, None),
-        (None, -11, None),
-    ],
-)
+@pytest.mark.parametrize(("failure", "exit_code", "fits"), [
+    (("OutOfMemoryError", "CUDA out of memory"), 1, False),
+    (("RuntimeError", "DefaultCPUAllocator: can't allocate memory"), 1, False),
+    (("MemoryError", ""), 1, False),
+    (None, -9, False),
+    (("ValueError", "boom"), 1, None),
+    (None, -11, None),
+])  # fmt: skip
 def test_why_a_rank_ended(failure: tuple[str, str] | None, exit_code: int, fits: bool | None) -> None:
     said = None if failure is None else Failure(1, *failure, time_ns=0)
     assert probe._failed(8, RankError("", 1, exit_code, said)).fits is fits

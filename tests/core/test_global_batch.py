@@ -16,19 +16,16 @@ def test_accumulation_follows():
     assert GlobalBatch(8, 4, 2).size == 64
 
 
-@pytest.mark.parametrize(
-    ("size", "micro", "ranks", "told"),
-    [
-        (
-            20,
-            8,
-            2,
-            "Nearest possible: global_batch_size=16 or 32. Or keep it and set micro_batch_size=1 or 2 or 5 or 10",
-        ),
-        (8, 8, 2, "Nearest possible: global_batch_size=16. Or keep it and set micro_batch_size=1 or 2 or 4"),
-        (9, 2, 2, "Nearest possible: global_batch_size=8 or 12."),
-    ],
-)
+@pytest.mark.parametrize(("size", "micro", "ranks", "told"), [
+    (
+        20,
+        8,
+        2,
+        "Nearest possible: global_batch_size=16 or 32. Or keep it and set micro_batch_size=1 or 2 or 5 or 10",
+    ),
+    (8, 8, 2, "Nearest possible: global_batch_size=16. Or keep it and set micro_batch_size=1 or 2 or 4"),
+    (9, 2, 2, "Nearest possible: global_batch_size=8 or 12."),
+])  # fmt: skip
 def test_an_impossible_size_is_refused_with_the_nearest(size, micro, ranks, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         solve_accumulation(size, micro, ranks)

@@ -63,15 +63,12 @@ def test_an_unknown_name_is_answered_with_the_nearest():
         make_strategy("zeor3")
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"stage": 4}, r"stage=4 \(allowed: 1, 2, 3\)"),
-        ({"stage": 2, "offload": "parameters"}, "allowed with stage 3; use offload='optimizer'"),
-        ({"stage": 2, "offload": "disk"}, "allowed: 'none', 'optimizer', 'parameters'"),
-        ({"activation_checkpointing": "selective"}, "checkpoint_modules="),
-    ],
-)
+@pytest.mark.parametrize(("options", "told"), [
+    ({"stage": 4}, r"stage=4 \(allowed: 1, 2, 3\)"),
+    ({"stage": 2, "offload": "parameters"}, "allowed with stage 3; use offload='optimizer'"),
+    ({"stage": 2, "offload": "disk"}, "allowed: 'none', 'optimizer', 'parameters'"),
+    ({"activation_checkpointing": "selective"}, "checkpoint_modules="),
+])  # fmt: skip
 def test_impossible_options_are_refused(options, told):
     with pytest.raises(ValueError, match=told):
         ZeroStrategy(**options)
@@ -104,15 +101,12 @@ def by_coordinates(layout, axes):
     return list(groups.values())
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(pipeline=2, replicate=3, shard=2, context=2, tensor=2, expert=2),
-        Layout(replicate=2, shard=4, tensor=3, expert=4),
-        Layout(shard=2, context=3, expert=6),
-        Layout(),
-    ],
-)
+@pytest.mark.parametrize("layout", [
+    Layout(pipeline=2, replicate=3, shard=2, context=2, tensor=2, expert=2),
+    Layout(replicate=2, shard=4, tensor=3, expert=4),
+    Layout(shard=2, context=3, expert=6),
+    Layout(),
+])  # fmt: skip
 def test_groups_are_those_of_the_coordinates(layout):
     for count in (1, 2, 3):
         for axes in combinations(AXES, count):

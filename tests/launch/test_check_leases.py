@@ -18,22 +18,19 @@ def test_leases_can_be_had() -> None:
     assert problems(*LEASING, "trainer.limit_train_batches=10") == []
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["strategy.leases=twice"], "strategy.leases=twice: unknown; allowed are none, at_least_once, at_most_once"),
-        (["strategy.leases=at_least_once"], "type strategy.consistency=async"),
-        (
-            ["strategy.leases=at_least_once", "strategy.consistency=ssp", "strategy.staleness=3", "monitor=none"],
-            "none could read more than strategy.staleness=3 chunks more than the slowest",
-        ),
-        ([*LEASING, "trainer.val_check_interval=5"], "type trainer.val_check_interval=1.0"),
-        ([*LEASING, "trainer.limit_train_batches=0.5"], "type a whole number"),
-        ([*LEASING, "trainer.data_partition=hash"], "type trainer.data_partition=interleave"),
-        ([*LEASING, "trainer.uneven_steps=true"], "type trainer.uneven_steps=false"),
-        ([*LEASING, "checkpoint.last.every_n_steps=5"], "type checkpoint.last.every_n_epochs=1"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "said"), [
+    (["strategy.leases=twice"], "strategy.leases=twice: unknown; allowed are none, at_least_once, at_most_once"),
+    (["strategy.leases=at_least_once"], "type strategy.consistency=async"),
+    (
+        ["strategy.leases=at_least_once", "strategy.consistency=ssp", "strategy.staleness=3", "monitor=none"],
+        "none could read more than strategy.staleness=3 chunks more than the slowest",
+    ),
+    ([*LEASING, "trainer.val_check_interval=5"], "type trainer.val_check_interval=1.0"),
+    ([*LEASING, "trainer.limit_train_batches=0.5"], "type a whole number"),
+    ([*LEASING, "trainer.data_partition=hash"], "type trainer.data_partition=interleave"),
+    ([*LEASING, "trainer.uneven_steps=true"], "type trainer.uneven_steps=false"),
+    ([*LEASING, "checkpoint.last.every_n_steps=5"], "type checkpoint.last.every_n_epochs=1"),
+])  # fmt: skip
 def test_what_leases_cannot_is_refused_before_a_process_starts(overrides: list[str], said: str) -> None:
     found = problems(*overrides)
     assert len(found) == 1, found

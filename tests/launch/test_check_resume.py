@@ -108,24 +108,21 @@ def test_paths_may_have_equals_signs(conf: Path) -> None:
     assert decided(conf, "ckpt_path='a b/epoch=1-step=2'") == "a b/epoch=1-step=2"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        (["resume=yes"], ["resume=", "resume=auto", "resume=null"]),
-        (["ckpt_path=c", "resume=auto"], ["ckpt_path=c with resume=auto", "leave one out"]),
-        (["ckpt_path=c", "init_from=c"], ["init_from=c with ckpt_path=c", "leave one out"]),
-        (["trust=true"], ["trust=true without a checkpoint"]),
-        (["trust=true", "init_from=c"], ["trust=true without a checkpoint"]),
-        (["trust=true", "ckpt_path=c"], ["trust=true has no effect"]),
-        (["strict=false"], ["strict=false", "ckpt_path and init_from"]),
-        (["resume_folders=[c]"], ["resume_folders", "resume=auto"]),
-        (["init_from=nowhere"], ["init_from=nowhere", "no such file"]),
-        (["init_from=my_module.py"], ["my_module.py", ".safetensors", "checkpoint import my_module.py"]),
-        (["init_from=http://x/y"], ["http", "fetch"]),
-        (["trainer.data_partition=hsh"], ["did you mean hash?", "interleave, range"]),
-        (["trainer.data_key=a:b"], ["trainer.data_key=a:b", "trainer.data_partition=hash"]),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "parts"), [
+    (["resume=yes"], ["resume=", "resume=auto", "resume=null"]),
+    (["ckpt_path=c", "resume=auto"], ["ckpt_path=c with resume=auto", "leave one out"]),
+    (["ckpt_path=c", "init_from=c"], ["init_from=c with ckpt_path=c", "leave one out"]),
+    (["trust=true"], ["trust=true without a checkpoint"]),
+    (["trust=true", "init_from=c"], ["trust=true without a checkpoint"]),
+    (["trust=true", "ckpt_path=c"], ["trust=true has no effect"]),
+    (["strict=false"], ["strict=false", "ckpt_path and init_from"]),
+    (["resume_folders=[c]"], ["resume_folders", "resume=auto"]),
+    (["init_from=nowhere"], ["init_from=nowhere", "no such file"]),
+    (["init_from=my_module.py"], ["my_module.py", ".safetensors", "checkpoint import my_module.py"]),
+    (["init_from=http://x/y"], ["http", "fetch"]),
+    (["trainer.data_partition=hsh"], ["did you mean hash?", "interleave, range"]),
+    (["trainer.data_key=a:b"], ["trainer.data_key=a:b", "trainer.data_partition=hash"]),
+])  # fmt: skip
 def test_contradictions(conf: Path, overrides: list[str], parts: list[str]) -> None:
     write_checkpoint("c", 1)
     problem = refusal(conf, *overrides)

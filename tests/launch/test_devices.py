@@ -45,18 +45,15 @@ def test_a_device_whose_rank_dies_twice_in_a_row_without_a_step_is_lost(devices:
     assert devices.strike(2, _died(2))
 
 
-@pytest.mark.parametrize(
-    ("setback", "of_device"),
-    [
-        (_died(0, "SIGSEGV"), True),
-        (_died(0, "hang", "waits for nothing"), True),
-        (_died(0, "AcceleratorError", "CUDA error: uncorrectable ECC error encountered", raised=True), True),
-        (_died(0, "RuntimeError", "NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO)", raised=True), True),
-        (_died(0, "OutOfMemoryError", "CUDA out of memory. CUDA error", raised=True), False),
-        (_died(0, "ValueError", "shapes do not fit", raised=True), False),
-        (_died(0, "exit code 7", raised=True), False),
-    ],
-)
+@pytest.mark.parametrize(("setback", "of_device"), [
+    (_died(0, "SIGSEGV"), True),
+    (_died(0, "hang", "waits for nothing"), True),
+    (_died(0, "AcceleratorError", "CUDA error: uncorrectable ECC error encountered", raised=True), True),
+    (_died(0, "RuntimeError", "NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO)", raised=True), True),
+    (_died(0, "OutOfMemoryError", "CUDA out of memory. CUDA error", raised=True), False),
+    (_died(0, "ValueError", "shapes do not fit", raised=True), False),
+    (_died(0, "exit code 7", raised=True), False),
+])  # fmt: skip
 def test_only_some_failures_speak_of_the_device(setback: Setback, of_device: bool) -> None:
     assert speaks_of_device(setback) == of_device
 

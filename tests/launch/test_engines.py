@@ -68,16 +68,13 @@ def test_an_engine_that_is_refused_leaves_the_run_directory_free(tmp_path, calls
     assert run(cfg, "test").metrics == {"loss": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("nodes=1", "this engine wants two"),
-        ("devices=auto", "devices=auto with launch=mine"),
-        ("launch.recovery=replicas", "launch.recovery=replicas with launch=mine"),
-        ("launch.min_devices=1", "launch.min_devices=1 with launch=mine"),
-        ("launch.port=1234", "only launch=local reads it"),
-    ],
-)
+@pytest.mark.parametrize(("override", "said"), [
+    ("nodes=1", "this engine wants two"),
+    ("devices=auto", "devices=auto with launch=mine"),
+    ("launch.recovery=replicas", "launch.recovery=replicas with launch=mine"),
+    ("launch.min_devices=1", "launch.min_devices=1 with launch=mine"),
+    ("launch.port=1234", "only launch=local reads it"),
+])  # fmt: skip
 def test_what_an_engine_cannot_do_is_refused(tmp_path, calls, override, said):
     with pytest.raises(ConfigError, match=said):
         run(configured(tmp_path, override))

@@ -130,25 +130,22 @@ def test_names_are_those_of_runs_and_short_enough(conf: Path) -> None:
     assert name_of(configured(conf, "launch.job_name=given")) == "given"
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["launch.job_name=Run_1"], "launch.job_name=Run_1: must be small letters"),
-        (["launch.memory=64GB"], "launch.memory=64GB: must be a quantity"),
-        (["launch.gpus=1"], "devices=2 with launch.gpus=1: each rank of a pod needs one"),
-        (["launch.gpus=2", "accelerator=cpu"], "launch.gpus=2 with accelerator=cpu"),
-        (["launch.gpus=0", "accelerator=gpu"], "accelerator=gpu with launch.gpus=0"),
-        (["launch.start_timeout=0"], "launch.start_timeout=0.0: must be at least 1"),
-        (["launch.runtime_kind=Runtime"], "launch.runtime_kind=Runtime: unknown"),
-        (["run_dir=/elsewhere/run"], "does not lie under launch.mount=/workspace"),
-        (["run_dir=../run"], "does not lie under launch.mount=/workspace"),
-        (["launch.mount=here"], "launch.mount=here: must be a path from the root"),
-        (["launch.volumes={data:data}"], "launch.volumes.data=data: must be a path from the root"),
-        (["launch.env={PET_NNODES:3}"], "launch.env.PET_NNODES: is set by who starts the pods"),
-        (["launch.secret_env={KEY:secret}"], "launch.secret_env.KEY=secret: must be secret/key"),
-        (["launch.on_interrupt=stop"], "launch.on_interrupt=stop: unknown"),
-    ],
-)
+@pytest.mark.parametrize(("more", "said"), [
+    (["launch.job_name=Run_1"], "launch.job_name=Run_1: must be small letters"),
+    (["launch.memory=64GB"], "launch.memory=64GB: must be a quantity"),
+    (["launch.gpus=1"], "devices=2 with launch.gpus=1: each rank of a pod needs one"),
+    (["launch.gpus=2", "accelerator=cpu"], "launch.gpus=2 with accelerator=cpu"),
+    (["launch.gpus=0", "accelerator=gpu"], "accelerator=gpu with launch.gpus=0"),
+    (["launch.start_timeout=0"], "launch.start_timeout=0.0: must be at least 1"),
+    (["launch.runtime_kind=Runtime"], "launch.runtime_kind=Runtime: unknown"),
+    (["run_dir=/elsewhere/run"], "does not lie under launch.mount=/workspace"),
+    (["run_dir=../run"], "does not lie under launch.mount=/workspace"),
+    (["launch.mount=here"], "launch.mount=here: must be a path from the root"),
+    (["launch.volumes={data:data}"], "launch.volumes.data=data: must be a path from the root"),
+    (["launch.env={PET_NNODES:3}"], "launch.env.PET_NNODES: is set by who starts the pods"),
+    (["launch.secret_env={KEY:secret}"], "launch.secret_env.KEY=secret: must be secret/key"),
+    (["launch.on_interrupt=stop"], "launch.on_interrupt=stop: unknown"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(conf: Path, more: list[str], said: str) -> None:
     assert said in "\n".join(problems(configured(conf, *more), "fit"))
 
@@ -479,14 +476,11 @@ def test_a_job_that_cannot_be_deleted_is_told(status, goes_on, conf, cluster, ca
     assert ("was not deleted, the cluster refuses it (403 Forbidden): may not delete; type kubectl" in said) == goes_on
 
 
-@pytest.mark.parametrize(
-    ("status", "said"),
-    [
-        (404, "the cluster knows no trainer.kubeflow.org/v1alpha1 trainjobs"),
-        (409, "one of that name is there already"),
-        (422, "the cluster refuses it (422 Unprocessable Entity): spec.x is wrong"),
-    ],
-)
+@pytest.mark.parametrize(("status", "said"), [
+    (404, "the cluster knows no trainer.kubeflow.org/v1alpha1 trainjobs"),
+    (409, "one of that name is there already"),
+    (422, "the cluster refuses it (422 Unprocessable Entity): spec.x is wrong"),
+])  # fmt: skip
 def test_what_the_cluster_refuses_is_told(conf: Path, cluster: FakeCluster, status: int, said: str) -> None:
     cluster.refuse = (status, "spec.x is wrong")
     with pytest.raises(ConfigError) as refused:

@@ -171,13 +171,10 @@ Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=4, **quiet).fit(
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("raise", "rank 1 of 2 failed with ValueError: boom; the others were ended"),
-        ("kill", "rank 1 of 2 was ended by SIGKILL (from outside"),
-    ],
-)
+@pytest.mark.parametrize(("how", "told"), [
+    ("raise", "rank 1 of 2 failed with ValueError: boom; the others were ended"),
+    ("kill", "rank 1 of 2 was ended by SIGKILL (from outside"),
+])  # fmt: skip
 def test_a_script_tells_one_error_of_its_ranks(how: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
     done = subprocess.run(

@@ -89,20 +89,17 @@ def test_nothing_is_asked_that_nobody_has_said(conf: Path) -> None:
     assert "#SBATCH --signal=TERM@30" in only_term
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["launch.cluster=lokal"], "launch.cluster=lokal: unknown"),
-        (["launch.cluster=local"], "launch.cluster=local with nodes=2"),
-        (["launch.cluster=local", "nodes=1", "preemption.requeue=true"], "there is no queue"),
-        (["launch.sbatch.nodes=3"], "launch.sbatch.nodes: nodes says that"),
-        (["launch.sbatch.gpus_per_node=3"], "launch.gpus_per_node says that"),
-        (["launch.cpus_per_task=0"], "launch.cpus_per_task=0: must be at least 1, or null"),
-        (["launch.container_mounts=[/a:/a]"], "without launch.container_image"),
-        (["launch.recovery=replicas"], "launch.recovery=replicas with launch=slurm on nodes=2"),
-        (["launch.min_devices=4"], "launch.min_devices=4 with launch=slurm on nodes=2"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "said"), [
+    (["launch.cluster=lokal"], "launch.cluster=lokal: unknown"),
+    (["launch.cluster=local"], "launch.cluster=local with nodes=2"),
+    (["launch.cluster=local", "nodes=1", "preemption.requeue=true"], "there is no queue"),
+    (["launch.sbatch.nodes=3"], "launch.sbatch.nodes: nodes says that"),
+    (["launch.sbatch.gpus_per_node=3"], "launch.gpus_per_node says that"),
+    (["launch.cpus_per_task=0"], "launch.cpus_per_task=0: must be at least 1, or null"),
+    (["launch.container_mounts=[/a:/a]"], "without launch.container_image"),
+    (["launch.recovery=replicas"], "launch.recovery=replicas with launch=slurm on nodes=2"),
+    (["launch.min_devices=4"], "launch.min_devices=4 with launch=slurm on nodes=2"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(conf, monkeypatch, overrides, said):
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     [found] = problems(configured(conf, *overrides), "fit")
@@ -166,13 +163,10 @@ def test_a_machines_own_words_come_first(tmp_path: Path) -> None:
     assert (raised.value.rank, raised.value.failure) == (1, error.failure)
 
 
-@pytest.mark.parametrize(
-    "ends",
-    [
-        (NodeEnd(138, int(signal.SIGUSR1)), NodeEnd(138, int(signal.SIGUSR1))),
-        (NodeEnd(1, codes={0: 138}), NodeEnd(1, codes={1: 138})),  # one rank was told, and told the others
-    ],
-)
+@pytest.mark.parametrize("ends", [
+    (NodeEnd(138, int(signal.SIGUSR1)), NodeEnd(138, int(signal.SIGUSR1))),
+    (NodeEnd(1, codes={0: 138}), NodeEnd(1, codes={1: 138})),  # one rank was told, and told the others
+])  # fmt: skip
 def test_ranks_that_were_told_to_end_have_not_failed(tmp_path: Path, ends: tuple[NodeEnd, ...]) -> None:
     empty_ends(tmp_path)
     with pytest.raises(Interrupted) as told:

@@ -116,14 +116,11 @@ def test_the_command(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (["recipe=gpt", "strategy=tensor", "devices=5"], "cannot be split into 5"),
-        (["recipe=gpt", "-m"], "--multirun with layout"),
-        (["recipe=gpt", "--json"], "--json"),
-    ],
-)
+@pytest.mark.parametrize(("words", "part"), [
+    (["recipe=gpt", "strategy=tensor", "devices=5"], "cannot be split into 5"),
+    (["recipe=gpt", "-m"], "--multirun with layout"),
+    (["recipe=gpt", "--json"], "--json"),
+])  # fmt: skip
 def test_refused(words: list[str], part: str, conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["layout", *words]) == 2
     assert part in capsys.readouterr().err

@@ -41,15 +41,12 @@ def test_every_size_is_tested() -> None:
     assert {path.stem for path in SIZES.glob("*.yaml")} == PARAMETERS.keys()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        ({"layers": 0}, "layers=0 (allowed: 1 or more)"),
-        ({"dim": 100, "heads": 3}, "dim=100 with heads=3 (allowed: dim a multiple of 2 x heads)"),
-        ({"dim": 12, "heads": 4}, "dim=12 with heads=4"),
-        ({"heads": 4, "kv_heads": 3}, "kv_heads=3 with heads=4 (allowed: a divisor of heads)"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "said"), [
+    ({"layers": 0}, "layers=0 (allowed: 1 or more)"),
+    ({"dim": 100, "heads": 3}, "dim=100 with heads=3 (allowed: dim a multiple of 2 x heads)"),
+    ({"dim": 12, "heads": 4}, "dim=12 with heads=4"),
+    ({"heads": 4, "kv_heads": 3}, "kv_heads=3 with heads=4 (allowed: a divisor of heads)"),
+])  # fmt: skip
 def test_impossible_sizes(sizes: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match="Impossible GPT sizes") as error:
         GPTConfig(**sizes)

@@ -168,24 +168,21 @@ def test_defaults_of_every_model_pass() -> None:
         assert problems(f"model={model}") == ""
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["module.config.hidden_size=100"], "hidden_size=100 with 8 heads (allowed: a multiple of the heads)"),
-        (["module.config.num_key_value_heads=3"], "num_key_value_heads=3 with 8 heads"),
-        (["module.config.num_hidden_layers=0"], "num_hidden_layers=0 (allowed: 1 or more)"),
-        (["module.config.vocab_size=100"], "vocab_size=100, but there are 256 bytes of text without data.tokenizer"),
-        (["model=gpt2", "module.seq_len=1024"], "module.seq_len=1024, but the model has 512 positions"),
-        (["model=mixtral", "module.config.num_experts_per_tok=9"], "num_experts_per_tok=9 of 8 experts"),
-        (["model=mixtral", "+module.config.output_router_logits=true"], "recipe=moe balances"),
-        (["module.config.model_type=lama"], "no causal language model of that name. Near or common ones: llama"),
-        (["module.pretrained=/nowhere"], "Type model=pretrained module.pretrained=/nowhere"),
-        (["model=pretrained", "module.pretrained=/nowhere"], "there is no such folder"),
-        (["data.tokenizer=/nowhere"], "tokenizer.json cannot be read (FileNotFoundError)"),
-        (["data.prompts=[a,'']"], "data.prompts=['a', ''] (allowed: a list of texts"),
-        (["data.generate=0"], "data.generate=0 (allowed: 1 or more)"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "said"), [
+    (["module.config.hidden_size=100"], "hidden_size=100 with 8 heads (allowed: a multiple of the heads)"),
+    (["module.config.num_key_value_heads=3"], "num_key_value_heads=3 with 8 heads"),
+    (["module.config.num_hidden_layers=0"], "num_hidden_layers=0 (allowed: 1 or more)"),
+    (["module.config.vocab_size=100"], "vocab_size=100, but there are 256 bytes of text without data.tokenizer"),
+    (["model=gpt2", "module.seq_len=1024"], "module.seq_len=1024, but the model has 512 positions"),
+    (["model=mixtral", "module.config.num_experts_per_tok=9"], "num_experts_per_tok=9 of 8 experts"),
+    (["model=mixtral", "+module.config.output_router_logits=true"], "recipe=moe balances"),
+    (["module.config.model_type=lama"], "no causal language model of that name. Near or common ones: llama"),
+    (["module.pretrained=/nowhere"], "Type model=pretrained module.pretrained=/nowhere"),
+    (["model=pretrained", "module.pretrained=/nowhere"], "there is no such folder"),
+    (["data.tokenizer=/nowhere"], "tokenizer.json cannot be read (FileNotFoundError)"),
+    (["data.prompts=[a,'']"], "data.prompts=['a', ''] (allowed: a list of texts"),
+    (["data.generate=0"], "data.generate=0 (allowed: 1 or more)"),
+])  # fmt: skip
 def test_impossible_configurations(overrides: list[str], said: str) -> None:
     assert said in problems(*overrides)
 

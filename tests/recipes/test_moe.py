@@ -36,15 +36,12 @@ def test_a_token_costs_what_it_costs_in_the_dense_model() -> None:
     assert experts * 2 / 8 == dense_ff
 
 
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        ({"experts": 2, "experts_per_token": 3}, "experts=2 with experts_per_token=3"),
-        ({"experts": 0}, "experts=0"),
-        ({"balance": -1.0}, "balance=-1.0 (allowed: 0, which is off, or more)"),
-        ({"layers": 0}, "layers=0 (allowed: 1 or more)"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "said"), [
+    ({"experts": 2, "experts_per_token": 3}, "experts=2 with experts_per_token=3"),
+    ({"experts": 0}, "experts=0"),
+    ({"balance": -1.0}, "balance=-1.0 (allowed: 0, which is off, or more)"),
+    ({"layers": 0}, "layers=0 (allowed: 1 or more)"),
+])  # fmt: skip
 def test_impossible_sizes(sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match="Impossible") as error:
         MoEConfig(**sizes)

@@ -53,23 +53,20 @@ def grid(rows: int, columns: int) -> list[tuple[list[int], list[int]]]:
     return [([row, column], [1, 1]) for row in range(rows) for column in range(columns)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "boxes", "whole"),
-    [
-        ([4], [([0], [2]), ([2], [2])], True),
-        ([4], [([0], [2]), ([0], [2])], False),  # half is there twice, half not at all
-        ([4], [([0], [3]), ([2], [1])], False),
-        ([], [([], [])], True),
-        ([], [([], []), ([], [])], False),
-        ([], [], False),
-        ([0, 3], [([0, 0], [0, 3])], True),
-        ([2, 2], [([0, 0], [1, 2]), ([1, 0], [1, 1]), ([1, 1], [1, 1])], True),
-        ([2, 2], [([0, 0], [1, 2]), ([0, 1], [2, 1])], False),  # an L and a hole, of equal volume
-        ([3, 3], [([0, 0], [2, 1]), ([2, 0], [1, 2]), ([1, 2], [2, 1]), ([0, 1], [1, 2]), ([1, 1], [1, 1])], True),
-        ([100, 100], grid(100, 100), True),
-        ([100, 100], [*grid(100, 100)[:-1], ([0, 0], [1, 1])], False),
-    ],
-)
+@pytest.mark.parametrize(("shape", "boxes", "whole"), [
+    ([4], [([0], [2]), ([2], [2])], True),
+    ([4], [([0], [2]), ([0], [2])], False),  # half is there twice, half not at all
+    ([4], [([0], [3]), ([2], [1])], False),
+    ([], [([], [])], True),
+    ([], [([], []), ([], [])], False),
+    ([], [], False),
+    ([0, 3], [([0, 0], [0, 3])], True),
+    ([2, 2], [([0, 0], [1, 2]), ([1, 0], [1, 1]), ([1, 1], [1, 1])], True),
+    ([2, 2], [([0, 0], [1, 2]), ([0, 1], [2, 1])], False),  # an L and a hole, of equal volume
+    ([3, 3], [([0, 0], [2, 1]), ([2, 0], [1, 2]), ([1, 2], [2, 1]), ([0, 1], [1, 2]), ([1, 1], [1, 1])], True),
+    ([100, 100], grid(100, 100), True),
+    ([100, 100], [*grid(100, 100)[:-1], ([0, 0], [1, 1])], False),
+])  # fmt: skip
 def test_tiles(shape: list[int], boxes: list[Any], whole: bool) -> None:
     with deadline(20):  # each of 10,000 boxes with each other would take minutes
         assert tiles(([0] * len(shape), shape), boxes) is whole

@@ -44,25 +44,22 @@ def output(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> st
     return out
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["verfy", "x"], ["verfy", "did you mean verify?", "export, import, inspect, list"]),
-        (["--deep", "list"], ["--deep", "before the verb"]),
-        (["verify"], ["PATH", "trainwright checkpoint --help"]),
-        (["inspect", "x", "--jsn"], ["--jsn", "--help"]),
-        (["export", "x"], ["--format"]),
-        (["export", "x", "--format", "onnx"], ["onnx", "safetensors", "lightning"]),
-        (["export", "x", "--format", "hf", "--max-shard-size", "5GBB"], ["5GBB", "500MB"]),
-        (["import", "x"], ["--to"]),
-        (["verify", "nowhere"], ["nowhere"]),
-        (["list", "nowhere"], ["nowhere", "runs/<name>"]),
-        (["list", "."], ["no checkpoint"]),
-        (["list", __file__], ["is no folder", "runs/<name>"]),
-        (["verify", ""], ["path of a checkpoint is empty"]),
-        (["list", ""], ["path of a checkpoint is empty"]),
-    ],
-)
+@pytest.mark.parametrize(("words", "parts"), [
+    (["verfy", "x"], ["verfy", "did you mean verify?", "export, import, inspect, list"]),
+    (["--deep", "list"], ["--deep", "before the verb"]),
+    (["verify"], ["PATH", "trainwright checkpoint --help"]),
+    (["inspect", "x", "--jsn"], ["--jsn", "--help"]),
+    (["export", "x"], ["--format"]),
+    (["export", "x", "--format", "onnx"], ["onnx", "safetensors", "lightning"]),
+    (["export", "x", "--format", "hf", "--max-shard-size", "5GBB"], ["5GBB", "500MB"]),
+    (["import", "x"], ["--to"]),
+    (["verify", "nowhere"], ["nowhere"]),
+    (["list", "nowhere"], ["nowhere", "runs/<name>"]),
+    (["list", "."], ["no checkpoint"]),
+    (["list", __file__], ["is no folder", "runs/<name>"]),
+    (["verify", ""], ["path of a checkpoint is empty"]),
+    (["list", ""], ["path of a checkpoint is empty"]),
+])  # fmt: skip
 def test_refused(words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     err = output(capsys, *words, code=2)
     for part in parts:

@@ -327,23 +327,20 @@ def test_pipelines_are_filled_by_accumulated_micro_batches() -> None:
     assert (native["strategy.pipeline"], native["strategy.shard"], native["strategy.replicate"]) == (2, 1, -1)
 
 
-@pytest.mark.parametrize(
-    ("train", "micro", "accumulation", "expected"),
-    [
-        (16, 2, 4, {"global_batch_size": 16, "micro_batch_size": 2}),
-        (16, None, 4, {"global_batch_size": 16, "micro_batch_size": 2}),
-        (16, 2, None, {"global_batch_size": 16, "micro_batch_size": 2}),
-        (16, None, None, {"global_batch_size": 16, "micro_batch_size": 8}),
-        (16, "auto", "auto", {"global_batch_size": 16}),
-        (16, "auto", 4, {"global_batch_size": 16, "micro_batch_size": 2}),
-        (None, 2, 4, {"micro_batch_size": 2, "accumulation.steps": 4, "global_batch_size": None}),
-        (None, 2, None, {"micro_batch_size": 2, "accumulation.steps": 1, "global_batch_size": None}),
-        ("auto", 2, None, {"micro_batch_size": 2}),
-        ("auto", "auto", "auto", {}),
-        ("auto", "auto", 2, {"accumulation.steps": 2, "global_batch_size": None}),
-        (None, None, None, {}),
-    ],
-)
+@pytest.mark.parametrize(("train", "micro", "accumulation", "expected"), [
+    (16, 2, 4, {"global_batch_size": 16, "micro_batch_size": 2}),
+    (16, None, 4, {"global_batch_size": 16, "micro_batch_size": 2}),
+    (16, 2, None, {"global_batch_size": 16, "micro_batch_size": 2}),
+    (16, None, None, {"global_batch_size": 16, "micro_batch_size": 8}),
+    (16, "auto", "auto", {"global_batch_size": 16}),
+    (16, "auto", 4, {"global_batch_size": 16, "micro_batch_size": 2}),
+    (None, 2, 4, {"micro_batch_size": 2, "accumulation.steps": 4, "global_batch_size": None}),
+    (None, 2, None, {"micro_batch_size": 2, "accumulation.steps": 1, "global_batch_size": None}),
+    ("auto", 2, None, {"micro_batch_size": 2}),
+    ("auto", "auto", "auto", {}),
+    ("auto", "auto", 2, {"accumulation.steps": 2, "global_batch_size": None}),
+    (None, None, None, {}),
+])  # fmt: skip
 def test_batch_sizes(train: Any, micro: Any, accumulation: Any, expected: dict[str, Any]) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = zip(names, (train, micro, accumulation), strict=True)
@@ -427,40 +424,37 @@ def test_what_does_not_fit_together_is_said() -> None:
     assert translated({"communication_data_type": "bf16"}, recipe=replace(GPT, world_size=1))[0].keys() == {"strategy"}
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ('{"zero_optimisation": {}}', ["zero_optimisation is no key", "did you mean zero_optimization?"]),
-        ('{"zero_optimization": {"stge": 1}}', ["zero_optimization.stge", "did you mean stage?"]),
-        ('{"stage": 1}', ["did you mean zero_optimization.stage?"]),
-        ('{"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}', ["did you mean device?"]),
-        ('{"optimizer": {"type": "Adam", "params": {"betta": 1}}}', ["did you mean betas?"]),
-        ('{"optimizer": {"type": "SGD", "params": {"betas": [1, 2]}}}', ["SGD takes no such argument", "momentum"]),
-        ('{"optimizer": {"type": "Adamm"}}', ["did you mean Adam"]),
-        ('{"scheduler": {"type": "WarmupL"}}', ["did you mean WarmupLR?"]),
-        ('{"scheduler": {"type": "WarmupDecayLR"}}', ["scheduler.params.total_num_steps"]),
-        ('{"train_batch_size": "32"}', ["a whole number, without quotes"]),
-        ('{"fp16": {"enabled": "true"}}', ["true or false, without quotes"]),
-        ('{"fp16": true}', ["fp16 is true, but a section"]),
-        ('{"train_batch_size": 1.5}', ["1.5", "a whole number"]),
-        ('{"zero_optimization": {"stage": 4}}', ["zero_optimization.stage is 4", "0, 1, 2, 3"]),
-        ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', ["fp16.enabled and bf16.enabled"]),
-        ('{"zero_optimization": {"stage": "auto"}}', ['"auto", which nothing fills in']),
-        ('{"gradient_clipping": -1}', ["at least 0"]),
-        ('{"train_batch_size": 0}', ["at least 1"]),
-        ('{"tensor_parallel": {"autotp_size": 3}}', ["does not divide the 2 rank(s)", "devices="]),
-        ('{"fp16": {}, "fp16": {}}', ["'fp16' is given twice"]),
-        ('{"fp16": {}, // a comment\n}', ["is not JSON", "comments"]),
-        ('{"gradient_clipping": NaN}', ["is not JSON", "NaN"]),
-        ('{"gradient_clipping": 1e999}', ["gradient_clipping", "a number"]),
-        ("[1]", ["a list, not a mapping"]),
-        (
-            '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}',
-            ["32", "4 (train_micro_batch_size_per_gpu) x 2 (gradient_accumulation_steps) x 2", "16", "4 data ranks"],
-        ),
-        ('{"train_batch_size": 33, "train_micro_batch_size_per_gpu": 4}', ["33", "a multiple of 8"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "parts"), [
+    ('{"zero_optimisation": {}}', ["zero_optimisation is no key", "did you mean zero_optimization?"]),
+    ('{"zero_optimization": {"stge": 1}}', ["zero_optimization.stge", "did you mean stage?"]),
+    ('{"stage": 1}', ["did you mean zero_optimization.stage?"]),
+    ('{"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}', ["did you mean device?"]),
+    ('{"optimizer": {"type": "Adam", "params": {"betta": 1}}}', ["did you mean betas?"]),
+    ('{"optimizer": {"type": "SGD", "params": {"betas": [1, 2]}}}', ["SGD takes no such argument", "momentum"]),
+    ('{"optimizer": {"type": "Adamm"}}', ["did you mean Adam"]),
+    ('{"scheduler": {"type": "WarmupL"}}', ["did you mean WarmupLR?"]),
+    ('{"scheduler": {"type": "WarmupDecayLR"}}', ["scheduler.params.total_num_steps"]),
+    ('{"train_batch_size": "32"}', ["a whole number, without quotes"]),
+    ('{"fp16": {"enabled": "true"}}', ["true or false, without quotes"]),
+    ('{"fp16": true}', ["fp16 is true, but a section"]),
+    ('{"train_batch_size": 1.5}', ["1.5", "a whole number"]),
+    ('{"zero_optimization": {"stage": 4}}', ["zero_optimization.stage is 4", "0, 1, 2, 3"]),
+    ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', ["fp16.enabled and bf16.enabled"]),
+    ('{"zero_optimization": {"stage": "auto"}}', ['"auto", which nothing fills in']),
+    ('{"gradient_clipping": -1}', ["at least 0"]),
+    ('{"train_batch_size": 0}', ["at least 1"]),
+    ('{"tensor_parallel": {"autotp_size": 3}}', ["does not divide the 2 rank(s)", "devices="]),
+    ('{"fp16": {}, "fp16": {}}', ["'fp16' is given twice"]),
+    ('{"fp16": {}, // a comment\n}', ["is not JSON", "comments"]),
+    ('{"gradient_clipping": NaN}', ["is not JSON", "NaN"]),
+    ('{"gradient_clipping": 1e999}', ["gradient_clipping", "a number"]),
+    ("[1]", ["a list, not a mapping"]),
+    (
+        '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}',
+        ["32", "4 (train_micro_batch_size_per_gpu) x 2 (gradient_accumulation_steps) x 2", "16", "4 data ranks"],
+    ),
+    ('{"train_batch_size": 33, "train_micro_batch_size_per_gpu": 4}', ["33", "a multiple of 8"]),
+])  # fmt: skip
 def test_refused(text: str, parts: list[str]) -> None:
     Path("wrong.json").write_text(text)
     _, problems = translate(read("wrong.json"), GPT)
@@ -539,17 +533,14 @@ def test_import_without_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert "recipe=<name>" in err
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        ([], "usage: trainwright import-deepspeed"),
-        (["--help"], "usage: trainwright import-deepspeed"),
-        (["recipe=gpt"], "no file was given"),
-        (["a.json", "b.json"], "one file at a time"),
-        (["a.json", "--jsn"], "did you mean --json?"),
-        (["a.json", "--out", "conf.json"], "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("words", "part"), [
+    ([], "usage: trainwright import-deepspeed"),
+    (["--help"], "usage: trainwright import-deepspeed"),
+    (["recipe=gpt"], "no file was given"),
+    (["a.json", "b.json"], "one file at a time"),
+    (["a.json", "--jsn"], "did you mean --json?"),
+    (["a.json", "--out", "conf.json"], "cannot be read"),
+])  # fmt: skip
 def test_the_verb_is_refused(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import-deepspeed", *words]) == (0 if words == ["--help"] else 2)
     captured = capsys.readouterr()

@@ -46,19 +46,16 @@ def test_options_are_split_off() -> None:
     assert VerifyOptions().bound == 1e-5
 
 
-@pytest.mark.parametrize(
-    ("words", "precision", "parts"),
-    [
-        (["verify.steps=0"], "32", ["verify.steps=0", "at least 1"]),
-        (["verify.steps=2.5"], "32", ["verify.steps=2.5", "whole number"]),
-        (["verify.steps=true"], "32", ["verify.steps=True"]),
-        (["verify.tolerance=0"], "32", ["verify.tolerance=0", "more than 0"]),
-        (["verify.tolerance=tight"], "32", ["verify.tolerance=tight"]),
-        (["verify.stepz=3"], "32", ["verify.stepz=3", "did you mean verify.steps?"]),
-        (["verify=3"], "32", ["verify=3", "keys: verify.steps, verify.tolerance"]),
-        ([], "bf16-mixed", ["precision=bf16-mixed", "verify.tolerance=0.01"]),
-    ],
-)
+@pytest.mark.parametrize(("words", "precision", "parts"), [
+    (["verify.steps=0"], "32", ["verify.steps=0", "at least 1"]),
+    (["verify.steps=2.5"], "32", ["verify.steps=2.5", "whole number"]),
+    (["verify.steps=true"], "32", ["verify.steps=True"]),
+    (["verify.tolerance=0"], "32", ["verify.tolerance=0", "more than 0"]),
+    (["verify.tolerance=tight"], "32", ["verify.tolerance=tight"]),
+    (["verify.stepz=3"], "32", ["verify.stepz=3", "did you mean verify.steps?"]),
+    (["verify=3"], "32", ["verify=3", "keys: verify.steps, verify.tolerance"]),
+    ([], "bf16-mixed", ["precision=bf16-mixed", "verify.tolerance=0.01"]),
+])  # fmt: skip
 def test_impossible_options(words: list[str], precision: str, parts: list[str]) -> None:
     options, _, problems = take_options(words)
     text = " ".join([*problems, *options.problems(precision)])
@@ -268,19 +265,16 @@ def test_report() -> None:
     assert document["gradients"][30]["difference"] is None  # not a number
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["verify.steps=0", "verify.stepz=1"], ["1. verify.stepz=1", "2. verify.steps=0"]),
-        (["precision=bf16-mixed"], ["precision=bf16-mixed", "verify.tolerance="]),
-        (["strategy=zer3", "verify.steps=0"], ["did you mean zero3?", "verify.steps=0"]),
-        (["ckpt_path=x", "run_dir=here"], ["ckpt_path=x: verify starts", "run_dir=here: verify leaves nothing behind"]),
-        (["micro_batch_size=null"], ["global_batch_size and micro_batch_size are both null"]),
-        (["strategy=single"], ["strategy=single trains on one device"]),
-        (["-m"], ["--multirun with verify"]),
-        (["verify.steps=1,2"], ["verify.steps="]),
-    ],
-)
+@pytest.mark.parametrize(("words", "parts"), [
+    (["verify.steps=0", "verify.stepz=1"], ["1. verify.stepz=1", "2. verify.steps=0"]),
+    (["precision=bf16-mixed"], ["precision=bf16-mixed", "verify.tolerance="]),
+    (["strategy=zer3", "verify.steps=0"], ["did you mean zero3?", "verify.steps=0"]),
+    (["ckpt_path=x", "run_dir=here"], ["ckpt_path=x: verify starts", "run_dir=here: verify leaves nothing behind"]),
+    (["micro_batch_size=null"], ["global_batch_size and micro_batch_size are both null"]),
+    (["strategy=single"], ["strategy=single trains on one device"]),
+    (["-m"], ["--multirun with verify"]),
+    (["verify.steps=1,2"], ["verify.steps="]),
+])  # fmt: skip
 def test_refused(words: list[str], parts: list[str], conf: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = sorted(Path.cwd().iterdir())
     assert main(["verify", "--config-dir", str(conf), "recipe=mine", "devices=2", *words]) == 2

@@ -139,19 +139,16 @@ def test_running_out_of_memory() -> None:
     assert firings() == {"out_of_memory(rank=0, at_step=1)": 1}
 
 
-@pytest.mark.parametrize(
-    ("hook", "at_step", "steps_done"),
-    [
-        ("setup", 0, 0),
-        ("on_train_start", 0, 0),
-        ("on_train_batch_start", 2, 2),
-        ("training_step", 2, 2),
-        ("on_before_backward", 2, 2),
-        ("on_before_optimizer_step", 2, 2),
-        ("on_train_batch_end", 2, 3),
-        ("on_train_end", 3, 4),
-    ],
-)
+@pytest.mark.parametrize(("hook", "at_step", "steps_done"), [
+    ("setup", 0, 0),
+    ("on_train_start", 0, 0),
+    ("on_train_batch_start", 2, 2),
+    ("training_step", 2, 2),
+    ("on_before_backward", 2, 2),
+    ("on_before_optimizer_step", 2, 2),
+    ("on_train_batch_end", 2, 3),
+    ("on_train_end", 3, 4),
+])  # fmt: skip
 def test_raising_in_a_hook(hook: str, at_step: int, steps_done: int) -> None:
     fault = inject.raise_in(hook, rank=0, at_step=at_step, error=ValueError("on purpose"))
     seen = StepsDone()

@@ -264,17 +264,14 @@ def norms_of_one_process(network: str) -> list[dict[str, dict[str, float]]]:
     return whole.of_steps
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options", "network"),
-    [
-        ("ddp", {}, "gpt"),
-        ("zero1", {}, "gpt"),
-        ("zero3", {}, "gpt"),
-        ("tensor", {}, "gpt"),
-        ("pipeline", {"micro_batches": 2}, "gpt"),
-        ("expert", {}, "mixtral"),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "options", "network"), [
+    ("ddp", {}, "gpt"),
+    ("zero1", {}, "gpt"),
+    ("zero3", {}, "gpt"),
+    ("tensor", {}, "gpt"),
+    ("pipeline", {"micro_batches": 2}, "gpt"),
+    ("expert", {}, "mixtral"),
+])  # fmt: skip
 def test_norms_are_those_of_one_process(ranks, strategy, options, network):
     expected = norms_of_one_process(network)
     assert len(expected[1]["grad"]) > 3  # two blocks or more, the rest, all

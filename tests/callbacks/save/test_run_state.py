@@ -61,20 +61,17 @@ class Weights(Callback):
         self.at[trainer.global_step] = pl_module.head.weight.detach().clone()
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"every_n_steps": 2, "keep_last": 9}, [2, 4, 6]),
-        ({"every_n_steps": 4, "keep_last": 9}, [4, 6]),
-        ({"every_n_steps": 4, "keep_last": 9, "save_at_end": False}, [4]),
-        ({"every_n_epochs": 1, "keep_last": 9}, [3, 6]),
-        ({}, [6]),
-        ({"every": None}, [6]),
-        ({"every_n_seconds": 1e-6, "keep_last": 9}, [1, 2, 3, 4, 5, 6]),
-        ({"every_n_steps": 1, "keep_every": 3}, [3, 6]),
-        ({"every_n_steps": 1, "keep_every": 2, "keep_last": 2}, [2, 4, 5, 6]),
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), [
+    ({"every_n_steps": 2, "keep_last": 9}, [2, 4, 6]),
+    ({"every_n_steps": 4, "keep_last": 9}, [4, 6]),
+    ({"every_n_steps": 4, "keep_last": 9, "save_at_end": False}, [4]),
+    ({"every_n_epochs": 1, "keep_last": 9}, [3, 6]),
+    ({}, [6]),
+    ({"every": None}, [6]),
+    ({"every_n_seconds": 1e-6, "keep_last": 9}, [1, 2, 3, 4, 5, 6]),
+    ({"every_n_steps": 1, "keep_every": 3}, [3, 6]),
+    ({"every_n_steps": 1, "keep_every": 2, "keep_last": 2}, [2, 4, 5, 6]),
+])  # fmt: skip
 def test_saves_when_asked(tmp_path: Path, options: dict[str, Any], expected: list[int]) -> None:
     saver = RunStateCheckpoint(str(tmp_path / "c"), **options)
     make_trainer(saver, max_epochs=2).fit(Regression(), loader(12))
@@ -447,31 +444,28 @@ def test_copies_are_kept_in_memory(ranks, tmp_path: Path) -> None:
     assert ranks(copy_in_memory, 2, str(tmp_path)) == [([4, 2], True)] * 2
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"every_n_steps": 0}, "every_n_steps=0"),
-        ({"every_n_steps": True}, "every_n_steps=True"),
-        ({"every_n_seconds": -1}, "every_n_seconds=-1"),
-        ({"every": "often"}, "every='often'"),
-        ({"keep_last": 0}, "keep_last=0"),
-        ({"keep_best": -1}, "keep_best=-1"),
-        ({"mode": "least"}, "mode='least'"),
-        ({"mtbf": 0}, "mtbf=0"),
-        ({"on_error": "ignore"}, "on_error='ignore'"),
-        ({"keep_best": 1}, "keep_best=1 without monitor"),
-        ({"monitor": "val_loss"}, "monitor='val_loss' with keep_best=0"),
-        ({"filename": "last", "keep_last": 2}, "filename='last' without {step}"),
-        ({"filename": "a/{step}"}, "filename='a/{step}'"),
-        ({"filename": ".{step}"}, "not beginning with a dot"),
-        ({"filename": ""}, "filename=''"),
-        ({"filename": "{step"}, "filename='{step'"),
-        ({"filename": "{}"}, "a field has no name"),
-        ({"filename": "{val_loss:d}"}, "filename='{val_loss:d}'"),
-        ({"every": None, "save_at_end": False}, "nothing says when to save"),
-        ({"in_memory_every_n_steps": 1, "save_weights_only": True}, "weights alone"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ({"every_n_steps": 0}, "every_n_steps=0"),
+    ({"every_n_steps": True}, "every_n_steps=True"),
+    ({"every_n_seconds": -1}, "every_n_seconds=-1"),
+    ({"every": "often"}, "every='often'"),
+    ({"keep_last": 0}, "keep_last=0"),
+    ({"keep_best": -1}, "keep_best=-1"),
+    ({"mode": "least"}, "mode='least'"),
+    ({"mtbf": 0}, "mtbf=0"),
+    ({"on_error": "ignore"}, "on_error='ignore'"),
+    ({"keep_best": 1}, "keep_best=1 without monitor"),
+    ({"monitor": "val_loss"}, "monitor='val_loss' with keep_best=0"),
+    ({"filename": "last", "keep_last": 2}, "filename='last' without {step}"),
+    ({"filename": "a/{step}"}, "filename='a/{step}'"),
+    ({"filename": ".{step}"}, "not beginning with a dot"),
+    ({"filename": ""}, "filename=''"),
+    ({"filename": "{step"}, "filename='{step'"),
+    ({"filename": "{}"}, "a field has no name"),
+    ({"filename": "{val_loss:d}"}, "filename='{val_loss:d}'"),
+    ({"every": None, "save_at_end": False}, "nothing says when to save"),
+    ({"in_memory_every_n_steps": 1, "save_weights_only": True}, "weights alone"),
+])  # fmt: skip
 def test_impossible_options(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match="RunStateCheckpoint") as error:
         RunStateCheckpoint(**options)

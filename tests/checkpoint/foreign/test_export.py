@@ -346,19 +346,16 @@ def test_from_a_store(tmp_path):
     assert torch.equal(torch.load(written)["w"], torch.arange(5.0))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"format": "onnx"}, "give one of safetensors, hf, lightning, torch"),
-        ({"format": "torch", "max_shard_bytes": 5}, "one file"),
-        ({"format": "safetensors", "max_shard_bytes": 0}, "at least 1"),
-        ({"format": "lightning", "dtype": "bfloat16"}, "optimizer states belong"),
-        ({"format": "torch", "dtype": "int8"}, "give float32, bfloat16"),
-        ({"format": "torch", "model": "x"}, "format=hf only"),
-        ({"format": "torch", "to": "s3://bucket/x"}, "written to this machine"),
-        ({"format": "safetensors", "to": "m.safetensors", "max_shard_bytes": 10}, "Give a folder instead"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"format": "onnx"}, "give one of safetensors, hf, lightning, torch"),
+    ({"format": "torch", "max_shard_bytes": 5}, "one file"),
+    ({"format": "safetensors", "max_shard_bytes": 0}, "at least 1"),
+    ({"format": "lightning", "dtype": "bfloat16"}, "optimizer states belong"),
+    ({"format": "torch", "dtype": "int8"}, "give float32, bfloat16"),
+    ({"format": "torch", "model": "x"}, "format=hf only"),
+    ({"format": "torch", "to": "s3://bucket/x"}, "written to this machine"),
+    ({"format": "safetensors", "to": "m.safetensors", "max_shard_bytes": 10}, "Give a folder instead"),
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused(llama, arguments, message):
     with pytest.raises(CheckpointError, match=message):
         export(llama[0], **{"to": "out", **arguments})

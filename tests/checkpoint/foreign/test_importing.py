@@ -298,19 +298,16 @@ def test_what_is_there_is_kept_unless_told(tmp_path):
     import_checkpoint(str(tmp_path / "m.pt"), tmp_path / "run.ckpt", overwrite=True)
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("https://host/m.safetensors", "download it first"),
-        ("nothing", "does not exist. Give a .safetensors file"),
-        ("empty", "folder without a manifest.json|no checkpoint"),
-        ("bins", r"folder with pytorch_model\.bin; give one file of it"),
-        ("run.ckpt", "checkpoint of Trainwright already"),
-        ("numbers.pt", "no weights that are found"),
-        ("list.pt", "not a"),
-        ("cut.pt", r"cut\.pt"),
-    ],
-)
+@pytest.mark.parametrize(("source", "message"), [
+    ("https://host/m.safetensors", "download it first"),
+    ("nothing", "does not exist. Give a .safetensors file"),
+    ("empty", "folder without a manifest.json|no checkpoint"),
+    ("bins", r"folder with pytorch_model\.bin; give one file of it"),
+    ("run.ckpt", "checkpoint of Trainwright already"),
+    ("numbers.pt", "no weights that are found"),
+    ("list.pt", "not a"),
+    ("cut.pt", r"cut\.pt"),
+])  # fmt: skip
 def test_what_cannot_be_imported(tmp_path, source, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bins").mkdir()

@@ -125,15 +125,12 @@ def test_refusal_says_what_was_refused_and_what_to_type(tmp_path):
     assert not (tmp_path / "touched").exists()
 
 
-@pytest.mark.parametrize(
-    ("value", "name"),
-    [
-        (argparse.Namespace(a=1), "argparse.Namespace"),
-        (pathlib.PurePosixPath("a"), "pathlib.PurePosixPath"),
-        (np.arange(3), "numpy"),
-        (nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
-    ],
-)
+@pytest.mark.parametrize(("value", "name"), [
+    (argparse.Namespace(a=1), "argparse.Namespace"),
+    (pathlib.PurePosixPath("a"), "pathlib.PurePosixPath"),
+    (np.arange(3), "numpy"),
+    (nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
+])  # fmt: skip
 def test_harmless_objects_need_trust_too(tmp_path, value, name):
     torch.save({"a": value}, tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match=rf"{name}.*{TYPE_THIS}"):

@@ -268,17 +268,14 @@ def test_damaged_files_raise_nothing_else(tmp_path, what):
     assert refused > 100
 
 
-@pytest.mark.parametrize(
-    ("offset", "size", "stride"),
-    [
-        (1, (4,), (1,)),
-        (0, (2, 2), (3, 1)),
-        (-1, (2,), (1,)),
-        (0, (-2, -2), (1, 1)),
-        (0, (4,), (-1,)),
-        (1 << 62, (4,), (1,)),
-    ],
-)
+@pytest.mark.parametrize(("offset", "size", "stride"), [
+    (1, (4,), (1,)),
+    (0, (2, 2), (3, 1)),
+    (-1, (2,), (1,)),
+    (0, (-2, -2), (1, 1)),
+    (0, (4,), (-1,)),
+    (1 << 62, (4,), (1,)),
+])  # fmt: skip
 def test_tensors_outside_of_their_bytes_are_refused(tmp_path, offset, size, stride):
     class Wrong:
         def __reduce__(self) -> Any:
@@ -320,19 +317,16 @@ def reduced(function: str, *args: Any) -> bytes:
     return _with_object(Called())
 
 
-@pytest.mark.parametrize(
-    ("function", "args", "text"),
-    [
-        ("builtins.bytearray", (1 << 31,), "arguments that are no text"),
-        ("_codecs.encode", ("x" * 10, "punycode"), "arguments that are no text"),
-        *[(f"collections.{name}", (TENSOR,), "items of another") for name in ("Counter", "OrderedDict")],
-        ("collections.OrderedDict", ([TENSOR],), "items of another"),
-        ("builtins.set", (TENSOR,), "items of another"),
-        ("builtins.bytearray", (TENSOR,), "items of another"),
-        ("torch._tensor._rebuild_from_type_v2", (set, set, (TENSOR,), {}), "tensor made by"),
-        ("torch.Tensor", (1 << 29,), "tensors take 2.0 GiB"),
-    ],
-)
+@pytest.mark.parametrize(("function", "args", "text"), [
+    ("builtins.bytearray", (1 << 31,), "arguments that are no text"),
+    ("_codecs.encode", ("x" * 10, "punycode"), "arguments that are no text"),
+    *[(f"collections.{name}", (TENSOR,), "items of another") for name in ("Counter", "OrderedDict")],
+    ("collections.OrderedDict", ([TENSOR],), "items of another"),
+    ("builtins.set", (TENSOR,), "items of another"),
+    ("builtins.bytearray", (TENSOR,), "items of another"),
+    ("torch._tensor._rebuild_from_type_v2", (set, set, (TENSOR,), {}), "tensor made by"),
+    ("torch.Tensor", (1 << 29,), "tensors take 2.0 GiB"),
+])  # fmt: skip
 def test_calls_that_take_time_or_memory_are_refused(tmp_path, function, args, text):
     """Which torch's safe reader makes."""
     (tmp_path / "x.pt").write_bytes(reduced(function, *args))

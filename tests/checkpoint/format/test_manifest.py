@@ -195,19 +195,16 @@ def test_two_names_of_one_file_are_refused(checkpoint):
         read_manifest(checkpoint)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"version": 1},
-        {"version": 1, "files": [], "about": {}},
-        {"version": "1", "files": {}, "about": {}},
-        {"version": 0, "files": {}, "about": {}},
-        {"version": 1, "files": {"a": 3}, "about": {}},
-        {"version": 1, "files": {"a": {"size": -1, "xxh3_128": "0", "rank": 0}}, "about": {}},
-        {"version": 1, "files": {"a": {"size": 1, "xxh3_128": 0, "rank": 0}}, "about": {}},
-        {"version": 1, "files": {"a": {"size": 1.0, "xxh3_128": "0", "rank": 0}}, "about": {}},
-    ],
-)
+@pytest.mark.parametrize("content", [
+    {"version": 1},
+    {"version": 1, "files": [], "about": {}},
+    {"version": "1", "files": {}, "about": {}},
+    {"version": 0, "files": {}, "about": {}},
+    {"version": 1, "files": {"a": 3}, "about": {}},
+    {"version": 1, "files": {"a": {"size": -1, "xxh3_128": "0", "rank": 0}}, "about": {}},
+    {"version": 1, "files": {"a": {"size": 1, "xxh3_128": 0, "rank": 0}}, "about": {}},
+    {"version": 1, "files": {"a": {"size": 1.0, "xxh3_128": "0", "rank": 0}}, "about": {}},
+])  # fmt: skip
 def test_manifests_that_say_nothing_usable(checkpoint, content):
     (checkpoint / "manifest.json").write_bytes(sealed(content))
     with pytest.raises(DamagedCheckpoint, match=r"manifest.json \(written by rank 0\)"):

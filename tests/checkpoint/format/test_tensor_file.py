@@ -88,17 +88,14 @@ def test_tensors_begin_aligned():
     assert struct.unpack("<Q", write({"abc": torch.ones(2)})[:8])[0] % 8 == 0
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(6, 8).t(),
-        torch.randn(6, 8)[:, ::2],
-        torch.randn(1).expand(4, 5),
-        torch.randn(4, 5, dtype=torch.complex64).conj(),
-        torch.randn(3, 2, requires_grad=True),
-        torch.nn.Parameter(torch.randn(3, 3)),
-    ],
-)
+@pytest.mark.parametrize("tensor", [
+    torch.randn(6, 8).t(),
+    torch.randn(6, 8)[:, ::2],
+    torch.randn(1).expand(4, 5),
+    torch.randn(4, 5, dtype=torch.complex64).conj(),
+    torch.randn(3, 2, requires_grad=True),
+    torch.nn.Parameter(torch.randn(3, 3)),
+])  # fmt: skip
 def test_any_strides(tensor):
     value = read(write({"x": tensor}))["x"]
     assert torch.equal(value, tensor.detach().resolve_conj())
@@ -253,41 +250,38 @@ def entry(dtype="F32", shape=(1,), place=(0, 4)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(place)}
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "0 bytes"),
-        (b"\0" * 7, "7 bytes"),
-        (struct.pack("<Q", 1 << 63) + b"{}", "header is said to have"),
-        (struct.pack("<Q", 3) + b"{}", "header is said to have 3"),
-        (struct.pack("<Q", 0), "header is said to have 0"),
-        (with_header(b"[]"), "no JSON object"),
-        (with_header(b"{]"), "no JSON"),
-        (with_header(b"\xff\xfe"), "no JSON"),
-        (with_header(b"[" * 50_000), "nests deeper than 200 levels"),
-        (with_header({"x": 3}), "'x' is described by 3"),
-        (with_header({"x": {**entry(), "more": 1}}, b"1234"), "is described by"),
-        (with_header({"x": entry(dtype="F33")}, b"1234"), "dtype 'F33'.*known are F64"),
-        (with_header({"x": entry(dtype=["F32"])}, b"1234"), "dtype"),
-        (with_header({"x": entry(shape=(-1,))}, b"1234"), "shape"),
-        (with_header({"x": entry(shape=(True,))}, b"1234"), "shape"),
-        (with_header({"x": entry(shape=(1.0,))}, b"1234"), "shape"),
-        (with_header({"x": entry(shape=(0, 1 << 62, 1 << 62), place=(0, 0))}), "shape"),
-        (with_header({"x": entry(place=(0, 4, 8))}, b"1234"), "place"),
-        (with_header({"x": entry(place=(4, 0))}, b"1234"), "needs 4 bytes"),
-        (with_header({"x": entry(place=(0, 5))}, b"12345"), "needs 4 bytes"),
-        (with_header({"x": entry(place=(1, 5))}, b"12345"), "begins at 1"),
-        (
-            with_header({"x": entry(), "y": entry(place=(2, 6))}, b"123456"),
-            "begins at 2, and what is before it ends at 4",
-        ),
-        (with_header({"x": entry(), "y": entry(place=(5, 9))}, b"123456789"), "begins at 5"),
-        (with_header({"x": entry()}, b"123"), "describes"),
-        (with_header({"x": entry()}, b"12345"), "describes"),
-        (with_header({"x": entry(), "__metadata__": {"a": 1}}, b"1234"), "texts alone"),
-        (with_header(b'{"x":%b,"x":%b}' % ((json.dumps(entry()).encode(),) * 2), b"1234"), "something twice"),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), [
+    (b"", "0 bytes"),
+    (b"\0" * 7, "7 bytes"),
+    (struct.pack("<Q", 1 << 63) + b"{}", "header is said to have"),
+    (struct.pack("<Q", 3) + b"{}", "header is said to have 3"),
+    (struct.pack("<Q", 0), "header is said to have 0"),
+    (with_header(b"[]"), "no JSON object"),
+    (with_header(b"{]"), "no JSON"),
+    (with_header(b"\xff\xfe"), "no JSON"),
+    (with_header(b"[" * 50_000), "nests deeper than 200 levels"),
+    (with_header({"x": 3}), "'x' is described by 3"),
+    (with_header({"x": {**entry(), "more": 1}}, b"1234"), "is described by"),
+    (with_header({"x": entry(dtype="F33")}, b"1234"), "dtype 'F33'.*known are F64"),
+    (with_header({"x": entry(dtype=["F32"])}, b"1234"), "dtype"),
+    (with_header({"x": entry(shape=(-1,))}, b"1234"), "shape"),
+    (with_header({"x": entry(shape=(True,))}, b"1234"), "shape"),
+    (with_header({"x": entry(shape=(1.0,))}, b"1234"), "shape"),
+    (with_header({"x": entry(shape=(0, 1 << 62, 1 << 62), place=(0, 0))}), "shape"),
+    (with_header({"x": entry(place=(0, 4, 8))}, b"1234"), "place"),
+    (with_header({"x": entry(place=(4, 0))}, b"1234"), "needs 4 bytes"),
+    (with_header({"x": entry(place=(0, 5))}, b"12345"), "needs 4 bytes"),
+    (with_header({"x": entry(place=(1, 5))}, b"12345"), "begins at 1"),
+    (
+        with_header({"x": entry(), "y": entry(place=(2, 6))}, b"123456"),
+        "begins at 2, and what is before it ends at 4",
+    ),
+    (with_header({"x": entry(), "y": entry(place=(5, 9))}, b"123456789"), "begins at 5"),
+    (with_header({"x": entry()}, b"123"), "describes"),
+    (with_header({"x": entry()}, b"12345"), "describes"),
+    (with_header({"x": entry(), "__metadata__": {"a": 1}}, b"1234"), "texts alone"),
+    (with_header(b'{"x":%b,"x":%b}' % ((json.dumps(entry()).encode(),) * 2), b"1234"), "something twice"),
+])  # fmt: skip
 def test_files_that_are_not_of_the_format(data, message):
     with pytest.raises(CheckpointError, match=f"no whole safetensors file: .*{message}"):
         TensorFileReader(lambda: io.BytesIO(data))

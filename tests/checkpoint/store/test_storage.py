@@ -220,15 +220,12 @@ def test_an_unknown_store_is_named():
         Folder("nosuch://bucket/a.ckpt")
 
 
-@pytest.mark.parametrize(
-    ("path", "parts"),
-    [
-        ("/a/b/", ("/a", "b")),
-        ("file:///a/b", ("/a", "b")),
-        ("s3://bucket/a/b/", ("s3://bucket/a", "b")),
-        ("memory://a", ("memory://", "a")),
-    ],
-)
+@pytest.mark.parametrize(("path", "parts"), [
+    ("/a/b/", ("/a", "b")),
+    ("file:///a/b", ("/a", "b")),
+    ("s3://bucket/a/b/", ("s3://bucket/a", "b")),
+    ("memory://a", ("memory://", "a")),
+])  # fmt: skip
 def test_paths(path, parts):
     assert split_path(path) == parts
     assert split_path(join_path(*parts)) == parts

@@ -176,16 +176,13 @@ def rewritten(path: Path, old: bytes, new: bytes) -> None:
     pending.publish(type(manifest)(files, manifest.about))
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "text"),
-    [
-        (b'"rank_00000.safetensors"', b'"../../etc/passwd"', "no file of the manifest"),
-        (b"[[[0,0],[7,5]", b"[[[0,0],[9,5]", "cannot have a box"),
-        (b"[[[0,0],[7,5]", b"[[[0,0],[6,5]", "30 of its 35 elements"),
-        (b'"float32"', b'"load"', "cannot be understood"),
-        (b'"boxes"', b'"boxen"', "cannot be understood"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "text"), [
+    (b'"rank_00000.safetensors"', b'"../../etc/passwd"', "no file of the manifest"),
+    (b"[[[0,0],[7,5]", b"[[[0,0],[9,5]", "cannot have a box"),
+    (b"[[[0,0],[7,5]", b"[[[0,0],[6,5]", "30 of its 35 elements"),
+    (b'"float32"', b'"load"', "cannot be understood"),
+    (b'"boxes"', b'"boxen"', "cannot be understood"),
+])  # fmt: skip
 def test_metadata_is_not_trusted(tmp_path, old, new, text):
     write(content_of(1), str(tmp_path / "x"))
     rewritten(tmp_path / "x", old, new)

@@ -85,17 +85,14 @@ def test_the_longest_time_of_any_rank_is_what_counts() -> None:
     assert [fixed.limit(phase, ranks) for phase in (phases.FORWARD, phases.SAVING)] == [7.0, 7.0]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("hang_timeout", "soon"),
-        ("hang_timeout", 0),
-        ("hang_timeout", True),
-        ("hang_safety_factor", 0.5),
-        ("hang_floor_seconds", 0.0),
-        ("hang_first_timeout", -1.0),
-    ],
-)
+@pytest.mark.parametrize(("key", "value"), [
+    ("hang_timeout", "soon"),
+    ("hang_timeout", 0),
+    ("hang_timeout", True),
+    ("hang_safety_factor", 0.5),
+    ("hang_floor_seconds", 0.0),
+    ("hang_first_timeout", -1.0),
+])  # fmt: skip
 def test_impossible_limits_are_refused(key: str, value: Any) -> None:
     cfg = OmegaConf.create({"launch": OmegaConf.structured(LaunchConfig)})
     assert hang_problems(cfg) == []
@@ -260,15 +257,12 @@ def test_an_answer_survives_being_written() -> None:
     assert answer.groups == {}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "kinds", "text"),
-    [
-        ((), (), "barrier #3"),
-        (((4, 128),), ("float32",), "barrier #3 (512 x float32)"),
-        (((4,), (6,)), ("float32", "int64"), "barrier #3 (10 x float32 and int64 in 2 tensors)"),
-        (((),), ("bool",), "barrier #3 (1 x bool)"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "kinds", "text"), [
+    ((), (), "barrier #3"),
+    (((4, 128),), ("float32",), "barrier #3 (512 x float32)"),
+    (((4,), (6,)), ("float32", "int64"), "barrier #3 (10 x float32 and int64 in 2 tensors)"),
+    (((),), ("bool",), "barrier #3 (1 x bool)"),
+])  # fmt: skip
 def test_calls_for_people(sizes: Any, kinds: Any, text: str) -> None:
     assert str(Call("0", 3, "barrier", sizes, kinds, True, 1.0)) == text
 

@@ -97,17 +97,14 @@ class ByHand(pl.LightningModule):
         self.layer = torch.nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize(
-    ("make", "part"),
-    [
-        (lambda: LocalSGDStrategy(sync_every=0), "sync_every=0"),
-        (lambda: LocalSGDStrategy(compression="bf16"), "strategy=diloco"),
-        (lambda: DiLoCoStrategy(sync_every=4, overlap_steps=4), "overlap_steps=4"),
-        (lambda: DiLoCoStrategy(compression={"name": "topk", "ratio": 2}), "ratio"),
-        (lambda: DiLoCoStrategy(compression={"name": "topk", "warmup_steps": 2}), "nothing reads it"),
-        (lambda: DiLoCoStrategy(outer_momentum=0.0), "outer_nesterov=false"),
-    ],
-)
+@pytest.mark.parametrize(("make", "part"), [
+    (lambda: LocalSGDStrategy(sync_every=0), "sync_every=0"),
+    (lambda: LocalSGDStrategy(compression="bf16"), "strategy=diloco"),
+    (lambda: DiLoCoStrategy(sync_every=4, overlap_steps=4), "overlap_steps=4"),
+    (lambda: DiLoCoStrategy(compression={"name": "topk", "ratio": 2}), "ratio"),
+    (lambda: DiLoCoStrategy(compression={"name": "topk", "warmup_steps": 2}), "nothing reads it"),
+    (lambda: DiLoCoStrategy(outer_momentum=0.0), "outer_nesterov=false"),
+])  # fmt: skip
 def test_constructors_refuse_the_same(make: Any, part: str) -> None:
     with pytest.raises(ValueError, match=part):
         make()

@@ -181,15 +181,12 @@ def test_patterns_that_name_no_tables_are_refused_on_every_rank(ranks):
             assert all(word in text for word in expected), text
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"shard": 1, "context": 2}, ["context=2", "type context=1"]),
-        ({"placement": {"*": "parameter_server"}}, ["strategy=parameter_server"]),
-        ({"table_servers": 0}, ["table_servers=0", "table_servers=1"]),
-        ({"placement": {}, "table_servers": 2}, ["table_servers=2", "without placement"]),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"shard": 1, "context": 2}, ["context=2", "type context=1"]),
+    ({"placement": {"*": "parameter_server"}}, ["strategy=parameter_server"]),
+    ({"table_servers": 0}, ["table_servers=0", "table_servers=1"]),
+    ({"placement": {}, "table_servers": 2}, ["table_servers=2", "without placement"]),
+])  # fmt: skip
 def test_options_that_contradict_each_other_are_refused(options, words):
     with pytest.raises(ValueError, match=words[0]) as refused:
         HybridStrategy(**{"placement": PLACEMENT, **options})

@@ -282,19 +282,16 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks):
             assert all(word in text for word in expected), text
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"consistency": "ssp", "staleness": -1}, ["staleness=-1", "whole number", "staleness=3"]),
-        ({"consistency": "ssp", "staleness": 0}, ["staleness=0", "consistency=sync"]),
-        ({"staleness": 2}, ["staleness=2", "ssp only"]),
-        ({"consistency": "eventual"}, ["eventual", "sync, ssp, async"]),
-        ({"servers": 0}, ["servers=0", "servers=1"]),
-        ({"compression": "powersgd"}, ["powersgd", "int8"]),
-        ({"delay_compensation": 0.1}, ["delay_compensation=0.1", "never late"]),
-        ({"overlap": "always"}, ["overlap=always", "true or false"]),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"consistency": "ssp", "staleness": -1}, ["staleness=-1", "whole number", "staleness=3"]),
+    ({"consistency": "ssp", "staleness": 0}, ["staleness=0", "consistency=sync"]),
+    ({"staleness": 2}, ["staleness=2", "ssp only"]),
+    ({"consistency": "eventual"}, ["eventual", "sync, ssp, async"]),
+    ({"servers": 0}, ["servers=0", "servers=1"]),
+    ({"compression": "powersgd"}, ["powersgd", "int8"]),
+    ({"delay_compensation": 0.1}, ["delay_compensation=0.1", "never late"]),
+    ({"overlap": "always"}, ["overlap=always", "true or false"]),
+])  # fmt: skip
 def test_options_that_contradict_each_other_are_refused(options, words):
     from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
 

@@ -56,20 +56,17 @@ def test_stages_of_a_rank() -> None:
     assert all(SCHEDULES[name].__name__.startswith("Schedule") for name in SCHEDULES)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((8, 2, "1f1b", 4), None),
-        ((8, 2, "2f2b", 4), "Choose one of: gpipe, 1f1b"),
-        ((8, 4, "1f1b", 2), "Possible are: 4, 5"),
-        ((3, 2, "zbv", 4), "Set pipeline to at most 1"),
-        ((8, 2, "zbv", 4, 3), "takes exactly 2"),
-        ((8, 2, "dualpipev", 3), "Possible are: 4"),
-        ((8, 2, "interleaved_1f1b", 5), "Possible are: 1, 2, 3, 4, 6"),
-        ((8, 2, "1f1b", 4, None, [3, 4]), r"split=\[3, 4\].*\[4, 4\]"),
-        ((8, 2, "1f1b", 4, None, [3, 5]), None),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((8, 2, "1f1b", 4), None),
+    ((8, 2, "2f2b", 4), "Choose one of: gpipe, 1f1b"),
+    ((8, 4, "1f1b", 2), "Possible are: 4, 5"),
+    ((3, 2, "zbv", 4), "Set pipeline to at most 1"),
+    ((8, 2, "zbv", 4, 3), "takes exactly 2"),
+    ((8, 2, "dualpipev", 3), "Possible are: 4"),
+    ((8, 2, "interleaved_1f1b", 5), "Possible are: 1, 2, 3, 4, 6"),
+    ((8, 2, "1f1b", 4, None, [3, 4]), r"split=\[3, 4\].*\[4, 4\]"),
+    ((8, 2, "1f1b", 4, None, [3, 5]), None),
+])  # fmt: skip
 def test_validation_says_what_is_possible(arguments: Any, message: str | None) -> None:
     import re
 

@@ -81,14 +81,11 @@ def test_an_unknown_name_is_refused_with_names_that_exist():
         find_blocks(Model(), ["blocks.*"])
 
 
-@pytest.mark.parametrize(
-    ("mode", "patterns", "told"),
-    [
-        ("some", None, "allowed: 'none', 'full', 'selective'"),
-        ("selective", None, "name the modules"),
-        ("full", ["layers.*"], "with 'selective' only"),
-    ],
-)
+@pytest.mark.parametrize(("mode", "patterns", "told"), [
+    ("some", None, "allowed: 'none', 'full', 'selective'"),
+    ("selective", None, "name the modules"),
+    ("full", ["layers.*"], "with 'selective' only"),
+])  # fmt: skip
 def test_contradictory_checkpointing_is_refused(mode, patterns, told):
     assert told in validate_checkpointing(mode, patterns)[0]
 

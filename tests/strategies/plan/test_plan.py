@@ -354,17 +354,14 @@ def test_configuration_deletes():
     assert make_plan(hugging_face("mixtral"), {"experts": {"model.model.layers.*.mlp.experts": "none"}}).experts == {}
 
 
-@pytest.mark.parametrize(
-    ("config", "told"),
-    [
-        ({"tensor": {"model.layers.*.mlp": "colwise"}}, r"plan\.tensor: no module is called 'model\.layers\.\*\.mlp'"),
-        ({"tensor": {"model.lm_head": "columns"}}, r"tensor\['model\.lm_head'\]='columns' \(allowed: colwise, rowwise"),
-        ({"tensors": {}, "first": "head"}, r"tensors={} \(allowed: blocks, tensor.*first='head' \(allowed: a list"),
-        ({"blocks": ["layers.*"]}, r"No module is called 'layers\.\*'"),
-        ({"heads": {"model.model.layers.*.mlp": ["num_heads"]}}, r"has no integer attribute num_heads"),
-        ({"tensor": {"model.model.layers.*.mlp.down_proj": "none"}}, r"gate_proj: colwise.* without its counterpart"),
-    ],
-)
+@pytest.mark.parametrize(("config", "told"), [
+    ({"tensor": {"model.layers.*.mlp": "colwise"}}, r"plan\.tensor: no module is called 'model\.layers\.\*\.mlp'"),
+    ({"tensor": {"model.lm_head": "columns"}}, r"tensor\['model\.lm_head'\]='columns' \(allowed: colwise, rowwise"),
+    ({"tensors": {}, "first": "head"}, r"tensors={} \(allowed: blocks, tensor.*first='head' \(allowed: a list"),
+    ({"blocks": ["layers.*"]}, r"No module is called 'layers\.\*'"),
+    ({"heads": {"model.model.layers.*.mlp": ["num_heads"]}}, r"has no integer attribute num_heads"),
+    ({"tensor": {"model.model.layers.*.mlp.down_proj": "none"}}, r"gate_proj: colwise.* without its counterpart"),
+])  # fmt: skip
 def test_a_configuration_that_cannot_be_is_refused(config, told):
     with pytest.raises(ValueError, match=told):
         make_plan(hugging_face("llama"), config)

@@ -315,14 +315,11 @@ class TwoOptimizers(Net):
         return [torch.optim.SGD(self.embed.parameters()), torch.optim.SGD([self.scale])]
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (TwoGroups, "1 parameter group.*this one has 2"),
-        (LessTrained, "group 0.*unexpected: scale"),
-        (TwoOptimizers, "holds 1 optimizer.*made 2"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "text"), [
+    (TwoGroups, "1 parameter group.*this one has 2"),
+    (LessTrained, "group 0.*unexpected: scale"),
+    (TwoOptimizers, "holds 1 optimizer.*made 2"),
+])  # fmt: skip
 def test_other_optimizers_are_refused(tmp_path, kind, text):
     saved(tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match=text):

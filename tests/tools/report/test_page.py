@@ -270,18 +270,15 @@ def test_the_command_writes_the_page(tmp_path, capsys):
     assert not list(tmp_path.glob("**/*.partial"))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "required: RUN_DIR"),
-        (["{tmp}/nothing"], "there is no such run directory"),
-        (["{tmp}"], "this holds runs and is none itself; type for example {tmp}/run"),
-        (["{tmp}/run", "--out", "{tmp}"], "this is a folder; type the name of a file"),
-        (["{tmp}/run", "--out", "{tmp}/no/page.html"], "No such file or directory; type another --out FILE"),
-        (["{tmp}/run"] * 9, "at most 8 side by side"),
-        (["{tmp}/run", "--open"], "unrecognized arguments: --open; `trainwright report --help`"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ([], "required: RUN_DIR"),
+    (["{tmp}/nothing"], "there is no such run directory"),
+    (["{tmp}"], "this holds runs and is none itself; type for example {tmp}/run"),
+    (["{tmp}/run", "--out", "{tmp}"], "this is a folder; type the name of a file"),
+    (["{tmp}/run", "--out", "{tmp}/no/page.html"], "No such file or directory; type another --out FILE"),
+    (["{tmp}/run"] * 9, "at most 8 side by side"),
+    (["{tmp}/run", "--open"], "unrecognized arguments: --open; `trainwright report --help`"),
+])  # fmt: skip
 def test_refusals(tmp_path, capsys, words, said):
     small_run(tmp_path / "run")
     assert run_report_command(["report", *(word.format(tmp=tmp_path) for word in words)]) == 2

@@ -205,16 +205,13 @@ def resumed(
     return whole, interrupted(strategy, options, choice, END, None, f"{folder}/step={SAVED_AT}.ckpt")
 
 
-@pytest.mark.parametrize(
-    ("layout", "name", "more"),
-    [
-        ("ddp", "topk", WARM),
-        ("ddp", "powersgd", {}),
-        ("ddp", "onebit", {}),
-        ("zero3", "powersgd", {}),
-        ("zero1", "onebit", {}),
-    ],
-)
+@pytest.mark.parametrize(("layout", "name", "more"), [
+    ("ddp", "topk", WARM),
+    ("ddp", "powersgd", {}),
+    ("ddp", "onebit", {}),
+    ("zero3", "powersgd", {}),
+    ("zero1", "onebit", {}),
+])  # fmt: skip
 def test_resumed_under_its_layout_to_the_bit(ranks, tmp_path, layout, name, more):
     strategy, count, options = LAYOUTS[layout]
     choice = {"name": name, **OPTIONS.get(name, {}), **more}
