@@ -1,6 +1,7 @@
 """Runs with faults in them, and processes of their own for those that a fault ends."""
 
 import faulthandler
+import json
 import os
 import signal
 import threading
@@ -198,8 +199,6 @@ def group_of(rank: int, world_size: int, port: int) -> Iterator[None]:
 
 def firings(rank: int = 0) -> dict[str, int]:
     """How often each fault has struck a rank of the run in the working folder."""
-    import json
-
     path = Path(f"run/faults/rank_{rank}.json")
     return {key: len(each) for key, each in json.loads(path.read_text()).items()} if path.exists() else {}
 

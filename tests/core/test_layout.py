@@ -20,10 +20,9 @@ def test_the_rest_is_found():
     assert Layout(replicate=2, shard=4).data_ranks == 8
 
 
-@pytest.mark.parametrize(
-    ("layout", "world_size"),
-    [(Layout(replicate=3, shard=-1), 8), (Layout(replicate=2, shard=2), 8), (Layout(shard=16), 8)],
-)
+@pytest.mark.parametrize(("layout", "world_size"), [
+    (Layout(replicate=3, shard=-1), 8), (Layout(replicate=2, shard=2), 8), (Layout(shard=16), 8),
+])  # fmt: skip
 def test_a_layout_that_does_not_fit_names_what_does(layout, world_size):
     with pytest.raises(ValueError, match=r"8 rank\(s\).*\(1, 2, 4, 8\).*strategy\.shard=-1"):
         layout.resolve(world_size)
@@ -46,10 +45,9 @@ def test_layouts_are_printed():
     assert str(Layout()) == "one rank"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("single", SingleDeviceStrategy), ("ddp", DDPStrategy), ("zero1", ZeroStrategy), ("zero3", ZeroStrategy)],
-)
+@pytest.mark.parametrize(("name", "kind"), [
+    ("single", SingleDeviceStrategy), ("ddp", DDPStrategy), ("zero1", ZeroStrategy), ("zero3", ZeroStrategy),
+])  # fmt: skip
 def test_strategies_by_name(name, kind):
     strategy = make_strategy(name)
     assert type(strategy) is kind

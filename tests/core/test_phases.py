@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import Trainer
+from tests.parity.harness import make_trainer
 from trainwright.core.run.phases import Phases
 
 
@@ -26,17 +26,7 @@ class Small(LightningModule):
 
 
 def _told(**options: Any) -> list[str]:
-    trainer = Trainer(
-        strategy="single",
-        devices=1,
-        accelerator="cpu",
-        max_steps=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        **options,
-    )
+    trainer = make_trainer("single", max_steps=2, **options)
     told: list[str] = []
     trainer.phases.listen(told.append)
     loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)

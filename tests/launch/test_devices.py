@@ -76,10 +76,9 @@ def test_a_lost_device_is_asked_again_less_and_less_often(devices: Devices, cloc
     assert devices.due() == [2]
 
 
-@pytest.mark.parametrize(
-    ("text", "usable"),
-    [("3\n", [0, 1, 2]), ("1", [0, 1]), ("100", [0, 1, 2, 3]), ("three", [0, 1, 2, 3]), ("", [0, 1, 2, 3])],
-)
+@pytest.mark.parametrize(("text", "usable"), [
+    ("3\n", [0, 1, 2]), ("1", [0, 1]), ("100", [0, 1, 2, 3]), ("three", [0, 1, 2, 3]), ("", [0, 1, 2, 3]),
+])  # fmt: skip
 def test_a_file_limits_the_devices_but_not_below_the_fewest(devices, tmp_path, text, usable):
     (tmp_path / "devices").write_text(text)
     assert devices.usable() == usable

@@ -16,6 +16,7 @@ from trainwright.command.cli import main
 from trainwright.planning.layout_report import OptimizerStates, StateRules, bytes_of_ranks
 from trainwright.recipes.gpt.model import GPTConfig
 from trainwright.recipes.gpt.module import GPTModule
+from trainwright.strategies.compose.hybrid import HybridStrategy
 
 _Held = tuple[int, int, int]
 # Layouts of 4 ranks (one of 3, whose rows do not divide), network, strategy's options.
@@ -67,8 +68,6 @@ def test_bytes_are_those_that_ranks_hold(ranks, ranks_used, network, options):
 
 def largest_held(options: dict[str, Any]) -> tuple[int, int]:
     """Most weights alive here while a model built on meta gets its values, and the weights of the whole model."""
-    from trainwright.strategies.compose.hybrid import HybridStrategy
-
     module = GPTModule(GPTConfig(layers=4, dim=64, heads=4, seq_len=8), schedule_steps=4, meta=True)
     most, inner = [0], HybridStrategy._real
 

@@ -1,23 +1,16 @@
 import logging
-from typing import Any
 
 import pytest
 import sklearn.datasets  # noqa: F401 - its first import sets variables of the environment, which no test may
 import torch
 from lightning.pytorch import seed_everything
 
+from tests.parity import harness
 from trainwright import Trainer, compose
 from trainwright.recipes.extras import check_scikit_learn
 from trainwright.recipes.vision.digits import DigitsData, DigitsModule
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+QUIET = {**harness.QUIET, "devices": 1}
 
 
 def test_more_than_95_percent_of_the_test_images(caplog: pytest.LogCaptureFixture) -> None:

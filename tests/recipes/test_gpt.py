@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.optim import SGD
 
-from tests.callbacks.modules import Regression, loader
+from tests.callbacks.modules import QUIET, Regression, loader
 from trainwright import Trainer
 from trainwright.recipes.data.text_corpus import TextCorpus
 from trainwright.recipes.gpt.model import GPTConfig
@@ -21,14 +21,6 @@ from trainwright.recipes.gpt.module import GPTModule, Prefix
 from trainwright.recipes.gpt.sample_text import SampleText, generate
 
 SMALL = GPTConfig(layers=2, dim=32, heads=2, seq_len=16)
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
 
 
 def write_text(folder: Path) -> Path:
@@ -145,10 +137,9 @@ def test_what_a_terminal_would_obey_is_not_printed() -> None:
     assert generate(next_logits, ">", len(wanted), 16, 1.0, seed=0) == ">a\ufffd[2J\ufffd\n\tb"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [({"length": -1}, "length=-1"), ({"temperature": 0}, "temperature=0"), ({"prompt": ""}, "prompt=''")],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    ({"length": -1}, "length=-1"), ({"temperature": 0}, "temperature=0"), ({"prompt": ""}, "prompt=''"),
+])  # fmt: skip
 def test_impossible_sample(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match="Impossible sample") as error:
         SampleText(**arguments)
@@ -195,10 +186,9 @@ def sampled_fit(strategy: str, precision: str, folder: str) -> str:
     return Path(folder, "sample.txt").read_text() if trainer.is_global_zero else ""
 
 
-@pytest.mark.parametrize(
-    ("strategy", "precision"),
-    [("ddp", "32"), ("zero1", "16-mixed"), ("zero2", "bf16-true"), ("zero3", "32"), ("zero3", "bf16-mixed")],
-)
+@pytest.mark.parametrize(("strategy", "precision"), [
+    ("ddp", "32"), ("zero1", "16-mixed"), ("zero2", "bf16-true"), ("zero3", "32"), ("zero3", "bf16-mixed"),
+])  # fmt: skip
 def test_sharded_model_writes_too(text: Path, ranks: Callable[..., list[Any]], strategy: str, precision: str) -> None:
     first, second = ranks(sampled_fit, 2, strategy, precision, str(text.parent))
     assert first.startswith("the ")

@@ -96,10 +96,9 @@ def test_weights_none_of_which_fit_are_refused(tmp_path: Path) -> None:
         HuggingFaceModule(pretrained=folder)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{}, {"config": SMALL, "pretrained": "x"}, {"pretrained": "x", "meta": True}, {"config": {"hidden_size": 8}}],
-)
+@pytest.mark.parametrize("arguments", [
+    {}, {"config": SMALL, "pretrained": "x"}, {"pretrained": "x", "meta": True}, {"config": {"hidden_size": 8}},
+])  # fmt: skip
 def test_contradictions(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="pretrained="):
         HuggingFaceModule(**arguments)

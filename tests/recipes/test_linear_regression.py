@@ -10,18 +10,11 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, seed_everything
 from torch.optim import SGD
 
+from tests.parity.harness import QUIET
 from trainwright import Trainer, compose
 from trainwright.recipes.tables.linear_regression import DiabetesData, LinearRegression
 from trainwright.recipes.vision.bundled_data import diabetes
 from trainwright.strategies.contract.registry import make_strategy
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 class SamplesOfSteps(Callback):

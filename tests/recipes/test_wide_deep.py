@@ -10,19 +10,13 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback, seed_everything
 from torch.optim import Adagrad, AdamW
 
+from tests.parity import harness
 from trainwright import Trainer, compose
 from trainwright.recipes.tables.click_log import COLUMNS, ClickLog, draw_click_log, hashed
 from trainwright.recipes.tables.wide_deep import ClickData, WideDeep
 from trainwright.recipes.tables.wide_deep_checks import check_sparse
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "limit_val_batches": 0,
-}
+QUIET = {**harness.QUIET, "limit_val_batches": 0}
 SMALL: dict[str, Any] = {"rows": 256, "wide_rows": 512, "dim": 4, "hidden": (8,)}
 
 

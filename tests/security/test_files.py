@@ -242,10 +242,9 @@ def test_a_manifest_of_a_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     store.rm("/bounded", recursive=True)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"[" * 100_000, b"[" * 300 + b"]" * 300, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"a":1,"a":2}', b"9" * 5000],
-)
+@pytest.mark.parametrize("data", [
+    b"[" * 100_000, b"[" * 300 + b"]" * 300, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"a":1,"a":2}', b"9" * 5000,
+])  # fmt: skip
 def test_json_that_is_refused(data: bytes) -> None:
     with pytest.raises(ContentError):
         parse_json(data)

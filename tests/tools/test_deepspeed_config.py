@@ -217,102 +217,98 @@ def test_equals_the_explicit_configuration() -> None:
     assert OmegaConf.to_container(cfg, resolve=True) == OmegaConf.to_container(explicit.cfg, resolve=True)
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ({"zero_optimization": {"stage": 0}}, {"strategy": "ddp"}),
-        ({}, {"strategy": "ddp"}),
-        ({"zero_optimization": True}, {"strategy": "zero1"}),
-        (
-            {"zero_optimization": {"stage": 2, "cpu_offload": True, "ignore_unused_parameters": True}},
-            {"strategy": "zero2", "strategy.offload": "optimizer", "strategy.find_unused_parameters": True},
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-            {"strategy": "zero3", "strategy.offload": "parameters"},
-        ),
-        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, {"strategy.shard": 2, "strategy.replicate": -1}),
-        ({"bf16": {"enabled": True}}, {"precision": "bf16-mixed"}),
-        ({"bfloat16": {"enabled": True}}, {"precision": "bf16-mixed"}),
-        ({"fp16": {"enabled": False}}, {"precision": "32"}),
-        (
-            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
-            {"precision": "bf16-true"},
-        ),
-        (
-            {"fp16": {"enabled": True, "loss_scale": 128, "min_loss_scale": 4}},
-            {"precision": "16-mixed", "trainer.loss_scale.initial": 128.0, "trainer.loss_scale.fixed": True},
-        ),
-        (
-            {"fp16": {"enabled": True, "initial_scale_power": 8, "min_loss_scale": 2}},
-            {
-                "trainer.loss_scale.initial": 256.0,
-                "trainer.loss_scale.least": 2.0,
-                "trainer.loss_scale.growth_interval": 1000,
-            },
-        ),
-        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, {"precision": "16-mixed"}),
-        ({"amp": {"enabled": True, "opt_level": "O0"}}, {"precision": "32"}),
-        ({"gradient_clipping": 0}, {"trainer.gradient_clip_val": None}),
-        ({"communication_data_type": "fp16"}, {"compression": "fp16"}),
-        (
-            {"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True}},
-            {
-                "strategy": "hybrid",
-                "strategy.tensor": 2,
-                "strategy.loss_parallel": True,
-                "strategy.stage": 1,
-                "strategy.shard": 1,
-                "strategy.replicate": -1,
-            },
-        ),
-        (
-            {"sequence_parallel_size": 2, "zero_optimization": {"stage": 3}},
-            {"strategy": "hybrid", "strategy.context": 2, "strategy.attention": "ulysses", "strategy.stage": 3},
-        ),
-        ({"expert_parallel": {"enabled": False, "autoep_size": 2}}, {"strategy": "ddp"}),
-        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, {"strategy.expert": 2, "strategy.stage": 1}),
-        ({"pipeline": {"stages": "auto"}}, {"strategy": "ddp"}),
-        (
-            {"optimizer": {"type": "Adam"}},
-            {
-                "optimizer": "adamw",
-                "optimizer._target_": "torch.optim.AdamW",
-                "optimizer.lr": 0.001,
-                "optimizer.betas": [0.9, 0.999],
-                "optimizer.eps": 1e-8,
-                "optimizer.weight_decay": 0.0,
-            },
-        ),
-        ({"optimizer": {"type": "adam", "params": {"adam_w_mode": False}}}, {"optimizer._target_": "torch.optim.Adam"}),
-        (
-            {"optimizer": {"type": "RMSprop", "params": {"alpha": 0.9}}},
-            {"optimizer": "sgd", "optimizer._target_": "torch.optim.RMSprop", "optimizer.alpha": 0.9},
-        ),
-        (
-            {"optimizer": {"type": "OneBitAdam"}},
-            {"optimizer": "adamw", "compression": "onebit", "compression.warmup_steps": 100000},
-        ),
-        ({"checkpoint": {"writer": {"decoupled": True}}}, {"checkpoint": "async"}),
-        ({"steps_per_print": 7}, {"trainer.log_every_n_steps": 7}),
-        ({"comms_logger": {"enabled": True}}, {"monitor": "communication"}),
-        ({"compile": {"deepcompile": True}}, {"strategy.compile": True}),
-        ({"pipeline": {"activation_checkpoint_interval": 2}}, {"strategy.activation_checkpointing": "full"}),
-        (
-            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": [1, 2]}}},
-            {
-                "callbacks.learning_rate_schedule.schedule._target_": f"{SCHEDULES}.OneCycle",
-                "callbacks.learning_rate_schedule.schedule.lowest": 0.1,
-                "callbacks.learning_rate_schedule.schedule.highest": [1, 2],
-            },
-        ),
-        (
-            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}},
-            {"callbacks.learning_rate_schedule.schedule.highest": 0.001},
-        ),
-    ],
-    ids=lambda value: json.dumps(value)[:50],
-)
+@pytest.mark.parametrize(("content", "expected"), [
+    ({"zero_optimization": {"stage": 0}}, {"strategy": "ddp"}),
+    ({}, {"strategy": "ddp"}),
+    ({"zero_optimization": True}, {"strategy": "zero1"}),
+    (
+        {"zero_optimization": {"stage": 2, "cpu_offload": True, "ignore_unused_parameters": True}},
+        {"strategy": "zero2", "strategy.offload": "optimizer", "strategy.find_unused_parameters": True},
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        {"strategy": "zero3", "strategy.offload": "parameters"},
+    ),
+    ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, {"strategy.shard": 2, "strategy.replicate": -1}),
+    ({"bf16": {"enabled": True}}, {"precision": "bf16-mixed"}),
+    ({"bfloat16": {"enabled": True}}, {"precision": "bf16-mixed"}),
+    ({"fp16": {"enabled": False}}, {"precision": "32"}),
+    (
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+        {"precision": "bf16-true"},
+    ),
+    (
+        {"fp16": {"enabled": True, "loss_scale": 128, "min_loss_scale": 4}},
+        {"precision": "16-mixed", "trainer.loss_scale.initial": 128.0, "trainer.loss_scale.fixed": True},
+    ),
+    (
+        {"fp16": {"enabled": True, "initial_scale_power": 8, "min_loss_scale": 2}},
+        {
+            "trainer.loss_scale.initial": 256.0,
+            "trainer.loss_scale.least": 2.0,
+            "trainer.loss_scale.growth_interval": 1000,
+        },
+    ),
+    ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, {"precision": "16-mixed"}),
+    ({"amp": {"enabled": True, "opt_level": "O0"}}, {"precision": "32"}),
+    ({"gradient_clipping": 0}, {"trainer.gradient_clip_val": None}),
+    ({"communication_data_type": "fp16"}, {"compression": "fp16"}),
+    (
+        {"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True}},
+        {
+            "strategy": "hybrid",
+            "strategy.tensor": 2,
+            "strategy.loss_parallel": True,
+            "strategy.stage": 1,
+            "strategy.shard": 1,
+            "strategy.replicate": -1,
+        },
+    ),
+    (
+        {"sequence_parallel_size": 2, "zero_optimization": {"stage": 3}},
+        {"strategy": "hybrid", "strategy.context": 2, "strategy.attention": "ulysses", "strategy.stage": 3},
+    ),
+    ({"expert_parallel": {"enabled": False, "autoep_size": 2}}, {"strategy": "ddp"}),
+    ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, {"strategy.expert": 2, "strategy.stage": 1}),
+    ({"pipeline": {"stages": "auto"}}, {"strategy": "ddp"}),
+    (
+        {"optimizer": {"type": "Adam"}},
+        {
+            "optimizer": "adamw",
+            "optimizer._target_": "torch.optim.AdamW",
+            "optimizer.lr": 0.001,
+            "optimizer.betas": [0.9, 0.999],
+            "optimizer.eps": 1e-8,
+            "optimizer.weight_decay": 0.0,
+        },
+    ),
+    ({"optimizer": {"type": "adam", "params": {"adam_w_mode": False}}}, {"optimizer._target_": "torch.optim.Adam"}),
+    (
+        {"optimizer": {"type": "RMSprop", "params": {"alpha": 0.9}}},
+        {"optimizer": "sgd", "optimizer._target_": "torch.optim.RMSprop", "optimizer.alpha": 0.9},
+    ),
+    (
+        {"optimizer": {"type": "OneBitAdam"}},
+        {"optimizer": "adamw", "compression": "onebit", "compression.warmup_steps": 100000},
+    ),
+    ({"checkpoint": {"writer": {"decoupled": True}}}, {"checkpoint": "async"}),
+    ({"steps_per_print": 7}, {"trainer.log_every_n_steps": 7}),
+    ({"comms_logger": {"enabled": True}}, {"monitor": "communication"}),
+    ({"compile": {"deepcompile": True}}, {"strategy.compile": True}),
+    ({"pipeline": {"activation_checkpoint_interval": 2}}, {"strategy.activation_checkpointing": "full"}),
+    (
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": [1, 2]}}},
+        {
+            "callbacks.learning_rate_schedule.schedule._target_": f"{SCHEDULES}.OneCycle",
+            "callbacks.learning_rate_schedule.schedule.lowest": 0.1,
+            "callbacks.learning_rate_schedule.schedule.highest": [1, 2],
+        },
+    ),
+    (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}},
+        {"callbacks.learning_rate_schedule.schedule.highest": 0.001},
+    ),
+], ids=lambda value: json.dumps(value)[:50])  # fmt: skip
 def test_becomes(content: dict[str, Any], expected: dict[str, Any]) -> None:
     native, report = translated(content)
     assert {line.key for line in report.lines} | set(report.no_effect) == leaves(content)

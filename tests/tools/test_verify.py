@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from tests.command.project import command, environment, write_project
 from trainwright.command.cli import main
@@ -27,6 +29,7 @@ from trainwright.tools.verify.compare import (
     compare_tensors,
     find_start,
 )
+from trainwright.tools.verify.record import hash_samples, switch_dropout_off, write_tensors
 from trainwright.tools.verify.report import VerifyReport, groups_of
 
 TOLERANCE = 1e-5
@@ -170,10 +173,6 @@ def test_samples(tmp_path: Path) -> None:
 
 
 def test_tensors_come_back_from_disk(tmp_path: Path) -> None:
-    import torch
-
-    from trainwright.tools.verify.record import write_tensors
-
     record = _record(tmp_path / "record", [[["a"]]])
     tensors = {
         "weight": torch.randn(3, 4).t(),
@@ -193,10 +192,6 @@ def test_tensors_come_back_from_disk(tmp_path: Path) -> None:
 
 
 def test_hashes_are_those_of_samples_whatever_the_batch_is_made_of() -> None:
-    import torch
-
-    from trainwright.tools.verify.record import hash_samples
-
     x, y = torch.randn(4, 3), torch.tensor([True, False, True, True])
     whole = hash_samples({"x": x, "more": (y, "text", 3, torch.tensor(1.0))})
     assert len(set(whole)) == 4
@@ -207,10 +202,6 @@ def test_hashes_are_those_of_samples_whatever_the_batch_is_made_of() -> None:
 
 
 def test_dropout_is_switched_off() -> None:
-    from torch import nn
-
-    from trainwright.tools.verify.record import switch_dropout_off
-
     module = nn.Sequential(
         nn.Linear(2, 2),
         nn.Dropout(0.1),

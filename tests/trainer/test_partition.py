@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from trainwright.trainer.data.data_order import RankBatchSampler, Resumed
 from trainwright.trainer.data.dealt_batches import DealtBatchSampler
@@ -293,9 +294,6 @@ def test_an_epoch_is_resumed_in_the_order_in_which_it_began():
 
 
 def test_a_generator_of_the_samplers_own_is_as_reproducible():
-    import torch
-    from torch.utils.data import WeightedRandomSampler
-
     def draws() -> list[list[int]]:
         generator = torch.Generator().manual_seed(4)
         order = EpochOrder(WeightedRandomSampler(torch.ones(9), 9, generator=generator), 0)

@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -15,6 +16,7 @@ from tests.checkpoint.saved import LanguageModule, Losses, loader, logits, model
 from tests.parity.harness import QUIET
 from trainwright.checkpoint.foreign.export import export
 from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.format.tree import encode
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
@@ -139,11 +141,9 @@ def test_other_models(tmp_path, kind, tied):
     assert torch.equal(logits(loaded), logits(network))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"pipeline": 2, "shard": 1, "plan": {"last": ["temperature"]}}, {"tensor": 2, "shard": 1}],
-    ids=["pipeline", "tensor"],
-)
+@pytest.mark.parametrize("options", [
+    {"pipeline": 2, "shard": 1, "plan": {"last": ["temperature"]}}, {"tensor": 2, "shard": 1},
+], ids=["pipeline", "tensor"])  # fmt: skip
 def test_from_a_layout_that_cuts_the_module(ranks, tmp_path, options):
     import transformers
 
@@ -243,10 +243,6 @@ def test_plain_torch(llama, tmp_path):
 
 
 def test_values_that_need_other_classes_become_plain_ones(tmp_path):
-    import numpy as np
-
-    from trainwright.checkpoint.format.tree import encode
-
     callbacks = {"Mine": {"path": Path("a/b"), "best": np.float32(0.5), "table": np.arange(3), "kept": {1, 2}}}
     tensors = {}
 
@@ -266,10 +262,9 @@ def test_values_that_need_other_classes_become_plain_ones(tmp_path):
     assert found["kept"] == {1, 2}
 
 
-@pytest.mark.parametrize(
-    ("format", "to"),
-    [("safetensors", "m.safetensors"), ("safetensors", "folder"), ("lightning", "l.ckpt"), ("torch", "w.pt")],
-)
+@pytest.mark.parametrize(("format", "to"), [
+    ("safetensors", "m.safetensors"), ("safetensors", "folder"), ("lightning", "l.ckpt"), ("torch", "w.pt"),
+])  # fmt: skip
 def test_no_more_than_one_tensor_is_held(tmp_path, monkeypatch, format, to):
     weights = {f"layers.{i}.weight": torch.randn(64, 64) for i in range(30)}
     run_state(tmp_path / "run.ckpt", weights)

@@ -21,6 +21,8 @@ from trainwright.checkpoint.foreign.importing import import_checkpoint
 from trainwright.checkpoint.foreign.safetensors_folder import SafetensorsFolder
 from trainwright.checkpoint.read.run_state import RunState, materialised
 from trainwright.core.errors import CheckpointError
+from trainwright.strategies.contract.registry import make_strategy
+from trainwright.strategies.state.wholes import gather_tree
 
 
 def weights_of(path):
@@ -137,8 +139,6 @@ def test_a_run_of_lightning_goes_on(tmp_path):
 
 def resumed(path):
     """Losses of Lightning's Trainer with a strategy of ours that goes on from a run state."""
-    from trainwright.strategies.contract.registry import make_strategy
-
     losses = Losses()
     trainer = pl.Trainer(
         **{**QUIET, "callbacks": [losses]}, strategy=make_strategy("single"), max_steps=6, max_epochs=-1
@@ -228,8 +228,6 @@ def make_tied():
 
 def step_from_deepspeed(path, strategy):
     """Weights before and states after one step of a run that goes on, whole and by name."""
-    from trainwright.strategies.state.wholes import gather_tree
-
     module = Trained(make_tied())
     before = {}
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from trainwright.checkpoint.format import tensor_file
 from trainwright.checkpoint.format.tensor_file import DTYPES, TensorEntry, TensorFileReader, TensorFileWriter
+from trainwright.checkpoint.store.storage import Folder
 from trainwright.core.errors import CheckpointError
 
 
@@ -182,10 +183,9 @@ def test_columns_of_long_rows_are_read_without_a_byte_more():
     assert file.got == 2 * 70_000 * 4
 
 
-@pytest.mark.parametrize(
-    ("offsets", "sizes"),
-    [((3, 0), (2, 1)), ((-1, 0), (1, 1)), ((0,), (1,)), ((0, 0), (1, -1)), ((5, 0), None), ((0,), None)],
-)
+@pytest.mark.parametrize(("offsets", "sizes"), [
+    ((3, 0), (2, 1)), ((-1, 0), (1, 1)), ((0,), (1,)), ((0, 0), (1, -1)), ((5, 0), None), ((0,), None),
+])  # fmt: skip
 def test_boxes_outside_of_the_tensor(offsets, sizes):
     reader = TensorFileReader(lambda: io.BytesIO(write({"x": torch.ones(4, 4)})))
     with pytest.raises(ValueError, match="has no box"):
@@ -288,8 +288,6 @@ def test_files_that_are_not_of_the_format(data, message):
 
 
 def test_the_file_is_named(tmp_path):
-    from trainwright.checkpoint.store.storage import Folder
-
     (tmp_path / "x.safetensors").write_bytes(b"garbage of some length")
     with pytest.raises(CheckpointError, match=str(tmp_path / "x.safetensors")):
         TensorFileReader(lambda: Folder(tmp_path).open("x.safetensors"))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from trainwright.checkpoint.format.manifest import read_manifest
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.read.run_state import RunState, StoredTensor
+from trainwright.checkpoint.store.storage import PendingFolder
 from trainwright.checkpoint.write import save
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
@@ -165,8 +166,6 @@ def test_nothing_damaged_is_opened(tmp_path, name):
 
 def rewritten(path: Path, old: bytes, new: bytes) -> None:
     """Change ``tensors.json`` and make the manifest agree, as somebody of ill will would."""
-    from trainwright.checkpoint.store.storage import PendingFolder
-
     manifest = read_manifest(path)
     pending = PendingFolder.create(path)
     files = {}

@@ -265,10 +265,9 @@ def test_older_readers_are_told_to_update(checkpoint: Path) -> None:
     assert "version 2 of the format; this installation reads versions up to 1: update trainwright" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"lists": {}}, {"lists": {}, "token": 3}, {"lists": {"a": [1, 2]}, "token": ""}, {"lists": [], "token": ""}],
-)
+@pytest.mark.parametrize("more", [
+    {}, {"lists": {}}, {"lists": {}, "token": 3}, {"lists": {"a": [1, 2]}, "token": ""}, {"lists": [], "token": ""},
+])  # fmt: skip
 def test_manifests_that_say_nothing_usable(more: dict[str, Any]) -> None:
     data = records._sealed({"version": 2, "files": {}, "about": {}, **more})
     with pytest.raises(records.ManifestError):

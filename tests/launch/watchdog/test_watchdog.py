@@ -18,6 +18,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.parity.harness import QUIET
 from trainwright import Trainer, Watchdog
 from trainwright.core.processes.process import catches, state_of
 from trainwright.core.run import phases
@@ -189,9 +190,8 @@ def test_what_is_waited_for_is_told_by_the_outermost_library_that_is_known() -> 
 
 def test_who_debugs_or_compiles_is_known() -> None:
     user = _at("/me/train.py", "Net.training_step", users=True)
-    assert (
-        _kind(_at("/usr/lib/cmd.py", "Cmd.cmdloop"), _at("/usr/lib/pdb.py", "Pdb.interaction"), user) == waits.DEBUGGER
-    )
+    debugger = _at("/usr/lib/cmd.py", "Cmd.cmdloop"), _at("/usr/lib/pdb.py", "Pdb.interaction")
+    assert _kind(*debugger, user) == waits.DEBUGGER
     compiling = _at("/x/torch/_dynamo/convert_frame.py", "_compile")
     assert _kind(_at("/usr/lib/threading.py", "Condition.wait"), compiling, user) == waits.COMPILING
     assert _kind(user, _at("/x/torch/_dynamo/eval_frame.py", "compile_wrapper")) == waits.NATIVE
@@ -307,16 +307,7 @@ def test_a_run_tells_what_it_does(kind: Any, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "mine")
     seen: list[Progress] = []
     look = pl.callbacks.LambdaCallback(on_train_epoch_end=lambda *_: seen.append(watcher._boxes.read(0)))
-    trainer = kind(
-        max_epochs=2,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        callbacks=[Watchdog(), look],
-    )
+    trainer = kind(max_epochs=2, devices=1, callbacks=[Watchdog(), look], **QUIET)
     loader = DataLoader(TensorDataset(torch.ones(12, 2)), batch_size=2)
     trainer.fit(Line(), loader, loader)
     assert [(each.running, each.rank, each.micro_batches) for each in seen] == [(True, 0, 6), (True, 0, 12)]

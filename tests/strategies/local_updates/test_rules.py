@@ -69,20 +69,16 @@ def test_the_group_compression_says_how_outer_gradients_are_sent(tmp_path, name,
 _AS_LOCAL_SGD = ["strategy.outer_lr=1", "strategy.outer_momentum=0", "strategy.outer_nesterov=false"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "is_refused"),
-    [
-        (["strategy=diloco"], True),
-        (["strategy=diloco", "strategy.sync_every=1"], True),
-        (["strategy=local_sgd", "strategy.warmup_steps=3"], True),
-        (["strategy=diloco", "strategy.sync_every=1", *_AS_LOCAL_SGD, "compression=bf16"], True),
-        (["strategy=diloco", "strategy.sync_every=1", *_AS_LOCAL_SGD], False),
-        (["strategy=local_sgd", "strategy.sync_every=1"], False),
-        (["strategy=diloco", "strategy.warmup_steps=4"], False),
-        (["strategy=ddp"], False),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
+@pytest.mark.parametrize(("overrides", "is_refused"), [
+    (["strategy=diloco"], True),
+    (["strategy=diloco", "strategy.sync_every=1"], True),
+    (["strategy=local_sgd", "strategy.warmup_steps=3"], True),
+    (["strategy=diloco", "strategy.sync_every=1", *_AS_LOCAL_SGD, "compression=bf16"], True),
+    (["strategy=diloco", "strategy.sync_every=1", *_AS_LOCAL_SGD], False),
+    (["strategy=local_sgd", "strategy.sync_every=1"], False),
+    (["strategy=diloco", "strategy.warmup_steps=4"], False),
+    (["strategy=ddp"], False),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
 def test_verify_compares_only_what_can_be_equal(overrides: list[str], is_refused: bool) -> None:
     problems = problems_of(compose("gpt", ["devices=2", *overrides]), VerifyOptions())
     assert [("do not train as one process does" in problem) for problem in problems] == [True] * is_refused

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.parity.harness import make_trainer
+from trainwright.callbacks.save.run_state import RunStateCheckpoint
 from trainwright.recipes.tables.wide_deep import ClickData, WideDeep
 from trainwright.strategies.compose.hybrid import HybridStrategy
 from trainwright.strategies.contract.communication.meter import Sent
@@ -140,8 +141,6 @@ def across() -> Any:
         trainer.save_checkpoint(path)
         module, trainer = fit(after, mixed if after == "hybrid" else {}, "adamw", 6, ckpt=path)
         results[path] = outcome(module, trainer)[0]
-    from trainwright.callbacks.save.run_state import RunStateCheckpoint
-
     saver = RunStateCheckpoint("within", every_n_steps=3, save_at_end=False)
     fit("hybrid", mixed, "adamw", 4, callbacks=[saver], enable_checkpointing=True)
     results["within"] = outcome(*fit("ddp", {}, "adamw", 6, ckpt=saver.last_model_path))[0]

@@ -4,12 +4,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.pool import RankError
 from tests.strategies.pipeline.models import Block, Model, build, engine_of, make_batch, plan_of, reference, train
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.schedules import (
@@ -38,8 +40,6 @@ def test_blocks_are_split_evenly_by_weight() -> None:
 
 
 def test_the_heaviest_stage_is_as_light_as_possible() -> None:
-    from itertools import combinations
-
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         weights = torch.randint(1, 20, (9,), generator=generator).tolist()
@@ -68,8 +68,6 @@ def test_stages_of_a_rank() -> None:
     ((8, 2, "1f1b", 4, None, [3, 5]), None),
 ])  # fmt: skip
 def test_validation_says_what_is_possible(arguments: Any, message: str | None) -> None:
-    import re
-
     problems = validate_pipeline(*arguments)
     assert bool(problems) == (message is not None)
     assert message is None or re.search(message, " ".join(problems))
@@ -342,8 +340,6 @@ def first_step(model: type[Model], changes: dict[str, Any]) -> str:
 
 
 def test_the_first_step_is_watched_and_an_error_clears_what_was_held(ranks: Ranks) -> None:
-    from tests.pool import RankError
-
     assert ranks(first_step, 2, Modest, {}, timeout=30) == ["done", "done"]
     with pytest.raises(RankError, match="a loss of shape"):
         ranks(first_step, 2, Vector, {}, timeout=30)

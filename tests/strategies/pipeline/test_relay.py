@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategies.pipeline.models import Model, build, engine_of, make_batch, train
+from tests.strategies.pipeline.models import Model, build, engine_of, make_batch, plan_of, train
 from trainwright.strategies.pipeline.cut import make_ghost
 
 Ranks = Callable[..., list[Any]]
@@ -80,8 +80,6 @@ class Normed(Model):
 
 
 def statistics() -> Any:
-    from tests.strategies.pipeline.models import plan_of
-
     model = build(Normed)
     plan = plan_of(model, first=("embed", "batch_norm"))
     with pytest.raises(RuntimeError, match="'batch_norm.running_mean' .BatchNorm1d. by the samples.*micro_batches=1"):

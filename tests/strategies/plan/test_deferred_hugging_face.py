@@ -5,10 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parity.harness import whole
+from tests.parity.harness import make_trainer, whole
 from tests.parity.modules import Tokens
-from trainwright import Trainer
-from trainwright.strategies.contract.registry import make_strategy
 from trainwright.strategies.plan.deferred import deferred_pieces, is_deferred
 
 transformers = pytest.importorskip("transformers")
@@ -70,16 +68,7 @@ def initial_weights(strategy: str, kind: str) -> dict[str, torch.Tensor]:
     """Weights that a run starts with, by rank 0's seed."""
     torch.manual_seed(5 + torch.distributed.get_rank())
     module = Module(kind)
-    trainer = Trainer(
-        strategy=make_strategy(strategy),
-        devices=torch.distributed.get_world_size(),
-        accelerator="cpu",
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(strategy, max_steps=1)
     trainer.fit(module, torch.utils.data.DataLoader(Tokens(8), batch_size=1))
     assert not is_deferred(module)
     return module.seen

@@ -11,10 +11,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.parity.harness import make_trainer
+from tests.parity.harness import QUIET, make_trainer
 from trainwright.checkpoint.read.run_state import RunState, StoredTensor
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.core.errors import CheckpointError
+from trainwright.strategies.data.single import SingleDeviceStrategy
 
 WIDTH = 8
 TENSOR = {"tensor": 2, "shard": 1, "plan": {"tensor": {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}}}
@@ -348,19 +349,9 @@ def test_a_callback_that_holds_no_plain_data_is_named(tmp_path):
 
 
 def test_in_a_plain_trainer(tmp_path):
-    from trainwright.strategies.data.single import SingleDeviceStrategy
-
     def trainer(**kwargs: Any) -> pl.Trainer:
-        return pl.Trainer(
-            strategy=SingleDeviceStrategy(),
-            accelerator="cpu",
-            devices=1,
-            max_steps=kwargs.pop("steps"),
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **kwargs,
-        )
+        given = {**QUIET, "enable_checkpointing": True, "max_steps": kwargs.pop("steps"), **kwargs}
+        return pl.Trainer(strategy=SingleDeviceStrategy(), devices=1, **given)
 
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1, save_last="link")
     whole = Net(dropout=0)

@@ -1,6 +1,7 @@
 """Findings of machines with problems: each finding is provoked by facts."""
 
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -104,8 +105,6 @@ def test_imports():
 
 
 def test_what_does_not_answer_has_an_end():
-    import threading
-
     with pytest.raises(TimeoutError, match="no answer within 0 s"):
         within(0.05, lambda: threading.Event().wait(0.5))
     with pytest.raises(ZeroDivisionError):
