@@ -59,10 +59,8 @@ def _tried(path: Path) -> Any:
 
 def test_payloads_run_in_torch_files(tmp_path, touch):
     """Or the test above would prove nothing of files."""
-    for data in [
-        torch_file(pickles(touch)["os.system, protocol 2"]),
-        *old_torch_files(pickles(touch)["INST"]).values(),
-    ]:
+    payloads = pickles(touch)
+    for data in [torch_file(payloads["os.system, protocol 2"]), *old_torch_files(payloads["INST"]).values()]:
         _tried_by_torch(data)
         assert touch.exists()
         touch.unlink()
@@ -136,15 +134,15 @@ def plain() -> dict[str, Any]:
         "set": {1, (2, 3)},
         "bytes": b"abc\xff",
         "bytearray": bytearray(b"12"),
+        "text": "Grüße\n",
+        "none": None,
+        "true": True,
         "complex number": 1j,
         "big": 2**100,
         "negative": -(2**40),
         "float": -0.5,
-        "text": "Grüße\n",
         "tuple": (1, (2, 3, 4, 5), ()),
         "ordered": OrderedDict(b=1, a=2),
-        "none": None,
-        "true": True,
         3: "a number as a key",
         (1, "a"): "a tuple as a key",
     }
@@ -269,11 +267,7 @@ def test_damaged_files_raise_nothing_else(tmp_path, what):
 
 
 @pytest.mark.parametrize(("offset", "size", "stride"), [
-    (1, (4,), (1,)),
-    (0, (2, 2), (3, 1)),
-    (-1, (2,), (1,)),
-    (0, (-2, -2), (1, 1)),
-    (0, (4,), (-1,)),
+    (1, (4,), (1,)), (0, (2, 2), (3, 1)), (-1, (2,), (1,)), (0, (-2, -2), (1, 1)), (0, (4,), (-1,)),
     (1 << 62, (4,), (1,)),
 ])  # fmt: skip
 def test_tensors_outside_of_their_bytes_are_refused(tmp_path, offset, size, stride):
