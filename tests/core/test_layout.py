@@ -3,6 +3,7 @@
 from itertools import combinations
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -14,7 +15,11 @@ from trainwright.strategies.data.single import SingleDeviceStrategy
 from trainwright.strategies.data.zero import ZeroStrategy
 
 
-def test_the_rest_is_found():
+def test_the_rest_is_found_and_layouts_are_printed():
+    with pytest.raises(ValueError, match="resolve"):
+        _ = Layout(shard=-1).world_size
+    assert str(Layout(replicate=2, shard=4)) == "replicate 2 x shard 4"
+    assert str(Layout()) == "one rank"
     assert Layout(replicate=2, shard=-1).resolve(8) == Layout(replicate=2, shard=4)
     assert Layout(replicate=2, shard=4).resolve(8).world_size == 8
     assert Layout(replicate=2, shard=4).data_ranks == 8
@@ -35,16 +40,6 @@ def test_all_problems_of_a_layout_are_told_at_once():
         Layout(replicate=-1, shard=-1)
 
 
-def test_an_open_layout_has_no_world_size():
-    with pytest.raises(ValueError, match="resolve"):
-        _ = Layout(shard=-1).world_size
-
-
-def test_layouts_are_printed():
-    assert str(Layout(replicate=2, shard=4)) == "replicate 2 x shard 4"
-    assert str(Layout()) == "one rank"
-
-
 @pytest.mark.parametrize(("name", "kind"), [
     ("single", SingleDeviceStrategy), ("ddp", DDPStrategy), ("zero1", ZeroStrategy), ("zero3", ZeroStrategy),
 ])  # fmt: skip
@@ -54,11 +49,6 @@ def test_strategies_by_name(name, kind):
     assert name in strategy_names()
     if name.startswith("zero"):
         assert strategy.stage == int(name[-1])
-
-
-def test_an_unknown_name_is_answered_with_the_nearest():
-    with pytest.raises(ValueError, match=r"Unknown strategy 'zeor3'\. Did you mean 'zero3'\? Available: single, ddp"):
-        make_strategy("zeor3")
 
 
 @pytest.mark.parametrize(("options", "told"), [
@@ -72,12 +62,11 @@ def test_impossible_options_are_refused(options, told):
         ZeroStrategy(**options)
 
 
-def test_one_device_takes_one_device():
-    import torch
-
-    strategy = SingleDeviceStrategy()
+def test_an_unknown_name_is_answered_with_the_nearest_and_one_device_is_one():
+    with pytest.raises(ValueError, match=r"Unknown strategy 'zeor3'\. Did you mean 'zero3'\? Available: single, ddp"):
+        make_strategy("zeor3")
     with pytest.raises(ValueError, match=r"devices=2 were given.*devices=1"):
-        strategy.parallel_devices = [torch.device("cpu")] * 2
+        SingleDeviceStrategy().parallel_devices = [torch.device("cpu")] * 2
 
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert", "expert_shard")
@@ -113,9 +102,8 @@ def test_groups_are_those_of_the_coordinates(layout):
             for rank in (0, layout.world_size // 2, layout.world_size - 1):
                 assert layout.group_of(rank, *axes) == next(group for group in groups if rank in group)
     places = [layout.data_rank(rank) for rank in range(layout.world_size)]
-    assert [layout.first_of_data_rank(rank) for rank in range(layout.data_ranks)] == [
-        places.index(rank) for rank in range(layout.data_ranks)
-    ]
+    firsts = [places.index(rank) for rank in range(layout.data_ranks)]
+    assert [layout.first_of_data_rank(rank) for rank in range(layout.data_ranks)] == firsts
 
 
 def test_a_rank_makes_its_own_group_alone_under_the_name_that_torch_gives_it(monkeypatch):

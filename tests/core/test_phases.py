@@ -38,9 +38,7 @@ def test_each_phase_of_a_step_in_its_order():
     told = _told(limit_val_batches=0)
     step = ["data", "hooks", "forward", "backward", "optimizer", "hooks"]
     assert told == [*step, *step, "idle"]
-
-
-def test_validation_is_told_where_it_runs():
+    # Validation is told where it runs.
     told = _told(val_check_interval=2)
     assert told.count("validation") == 1
     assert told.index("validation") > told.index("optimizer", told.index("optimizer") + 1)

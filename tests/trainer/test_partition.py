@@ -186,21 +186,15 @@ def test_samples_of_one_key_stay_together():
     found = owners(partition, 200, 5).reshape(20, 10)
     assert (found == found[:, :1]).all()
     assert len(set(found[:, 0])) > 1
-
-
-def test_a_key_of_another_type_is_refused():
     with pytest.raises(ValueError, match=r"data_key returned 1\.5, a float; allowed are str, int and bytes"):
         HashPartition(lambda index: 1.5).queues(np.arange(3), 2)
 
 
 @pytest.mark.parametrize("key", ["json:nothing", "nowhere:at_all", "json", "json:__name__", 3])
-def test_a_key_that_is_no_function_is_refused(key):
+def test_a_key_may_be_named_and_one_that_is_no_function_is_refused(key):
+    assert resolve_data_key("tests.trainer.test_partition:owners") is owners
     with pytest.raises(ValueError, match="data_key="):
         resolve_data_key(key)
-
-
-def test_a_key_may_be_named():
-    assert resolve_data_key("tests.trainer.test_partition:owners") is owners
 
 
 def test_indices_that_are_no_numbers_are_refused():
@@ -258,10 +252,8 @@ def test_an_iterator_that_is_never_read_takes_nothing():
 def test_whole_batches_are_dealt_once(samples, size, turns):
     read: list[int] = []
     for number, (ranks, waves) in enumerate(turns):
-        samplers = [
-            DealtBatchSampler(BatchSampler(RandomSampler(range(samples)), size, False), 3, rank, ranks)
-            for rank in range(ranks)
-        ]
+        source = BatchSampler(RandomSampler(range(samples)), size, False)
+        samplers = [DealtBatchSampler(source, 3, rank, ranks) for rank in range(ranks)]
         for sampler in samplers:
             sampler.resume(Resumed(0, 2, len(read)))
         batches = [list(sampler) for sampler in samplers]
