@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -18,7 +17,7 @@ import yaml
 from kubeflow_trainer_api import models
 from omegaconf import DictConfig
 
-from tests.command.project import environment
+from tests.command.project import environment, started
 from trainwright import compose
 from trainwright.command.run import plan, prepare
 from trainwright.command.sweep import run_sweep
@@ -93,18 +92,12 @@ def test_a_trainjob_has_what_was_asked_for(conf: Path) -> None:
     assert variables["WANDB_API_KEY"] == {"secretKeyRef": {"name": "wandb", "key": "key"}}
     assert variables["TRAINWRIGHT_WORKDIR"] == "/workspace"
     assert len(variables["TRAINWRIGHT_RUN_TOKEN"]) == 32  # pods of one job share it
-    assert pod["metadata"] == {
-        "labels": {"kueue.x-k8s.io/queue-name": "team", "trainwright/run": name},
-        "annotations": {"a": "b"},
-    }
+    labels = {"kueue.x-k8s.io/queue-name": "team", "trainwright/run": name}
+    assert pod["metadata"] == {"labels": labels, "annotations": {"a": "b"}}
     [container] = pod["spec"]["containers"]
     assert container["name"] == "node"
-    assert {each["name"]: each["mountPath"] for each in container["volumeMounts"]} == {
-        "run": "/workspace",
-        "volume-0": "/data",
-        "configuration": "/etc/trainwright",
-        "shm": "/dev/shm",
-    }
+    mounts = {"run": "/workspace", "volume-0": "/data", "configuration": "/etc/trainwright", "shm": "/dev/shm"}
+    assert {each["name"]: each["mountPath"] for each in container["volumeMounts"]} == mounts
     assert pod["spec"]["volumes"] == [
         {"name": "run", "persistentVolumeClaim": {"claimName": "runs"}},
         {"name": "volume-0", "persistentVolumeClaim": {"claimName": "data"}},
@@ -238,16 +231,8 @@ def test_two_pods_train_together_and_tell_the_metrics(conf: Path, tmp_path: Path
         "PET_MASTER_PORT": str(port),
         "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))),
     }
-    pods = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env=environment() | own | {"PET_NODE_RANK": str(at), "TRAINWRIGHT_POD_IP": f"127.0.0.{at + 2}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for at in range(2)
-    ]
+    places = [{"PET_NODE_RANK": str(at), "TRAINWRIGHT_POD_IP": f"127.0.0.{at + 2}"} for at in range(2)]
+    pods = [started([sys.executable, "-c", code], env=environment() | own | place) for place in places]
     try:
         said = [pod.communicate(timeout=240)[0] for pod in pods]
     finally:
@@ -263,8 +248,7 @@ def test_two_pods_train_together_and_tell_the_metrics(conf: Path, tmp_path: Path
 class FakeCluster:
     """The few addresses of an API server that a submitted job needs."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self) -> None:
         self.objects: list[dict[str, Any]] = []
         self.asked: list[str] = []
         self.deleted: dict[str, str] | None = None
@@ -282,16 +266,12 @@ class FakeCluster:
     @property
     def kubeconfig(self) -> str:
         address = f"http://127.0.0.1:{self.server.server_port}"
-        return yaml.safe_dump(
-            {
-                "apiVersion": "v1",
-                "kind": "Config",
-                "clusters": [{"name": "fake", "cluster": {"server": address}}],
-                "users": [{"name": "me", "user": {}}],
-                "contexts": [{"name": "here", "context": {"cluster": "fake", "user": "me", "namespace": "team"}}],
-                "current-context": "here",
-            }
-        )
+        named = {
+            "clusters": [{"name": "fake", "cluster": {"server": address}}],
+            "users": [{"name": "me", "user": {}}],
+            "contexts": [{"name": "here", "context": {"cluster": "fake", "user": "me", "namespace": "team"}}],
+        }
+        return yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **named, "current-context": "here"})
 
     def add_pod(self, name: str, *lines: str, exit_code: int = 0) -> None:
         state = {"terminated": {"exitCode": exit_code}}
@@ -319,6 +299,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def _refuse(self, status: int, message: str) -> None:
+        self._answer(status, {"kind": "Status", "message": message})
+
     def _body(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
         return found
@@ -327,8 +310,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._body()
         self.cluster.asked.append(self.path)
         if self.cluster.refuse is not None:
-            status, message = self.cluster.refuse
-            return self._answer(status, {"kind": "Status", "message": message})
+            return self._refuse(*self.cluster.refuse)
         self.cluster.objects.append(body)
         return self._answer(201, body | {"metadata": body["metadata"] | {"uid": "1-2-3"}})
 
@@ -336,7 +318,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.cluster.asked.append(self.path)
         if self.cluster.silent:
             self.cluster.silent -= 1
-            return self._answer(503, {"kind": "Status", "message": "being updated"})
+            return self._refuse(503, "being updated")
         if "/log" in self.path:
             pod = self.path.split("/pods/")[1].split("/")[0]
             return self._answer(200, "".join(f"{line}\n" for line in self.cluster.logs[pod]).encode())
@@ -347,15 +329,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_DELETE(self) -> None:
         if self.cluster.refuse is not None:
-            status, message = self.cluster.refuse
-            return self._answer(status, {"kind": "Status", "message": message})
+            return self._refuse(*self.cluster.refuse)
         self.cluster.deleted = {"path": self.path}
         return self._answer(200, {})
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
-    found = FakeCluster("trainjob")
+    found = FakeCluster()
     path = tmp_path / "kubeconfig"
     path.write_text(found.kubeconfig)
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
@@ -377,14 +358,8 @@ def test_a_submitted_job_is_followed_to_its_end(conf, cluster, capsys):
     job, config_map = cluster.objects
     assert job["kind"] == "TrainJob"
     assert cluster.asked[0].startswith("/apis/trainer.kubeflow.org/v1alpha1/namespaces/team/trainjobs")
-    assert config_map["metadata"]["ownerReferences"] == [
-        {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
-            "kind": "TrainJob",
-            "name": job["metadata"]["name"],
-            "uid": "1-2-3",
-        }
-    ]
+    owner = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "uid": "1-2-3"}
+    assert config_map["metadata"]["ownerReferences"] == [{**owner, "name": job["metadata"]["name"]}]
     said = capsys.readouterr().out.splitlines()
     assert {"[mine-node-0-0] hello", "[rank 0] step 1", "[rank 1] step 1"} <= set(said)
     assert not any("metrics" in line for line in said)

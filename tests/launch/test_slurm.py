@@ -5,14 +5,13 @@ import re
 import shutil
 import signal
 import stat
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from tests.command.project import command, environment
+from tests.command.project import command, run_command
 from tests.faults.commands import Command
 from trainwright import compose
 from trainwright.callbacks.end.requeue import requeue
@@ -270,14 +269,7 @@ def test_a_job_gets_the_secret_of_the_run(conf: Path, tmp_path: Path, monkeypatc
 
 def test_a_failure_comes_back_with_its_traceback(conf: Path) -> None:
     failing = ("devices=1", "strategy=single", "module.fail_rank=0", "run_dir=run")
-    done = subprocess.run(
-        command("fit", "--config-dir", str(conf), *WORDS, LOCAL, *failing),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-        timeout=120,
-    )
+    done = run_command("fit", "--config-dir", str(conf), *WORDS, LOCAL, *failing)
     assert done.returncode == 1, done.stdout
     assert "trainwright: rank 0 of 1 failed with ValueError: boom in rank 0" in done.stdout
     assert 'raise ValueError(f"boom in rank {self.global_rank}")' in done.stdout

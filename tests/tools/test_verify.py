@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.command.project import command, environment, write_project
+from tests.command.project import command, ended, run_command, started, write_project
 from trainwright.command.cli import main
 from trainwright.command.verify_options import VerifyOptions, take_options
 from trainwright.core.processes import machine
@@ -130,12 +130,8 @@ def test_groups() -> None:
     assert list(groups_of(names)) == ["blocks.0", "blocks.1", "head"]
     assert groups_of(names)["blocks.0"] == names[:2]
     assert list(groups_of(["net.0.weight", "net.0.bias", "net.2.weight"])) == ["net.0", "net.2"]
-    assert list(groups_of(["enc.layers.0.a.weight", "enc.layers.1.a.weight", "out.weight", "scale"])) == [
-        "enc.layers.0",
-        "enc.layers.1",
-        "out",
-        "scale",
-    ]
+    nested = ["enc.layers.0.a.weight", "enc.layers.1.a.weight", "out.weight", "scale"]
+    assert list(groups_of(nested)) == ["enc.layers.0", "enc.layers.1", "out", "scale"]
     assert list(groups_of(["weight"])) == ["weight"]
 
 
@@ -160,12 +156,10 @@ def test_samples(tmp_path: Path) -> None:
     first, second = [["a", "b"], ["e", "f"]], [["c", "d"], ["g", "h"]]
     assert texts("right", first, second) == ""
     assert texts("other order", second, first) == ""
-    assert texts("twice", first, first) == (
-        "step 1: samples differ: data rank 1 read others than its own (4 read more than once, 4 of 8 not read)"
-    )
-    assert "data rank 0 read others than its own (1 read that are not of this step, 1 of 8 not read)" in texts(
-        "foreign", [["a", "x"], ["e", "f"]], second
-    )
+    said = "step 1: samples differ: data rank 1 read others than its own (4 read more than once, 4 of 8 not read)"
+    assert texts("twice", first, first) == said
+    said = "data rank 0 read others than its own (1 read that are not of this step, 1 of 8 not read)"
+    assert said in texts("foreign", [["a", "x"], ["e", "f"]], second)
     # Four ranks, of which two each share samples.
     sharing = [0, 0, 1, 1]
     assert texts("sharing", first, first, second, second, data_ranks=sharing) == ""
@@ -202,13 +196,8 @@ def test_hashes_are_those_of_samples_whatever_the_batch_is_made_of() -> None:
 
 
 def test_dropout_is_switched_off() -> None:
-    module = nn.Sequential(
-        nn.Linear(2, 2),
-        nn.Dropout(0.1),
-        nn.MultiheadAttention(4, 2, dropout=0.2),
-        nn.AlphaDropout(0.0),
-        nn.PairwiseDistance(),
-    )
+    attention = nn.MultiheadAttention(4, 2, dropout=0.2)
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), attention, nn.AlphaDropout(0.0), nn.PairwiseDistance())
     module.drop_path_rate = 0.3  # type: ignore[assignment]
     module.has_dropout = True  # type: ignore[assignment]
     assert switch_dropout_off(module) == ["drop_path_rate", "1.p", "2.dropout"]
@@ -296,9 +285,7 @@ def _left(pid: int) -> list[Path]:
 
 def test_zero3_trains_as_one_process_does(tmp_path: Path) -> None:
     words = ("--json", "verify", "recipe=digits", "strategy=zero3", "devices=2", "module.blocks=2")
-    process = subprocess.Popen(
-        command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    )
+    process = started(command(*words), stderr=subprocess.PIPE)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     report = json.loads(out)  # and nothing else
@@ -335,23 +322,11 @@ print("\\n" + json.dumps(found))
 
 
 def test_planted_faults_are_found_and_named(conf: Path, tmp_path: Path) -> None:
-    cases = [
-        ("ddp", None),
-        ("zero2", None),
-        ("ddp", "UnsyncedDDPStrategy"),
-        ("zero2", "SummedZeroStrategy"),
-        ("zero3", "MissharedZeroStrategy"),
-        ("zero3", "StaleZeroStrategy"),
-        ("ddp", "SameSamplesDDPStrategy"),
-    ]
+    wrong = {"ddp": ["UnsyncedDDPStrategy", "SameSamplesDDPStrategy"], "zero2": ["SummedZeroStrategy"]}
+    wrong["zero3"] = ["MissharedZeroStrategy", "StaleZeroStrategy"]
+    cases = [("ddp", None), ("zero2", None), *((strategy, name) for strategy in wrong for name in wrong[strategy])]
     # One process for all of them: importing Lightning is most of what one costs here.
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS, json.dumps(cases)],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=180,
-    )
+    done = ended([sys.executable, "-c", FAULTS, json.dumps(cases)], 180, stderr=subprocess.PIPE)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     for good in ("ddp", "zero2"):
@@ -373,13 +348,7 @@ def test_planted_faults_are_found_and_named(conf: Path, tmp_path: Path) -> None:
 
 def test_a_fault_ends_the_command_with_1(conf: Path) -> None:
     words = ("verify", "--config-dir", str(conf), "recipe=mine", "devices=2", "strategy=zero2", "verify.steps=1")
-    done = subprocess.run(
-        command(*words, "strategy._target_=faulty.SummedZeroStrategy"),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=120,
-    )
+    done = run_command(*words, "strategy._target_=faulty.SummedZeroStrategy", stderr=subprocess.PIPE)
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("mine: SummedZeroStrategy stage 2")  # what the ranks print goes elsewhere
     assert "first step of rank 0" in done.stderr
@@ -389,9 +358,7 @@ def test_a_fault_ends_the_command_with_1(conf: Path) -> None:
 def test_an_interrupted_comparison_leaves_nothing(conf: Path, tmp_path: Path) -> None:
     options = ("strategy=ddp", "module.sleep=0.5", "launch.grace_seconds=0.5")
     words = ("verify", "--config-dir", str(conf), "recipe=mine", "devices=2", *options)
-    process = subprocess.Popen(
-        command(*words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
-    )
+    process = started(command(*words))
     assert process.stdout is not None
     for line in process.stdout:
         if "first step of rank 0" in line:

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from tests.command.project import environment
+from tests.command.project import ended, environment
 from tests.parity.harness import make_trainer
 from tests.parity.modules import Tokens, make_module
 from trainwright.callbacks.end.preemption import Preemption
@@ -165,14 +165,7 @@ trainer.fit(module, points())
 
 def test_a_script_that_hangs_ends_in_time(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=60,
-        env=environment() | {"PYTHONPATH": str(root)},
-    )
+    done = ended([sys.executable, "-c", SCRIPT], env=environment() | {"PYTHONPATH": str(root)})
     assert done.returncode == 143, done.stdout
     said = "was not saved within 0.5 s (preemption.deadline_seconds). The last good checkpoint is "
     assert f"{said}{tmp_path / 'states' / 'step=2'}." in done.stdout

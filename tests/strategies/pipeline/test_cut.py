@@ -144,6 +144,12 @@ def test_errors_of_a_cut_say_what_to_type() -> None:
         PipelineCut(Model(4), plan_of(Model(4)), [range(2), range(2, 3)], [0])
 
 
+def through(layers: Any, x: Any, *inputs: Any) -> Any:
+    for layer in layers:
+        x = layer(x, *inputs)
+    return x
+
+
 class Skip(Model):
     """Uses the embedding's result again after the blocks."""
 
@@ -155,10 +161,7 @@ class Early(Model):
     """Uses the last norm before the blocks."""
 
     def hidden(self, ids: Any) -> Any:
-        x = self.norm(self.embed(ids))
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return through(self.layers, self.norm(self.embed(ids)))
 
 
 class Bias(Model):
@@ -166,26 +169,17 @@ class Bias(Model):
 
     def hidden(self, ids: Any) -> Any:
         x = self.embed(ids)
-        mask = x.mean(-1)
-        for layer in self.layers:
-            x = layer(x, mask)
-        return self.norm(x)
+        return self.norm(through(self.layers, x, x.mean(-1)))
 
 
 class Twice(Model):
     def hidden(self, ids: Any) -> Any:
-        x = self.embed(ids)
-        for layer in [*self.layers, *self.layers]:
-            x = layer(x)
-        return self.norm(x)
+        return self.norm(through([*self.layers, *self.layers], self.embed(ids)))
 
 
 class Backwards(Model):
     def hidden(self, ids: Any) -> Any:
-        x = self.embed(ids)
-        for layer in reversed(self.layers):
-            x = layer(x)
-        return self.norm(x)
+        return self.norm(through(reversed(self.layers), self.embed(ids)))
 
 
 class Short(Model):
@@ -274,9 +268,7 @@ class Modest(Model):
     def hidden(self, ids: Any) -> Any:
         x = self.embed(ids).to(self.head.weight.dtype)
         mask = torch.ones_like(x[..., 0]) + x.new_zeros(ids.shape)
-        for layer in self.layers:
-            x = layer(x, mask)
-        return self.norm(x).type_as(self.embed.weight)
+        return self.norm(through(self.layers, x, mask)).type_as(self.embed.weight)
 
 
 MISUSES: list[tuple[Any, dict[str, Any], str | None]] = [
@@ -346,10 +338,7 @@ def test_the_first_step_is_watched_and_an_error_clears_what_was_held(ranks: Rank
 
 
 def compiled() -> str:
-    model = build(Model, 4)
-    for layer in model.layers:
-        layer.compile(backend="eager")
-    engine = engine_of(model, "1f1b")
+    engine = engine_of(build_compiled(), "1f1b")
     found = float(train(engine, make_batch()))
     assert found == pytest.approx(float(build(Model, 4).training_step(make_batch(), 0)), rel=1e-6)
     engine.detach()
