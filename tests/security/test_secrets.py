@@ -169,14 +169,8 @@ def test_only_references_to_the_environment_are_left(monkeypatch: pytest.MonkeyP
         "called": "${trainwright_test_upper:${plain}}",
         "resolver": f"${{oc.${{part}}:{NAME}}}",
     }
-    others = {
-        "name": NAME,
-        "part": "env",
-        "seed": 3,
-        "same": "${seed}",
-        "items": ["${seed}", "${.0}"],
-        "all": "${items}",
-    }
+    others = {"name": NAME, "part": "env", "seed": 3, "same": "${seed}"}
+    others |= {"items": ["${seed}", "${.0}"], "all": "${items}"}
     cfg = OmegaConf.create({**kept, **others, "other": "${oc.env:TRAINWRIGHT_TEST_OTHER}"})
     found = settled(cfg)
     raw: Any = OmegaConf.to_container(found, resolve=False)

@@ -95,12 +95,8 @@ def test_experts_of_hugging_face_are_stacked_and_not_split_by_tensor():
 
 def test_gpt2_has_no_metadata_but_a_known_structure():
     plan = make_plan(hugging_face("gpt2"), needs=("blocks", "tensor"))
-    assert of_block(plan, "model.transformer.h.1") == {
-        "attn.c_attn": "packed_colwise:3",
-        "attn.c_proj": "rowwise",
-        "mlp.c_fc": "colwise",
-        "mlp.c_proj": "rowwise",
-    }
+    attention = {"attn.c_attn": "packed_colwise:3", "attn.c_proj": "rowwise"}
+    assert of_block(plan, "model.transformer.h.1") == {**attention, "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
     assert plan.heads == {f"{block}.attn": ("split_size",) for block in plan.blocks}
     assert plan.tied == (("model.transformer.wte.weight", "model.lm_head.weight"),)
     assert plan.tensor["model.transformer.wte"] == "vocabulary"
@@ -179,12 +175,8 @@ class Encoder(nn.Module):
 
 def test_torch_encoder_and_where_the_rest_stands():
     plan = make_plan(Encoder(), needs=("blocks", "tensor"))
-    assert of_block(plan, "encoder.layers.2") == {
-        "self_attn": "packed_colwise:3",
-        "self_attn.out_proj": "rowwise",
-        "linear1": "colwise",
-        "linear2": "rowwise",
-    }
+    attention = {"self_attn": "packed_colwise:3", "self_attn.out_proj": "rowwise"}
+    assert of_block(plan, "encoder.layers.2") == {**attention, "linear1": "colwise", "linear2": "rowwise"}
     assert plan.heads["encoder.layers.0.self_attn"] == ("num_heads", "embed_dim")
     assert plan.whole_inputs == tuple(f"{block}.self_attn" for block in plan.blocks)
     assert plan.first == ("place", "readout")  # registered before; the user knows better:

@@ -313,12 +313,8 @@ def gpt2_differences(sequence: bool) -> dict[str, float]:
     config = GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=32, n_positions=16)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     blocks = tuple(f"transformer.h.{i}" for i in range(2))
-    styles = {
-        "attn.c_attn": "packed_colwise:3",
-        "attn.c_proj": "rowwise",
-        "mlp.c_fc": "colwise",
-        "mlp.c_proj": "rowwise",
-    }
+    styles = {"attn.c_attn": "packed_colwise:3", "attn.c_proj": "rowwise"}
+    styles |= {"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
     plan = ModelPlan(
         blocks=blocks,
         tensor={f"{b}.{k}": v for b in blocks for k, v in styles.items()},
@@ -539,12 +535,9 @@ def dropping_outputs(kind: str) -> tuple[Tensor, bool]:
     return y.detach(), torch.equal(torch.get_rng_state(), before)
 
 
-def test_an_encoder_that_drops_stays_the_same_on_all_ranks(ranks):
+def test_an_encoder_that_drops_stays_the_same_on_all_ranks_and_without_dropout_nothing_is_drawn(ranks):
     (one, _), (other, _) = ranks(dropping_outputs, 2, "encoder")
     assert torch.equal(one, other)
-
-
-def test_without_dropout_nothing_is_drawn(ranks):
     assert all(unchanged for _, unchanged in ranks(dropping_outputs, 2, "gpt"))
 
 
