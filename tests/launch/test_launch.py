@@ -10,14 +10,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch.distributed import HashStore
 
-from tests.command.project import command, environment, run_command
+from tests.command.project import command, ended, environment, run_command, started
 from tests.faults.commands import session_of
 from trainwright.core.errors import CheckpointError
 from trainwright.core.failures.error_text import stands_alone
@@ -27,6 +29,7 @@ from trainwright.core.problems import ConfigError
 from trainwright.core.processes.scratch import remove_abandoned
 from trainwright.core.run.launcher import Launcher, detect_launcher
 from trainwright.launch.engines.torchrun import external
+from trainwright.launch.ranks.rendezvous import LocalStore
 
 WORDS = ("recipe=mine", "strategy=ddp", "devices=2", "monitor=none", "logger=csv")
 
@@ -177,9 +180,7 @@ Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=4, **quiet).fit(
 ])  # fmt: skip
 def test_a_script_tells_one_error_of_its_ranks(how: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "mine.py", how], capture_output=True, text=True, env=environment(), timeout=120, cwd=tmp_path
-    )
+    done = ended([sys.executable, "mine.py", how], stderr=subprocess.PIPE, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("trainwright: ") == 1, done.stderr
     assert f"trainwright: {told}" in done.stderr
@@ -198,10 +199,8 @@ def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", code, tmp_path, "kill"], stdout=subprocess.PIPE, text=True)
     folder = Path(killed.stdout.strip())
     assert folder.is_dir()
-    alive = subprocess.Popen(
-        [sys.executable, "-c", code, tmp_path, "wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert alive.stdout is not None
+    words, pipes = [sys.executable, "-c", code, tmp_path, "wait"], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    alive = subprocess.Popen(words, text=True, **pipes)
     other = Path(alive.stdout.readline().strip())
     assert not folder.exists()  # the start of the second has removed what the first left
     remove_abandoned(tmp_path)
@@ -235,8 +234,6 @@ def test_a_process_that_does_not_listen_is_ended(how: str, code: int) -> None:
 
 
 def test_the_store_listens_on_the_loopback_interface_alone() -> None:
-    from trainwright.launch.ranks.rendezvous import LocalStore
-
     with LocalStore() as store:
         assert _listening(store.port) == [f"0100007F:{store.port:04X}"]
         with pytest.raises(OSError, match="in use"):
@@ -276,8 +273,6 @@ def test_launchers_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_rank_0_decides_for_all(refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed import HashStore
-
     store = HashStore()
     monkeypatch.setattr(external, "_meet", lambda launcher: store)
     monkeypatch.setenv("TRAINWRIGHT_RUN_TOKEN", "a secret")  # both ranks are this process
@@ -290,13 +285,10 @@ def test_rank_0_decides_for_all(refused: bool, monkeypatch: pytest.MonkeyPatch) 
     answers: list[Any] = []
     other = threading.Thread(target=lambda: answers.append(external.agree(Launcher("torchrun", 1, 2, 2), decide)))
     other.start()
-    if refused:
-        with pytest.raises(ConfigError):
-            external.agree(Launcher("torchrun", 0, 2, 2), decide)
-    else:
-        assert external.agree(Launcher("torchrun", 0, 2, 2), decide) == {"run_dir": "runs/a b", "max_steps": 3}
+    with pytest.raises(ConfigError) if refused else nullcontext():
+        answers.append(external.agree(Launcher("torchrun", 0, 2, 2), decide))
     other.join(10)
-    assert answers == ([None] if refused else [{"run_dir": "runs/a b", "max_steps": 3}])
+    assert answers == ([None] if refused else [{"run_dir": "runs/a b", "max_steps": 3}] * 2)
 
 
 def test_two_ranks_and_the_ways_they_fail(conf: Path) -> None:
@@ -348,14 +340,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def _start(conf: Path) -> subprocess.Popen[str]:
     """Two ranks in the middle of training, in a process group of their own."""
     words = ("fit", "--config-dir", str(conf), *WORDS, "module.sleep=0.1", "max_steps=100000", "max_epochs=100000")
-    process = subprocess.Popen(
-        command(*words),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-        start_new_session=True,
-    )
+    process = started(command(*words), start_new_session=True)
     assert process.stdout is not None
     for line in process.stdout:
         if "first step of rank 0" in line:
@@ -363,11 +348,9 @@ def _start(conf: Path) -> subprocess.Popen[str]:
     raise AssertionError(f"ended with {process.wait()}")
 
 
-@pytest.mark.parametrize(
-    ("number", "to_group", "exit_code"),
-    [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9)],
-    ids=["ctrl-c", "sigterm", "sigkill"],
-)
+@pytest.mark.parametrize(("number", "to_group", "exit_code"), [
+    (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9),
+], ids=["ctrl-c", "sigterm", "sigkill"])  # fmt: skip
 def test_everything_ends_with_the_launching_process(conf, temporary, number, to_group, exit_code):
     process = _start(conf)
     assert len(session_of(process.pid)) >= 4  # the launching process, the fork server, two ranks
@@ -402,19 +385,10 @@ def test_torchrun_starts_the_ranks_and_starts_them_again(hosts: int, conf: Path,
     place = ("--standalone",) if hosts == 1 else (f"--nnodes={hosts}", *several)
     agent = [sys.executable, "-m", "torch.distributed.run", *place, f"--nproc-per-node={2 // hosts}"]
     # torchrun leaves a folder for logs in the temporary folder.
-    more = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)} | (
-        {"TRAINWRIGHT_RUN_TOKEN": "a secret"} if hosts > 1 else {}
-    )
-    agents = [
-        subprocess.Popen(
-            [*agent, "--max-restarts=3", *command(*words)[1:]],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment() | more,
-        )
-        for _ in range(hosts)
-    ]
+    more = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    more |= {"TRAINWRIGHT_RUN_TOKEN": "a secret"} if hosts > 1 else {}
+    typed = [*agent, "--max-restarts=3", *command(*words)[1:]]
+    agents = [started(typed, env=environment() | more) for _ in range(hosts)]
     try:
         said = "\n".join(each.communicate(timeout=250)[0] for each in agents)
     finally:
@@ -436,10 +410,8 @@ def test_the_fork_server_has_one_thread_when_it_forks_and_collects_garbage() -> 
         "assert gc.isenabled() and gc.get_freeze_count() > 100_000\n"
         "print(len(os.listdir('/proc/self/task')))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**environment(), "OPENBLAS_NUM_THREADS": "1"}
-    )
-    assert done.stdout.strip() == "1", done.stderr
+    done = ended([sys.executable, "-c", code], env=environment() | {"OPENBLAS_NUM_THREADS": "1"})
+    assert done.stdout.strip() == "1"
 
 
 def test_the_launching_process_imports_no_lightning(conf: Path) -> None:

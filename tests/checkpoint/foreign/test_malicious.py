@@ -102,19 +102,11 @@ def touch(tmp_path, monkeypatch):
     forget_extension()
 
 
-def lightning_file(touch: Path, **entries: Any) -> dict[str, Any]:
+def lightning_file(**entries: Any) -> dict[str, Any]:
     """A checkpoint of Lightning that would be loaded if it were harmless."""
-    return {
-        "epoch": 0,
-        "global_step": 0,
-        "pytorch-lightning_version": "2.6.0",
-        "state_dict": Net().state_dict(),
-        "loops": {},
-        "callbacks": {},
-        "optimizer_states": [],
-        "lr_schedulers": [],
-        **entries,
-    }
+    empty = {"loops": {}, "callbacks": {}, "optimizer_states": [], "lr_schedulers": []}
+    about = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.6.0"}
+    return {**about, "state_dict": Net().state_dict(), **empty, **entries}
 
 
 def evil_files(folder: Path, touch: Path) -> dict[str, Path]:
@@ -132,8 +124,8 @@ def evil_files(folder: Path, touch: Path) -> dict[str, Path]:
     for name, data in contents.items():
         (folder / f"{name}.ckpt").write_bytes(data)
         (folder / f"{name}.safetensors").write_bytes(data)
-    torch.save(lightning_file(touch, callbacks={"x": evil(touch)}), folder / "inside.ckpt")
-    torch.save(lightning_file(touch, hyper_parameters={"width": evil(touch)}), folder / "hparams.ckpt")
+    torch.save(lightning_file(callbacks={"x": evil(touch)}), folder / "inside.ckpt")
+    torch.save(lightning_file(hyper_parameters={"width": evil(touch)}), folder / "hparams.ckpt")
     return {path.name: path for path in sorted(folder.glob("*.*"))}
 
 
@@ -197,10 +189,9 @@ def test_folders_of_dcp(tmp_path, touch, door):
     assert try_door(door, folder, touch) is not None or door in LENIENT
 
 
-@pytest.mark.parametrize(
-    ("door", "function"),
-    [*((door, "exec") for door in DOORS), ("import", "os.system"), ("command import", "os.system")],
-)
+@pytest.mark.parametrize(("door", "function"), [
+    *((door, "exec") for door in DOORS), ("import", "os.system"), ("command import", "os.system"),
+])  # fmt: skip
 def test_folders_of_deepspeed(tmp_path, touch, door, function):
     """These are read where they can be, without what would run; what torch's reader bars altogether is refused."""
     folder = tmp_path / "deepspeed"
