@@ -1,8 +1,7 @@
 """Runs with faults in them, and processes of their own for those that a fault ends."""
 
-from __future__ import annotations
-
 import faulthandler
+import json
 import os
 import signal
 import threading
@@ -80,9 +79,6 @@ def weights(trainer: Any) -> dict[str, Tensor]:
     """Copies of what this rank holds of the parameters, by name; what is not here is left out."""
     held = {name: getattr(p, "_local_tensor", p) for name, p in trainer.lightning_module.named_parameters()}
     return {name: p.detach().clone() for name, p in held.items() if p.numel() and not p.is_meta}
-
-
-# ---- processes of their own ------------------------------------------------------------------------------------------
 
 
 class Child:
@@ -203,8 +199,6 @@ def group_of(rank: int, world_size: int, port: int) -> Iterator[None]:
 
 def firings(rank: int = 0) -> dict[str, int]:
     """How often each fault has struck a rank of the run in the working folder."""
-    import json
-
     path = Path(f"run/faults/rank_{rank}.json")
     return {key: len(each) for key, each in json.loads(path.read_text()).items()} if path.exists() else {}
 

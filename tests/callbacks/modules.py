@@ -1,7 +1,5 @@
 """A small module, its data and a quiet Trainer for the tests of callbacks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -10,14 +8,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
+from tests.parity.harness import QUIET
 
 
 class Regression(LightningModule):

@@ -1,7 +1,5 @@
 """Pickles that touch a file if anything in them runs, by every way in which loading a pickle runs code."""
 
-from __future__ import annotations
-
 import copyreg
 import functools
 import io
@@ -96,9 +94,6 @@ def _by_hand(command: bytes) -> dict[str, bytes]:
         "add as state": b"\x80\x04" + namespace % b"add" + b"(" + text + b"\x90.",
         "registered extension": b"\x80\x02" + extension + b"(" + text + b"tR.",
     }
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def torch_file(payload: bytes) -> bytes:

@@ -1,7 +1,5 @@
 """Checkpoints of small Hugging Face models, written by a real run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

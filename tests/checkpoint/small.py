@@ -1,7 +1,5 @@
 """Small checkpoints whose values follow from their step, written by threads in the place of ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor

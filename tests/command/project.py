@@ -1,7 +1,5 @@
 """A user's own project: a module written for plain Lightning beside its configuration, outside the package."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -113,6 +111,22 @@ def environment() -> dict[str, str]:
     """Of a person's shell: no launcher, and no thread setting of the test suite."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS")
     return {name: value for name, value in os.environ.items() if name not in names}
+
+
+def started(words: list[str], **options: Any) -> subprocess.Popen[str]:
+    """A process whose output is text, standard error included in it."""
+    given = {"stderr": subprocess.STDOUT, "env": environment(), **options}
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, **given)
+
+
+def ended(words: list[str], timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A process that has come to its end, at the latest by being killed after ``timeout`` seconds."""
+    process = started(words, **options)
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(words, process.returncode, output, errors)
 
 
 def run_command(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:

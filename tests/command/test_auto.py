@@ -1,11 +1,9 @@
 """`strategy=auto` and `micro_batch_size=auto`: what they stand for, by value."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -255,9 +253,7 @@ def _fail() -> None:
 @pytest.mark.parametrize(
     ("function", "problems"), [(_refuse, ("one", "two")), (_fail, ("_fail failed: KeyError: 'gone'",))]
 )
-def test_what_goes_wrong_in_another_process_is_told_here(
-    function: Callable[[], None], problems: tuple[str, ...]
-) -> None:
+def test_what_goes_wrong_in_another_process_is_told_here(function, problems):
     with pytest.raises(ConfigError) as error:
         call_apart(function)
     assert error.value.problems == problems

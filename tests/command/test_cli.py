@@ -1,7 +1,5 @@
 """The command `trainwright` as a person types it."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys
@@ -17,20 +15,17 @@ from trainwright.command.cli import main
 QUIET = ("monitor=none", "logger=csv", "trainer.log_every_n_steps=1")
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["fitt", "recipe=digits"], ["fitt", "did you mean fit?", "predict, profile, report, test, validate"]),
-        (["recipe=digits"], ["no verb was given", "trainwright fit recipe=digits"]),
-        (["fit", "--multirum", "recipe=digits"], ["--multirum", "did you mean --multirun?", "--config-dir"]),
-        (["fit", "--config-dir"], ["--config-dir", "trainwright --help"]),
-        (["fit"], ["no recipe was given", "recipe=<name>", "digits"]),
-        (["fit", "recipe=digits", "strategy=zer3"], ["did you mean zero3?"]),
-        (["fit", "-m", "recipe=digits", "strategy=ddp,zer3", "devices=2"], ["did you mean zero3?", "in strategy=zer3"]),
-        (["fit", "-m", "recipe=digits", "strategy="], ["strategy="]),
-        (["fit", "recipe=digits", "devices=2", "max_steps=x"], ["1. max_steps=x", "2. strategy=single"]),
-    ],
-)
+@pytest.mark.parametrize(("words", "parts"), [
+    (["fitt", "recipe=digits"], ["fitt", "did you mean fit?", "predict, profile, report, test, validate"]),
+    (["recipe=digits"], ["no verb was given", "trainwright fit recipe=digits"]),
+    (["fit", "--multirum", "recipe=digits"], ["--multirum", "did you mean --multirun?", "--config-dir"]),
+    (["fit", "--config-dir"], ["--config-dir", "trainwright --help"]),
+    (["fit"], ["no recipe was given", "recipe=<name>", "digits"]),
+    (["fit", "recipe=digits", "strategy=zer3"], ["did you mean zero3?"]),
+    (["fit", "-m", "recipe=digits", "strategy=ddp,zer3", "devices=2"], ["did you mean zero3?", "in strategy=zer3"]),
+    (["fit", "-m", "recipe=digits", "strategy="], ["strategy="]),
+    (["fit", "recipe=digits", "devices=2", "max_steps=x"], ["1. max_steps=x", "2. strategy=single"]),
+])  # fmt: skip
 def test_refused(words: list[str], parts: list[str], conf: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     out, err = capfd.readouterr()

@@ -1,7 +1,5 @@
 """docs/keys.md and docs/configuration.md against the configuration that they tell of."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path

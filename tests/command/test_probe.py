@@ -1,7 +1,5 @@
 """`micro_batch_size=auto` is tried before training: what is found, what follows, and that nothing of it is left."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -71,17 +69,14 @@ def test_sizes_that_cannot_fit_are_not_tried() -> None:
     assert probe.Probed(1, False).next_of(()) is None
 
 
-@pytest.mark.parametrize(
-    ("failure", "exit_code", "fits"),
-    [
-        (("OutOfMemoryError", "CUDA out of memory"), 1, False),
-        (("RuntimeError", "DefaultCPUAllocator: can't allocate memory"), 1, False),
-        (("MemoryError", ""), 1, False),
-        (None, -9, False),
-        (("ValueError", "boom"), 1, None),
-        (None, -11, None),
-    ],
-)
+@pytest.mark.parametrize(("failure", "exit_code", "fits"), [
+    (("OutOfMemoryError", "CUDA out of memory"), 1, False),
+    (("RuntimeError", "DefaultCPUAllocator: can't allocate memory"), 1, False),
+    (("MemoryError", ""), 1, False),
+    (None, -9, False),
+    (("ValueError", "boom"), 1, None),
+    (None, -11, None),
+])  # fmt: skip
 def test_why_a_rank_ended(failure: tuple[str, str] | None, exit_code: int, fits: bool | None) -> None:
     said = None if failure is None else Failure(1, *failure, time_ns=0)
     assert probe._failed(8, RankError("", 1, exit_code, said)).fits is fits
@@ -124,9 +119,7 @@ def test_the_run_is_that_of_the_size_that_fits_to_the_bit(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "words", [["strategy=tensor", "devices=2"], ["strategy=pipeline", "devices=2"]], ids=["tensor", "pipeline"]
 )
-def test_too_little_memory_under_layouts_that_cut(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_under_layouts_that_cut(words, tmp_path, monkeypatch):
     class Little:
         available = 100 * MIB  # less than a rank takes that computes nothing
 

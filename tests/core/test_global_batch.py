@@ -1,7 +1,5 @@
 """Arithmetic of the global batch and of the waves in which it is read."""
 
-from __future__ import annotations
-
 import itertools
 import re
 
@@ -18,19 +16,11 @@ def test_accumulation_follows():
     assert GlobalBatch(8, 4, 2).size == 64
 
 
-@pytest.mark.parametrize(
-    ("size", "micro", "ranks", "told"),
-    [
-        (
-            20,
-            8,
-            2,
-            "Nearest possible: global_batch_size=16 or 32. Or keep it and set micro_batch_size=1 or 2 or 5 or 10",
-        ),
-        (8, 8, 2, "Nearest possible: global_batch_size=16. Or keep it and set micro_batch_size=1 or 2 or 4"),
-        (9, 2, 2, "Nearest possible: global_batch_size=8 or 12."),
-    ],
-)
+@pytest.mark.parametrize(("size", "micro", "ranks", "told"), [
+    (20, 8, 2, "Nearest possible: global_batch_size=16 or 32. Or keep it and set micro_batch_size=1 or 2 or 5 or 10"),
+    (8, 8, 2, "Nearest possible: global_batch_size=16. Or keep it and set micro_batch_size=1 or 2 or 4"),
+    (9, 2, 2, "Nearest possible: global_batch_size=8 or 12."),
+])  # fmt: skip
 def test_an_impossible_size_is_refused_with_the_nearest(size, micro, ranks, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         solve_accumulation(size, micro, ranks)
@@ -77,12 +67,8 @@ def test_weights_of_a_step_add_up(group, whole_step):
 def check_weights(samples, micro, ranks, group, whole_step):
     accumulation = group
     group = group if whole_step else 1
-    samplers = [
-        RankBatchSampler(EpochOrder(range(samples), 0), micro, rank, ranks, group, drop_last=False)
-        for rank in range(ranks)
-    ]
-    for sampler in samplers:
-        sampler.sampler.__class__ = _Plain
+    order = _Plain(range(samples), 0)
+    samplers = [RankBatchSampler(order, micro, rank, ranks, group, drop_last=False) for rank in range(ranks)]
     waves = samplers[0].waves
     per_sample: dict[int, float] = {}
     for wave in range(len(waves)):
@@ -112,12 +98,8 @@ def test_a_step_of_smaller_micro_batches_reads_its_own_samples(ranks, size):
     for samples, micro in itertools.product(SAMPLES, MICRO):
         group = solve_accumulation(size, micro, ranks, uneven=True)
         step_samples = size if size % (micro * ranks) else 0
-        samplers = [
-            RankBatchSampler(
-                _Plain(range(samples), 0), micro, rank, ranks, group, drop_last=False, step_samples=step_samples
-            )
-            for rank in range(ranks)
-        ]
+        order, given = _Plain(range(samples), 0), {"drop_last": False, "step_samples": step_samples}
+        samplers = [RankBatchSampler(order, micro, rank, ranks, group, **given) for rank in range(ranks)]
         waves = samplers[0].waves
         weights: dict[int, float] = {}
         for wave in range(len(waves)):

@@ -1,14 +1,12 @@
 """What the loop tells of itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import Trainer
+from tests.parity.harness import make_trainer
 from trainwright.core.run.phases import Phases
 
 
@@ -28,17 +26,7 @@ class Small(LightningModule):
 
 
 def _told(**options: Any) -> list[str]:
-    trainer = Trainer(
-        strategy="single",
-        devices=1,
-        accelerator="cpu",
-        max_steps=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        **options,
-    )
+    trainer = make_trainer("single", max_steps=2, **options)
     told: list[str] = []
     trainer.phases.listen(told.append)
     loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
@@ -50,9 +38,7 @@ def test_each_phase_of_a_step_in_its_order():
     told = _told(limit_val_batches=0)
     step = ["data", "hooks", "forward", "backward", "optimizer", "hooks"]
     assert told == [*step, *step, "idle"]
-
-
-def test_validation_is_told_where_it_runs():
+    # Validation is told where it runs.
     told = _told(val_check_interval=2)
     assert told.count("validation") == 1
     assert told.index("validation") > told.index("optimizer", told.index("optimizer") + 1)

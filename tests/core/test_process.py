@@ -1,7 +1,5 @@
 """What the kernel tells of processes, while they end."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

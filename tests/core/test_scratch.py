@@ -1,19 +1,12 @@
 """The folder of temporary files, among others that processes make at the same time."""
 
-from __future__ import annotations
-
 import fcntl
 import tempfile
-from pathlib import Path
-
-import pytest
 
 from trainwright.core.processes import scratch
 
 
-def test_a_folder_that_is_just_being_made_is_not_taken_for_abandoned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_just_being_made_is_not_taken_for_abandoned(tmp_path, monkeypatch):
     flock = fcntl.flock
 
     def others_first(descriptor: int, how: int) -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from trainwright.core.text.sizes import size_text

@@ -1,7 +1,5 @@
 """Strategies with one planted fault each; the tests of ``verify`` copy this file beside the user's own module."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Ways to send that cannot be had are refused before a process starts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -33,44 +31,38 @@ def test_possible():
     assert refusals(Layout(), stage=3, prefetch=2) == [], "one rank alone"
 
 
-@pytest.mark.parametrize(
-    ("layout", "options", "parts"),
-    [
-        (Layout(replicate=4), {"average_by": "hierarchical"}, ["one node holds all", "strategy.ranks_per_node"]),
-        (Layout(shard=8), {"average_by": "reduce_scatter"}, ["there is only one", "strategy.replicate=2"]),
-        (Layout(replicate=8), {"average_by": "tree"}, ["strategy.average_by=tree", "all_reduce, reduce_scatter"]),
-        (
-            Layout(replicate=8),
-            {"average_by": "hierarchical", "compression": "int8"},
-            ["compression=int8", "compression=none"],
-        ),
-        (
-            Layout(replicate=8),
-            {"average_by": "reduce_scatter", "launch": {"recovery": "replicas"}},
-            ["launch.recovery=replicas", "launch.recovery=restart"],
-        ),
-        (
-            Layout(replicate=8),
-            {"average_by": "hierarchical", "launch": {"min_devices": 2}},
-            ["launch.min_devices=2", "unequally many"],
-        ),
-        (Layout(shard=8), {"prefetch": 2}, ["stage 2 has no effect", "strategy.stage=3"]),
-        (Layout(replicate=8), {"prefetch": 2, "stage": 3}, ["shard=1 has no effect", "strategy.shard=2"]),
-    ],
-)
+@pytest.mark.parametrize(("layout", "options", "parts"), [
+    (Layout(replicate=4), {"average_by": "hierarchical"}, ["one node holds all", "strategy.ranks_per_node"]),
+    (Layout(shard=8), {"average_by": "reduce_scatter"}, ["there is only one", "strategy.replicate=2"]),
+    (Layout(replicate=8), {"average_by": "tree"}, ["strategy.average_by=tree", "all_reduce, reduce_scatter"]),
+    (
+        Layout(replicate=8),
+        {"average_by": "hierarchical", "compression": "int8"},
+        ["compression=int8", "compression=none"],
+    ),
+    (
+        Layout(replicate=8),
+        {"average_by": "reduce_scatter", "launch": {"recovery": "replicas"}},
+        ["launch.recovery=replicas", "launch.recovery=restart"],
+    ),
+    (
+        Layout(replicate=8),
+        {"average_by": "hierarchical", "launch": {"min_devices": 2}},
+        ["launch.min_devices=2", "unequally many"],
+    ),
+    (Layout(shard=8), {"prefetch": 2}, ["stage 2 has no effect", "strategy.stage=3"]),
+    (Layout(replicate=8), {"prefetch": 2, "stage": 3}, ["shard=1 has no effect", "strategy.shard=2"]),
+])  # fmt: skip
 def test_impossible(layout, options, parts):
     (problem,) = refusals(layout, **options)
     assert all(part in problem for part in parts), problem
 
 
-@pytest.mark.parametrize(
-    ("asked", "launch", "expected"),
-    [
-        ({}, {}, ["strategy.average_by=hierarchical", "strategy.prefetch=3"]),
-        ({"average_by": "all_reduce", "prefetch": 0}, {}, ["strategy.average_by=all_reduce", "strategy.prefetch=0"]),
-        ({}, {"min_devices": 2}, ["strategy.prefetch=3"]),
-    ],
-)
+@pytest.mark.parametrize(("asked", "launch", "expected"), [
+    ({}, {}, ["strategy.average_by=hierarchical", "strategy.prefetch=3"]),
+    ({"average_by": "all_reduce", "prefetch": 0}, {}, ["strategy.average_by=all_reduce", "strategy.prefetch=0"]),
+    ({}, {"min_devices": 2}, ["strategy.prefetch=3"]),
+])  # fmt: skip
 def test_what_the_planner_chose_counts_where_nothing_else_was_typed(asked, launch, expected):
     cfg = OmegaConf.create(
         {

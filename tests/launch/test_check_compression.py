@@ -1,7 +1,5 @@
 """Compression that is refused when the configuration is composed, and the group's options as the strategy gets them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Loss guards that are refused when the configuration is composed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The group `compression` with parameter servers: what is pushed with it, and what is refused when it is composed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from trainwright.command import run

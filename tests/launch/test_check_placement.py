@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from trainwright.command import run
@@ -21,27 +19,24 @@ def test_tables_can_be_on_servers() -> None:
     assert problems(replicated, "strategy.shard=1", "strategy.replicate=-1", "module.sparse=true") == []
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (
-            ["strategy.placement={embedding.*:server}"],
-            "server: unknown; allowed are parameter_server, shard, replicate",
-        ),
-        (["strategy.placement={*:shard}"], "names nothing for parameter_server"),
-        (["strategy.placement={*:parameter_server}"], "type strategy=parameter_server"),
-        (
-            ["strategy.placement={embedding.*:parameter_server,*:replicate}"],
-            "type strategy.shard=1 strategy.replicate=-1",
-        ),
-        (["strategy.placement={e*:parameter_server,d*:shard,*:replicate}"], "both shard and replicate"),
-        ([TABLES, "strategy.table_servers=3"], "table_servers=3 with 2 rank(s)"),
-        ([TABLES, "strategy.table_servers=0"], "whole number of at least 1"),
-        (["strategy.table_servers=2"], "without strategy.placement has no effect"),
-        ([TABLES, "compression=int8", "strategy.stage=2"], "compression=int8"),
-        ([TABLES, "launch=resilient", "launch.recovery=replicas"], "type launch.recovery=restart"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "said"), [
+    (
+        ["strategy.placement={embedding.*:server}"],
+        "server: unknown; allowed are parameter_server, shard, replicate",
+    ),
+    (["strategy.placement={*:shard}"], "names nothing for parameter_server"),
+    (["strategy.placement={*:parameter_server}"], "type strategy=parameter_server"),
+    (
+        ["strategy.placement={embedding.*:parameter_server,*:replicate}"],
+        "type strategy.shard=1 strategy.replicate=-1",
+    ),
+    (["strategy.placement={e*:parameter_server,d*:shard,*:replicate}"], "both shard and replicate"),
+    ([TABLES, "strategy.table_servers=3"], "table_servers=3 with 2 rank(s)"),
+    ([TABLES, "strategy.table_servers=0"], "whole number of at least 1"),
+    (["strategy.table_servers=2"], "without strategy.placement has no effect"),
+    ([TABLES, "compression=int8", "strategy.stage=2"], "compression=int8"),
+    ([TABLES, "launch=resilient", "launch.recovery=replicas"], "type launch.recovery=restart"),
+])  # fmt: skip
 def test_what_tables_on_servers_cannot_is_refused_before_a_process_starts(overrides: list[str], said: str) -> None:
     found = problems(*overrides)
     assert any(said in each for each in found), found

@@ -1,7 +1,5 @@
 """What is impossible about recovery without restart is refused before a process starts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -33,27 +31,21 @@ def test_what_is_possible() -> None:
     assert problems(recovery="restart", spares=0, layout=Layout(shard=2)) == []
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"has_launcher": True}, "under a launcher"),
-        ({"verb": "validate"}, "only fit goes on"),
-        ({"max_restarts": 0}, "launch=resilient"),
-        ({"min_devices": 1}, "leave launch.min_devices out"),
-        ({"layout": Layout(shard=2)}, "no other replica has the state"),
-        ({"spares": -1}, "launch.spares=-1: must be at least 0"),
-        ({"recovery": "restart"}, "takes none that stands ready"),
-        ({"mtbf": 0.0}, "launch.mtbf=0.0: must be a number of hours above 0"),
-        ({"mtbf": float("inf")}, "launch.mtbf=inf"),
-        ({"mtbf": float("nan")}, "launch.mtbf=nan"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ({"has_launcher": True}, "under a launcher"),
+    ({"verb": "validate"}, "only fit goes on"),
+    ({"max_restarts": 0}, "launch=resilient"),
+    ({"min_devices": 1}, "leave launch.min_devices out"),
+    ({"layout": Layout(shard=2)}, "no other replica has the state"),
+    ({"spares": -1}, "launch.spares=-1: must be at least 0"),
+    ({"recovery": "restart"}, "takes none that stands ready"),
+    ({"mtbf": 0.0}, "launch.mtbf=0.0: must be a number of hours above 0"),
+    ({"mtbf": float("inf")}, "launch.mtbf=inf"),
+    ({"mtbf": float("nan")}, "launch.mtbf=nan"),
+])  # fmt: skip
 def test_what_is_not(given: dict[str, Any], said: str) -> None:
     [problem] = problems(**given)
     assert said in problem
-
-
-# ---- workers that are started anew -----------------------------------------------------------------------------------
 
 
 def rejoining(strategy: dict[str, Any], verb: str = "fit", **launch: Any) -> tuple[list[str], tuple[int, ...]]:
@@ -64,34 +56,26 @@ def rejoining(strategy: dict[str, Any], verb: str = "fit", **launch: Any) -> tup
     return recovery_problems(cfg, verb, options, None, False), PlannedRun(cfg, verb).replaceable_ranks(options)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "verb", "launch", "ranks"),
-    [
-        ({"servers": 1}, "fit", {}, (1, 2)),
-        ({"servers": 2}, "fit", {"recovery": "auto"}, (2,)),
-        ({"servers": 1, "server_ranks": "own"}, "fit", {}, (1,)),
-        ({"servers": 1}, "fit", {"recovery": "restart"}, ()),
-        ({"servers": 1}, "validate", {"recovery": "auto"}, ()),
-        ({"servers": 1}, "fit", {"recovery": "auto", "max_restarts": 0}, ()),
-        ({"stage": 3}, "fit", {"recovery": "auto"}, ()),
-    ],
-)
-def test_workers_without_a_server_can_be_lost(
-    strategy: dict[str, Any], verb: str, launch: dict[str, Any], ranks: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize(("strategy", "verb", "launch", "ranks"), [
+    ({"servers": 1}, "fit", {}, (1, 2)),
+    ({"servers": 2}, "fit", {"recovery": "auto"}, (2,)),
+    ({"servers": 1, "server_ranks": "own"}, "fit", {}, (1,)),
+    ({"servers": 1}, "fit", {"recovery": "restart"}, ()),
+    ({"servers": 1}, "validate", {"recovery": "auto"}, ()),
+    ({"servers": 1}, "fit", {"recovery": "auto", "max_restarts": 0}, ()),
+    ({"stage": 3}, "fit", {"recovery": "auto"}, ()),
+])  # fmt: skip
+def test_workers_without_a_server_can_be_lost(strategy, verb, launch, ranks):
     assert rejoining(strategy, verb, **launch) == ([], ranks)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "launch", "said"),
-    [
-        ({"stage": 3}, {}, "strategy=parameter_server"),
-        ({"servers": 3}, {}, "every rank holds a server"),
-        ({"servers": 2, "server_ranks": "own"}, {}, "one worker is left"),
-        ({"servers": 1}, {"max_restarts": 0}, "launch=resilient"),
-        ({"servers": 1}, {"spares": 1}, "starts the lost rank anew"),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "launch", "said"), [
+    ({"stage": 3}, {}, "strategy=parameter_server"),
+    ({"servers": 3}, {}, "every rank holds a server"),
+    ({"servers": 2, "server_ranks": "own"}, {}, "one worker is left"),
+    ({"servers": 1}, {"max_restarts": 0}, "launch=resilient"),
+    ({"servers": 1}, {"spares": 1}, "starts the lost rank anew"),
+])  # fmt: skip
 def test_what_cannot_be_rejoined(strategy: dict[str, Any], launch: dict[str, Any], said: str) -> None:
     [problem] = rejoining(strategy, **launch)[0]
     assert said in problem

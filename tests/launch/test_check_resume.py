@@ -1,7 +1,5 @@
 """What a run goes on from, as the launching process decides and checks it: before a process starts, without torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -42,9 +40,6 @@ def refusal(conf: Path, *overrides: str, verb: str = "fit") -> str:
     """The only thing that is said against it."""
     [problem] = planned(conf, *overrides, verb=verb)[1]
     return problem
-
-
-# ---- what is meant --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("word", ["ckpt_path=last", "resume=auto"])
@@ -113,27 +108,21 @@ def test_paths_may_have_equals_signs(conf: Path) -> None:
     assert decided(conf, "ckpt_path='a b/epoch=1-step=2'") == "a b/epoch=1-step=2"
 
 
-# ---- contradictions -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        (["resume=yes"], ["resume=", "resume=auto", "resume=null"]),
-        (["ckpt_path=c", "resume=auto"], ["ckpt_path=c with resume=auto", "leave one out"]),
-        (["ckpt_path=c", "init_from=c"], ["init_from=c with ckpt_path=c", "leave one out"]),
-        (["trust=true"], ["trust=true without a checkpoint"]),
-        (["trust=true", "init_from=c"], ["trust=true without a checkpoint"]),
-        (["trust=true", "ckpt_path=c"], ["trust=true has no effect"]),
-        (["strict=false"], ["strict=false", "ckpt_path and init_from"]),
-        (["resume_folders=[c]"], ["resume_folders", "resume=auto"]),
-        (["init_from=nowhere"], ["init_from=nowhere", "no such file"]),
-        (["init_from=my_module.py"], ["my_module.py", ".safetensors", "checkpoint import my_module.py"]),
-        (["init_from=http://x/y"], ["http", "fetch"]),
-        (["trainer.data_partition=hsh"], ["did you mean hash?", "interleave, range"]),
-        (["trainer.data_key=a:b"], ["trainer.data_key=a:b", "trainer.data_partition=hash"]),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "parts"), [
+    (["resume=yes"], ["resume=", "resume=auto", "resume=null"]),
+    (["ckpt_path=c", "resume=auto"], ["ckpt_path=c with resume=auto", "leave one out"]),
+    (["ckpt_path=c", "init_from=c"], ["init_from=c with ckpt_path=c", "leave one out"]),
+    (["trust=true"], ["trust=true without a checkpoint"]),
+    (["trust=true", "init_from=c"], ["trust=true without a checkpoint"]),
+    (["trust=true", "ckpt_path=c"], ["trust=true has no effect"]),
+    (["strict=false"], ["strict=false", "ckpt_path and init_from"]),
+    (["resume_folders=[c]"], ["resume_folders", "resume=auto"]),
+    (["init_from=nowhere"], ["init_from=nowhere", "no such file"]),
+    (["init_from=my_module.py"], ["my_module.py", ".safetensors", "checkpoint import my_module.py"]),
+    (["init_from=http://x/y"], ["http", "fetch"]),
+    (["trainer.data_partition=hsh"], ["did you mean hash?", "interleave, range"]),
+    (["trainer.data_key=a:b"], ["trainer.data_key=a:b", "trainer.data_partition=hash"]),
+])  # fmt: skip
 def test_contradictions(conf: Path, overrides: list[str], parts: list[str]) -> None:
     write_checkpoint("c", 1)
     problem = refusal(conf, *overrides)
@@ -152,9 +141,6 @@ def test_auto_may_begin_from_weights(conf: Path) -> None:
 
 def test_partitions_are_those_of_the_trainer() -> None:
     assert config.PARTITIONS == partition.PARTITIONS
-
-
-# ---- what is at a path ----------------------------------------------------------------------------------------------
 
 
 def test_what_is_no_checkpoint(conf: Path, tmp_path: Path) -> None:
@@ -233,9 +219,6 @@ def test_a_disk_without_room(conf: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert decided(conf, "ckpt_path=c", "checkpoint=none") == "c"
     assert decided(conf, "ckpt_path=c", verb="test") == "c"
     assert write_errors.free_bytes(".") > 10
-
-
-# ---- the command ----------------------------------------------------------------------------------------------------
 
 
 def test_the_launching_process_needs_no_torch(conf: Path) -> None:

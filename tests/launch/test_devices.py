@@ -1,7 +1,5 @@
 """Which devices a run may use, and with how many it can go on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -47,18 +45,15 @@ def test_a_device_whose_rank_dies_twice_in_a_row_without_a_step_is_lost(devices:
     assert devices.strike(2, _died(2))
 
 
-@pytest.mark.parametrize(
-    ("setback", "of_device"),
-    [
-        (_died(0, "SIGSEGV"), True),
-        (_died(0, "hang", "waits for nothing"), True),
-        (_died(0, "AcceleratorError", "CUDA error: uncorrectable ECC error encountered", raised=True), True),
-        (_died(0, "RuntimeError", "NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO)", raised=True), True),
-        (_died(0, "OutOfMemoryError", "CUDA out of memory. CUDA error", raised=True), False),
-        (_died(0, "ValueError", "shapes do not fit", raised=True), False),
-        (_died(0, "exit code 7", raised=True), False),
-    ],
-)
+@pytest.mark.parametrize(("setback", "of_device"), [
+    (_died(0, "SIGSEGV"), True),
+    (_died(0, "hang", "waits for nothing"), True),
+    (_died(0, "AcceleratorError", "CUDA error: uncorrectable ECC error encountered", raised=True), True),
+    (_died(0, "RuntimeError", "NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO)", raised=True), True),
+    (_died(0, "OutOfMemoryError", "CUDA out of memory. CUDA error", raised=True), False),
+    (_died(0, "ValueError", "shapes do not fit", raised=True), False),
+    (_died(0, "exit code 7", raised=True), False),
+])  # fmt: skip
 def test_only_some_failures_speak_of_the_device(setback: Setback, of_device: bool) -> None:
     assert speaks_of_device(setback) == of_device
 
@@ -81,13 +76,10 @@ def test_a_lost_device_is_asked_again_less_and_less_often(devices: Devices, cloc
     assert devices.due() == [2]
 
 
-@pytest.mark.parametrize(
-    ("text", "usable"),
-    [("3\n", [0, 1, 2]), ("1", [0, 1]), ("100", [0, 1, 2, 3]), ("three", [0, 1, 2, 3]), ("", [0, 1, 2, 3])],
-)
-def test_a_file_limits_the_devices_but_not_below_the_fewest(
-    devices: Devices, tmp_path: Path, text: str, usable: list[int]
-) -> None:
+@pytest.mark.parametrize(("text", "usable"), [
+    ("3\n", [0, 1, 2]), ("1", [0, 1]), ("100", [0, 1, 2, 3]), ("three", [0, 1, 2, 3]), ("", [0, 1, 2, 3]),
+])  # fmt: skip
+def test_a_file_limits_the_devices_but_not_below_the_fewest(devices, tmp_path, text, usable):
     (tmp_path / "devices").write_text(text)
     assert devices.usable() == usable
 
@@ -110,9 +102,6 @@ def test_a_probe_asks_each_device_in_a_process_of_its_own(ranks: object) -> None
     assert silent.answers(wait=True) == {0: False}
     late = Probe([1], on_gpu=False, environment=lambda _: {}, seconds=0.0)
     assert late.answers() == {1: False}
-
-
-# ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Engines that start ranks elsewhere: how they are chosen, and what a rank does that one has started."""
 
-from __future__ import annotations
-
 import json
 import os
 import select
@@ -58,9 +56,7 @@ def test_an_engine_runs_what_was_prepared(tmp_path: Path, calls: list[tuple[str,
     assert (tmp_path / "run/config.yaml").is_file()
 
 
-def test_an_engine_that_is_refused_leaves_the_run_directory_free(
-    tmp_path: Path, calls: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_is_refused_leaves_the_run_directory_free(tmp_path, calls, monkeypatch):
     def refuse(cfg: DictConfig, verb: str) -> None:
         raise ConfigError(["no host answers"])
 
@@ -72,19 +68,14 @@ def test_an_engine_that_is_refused_leaves_the_run_directory_free(
     assert run(cfg, "test").metrics == {"loss": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("nodes=1", "this engine wants two"),
-        ("devices=auto", "devices=auto with launch=mine"),
-        ("launch.recovery=replicas", "launch.recovery=replicas with launch=mine"),
-        ("launch.min_devices=1", "launch.min_devices=1 with launch=mine"),
-        ("launch.port=1234", "only launch=local reads it"),
-    ],
-)
-def test_what_an_engine_cannot_do_is_refused(
-    tmp_path: Path, calls: list[tuple[str, str]], override: str, said: str
-) -> None:
+@pytest.mark.parametrize(("override", "said"), [
+    ("nodes=1", "this engine wants two"),
+    ("devices=auto", "devices=auto with launch=mine"),
+    ("launch.recovery=replicas", "launch.recovery=replicas with launch=mine"),
+    ("launch.min_devices=1", "launch.min_devices=1 with launch=mine"),
+    ("launch.port=1234", "only launch=local reads it"),
+])  # fmt: skip
+def test_what_an_engine_cannot_do_is_refused(tmp_path, calls, override, said):
     with pytest.raises(ConfigError, match=said):
         run(configured(tmp_path, override))
     assert not calls

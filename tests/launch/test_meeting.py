@@ -1,7 +1,5 @@
 """Ranks that torchrun has started meet anew in every attempt, and know the run that they were in."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
@@ -58,15 +56,10 @@ def test_a_rank_waits_for_the_rank_0_of_its_own_attempt(agents_store: HashStore)
     assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
-def test_where_ranks_are_started_once_they_meet_at_the_launchers_store(
-    agents_store: HashStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_ranks_are_started_once_they_meet_at_the_launchers_store(agents_store, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert meet(_rank(0)) is agents_store
     assert meet(_rank(1)) is agents_store
-
-
-# ---- the run that was begun ------------------------------------------------------------------------------------------
 
 
 def _environment(folder: str, attempt: int, rank: int = 0) -> dict[str, str]:

@@ -1,7 +1,5 @@
 """Members, ranks and replicas of a run whose replicas come and go."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainwright.core.layout import Layout

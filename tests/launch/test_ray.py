@@ -1,7 +1,5 @@
 """`launch=ray`: what is asked of the cluster and what ranks are told; and a real cluster, where Ray is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal
@@ -86,22 +84,19 @@ def test_on_a_cluster_of_this_machine_nothing_listens_to_the_network(conf: Path)
     assert "CUDA_VISIBLE_DEVICES" not in told
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["launch.placement=PAK"], "launch.placement=PAK: unknown; did you mean"),
-        (["launch.placement_seconds=0"], "launch.placement_seconds=0: must be more than 0"),
-        (["launch.cpus_per_rank=-1"], "launch.cpus_per_rank=-1.0: must be at least 0"),
-        (["launch.resources.x=-2"], "launch.resources.x=-2.0: must be at least 0"),
-        (["accelerator=gpu", "launch.gpus_per_rank=2"], "a rank trains on one GPU"),
-        (["launch.ranks={2: {cpus: 1}}"], "there are ranks 0 to 1"),
-        (["launch.ranks={1: {cpus: many}}"], "launch.ranks.1.cpus=many: must be a number"),
-        (["launch.ranks={1: 4}"], "launch.ranks.1=4: must be names and amounts"),
-        (["launch.recovery=replicas"], "launch.recovery=replicas with launch=ray"),
-        (["nodes=2", "launch.min_devices=1"], "launch.min_devices=1 with launch=ray on nodes=2"),
-        (["preemption.requeue=true"], "Ray has no queue"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "said"), [
+    (["launch.placement=PAK"], "launch.placement=PAK: unknown; did you mean"),
+    (["launch.placement_seconds=0"], "launch.placement_seconds=0: must be more than 0"),
+    (["launch.cpus_per_rank=-1"], "launch.cpus_per_rank=-1.0: must be at least 0"),
+    (["launch.resources.x=-2"], "launch.resources.x=-2.0: must be at least 0"),
+    (["accelerator=gpu", "launch.gpus_per_rank=2"], "a rank trains on one GPU"),
+    (["launch.ranks={2: {cpus: 1}}"], "there are ranks 0 to 1"),
+    (["launch.ranks={1: {cpus: many}}"], "launch.ranks.1.cpus=many: must be a number"),
+    (["launch.ranks={1: 4}"], "launch.ranks.1=4: must be names and amounts"),
+    (["launch.recovery=replicas"], "launch.recovery=replicas with launch=ray"),
+    (["nodes=2", "launch.min_devices=1"], "launch.min_devices=1 with launch=ray on nodes=2"),
+    (["preemption.requeue=true"], "Ray has no queue"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(conf: Path, overrides: list[str], said: str) -> None:
     [found] = problems(configured(conf, *overrides), "fit")
     assert said in found
@@ -214,9 +209,7 @@ class _Ray:
         """Not looked at."""
 
 
-def test_ranks_that_have_answered_are_heard_together(
-    conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_have_answered_are_heard_together(conf, tmp_path, monkeypatch):
     ray = _Ray()
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", ray)

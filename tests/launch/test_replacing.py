@@ -1,7 +1,5 @@
 """Which lost ranks are started anew while the others go on, when, and when no more."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 
@@ -41,11 +39,9 @@ def test_a_lost_rank_is_due_at_once_and_knows_that_it_is_not_the_first(tmp_path:
     assert "rank 1 is started anew and joins" in told(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("failed", "begun"),
-    [([Ended(0, KILLED)], 0), ([Ended(1, KILLED), Ended(0, KILLED)], 0), ([Ended(1, KILLED)], None)],
-    ids=["not replaceable", "one of them is not", "before training"],
-)
+@pytest.mark.parametrize(("failed", "begun"), [
+    ([Ended(0, KILLED)], 0), ([Ended(1, KILLED), Ended(0, KILLED)], 0), ([Ended(1, KILLED)], None),
+], ids=["not replaceable", "one of them is not", "before training"])  # fmt: skip
 def test_who_cannot_be_lost_ends_the_attempt(tmp_path: Path, failed: list[Ended], begun: int | None) -> None:
     lost = replacements(tmp_path)
     assert not lost.take(failed, begun)

@@ -1,7 +1,5 @@
 """What is told of restarts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """When a failure is followed by a restart, and when a run is given up: pure decisions."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainwright.launch.recovery.restarts import Restart, RestartPolicy, Setback, Stop

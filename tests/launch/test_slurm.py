@@ -1,7 +1,5 @@
 """`launch=slurm`: what is asked of sbatch and refused, how a job's end is told, and real jobs on this machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -38,9 +36,6 @@ LOCAL = "launch.cluster=local"
 
 def configured(conf: Path, *overrides: str) -> DictConfig:
     return compose("mine", ["strategy=ddp", "devices=8", "nodes=2", "launch=slurm", *overrides], conf)
-
-
-# ---- what is asked of sbatch -----------------------------------------------------------------------------------------
 
 
 def script(cfg: DictConfig) -> list[str]:
@@ -93,23 +88,18 @@ def test_nothing_is_asked_that_nobody_has_said(conf: Path) -> None:
     assert "#SBATCH --signal=TERM@30" in only_term
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["launch.cluster=lokal"], "launch.cluster=lokal: unknown"),
-        (["launch.cluster=local"], "launch.cluster=local with nodes=2"),
-        (["launch.cluster=local", "nodes=1", "preemption.requeue=true"], "there is no queue"),
-        (["launch.sbatch.nodes=3"], "launch.sbatch.nodes: nodes says that"),
-        (["launch.sbatch.gpus_per_node=3"], "launch.gpus_per_node says that"),
-        (["launch.cpus_per_task=0"], "launch.cpus_per_task=0: must be at least 1, or null"),
-        (["launch.container_mounts=[/a:/a]"], "without launch.container_image"),
-        (["launch.recovery=replicas"], "launch.recovery=replicas with launch=slurm on nodes=2"),
-        (["launch.min_devices=4"], "launch.min_devices=4 with launch=slurm on nodes=2"),
-    ],
-)
-def test_what_cannot_be_is_refused(
-    conf: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str
-) -> None:
+@pytest.mark.parametrize(("overrides", "said"), [
+    (["launch.cluster=lokal"], "launch.cluster=lokal: unknown"),
+    (["launch.cluster=local"], "launch.cluster=local with nodes=2"),
+    (["launch.cluster=local", "nodes=1", "preemption.requeue=true"], "there is no queue"),
+    (["launch.sbatch.nodes=3"], "launch.sbatch.nodes: nodes says that"),
+    (["launch.sbatch.gpus_per_node=3"], "launch.gpus_per_node says that"),
+    (["launch.cpus_per_task=0"], "launch.cpus_per_task=0: must be at least 1, or null"),
+    (["launch.container_mounts=[/a:/a]"], "without launch.container_image"),
+    (["launch.recovery=replicas"], "launch.recovery=replicas with launch=slurm on nodes=2"),
+    (["launch.min_devices=4"], "launch.min_devices=4 with launch=slurm on nodes=2"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(conf, monkeypatch, overrides, said):
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     [found] = problems(configured(conf, *overrides), "fit")
     assert said in found
@@ -137,9 +127,6 @@ def test_the_agents_of_a_job_meet_on_its_first_machine() -> None:
     assert (first.host, first.port, first.run_id) == (second.host, second.port, second.run_id)
     assert (first.is_host, second.is_host) == (True, False)
     assert first.port != meeting_of("123457", ["a", "b"], 0).port
-
-
-# ---- how a job ended -------------------------------------------------------------------------------------------------
 
 
 def _fails(folder: Path, rank: int, text: str) -> None:
@@ -175,13 +162,10 @@ def test_a_machines_own_words_come_first(tmp_path: Path) -> None:
     assert (raised.value.rank, raised.value.failure) == (1, error.failure)
 
 
-@pytest.mark.parametrize(
-    "ends",
-    [
-        (NodeEnd(138, int(signal.SIGUSR1)), NodeEnd(138, int(signal.SIGUSR1))),
-        (NodeEnd(1, codes={0: 138}), NodeEnd(1, codes={1: 138})),  # one rank was told, and told the others
-    ],
-)
+@pytest.mark.parametrize("ends", [
+    (NodeEnd(138, int(signal.SIGUSR1)), NodeEnd(138, int(signal.SIGUSR1))),
+    (NodeEnd(1, codes={0: 138}), NodeEnd(1, codes={1: 138})),  # one rank was told, and told the others
+])  # fmt: skip
 def test_ranks_that_were_told_to_end_have_not_failed(tmp_path: Path, ends: tuple[NodeEnd, ...]) -> None:
     empty_ends(tmp_path)
     with pytest.raises(Interrupted) as told:
@@ -247,9 +231,6 @@ def test_a_job_that_cannot_be_cancelled_is_told(conf: Path, capsys: pytest.Captu
 
     cancel([SubmittedJob(configured(conf), Job())])
     assert "SLURM job 12 could not be cancelled (no scancel); type scancel 12" in capsys.readouterr().err
-
-
-# ---- real jobs of submitit's local executor --------------------------------------------------------------------------
 
 
 def test_a_job_that_loses_a_rank_goes_on_and_ctrl_c_leaves_nothing(conf: Path) -> None:

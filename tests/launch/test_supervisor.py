@@ -1,7 +1,5 @@
 """Processes of ranks: one ends, is ended or started anew, and the others live."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,10 +1,7 @@
 """What TensorBoard is shown of a run, read back from its event files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
-import pytest
 import torch
 from hydra.utils import instantiate
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -25,9 +22,7 @@ WORDS = [
 ]
 
 
-def test_the_layout_and_what_was_asked_for_stand_beside_the_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_layout_and_what_was_asked_for_stand_beside_the_figures(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfg = compose("linear_regression", [*WORDS, f"run_dir={tmp_path}", "checkpoint=none"])
     module, data = (instantiate(part, _convert_="all") for part in (cfg.module, cfg.data))

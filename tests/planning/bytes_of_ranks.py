@@ -1,7 +1,5 @@
 """Bytes that a rank is predicted to need at its fullest moment, beside those that are alive there."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans that several tests look at; each is made once."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from trainwright.command.schema.compose import compose

@@ -1,7 +1,5 @@
 """What a pass of a module costs, found without a Trainer and without memory."""
 
-from __future__ import annotations
-
 import lightning.pytorch as pl
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """`trainwright layout`: what it prints, and that the bytes are those that ranks hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from trainwright.command.cli import main
 from trainwright.planning.layout_report import OptimizerStates, StateRules, bytes_of_ranks
 from trainwright.recipes.gpt.model import GPTConfig
 from trainwright.recipes.gpt.module import GPTModule
+from trainwright.strategies.compose.hybrid import HybridStrategy
 
 _Held = tuple[int, int, int]
 # Layouts of 4 ranks (one of 3, whose rows do not divide), network, strategy's options.
@@ -69,8 +68,6 @@ def test_bytes_are_those_that_ranks_hold(ranks, ranks_used, network, options):
 
 def largest_held(options: dict[str, Any]) -> tuple[int, int]:
     """Most weights alive here while a model built on meta gets its values, and the weights of the whole model."""
-    from trainwright.strategies.compose.hybrid import HybridStrategy
-
     module = GPTModule(GPTConfig(layers=4, dim=64, heads=4, seq_len=8), schedule_steps=4, meta=True)
     most, inner = [0], HybridStrategy._real
 
@@ -100,9 +97,6 @@ def test_no_rank_ever_holds_the_whole_model(ranks, options):
         assert 0 < most < 0.75 * whole, (most, whole)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def test_the_command(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["layout", "recipe=gpt", "devices=8", "strategy=hybrid", "strategy.pipeline=2", "strategy.tensor=2"]
     assert main(words) == 0
@@ -121,14 +115,11 @@ def test_the_command(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (["recipe=gpt", "strategy=tensor", "devices=5"], "cannot be split into 5"),
-        (["recipe=gpt", "-m"], "--multirun with layout"),
-        (["recipe=gpt", "--json"], "--json"),
-    ],
-)
+@pytest.mark.parametrize(("words", "part"), [
+    (["recipe=gpt", "strategy=tensor", "devices=5"], "cannot be split into 5"),
+    (["recipe=gpt", "-m"], "--multirun with layout"),
+    (["recipe=gpt", "--json"], "--json"),
+])  # fmt: skip
 def test_refused(words: list[str], part: str, conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["layout", *words]) == 2
     assert part in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """Storages that are alive, counted while operations run."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

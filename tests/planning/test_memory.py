@@ -1,7 +1,5 @@
 """Predicted bytes are those that are alive on ranks, activations and buffers included."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
 from typing import Any

@@ -1,7 +1,5 @@
 """The order of a pipeline's passes, and how many of them are in flight."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainwright.planning.memory.in_flight import BACKWARD, FORWARD, actions_of, in_flight, passes_of

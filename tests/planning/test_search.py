@@ -1,7 +1,5 @@
 """What the planner finds possible, refuses, and ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

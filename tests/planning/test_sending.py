@@ -1,7 +1,5 @@
 """What the planner chooses of ways to send, from a profile alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

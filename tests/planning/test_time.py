@@ -1,7 +1,5 @@
 """Seconds of collectives, of waiting for other stages, and of starting operations."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.planning.planned import planned

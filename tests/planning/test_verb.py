@@ -1,7 +1,5 @@
 """The command `trainwright plan`."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -75,14 +73,11 @@ def test_the_command(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (["recipe=gpt", "device=h10"], "did you mean"),
-        (["recipe=gpt", "-m"], "--multirun with plan"),
-        (["recipe=gpt", "device=h100", "device.memory_bytes=0"], "device.memory_bytes=0"),
-    ],
-)
+@pytest.mark.parametrize(("words", "part"), [
+    (["recipe=gpt", "device=h10"], "did you mean"),
+    (["recipe=gpt", "-m"], "--multirun with plan"),
+    (["recipe=gpt", "device=h100", "device.memory_bytes=0"], "device.memory_bytes=0"),
+])  # fmt: skip
 def test_refused(words: list[str], part: str, conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *words]) == 2
     assert part in capsys.readouterr().err

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -97,18 +95,15 @@ def test_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_cache_dir() == Path("/somewhere/trainwright/corpora")
 
 
-@pytest.mark.parametrize(
-    ("make", "path", "pattern", "said"),
-    [
-        ({}, "absent.txt", "*", ("absent.txt does not exist", "Give a text file")),
-        ({"a.txt": b""}, "a.txt", "*", ("is empty (0 bytes",)),
-        ({"d/a.txt": b""}, "d", "*", ("is empty (0 bytes",)),
-        ({"d/a.md": b"x"}, "d", "*.txt", ("no file whose name matches data.pattern='*.txt'",)),
-        ({"a.bin": b"ab\0cd"}, "a.bin", "*", ("a.bin is not text: it has a zero byte", "convert it to UTF-8")),
-        ({"a.txt": b"caf\xe9 au lait"}, "a.txt", "*", ("byte 0xe9 is not UTF-8",)),
-        ({"d/a.txt": b"x", "d/b.png": b"\x89PNG"}, "d", "*", ("b.png is not text", "data.pattern='*.txt'")),
-    ],
-)
+@pytest.mark.parametrize(("make", "path", "pattern", "said"), [
+    ({}, "absent.txt", "*", ("absent.txt does not exist", "Give a text file")),
+    ({"a.txt": b""}, "a.txt", "*", ("is empty (0 bytes",)),
+    ({"d/a.txt": b""}, "d", "*", ("is empty (0 bytes",)),
+    ({"d/a.md": b"x"}, "d", "*.txt", ("no file whose name matches data.pattern='*.txt'",)),
+    ({"a.bin": b"ab\0cd"}, "a.bin", "*", ("a.bin is not text: it has a zero byte", "convert it to UTF-8")),
+    ({"a.txt": b"caf\xe9 au lait"}, "a.txt", "*", ("byte 0xe9 is not UTF-8",)),
+    ({"d/a.txt": b"x", "d/b.png": b"\x89PNG"}, "d", "*", ("b.png is not text", "data.pattern='*.txt'")),
+])  # fmt: skip
 def test_bad_paths(tmp_path: Path, make: dict[str, bytes], path: str, pattern: str, said: tuple[str, ...]) -> None:
     for name, content in make.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -131,17 +126,14 @@ def test_windows_overlap_by_one_byte() -> None:
     assert [num_windows(size, 4) for size in (0, 1, 4, 5, 8, 9)] == [0, 0, 0, 1, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("size", "seq_len", "held_out", "ranks", "said"),
-    [
-        (100, 0, 0.5, 1, "data.seq_len=0 (allowed"),
-        (100, 4, 0.0, 1, "data.held_out=0.0 (allowed"),
-        (100, 4, 1.0, 1, "data.held_out=1.0 (allowed"),
-        (100, 64, 0.5, 1, "The training text has 50 bytes, which is 0 windows of data.seq_len=64"),
-        (100, 20, 0.5, 4, "4 data ranks need one each"),
-        (100, 20, 0.05, 1, "The validation text has 3 bytes"),
-    ],
-)
+@pytest.mark.parametrize(("size", "seq_len", "held_out", "ranks", "said"), [
+    (100, 0, 0.5, 1, "data.seq_len=0 (allowed"),
+    (100, 4, 0.0, 1, "data.held_out=0.0 (allowed"),
+    (100, 4, 1.0, 1, "data.held_out=1.0 (allowed"),
+    (100, 64, 0.5, 1, "The training text has 50 bytes, which is 0 windows of data.seq_len=64"),
+    (100, 20, 0.5, 4, "4 data ranks need one each"),
+    (100, 20, 0.05, 1, "The validation text has 3 bytes"),
+])  # fmt: skip
 def test_too_short(size: int, seq_len: int, held_out: float, ranks: int, said: str) -> None:
     assert said in problems_of_size(size, seq_len, held_out, ranks)[0]
 

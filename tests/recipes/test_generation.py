@@ -1,7 +1,5 @@
 """Layouts write what one process writes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -18,22 +16,17 @@ def config_of(size: str) -> GPTConfig:
     return GPTConfig(**(found.module.config if "module" in found else found))
 
 
-@pytest.mark.parametrize(
-    ("size", "parameters"),
-    [
-        ("nano", 0.885e6),
-        ("mini", 1.44e6),
-        ("125m", 125e6),
-        ("350m", 350e6),
-        ("1b", 1e9),
-        ("3b", 3e9),
-        ("7b", 7e9),
-        ("70b", 70e9),
-        ("175b", 175e9),
-        ("405b", 405e9),
-        ("1t", 1e12),
-    ],
-)
+IN_BILLIONS = {"1b": 1, "3b": 3, "7b": 7, "70b": 70, "175b": 175, "405b": 405, "1t": 1000}
+PARAMETERS = {
+    "nano": 0.885e6,
+    "mini": 1.44e6,
+    "125m": 125e6,
+    "350m": 350e6,
+    **{k: 1e9 * n for k, n in IN_BILLIONS.items()},
+}
+
+
+@pytest.mark.parametrize(("size", "parameters"), PARAMETERS.items())
 def test_sizes_have_the_parameters_they_are_called_after(size: str, parameters: float) -> None:
     with torch.device("meta"):
         model = GPT(config_of(size))
@@ -45,20 +38,15 @@ def test_nano_is_the_default() -> None:
 
 
 def test_every_size_is_tested() -> None:
-    assert {path.stem for path in SIZES.glob("*.yaml")} == {
-        *("nano", "mini", "125m", "350m", "1b", "3b", "7b", "70b", "175b", "405b", "1t")
-    }
+    assert {path.stem for path in SIZES.glob("*.yaml")} == PARAMETERS.keys()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        ({"layers": 0}, "layers=0 (allowed: 1 or more)"),
-        ({"dim": 100, "heads": 3}, "dim=100 with heads=3 (allowed: dim a multiple of 2 x heads)"),
-        ({"dim": 12, "heads": 4}, "dim=12 with heads=4"),
-        ({"heads": 4, "kv_heads": 3}, "kv_heads=3 with heads=4 (allowed: a divisor of heads)"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "said"), [
+    ({"layers": 0}, "layers=0 (allowed: 1 or more)"),
+    ({"dim": 100, "heads": 3}, "dim=100 with heads=3 (allowed: dim a multiple of 2 x heads)"),
+    ({"dim": 12, "heads": 4}, "dim=12 with heads=4"),
+    ({"heads": 4, "kv_heads": 3}, "kv_heads=3 with heads=4 (allowed: a divisor of heads)"),
+])  # fmt: skip
 def test_impossible_sizes(sizes: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match="Impossible GPT sizes") as error:
         GPTConfig(**sizes)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -53,9 +51,6 @@ def make_tokenizer(folder: Path, text: Path) -> Path:
     return folder
 
 
-# ---- the module
-
-
 def test_loss_falls(text: Path) -> None:
     seed_everything(0)
     module, data = (
@@ -101,10 +96,9 @@ def test_weights_none_of_which_fit_are_refused(tmp_path: Path) -> None:
         HuggingFaceModule(pretrained=folder)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{}, {"config": SMALL, "pretrained": "x"}, {"pretrained": "x", "meta": True}, {"config": {"hidden_size": 8}}],
-)
+@pytest.mark.parametrize("arguments", [
+    {}, {"config": SMALL, "pretrained": "x"}, {"pretrained": "x", "meta": True}, {"config": {"hidden_size": 8}},
+])  # fmt: skip
 def test_contradictions(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="pretrained="):
         HuggingFaceModule(**arguments)
@@ -125,9 +119,6 @@ def test_deferred_build_trains(text: Path, ranks: Callable[..., list[Any]], stra
     deferred = ranks(fitted, 2, str(text.parent), strategy, True)
     assert deferred[0] == deferred[1]
     assert deferred[0] == pytest.approx(ordinary[0], rel=0.1)
-
-
-# ---- tokens
 
 
 def test_tokens_give_the_text_back(tmp_path: Path, text: Path) -> None:
@@ -167,9 +158,6 @@ def test_predict_goes_on_in_words(tmp_path: Path, text: Path) -> None:
     assert len(said) > len("the quick")
 
 
-# ---- what is refused before a process starts
-
-
 def problems(*overrides: str) -> str:
     return "\n".join(hf_checks.check(compose("hf_causal_lm", overrides), 1))
 
@@ -179,24 +167,21 @@ def test_defaults_of_every_model_pass() -> None:
         assert problems(f"model={model}") == ""
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["module.config.hidden_size=100"], "hidden_size=100 with 8 heads (allowed: a multiple of the heads)"),
-        (["module.config.num_key_value_heads=3"], "num_key_value_heads=3 with 8 heads"),
-        (["module.config.num_hidden_layers=0"], "num_hidden_layers=0 (allowed: 1 or more)"),
-        (["module.config.vocab_size=100"], "vocab_size=100, but there are 256 bytes of text without data.tokenizer"),
-        (["model=gpt2", "module.seq_len=1024"], "module.seq_len=1024, but the model has 512 positions"),
-        (["model=mixtral", "module.config.num_experts_per_tok=9"], "num_experts_per_tok=9 of 8 experts"),
-        (["model=mixtral", "+module.config.output_router_logits=true"], "recipe=moe balances"),
-        (["module.config.model_type=lama"], "no causal language model of that name. Near or common ones: llama"),
-        (["module.pretrained=/nowhere"], "Type model=pretrained module.pretrained=/nowhere"),
-        (["model=pretrained", "module.pretrained=/nowhere"], "there is no such folder"),
-        (["data.tokenizer=/nowhere"], "tokenizer.json cannot be read (FileNotFoundError)"),
-        (["data.prompts=[a,'']"], "data.prompts=['a', ''] (allowed: a list of texts"),
-        (["data.generate=0"], "data.generate=0 (allowed: 1 or more)"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "said"), [
+    (["module.config.hidden_size=100"], "hidden_size=100 with 8 heads (allowed: a multiple of the heads)"),
+    (["module.config.num_key_value_heads=3"], "num_key_value_heads=3 with 8 heads"),
+    (["module.config.num_hidden_layers=0"], "num_hidden_layers=0 (allowed: 1 or more)"),
+    (["module.config.vocab_size=100"], "vocab_size=100, but there are 256 bytes of text without data.tokenizer"),
+    (["model=gpt2", "module.seq_len=1024"], "module.seq_len=1024, but the model has 512 positions"),
+    (["model=mixtral", "module.config.num_experts_per_tok=9"], "num_experts_per_tok=9 of 8 experts"),
+    (["model=mixtral", "+module.config.output_router_logits=true"], "recipe=moe balances"),
+    (["module.config.model_type=lama"], "no causal language model of that name. Near or common ones: llama"),
+    (["module.pretrained=/nowhere"], "Type model=pretrained module.pretrained=/nowhere"),
+    (["model=pretrained", "module.pretrained=/nowhere"], "there is no such folder"),
+    (["data.tokenizer=/nowhere"], "tokenizer.json cannot be read (FileNotFoundError)"),
+    (["data.prompts=[a,'']"], "data.prompts=['a', ''] (allowed: a list of texts"),
+    (["data.generate=0"], "data.generate=0 (allowed: 1 or more)"),
+])  # fmt: skip
 def test_impossible_configurations(overrides: list[str], said: str) -> None:
     assert said in problems(*overrides)
 

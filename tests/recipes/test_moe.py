@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -30,9 +28,6 @@ def text(tmp_path: Path) -> Path:
     return write_text(tmp_path)
 
 
-# ---- the model
-
-
 def test_a_token_costs_what_it_costs_in_the_dense_model() -> None:
     with torch.device("meta"):
         dense, sparse = GPT(GPTConfig()), MoEGPT(MoEConfig())
@@ -41,15 +36,12 @@ def test_a_token_costs_what_it_costs_in_the_dense_model() -> None:
     assert experts * 2 / 8 == dense_ff
 
 
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        ({"experts": 2, "experts_per_token": 3}, "experts=2 with experts_per_token=3"),
-        ({"experts": 0}, "experts=0"),
-        ({"balance": -1.0}, "balance=-1.0 (allowed: 0, which is off, or more)"),
-        ({"layers": 0}, "layers=0 (allowed: 1 or more)"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "said"), [
+    ({"experts": 2, "experts_per_token": 3}, "experts=2 with experts_per_token=3"),
+    ({"experts": 0}, "experts=0"),
+    ({"balance": -1.0}, "balance=-1.0 (allowed: 0, which is off, or more)"),
+    ({"layers": 0}, "layers=0 (allowed: 1 or more)"),
+])  # fmt: skip
 def test_impossible_sizes(sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match="Impossible") as error:
         MoEConfig(**sizes)
@@ -133,9 +125,6 @@ def test_balance_moves_the_router(balance: float) -> None:
             assert block.feed_forward.router.weight.grad.norm() > 0
 
 
-# ---- training
-
-
 def test_loss_falls_and_experts_stay_busy(text: Path) -> None:
     seed_everything(0)
     module, data = MoEModule(SMALL, warmup_steps=2), TextCorpus(text, seq_len=16, batch_size=16)
@@ -168,9 +157,7 @@ def fitted(strategy: str, folder: str, options: dict[str, Any], micro: int) -> d
 
 
 @pytest.mark.parametrize(("strategy", "micro"), [("ddp", 8), ("zero2", 4), ("zero3", 8)])
-def test_every_strategy_trains_as_one_process(
-    text: Path, ranks: Callable[..., list[Any]], strategy: str, micro: int
-) -> None:
+def test_every_strategy_trains_as_one_process(text, ranks, strategy, micro):
     """The loss of imbalance included, however the batch is dealt out."""
     (alone,) = ranks(fitted, 1, "single", str(text.parent), {}, 16, init_group=False)
     for result in ranks(fitted, 2, strategy, str(text.parent), {}, micro):

@@ -1,7 +1,5 @@
 """What strangers send to a server."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

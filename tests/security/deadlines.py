@@ -1,7 +1,5 @@
 """Ends what takes too long."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

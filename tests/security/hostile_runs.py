@@ -1,7 +1,5 @@
 """Run directories as nobody but an attacker, a failing disk or a mistake writes them."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Valid checkpoints of every kind, and the same with contents exchanged for junk under valid hashes."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -44,65 +42,20 @@ def nested(depth: int) -> Any:
 
 
 # What stands for no value of the kind that was there; lists and dicts are copied when they are taken.
-JUNK: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2**31,
-    2**63,
-    -(2**63),
-    10**30,
-    10**400,
-    0.5,
-    1e308,
-    -1e308,
-    math.nan,
-    math.inf,
-    "",
-    "x",
-    "NaN",
-    "-1",
-    "1" * 5000,
-    "../../../etc/passwd",
-    "/dev/zero",
-    "a\x00b",
-    "\x1b[2J",
-    "${oc.env:HOME}",
-    "y" * 9000,
-    [],
-    {},
-    [[]],
-    [-1],
-    [2**62] * 5,
-    [2**62] * 100,
-    [1, "a", None],
-    {"": None},
-    {"a": {"b": [1]}},
-    nested(150),
-    nested(220),
-    {"~": "tensor"},
-    {"~": "tensor", "key": 3},
-    {"~": "tensor", "key": "nowhere"},
-    {"~": "tuple", "v": 3},
+NUMBERS = [None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 10**30, 10**400, 0.5, 1e308, -1e308, math.nan, math.inf]
+TEXTS = ["", "x", "NaN", "-1", "1" * 5000, "../../../etc/passwd", "/dev/zero", "a\x00b", "\x1b[2J", "${oc.env:HOME}"]
+LISTS = [[], {}, [[]], [-1], [2**62] * 5, [2**62] * 100, [1, "a", None], {"": None}, {"a": {"b": [1]}}, nested(150)]
+NODES = [  # of trees
     {"~": []},
-    {"~": "scalar", "dtype": "nn", "v": 1},
-    {"~": "scalar", "dtype": "uint8", "v": 10**30},
-    {"~": "numpy", "dtype": "V9999999999", "v": 5},
-    {"~": "numpy", "dtype": "O", "v": 1},
-    {"~": "omegaconf", "v": "a: &a [x, x]\nb: *a"},
-    {"~": "device", "v": "nowhere"},
-    {"~": "timedelta", "v": [10**12, 0, 0]},
-    {"~": "set", "v": [[1], {}]},
-    {"~": "complex", "v": {"a": 1}},
-    {"~": "Size", "v": [10**30]},
-    {"~": "omegaconf", "v": {"a": "${b}", "b": "${a}"}},
-    {"~": "dict", "v": [[[], 1]]},
-    {"~": "bytes", "v": "%%%"},
-    {"~": "class", "v": []},
+    *({"~": "tensor", **more} for more in ({}, {"key": 3}, {"key": "nowhere"})),
+    *({"~": "scalar", "dtype": dtype, "v": value} for dtype, value in (("nn", 1), ("uint8", 10**30))),
+    *({"~": "numpy", "dtype": dtype, "v": value} for dtype, value in (("V9999999999", 5), ("O", 1))),
+    *({"~": "omegaconf", "v": value} for value in ("a: &a [x, x]\nb: *a", {"a": "${b}", "b": "${a}"})),
+    *({"~": kind, "v": value} for kind, value in (("tuple", 3), ("device", "nowhere"), ("timedelta", [10**12, 0, 0]))),
+    *({"~": kind, "v": value} for kind, value in (("set", [[1], {}]), ("complex", {"a": 1}), ("Size", [10**30]))),
+    *({"~": kind, "v": value} for kind, value in (("dict", [[[], 1]]), ("bytes", "%%%"), ("class", []))),
 ]
+JUNK: list[Any] = [*NUMBERS, *TEXTS, "y" * 9000, *LISTS, nested(220), *NODES]
 
 
 def mutated(tree: Any, rng: random.Random, junk: list[Any]) -> Any:
@@ -147,9 +100,6 @@ def _places(tree: Any, depth: int = 0) -> list[tuple[int, Any, Any]]:
         if depth < 12:
             found += _places(value, depth + 1)
     return found
-
-
-# ---- kinds of checkpoints -------------------------------------------------------------------------------------------
 
 
 def _content() -> Content:
@@ -275,9 +225,6 @@ def write_stage_2(path: Path) -> None:
     write_deepspeed(path, make_trained(), stage=2, ranks=2)
 
 
-# ---- junk under valid hashes ----------------------------------------------------------------------------------------
-
-
 def forge_folder(path: Path, rng: random.Random) -> None:
     """Exchange the contents of one JSON file of a folder, and make the manifest agree."""
     names = [MANIFEST, *sorted(each.name for each in path.glob("*.json") if each.name != MANIFEST)]
@@ -345,17 +292,9 @@ def _python_junk() -> list[Any]:
         {shared_pairs(14): 1},
         {shared_pairs(3): 1},
         torch.ones(1).expand(2**40),
-        torch.empty(0, 5),
-        b"x" * 50,
+        *(torch.empty(0, 5), torch.empty(3, device="meta"), torch.tensor(1j), torch.ones(2, dtype=torch.float8_e4m3fn)),
         torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1), (3,)),
-        torch.empty(3, device="meta"),
-        torch.tensor(1j),
-        torch.ones(2, dtype=torch.float8_e4m3fn),
-        {1: 2},
-        {(1, 2): 3},
-        (1, [2]),
-        {3, 4},
-        _cycle(),
+        *(b"x" * 50, {1: 2}, {(1, 2): 3}, (1, [2]), {3, 4}, _cycle()),
     ]
 
 

@@ -1,7 +1,5 @@
 """What ranks print, or leave in the folder of messages, instead of what pods and members say."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

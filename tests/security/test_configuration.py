@@ -1,7 +1,5 @@
 """The configuration that ranks hear of from rank 0 is rank 0's: 25 attempts to put another in its place."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

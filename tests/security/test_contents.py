@@ -1,7 +1,5 @@
 """Contents that make no sense under valid hashes: every reader gives values or one ``CheckpointError``, in time."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import traceback

@@ -1,7 +1,5 @@
 """Overlapping boxes, endless files and nested values: what no hash and no JSON parser refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
@@ -51,30 +49,24 @@ def rewrite(path: Path, name: str, change: Callable[[Any], Any]) -> None:
     (path / MANIFEST).write_bytes(_sealed(manifest))
 
 
-# ---- boxes ----------------------------------------------------------------------------------------------------------
-
-
 def grid(rows: int, columns: int) -> list[tuple[list[int], list[int]]]:
     return [([row, column], [1, 1]) for row in range(rows) for column in range(columns)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "boxes", "whole"),
-    [
-        ([4], [([0], [2]), ([2], [2])], True),
-        ([4], [([0], [2]), ([0], [2])], False),  # half is there twice, half not at all
-        ([4], [([0], [3]), ([2], [1])], False),
-        ([], [([], [])], True),
-        ([], [([], []), ([], [])], False),
-        ([], [], False),
-        ([0, 3], [([0, 0], [0, 3])], True),
-        ([2, 2], [([0, 0], [1, 2]), ([1, 0], [1, 1]), ([1, 1], [1, 1])], True),
-        ([2, 2], [([0, 0], [1, 2]), ([0, 1], [2, 1])], False),  # an L and a hole, of equal volume
-        ([3, 3], [([0, 0], [2, 1]), ([2, 0], [1, 2]), ([1, 2], [2, 1]), ([0, 1], [1, 2]), ([1, 1], [1, 1])], True),
-        ([100, 100], grid(100, 100), True),
-        ([100, 100], [*grid(100, 100)[:-1], ([0, 0], [1, 1])], False),
-    ],
-)
+@pytest.mark.parametrize(("shape", "boxes", "whole"), [
+    ([4], [([0], [2]), ([2], [2])], True),
+    ([4], [([0], [2]), ([0], [2])], False),  # half is there twice, half not at all
+    ([4], [([0], [3]), ([2], [1])], False),
+    ([], [([], [])], True),
+    ([], [([], []), ([], [])], False),
+    ([], [], False),
+    ([0, 3], [([0, 0], [0, 3])], True),
+    ([2, 2], [([0, 0], [1, 2]), ([1, 0], [1, 1]), ([1, 1], [1, 1])], True),
+    ([2, 2], [([0, 0], [1, 2]), ([0, 1], [2, 1])], False),  # an L and a hole, of equal volume
+    ([3, 3], [([0, 0], [2, 1]), ([2, 0], [1, 2]), ([1, 2], [2, 1]), ([0, 1], [1, 2]), ([1, 1], [1, 1])], True),
+    ([100, 100], grid(100, 100), True),
+    ([100, 100], [*grid(100, 100)[:-1], ([0, 0], [1, 1])], False),
+])  # fmt: skip
 def test_tiles(shape: list[int], boxes: list[Any], whole: bool) -> None:
     with deadline(20):  # each of 10,000 boxes with each other would take minutes
         assert tiles(([0] * len(shape), shape), boxes) is whole
@@ -121,9 +113,6 @@ def test_a_box_that_its_file_does_not_hold_is_refused(checkpoint: Path) -> None:
     rewrite(checkpoint, "tensors.json", rename)
     with pytest.raises(CheckpointError, match=r"should hold TensorEntry.*layer\.weight"):
         read_all(str(checkpoint))
-
-
-# ---- endless and huge files -----------------------------------------------------------------------------------------
 
 
 def fifo(path: Path) -> None:
@@ -199,9 +188,6 @@ def test_an_archive_whose_contents_are_said_to_be_huge(tmp_path: Path) -> None:
         load_inert(path)
 
 
-# ---- files of others ------------------------------------------------------------------------------------------------
-
-
 _SENT: list[int] = []
 
 
@@ -256,13 +242,9 @@ def test_a_manifest_of_a_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     store.rm("/bounded", recursive=True)
 
 
-# ---- nesting --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "data",
-    [b"[" * 100_000, b"[" * 300 + b"]" * 300, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"a":1,"a":2}', b"9" * 5000],
-)
+@pytest.mark.parametrize("data", [
+    b"[" * 100_000, b"[" * 300 + b"]" * 300, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"a":1,"a":2}', b"9" * 5000,
+])  # fmt: skip
 def test_json_that_is_refused(data: bytes) -> None:
     with pytest.raises(ContentError):
         parse_json(data)

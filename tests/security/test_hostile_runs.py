@@ -4,8 +4,6 @@ Attempts: 240 run directories with junk in every place, from fixed seeds (each s
 kinds of things that are no file of a sensible size. About 600 commands.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

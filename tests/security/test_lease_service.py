@@ -1,7 +1,5 @@
 """Strangers at the service that leases samples to the workers of a run."""
 
-from __future__ import annotations
-
 import random
 import socket
 

@@ -1,7 +1,5 @@
 """Which sockets of a run listen, as the kernel says: at the loopback address, or at the one that the user asked for."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket

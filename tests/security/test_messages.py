@@ -1,7 +1,5 @@
 """What a server reads of strangers is authenticated first, and bounded in length, nesting and time."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random
@@ -67,9 +65,7 @@ def echo():
     server.stop()
 
 
-def test_each_message_has_a_length_and_a_deadline_but_who_is_admitted_may_be_idle(
-    echo: MessageServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_message_has_a_length_and_a_deadline_but_who_is_admitted_may_be_idle(echo, caplog):
     address = ("127.0.0.1", echo.port)
     with caplog.at_level(logging.WARNING), socket.create_connection(address, timeout=20) as admitted:
         admitted.sendall(b"stay\n")  # before the others come, which are one stranger too many with it

@@ -1,7 +1,5 @@
 """Strangers, and workers that have lost their mind, at a parameter server."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Iterator, Sequence

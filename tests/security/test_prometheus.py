@@ -1,7 +1,5 @@
 """Strangers at the address where a rank serves its figures."""
 
-from __future__ import annotations
-
 import random
 import socket
 import urllib.request

@@ -1,7 +1,5 @@
 """States of a wrong form under valid hashes: a run restores them, or says in one paragraph that it cannot."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import traceback

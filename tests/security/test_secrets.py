@@ -1,7 +1,5 @@
 """Values of the environment stay out of files and off the terminal, whoever asks for them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex
@@ -34,8 +32,6 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
 def files_with(text: str, folder: Path) -> list[str]:
     return [str(path) for path in folder.rglob("*") if path.is_file() and text.encode() in path.read_bytes()]
 
-
-# ---- a run -----------------------------------------------------------------------------------------------------------
 
 CHECKED = f"""
 import hashlib
@@ -138,8 +134,6 @@ def test_keys_of_secrets() -> None:
         assert masked_word(f"a.{key}=text") == f"a.{key}=text"
 
 
-# ---- references ------------------------------------------------------------------------------------------------------
-
 TEXTS = [
     before + opening + name + after
     for before in ("", "a", "\\", "\\\\", "a\\\\\\")
@@ -175,14 +169,8 @@ def test_only_references_to_the_environment_are_left(monkeypatch: pytest.MonkeyP
         "called": "${trainwright_test_upper:${plain}}",
         "resolver": f"${{oc.${{part}}:{NAME}}}",
     }
-    others = {
-        "name": NAME,
-        "part": "env",
-        "seed": 3,
-        "same": "${seed}",
-        "items": ["${seed}", "${.0}"],
-        "all": "${items}",
-    }
+    others = {"name": NAME, "part": "env", "seed": 3, "same": "${seed}"}
+    others |= {"items": ["${seed}", "${.0}"], "all": "${items}"}
     cfg = OmegaConf.create({**kept, **others, "other": "${oc.env:TRAINWRIGHT_TEST_OTHER}"})
     found = settled(cfg)
     raw: Any = OmegaConf.to_container(found, resolve=False)
@@ -194,8 +182,6 @@ def test_only_references_to_the_environment_are_left(monkeypatch: pytest.MonkeyP
     assert variables_of(cfg) == {NAME, "TRAINWRIGHT_TEST_NONE", "TRAINWRIGHT_TEST_OTHER", "TRAINWRIGHT_TEST_JSON"}
     OmegaConf.clear_resolver("trainwright_test_upper")
 
-
-# ---- loaded data -----------------------------------------------------------------------------------------------------
 
 CALLED: list[str] = []
 FORMS: list[Any] = [
@@ -243,9 +229,6 @@ def test_what_a_checkpoint_holds_is_not_interpolated(good: dict[str, bytes], tmp
     assert files_with(SECRET, tmp_path) == []
     assert CALLED == []
     OmegaConf.clear_resolver("trainwright_test_call")
-
-
-# ---- ranks on other machines -----------------------------------------------------------------------------------------
 
 
 def test_pods_must_be_given_the_variables_that_are_referred_to() -> None:

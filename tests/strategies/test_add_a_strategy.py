@@ -1,7 +1,5 @@
 """The strategy of docs/add_a_strategy.md is what the page says: its files are written as they stand there, and used."""
 
-from __future__ import annotations
-
 import math
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Checkpoints of a few bytes, and ways to damage them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

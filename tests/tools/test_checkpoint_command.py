@@ -1,7 +1,5 @@
 """`trainwright checkpoint ...` as a person types it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -17,15 +15,9 @@ from trainwright.command import cli
 from trainwright.command.cli import main
 from trainwright.tools.checkpoints.command import size_in_bytes
 
-ABOUT = {
-    "strategy": "hybrid",
-    "layout": {"pipeline": 1, "shard": 2},
-    "world_size": 2,
-    "data_ranks": 2,
-    "global_batch_size": 64,
-    "metrics": {"val_loss": 0.125, "worst": float("nan")},
-    "versions": {"torch": "2.13"},
-}
+LAYOUT = {"strategy": "hybrid", "layout": {"pipeline": 1, "shard": 2}, "world_size": 2, "data_ranks": 2}
+METRICS = {"val_loss": 0.125, "worst": float("nan")}
+ABOUT = {**LAYOUT, "global_batch_size": 64, "metrics": METRICS, "versions": {"torch": "2.13"}}
 
 
 @pytest.fixture
@@ -46,25 +38,22 @@ def output(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> st
     return out
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["verfy", "x"], ["verfy", "did you mean verify?", "export, import, inspect, list"]),
-        (["--deep", "list"], ["--deep", "before the verb"]),
-        (["verify"], ["PATH", "trainwright checkpoint --help"]),
-        (["inspect", "x", "--jsn"], ["--jsn", "--help"]),
-        (["export", "x"], ["--format"]),
-        (["export", "x", "--format", "onnx"], ["onnx", "safetensors", "lightning"]),
-        (["export", "x", "--format", "hf", "--max-shard-size", "5GBB"], ["5GBB", "500MB"]),
-        (["import", "x"], ["--to"]),
-        (["verify", "nowhere"], ["nowhere"]),
-        (["list", "nowhere"], ["nowhere", "runs/<name>"]),
-        (["list", "."], ["no checkpoint"]),
-        (["list", __file__], ["is no folder", "runs/<name>"]),
-        (["verify", ""], ["path of a checkpoint is empty"]),
-        (["list", ""], ["path of a checkpoint is empty"]),
-    ],
-)
+@pytest.mark.parametrize(("words", "parts"), [
+    (["verfy", "x"], ["verfy", "did you mean verify?", "export, import, inspect, list"]),
+    (["--deep", "list"], ["--deep", "before the verb"]),
+    (["verify"], ["PATH", "trainwright checkpoint --help"]),
+    (["inspect", "x", "--jsn"], ["--jsn", "--help"]),
+    (["export", "x"], ["--format"]),
+    (["export", "x", "--format", "onnx"], ["onnx", "safetensors", "lightning"]),
+    (["export", "x", "--format", "hf", "--max-shard-size", "5GBB"], ["5GBB", "500MB"]),
+    (["import", "x"], ["--to"]),
+    (["verify", "nowhere"], ["nowhere"]),
+    (["list", "nowhere"], ["nowhere", "runs/<name>"]),
+    (["list", "."], ["no checkpoint"]),
+    (["list", __file__], ["is no folder", "runs/<name>"]),
+    (["verify", ""], ["path of a checkpoint is empty"]),
+    (["list", ""], ["path of a checkpoint is empty"]),
+])  # fmt: skip
 def test_refused(words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     err = output(capsys, *words, code=2)
     for part in parts:
@@ -82,9 +71,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "trainwright checkpoint --help" in capsys.readouterr().out
 
 
-def test_no_process_is_started(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_good_one_is_verified_and_no_process_started(checkpoint, monkeypatch, capsys):
     monkeypatch.setattr(cli, "start_forkserver", lambda: pytest.fail("`checkpoint verify` is not `verify`"))
-    assert main(["checkpoint", "verify", checkpoint]) == 0
+    assert output(capsys, "verify", checkpoint).startswith(f"good: {checkpoint}, step 7, 3 files")
 
 
 def test_looking_needs_no_torch(checkpoint: str) -> None:
@@ -102,13 +91,6 @@ def test_looking_needs_no_torch(checkpoint: str) -> None:
 
 def test_sizes() -> None:
     assert [size_in_bytes(text) for text in ("12", "5GB", "2GiB", "1.5 kb", "3B")] == [12, 5 * 10**9, 2**31, 1500, 3]
-
-
-# ---- verify ---------------------------------------------------------------------------------------------------------
-
-
-def test_verify_a_good_one(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert output(capsys, "verify", checkpoint).startswith(f"good: {checkpoint}, step 7, 3 files")
 
 
 @pytest.mark.parametrize("file", [RANK_FILE, "state.json", "tensors.json", "manifest.json"])
@@ -135,23 +117,12 @@ def test_what_cannot_be_verified(checkpoint: str, capsys: pytest.CaptureFixture[
     assert "not completely written" in output(capsys, "verify", checkpoint, code=2)
 
 
-# ---- inspect --------------------------------------------------------------------------------------------------------
-
-
 def test_inspect(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "inspect", checkpoint)
-    for part in (
-        "kind          run state",
-        "step          7",
-        "shard=2 (2 ranks, 2 of which read different samples)",
-        "64 samples per optimizer step",
-        "val_loss=0.125, worst=NaN",
-        "torch 2.13",
-        "rank 0",
-        "in 3 files",
-        "2 tensors, 32 B",
-    ):
-        assert part in text
+    layout = ("shard=2 (2 ranks, 2 of which read different samples)", "64 samples per optimizer step", "rank 0")
+    sizes = ("in 3 files", "2 tensors, 32 B", "val_loss=0.125, worst=NaN", "torch 2.13")
+    for part in ("kind          run state", "step          7", *layout, *sizes):
+        assert part in text, part
     assert text.splitlines()[-1].split() == ["weights/layer.1", "2x2", "float32", "16"]
 
 
@@ -178,9 +149,6 @@ def test_inspect_a_damaged_list_of_tensors(checkpoint: str, capsys: pytest.Captu
     assert "tensors.json (written by rank 0)" in capsys.readouterr().err
 
 
-# ---- list -----------------------------------------------------------------------------------------------------------
-
-
 def test_list_tells_newest_first_what_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path("runs/mine/2026-01-01/checkpoints")
     for step in (2, 10, 6, 4, 8):
@@ -196,16 +164,9 @@ def test_list_tells_newest_first_what_is_good(tmp_path: Path, capsys: pytest.Cap
     for where in (folder, folder.parent, folder.parent.parent):
         rows = json.loads(output(capsys, "list", str(where), "--json"))
         states = {Path(row["path"]).name: row["state"] for row in rows}
-        assert states == {
-            "step=10": "good",
-            "step=8": "damaged",
-            "step=6": "good",
-            "step=2": "good",
-            "step=4": "damaged",
-            "step=1": "half-written",
-            ".step=12.partial-abc": "half-written",
-            "last.ckpt": "not checkable",
-        }
+        expected = {"step=10": "good", "step=8": "damaged", "step=6": "good", "step=2": "good", "step=4": "damaged"}
+        expected |= dict.fromkeys(("step=1", ".step=12.partial-abc"), "half-written")
+        assert states == {**expected, "last.ckpt": "not checkable"}
     assert [row["step"] for row in rows if row["step"] is not None] == [10, 8, 6, 2]
     assert rows[[row["step"] for row in rows].index(10)]["metrics"] == {"val_loss": 2.5}
     deep = json.loads(output(capsys, "list", str(folder), "--deep", "--json"))
@@ -232,17 +193,11 @@ def test_list_a_store(capsys: pytest.CaptureFixture[str]) -> None:
     assert "step          2" in output(capsys, "inspect", rows[0]["path"])
 
 
-# ---- export and import ----------------------------------------------------------------------------------------------
-
-
 def test_export_and_import(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        output(capsys, "export", checkpoint, "--format", "torch", "--dtype", "bfloat16").strip().endswith("step=7.pt")
-    )
-    weights = torch.load("step=7.pt", weights_only=True)
-    assert {name: tensor.dtype for name, tensor in weights.items()} == dict.fromkeys(
-        ("layer.0", "layer.1"), torch.bfloat16
-    )
+    told = output(capsys, "export", checkpoint, "--format", "torch", "--dtype", "bfloat16")
+    assert told.strip().endswith("step=7.pt")
+    dtypes = {name: tensor.dtype for name, tensor in torch.load("step=7.pt", weights_only=True).items()}
+    assert dtypes == dict.fromkeys(("layer.0", "layer.1"), torch.bfloat16)
     output(capsys, "export", checkpoint, "--format", "safetensors", "--max-shard-size", "16", "--to", "shards")
     assert len(list(Path("shards").glob("*.safetensors"))) == 2
     assert "exists" in output(capsys, "export", checkpoint, "--format", "safetensors", "--to", "shards", code=2)

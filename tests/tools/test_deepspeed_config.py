@@ -1,7 +1,5 @@
 """A DeepSpeed JSON becomes native configuration, and every key of it is accounted for."""
 
-from __future__ import annotations
-
 import csv
 import inspect
 import json
@@ -96,9 +94,6 @@ def leaves(tree: dict[str, Any], known: dict[str, Any] = TREE, above: str = "") 
     return found
 
 
-# ---- the table ------------------------------------------------------------------------------------------------------
-
-
 def test_every_documented_key_is_known() -> None:
     assert len(DOCUMENTED) > 400
     for path in DOCUMENTED:
@@ -157,9 +152,6 @@ def test_other_keys_are_listed_without_their_values(path: str) -> None:
     assert report.no_effect == (path,)
     assert f"no effect here (off, the default, or not supported): {path}\n" in report.to_text()
     assert "do-not-show-me" not in report.to_text() + json.dumps(report.to_dict())
-
-
-# ---- whole files ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -225,105 +217,98 @@ def test_equals_the_explicit_configuration() -> None:
     assert OmegaConf.to_container(cfg, resolve=True) == OmegaConf.to_container(explicit.cfg, resolve=True)
 
 
-# ---- keys that decide something -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ({"zero_optimization": {"stage": 0}}, {"strategy": "ddp"}),
-        ({}, {"strategy": "ddp"}),
-        ({"zero_optimization": True}, {"strategy": "zero1"}),
-        (
-            {"zero_optimization": {"stage": 2, "cpu_offload": True, "ignore_unused_parameters": True}},
-            {"strategy": "zero2", "strategy.offload": "optimizer", "strategy.find_unused_parameters": True},
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-            {"strategy": "zero3", "strategy.offload": "parameters"},
-        ),
-        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, {"strategy.shard": 2, "strategy.replicate": -1}),
-        ({"bf16": {"enabled": True}}, {"precision": "bf16-mixed"}),
-        ({"bfloat16": {"enabled": True}}, {"precision": "bf16-mixed"}),
-        ({"fp16": {"enabled": False}}, {"precision": "32"}),
-        (
-            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
-            {"precision": "bf16-true"},
-        ),
-        (
-            {"fp16": {"enabled": True, "loss_scale": 128, "min_loss_scale": 4}},
-            {"precision": "16-mixed", "trainer.loss_scale.initial": 128.0, "trainer.loss_scale.fixed": True},
-        ),
-        (
-            {"fp16": {"enabled": True, "initial_scale_power": 8, "min_loss_scale": 2}},
-            {
-                "trainer.loss_scale.initial": 256.0,
-                "trainer.loss_scale.least": 2.0,
-                "trainer.loss_scale.growth_interval": 1000,
-            },
-        ),
-        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, {"precision": "16-mixed"}),
-        ({"amp": {"enabled": True, "opt_level": "O0"}}, {"precision": "32"}),
-        ({"gradient_clipping": 0}, {"trainer.gradient_clip_val": None}),
-        ({"communication_data_type": "fp16"}, {"compression": "fp16"}),
-        (
-            {"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True}},
-            {
-                "strategy": "hybrid",
-                "strategy.tensor": 2,
-                "strategy.loss_parallel": True,
-                "strategy.stage": 1,
-                "strategy.shard": 1,
-                "strategy.replicate": -1,
-            },
-        ),
-        (
-            {"sequence_parallel_size": 2, "zero_optimization": {"stage": 3}},
-            {"strategy": "hybrid", "strategy.context": 2, "strategy.attention": "ulysses", "strategy.stage": 3},
-        ),
-        ({"expert_parallel": {"enabled": False, "autoep_size": 2}}, {"strategy": "ddp"}),
-        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, {"strategy.expert": 2, "strategy.stage": 1}),
-        ({"pipeline": {"stages": "auto"}}, {"strategy": "ddp"}),
-        (
-            {"optimizer": {"type": "Adam"}},
-            {
-                "optimizer": "adamw",
-                "optimizer._target_": "torch.optim.AdamW",
-                "optimizer.lr": 0.001,
-                "optimizer.betas": [0.9, 0.999],
-                "optimizer.eps": 1e-8,
-                "optimizer.weight_decay": 0.0,
-            },
-        ),
-        ({"optimizer": {"type": "adam", "params": {"adam_w_mode": False}}}, {"optimizer._target_": "torch.optim.Adam"}),
-        (
-            {"optimizer": {"type": "RMSprop", "params": {"alpha": 0.9}}},
-            {"optimizer": "sgd", "optimizer._target_": "torch.optim.RMSprop", "optimizer.alpha": 0.9},
-        ),
-        (
-            {"optimizer": {"type": "OneBitAdam"}},
-            {"optimizer": "adamw", "compression": "onebit", "compression.warmup_steps": 100000},
-        ),
-        ({"checkpoint": {"writer": {"decoupled": True}}}, {"checkpoint": "async"}),
-        ({"steps_per_print": 7}, {"trainer.log_every_n_steps": 7}),
-        ({"comms_logger": {"enabled": True}}, {"monitor": "communication"}),
-        ({"compile": {"deepcompile": True}}, {"strategy.compile": True}),
-        ({"pipeline": {"activation_checkpoint_interval": 2}}, {"strategy.activation_checkpointing": "full"}),
-        (
-            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": [1, 2]}}},
-            {
-                "callbacks.learning_rate_schedule.schedule._target_": f"{SCHEDULES}.OneCycle",
-                "callbacks.learning_rate_schedule.schedule.lowest": 0.1,
-                "callbacks.learning_rate_schedule.schedule.highest": [1, 2],
-            },
-        ),
-        (
-            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}},
-            {"callbacks.learning_rate_schedule.schedule.highest": 0.001},
-        ),
-    ],
-    ids=lambda value: json.dumps(value)[:50],
-)
+@pytest.mark.parametrize(("content", "expected"), [
+    ({"zero_optimization": {"stage": 0}}, {"strategy": "ddp"}),
+    ({}, {"strategy": "ddp"}),
+    ({"zero_optimization": True}, {"strategy": "zero1"}),
+    (
+        {"zero_optimization": {"stage": 2, "cpu_offload": True, "ignore_unused_parameters": True}},
+        {"strategy": "zero2", "strategy.offload": "optimizer", "strategy.find_unused_parameters": True},
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        {"strategy": "zero3", "strategy.offload": "parameters"},
+    ),
+    ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, {"strategy.shard": 2, "strategy.replicate": -1}),
+    ({"bf16": {"enabled": True}}, {"precision": "bf16-mixed"}),
+    ({"bfloat16": {"enabled": True}}, {"precision": "bf16-mixed"}),
+    ({"fp16": {"enabled": False}}, {"precision": "32"}),
+    (
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+        {"precision": "bf16-true"},
+    ),
+    (
+        {"fp16": {"enabled": True, "loss_scale": 128, "min_loss_scale": 4}},
+        {"precision": "16-mixed", "trainer.loss_scale.initial": 128.0, "trainer.loss_scale.fixed": True},
+    ),
+    (
+        {"fp16": {"enabled": True, "initial_scale_power": 8, "min_loss_scale": 2}},
+        {
+            "trainer.loss_scale.initial": 256.0,
+            "trainer.loss_scale.least": 2.0,
+            "trainer.loss_scale.growth_interval": 1000,
+        },
+    ),
+    ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, {"precision": "16-mixed"}),
+    ({"amp": {"enabled": True, "opt_level": "O0"}}, {"precision": "32"}),
+    ({"gradient_clipping": 0}, {"trainer.gradient_clip_val": None}),
+    ({"communication_data_type": "fp16"}, {"compression": "fp16"}),
+    (
+        {"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True}},
+        {
+            "strategy": "hybrid",
+            "strategy.tensor": 2,
+            "strategy.loss_parallel": True,
+            "strategy.stage": 1,
+            "strategy.shard": 1,
+            "strategy.replicate": -1,
+        },
+    ),
+    (
+        {"sequence_parallel_size": 2, "zero_optimization": {"stage": 3}},
+        {"strategy": "hybrid", "strategy.context": 2, "strategy.attention": "ulysses", "strategy.stage": 3},
+    ),
+    ({"expert_parallel": {"enabled": False, "autoep_size": 2}}, {"strategy": "ddp"}),
+    ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, {"strategy.expert": 2, "strategy.stage": 1}),
+    ({"pipeline": {"stages": "auto"}}, {"strategy": "ddp"}),
+    (
+        {"optimizer": {"type": "Adam"}},
+        {
+            "optimizer": "adamw",
+            "optimizer._target_": "torch.optim.AdamW",
+            "optimizer.lr": 0.001,
+            "optimizer.betas": [0.9, 0.999],
+            "optimizer.eps": 1e-8,
+            "optimizer.weight_decay": 0.0,
+        },
+    ),
+    ({"optimizer": {"type": "adam", "params": {"adam_w_mode": False}}}, {"optimizer._target_": "torch.optim.Adam"}),
+    (
+        {"optimizer": {"type": "RMSprop", "params": {"alpha": 0.9}}},
+        {"optimizer": "sgd", "optimizer._target_": "torch.optim.RMSprop", "optimizer.alpha": 0.9},
+    ),
+    (
+        {"optimizer": {"type": "OneBitAdam"}},
+        {"optimizer": "adamw", "compression": "onebit", "compression.warmup_steps": 100000},
+    ),
+    ({"checkpoint": {"writer": {"decoupled": True}}}, {"checkpoint": "async"}),
+    ({"steps_per_print": 7}, {"trainer.log_every_n_steps": 7}),
+    ({"comms_logger": {"enabled": True}}, {"monitor": "communication"}),
+    ({"compile": {"deepcompile": True}}, {"strategy.compile": True}),
+    ({"pipeline": {"activation_checkpoint_interval": 2}}, {"strategy.activation_checkpointing": "full"}),
+    (
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": [1, 2]}}},
+        {
+            "callbacks.learning_rate_schedule.schedule._target_": f"{SCHEDULES}.OneCycle",
+            "callbacks.learning_rate_schedule.schedule.lowest": 0.1,
+            "callbacks.learning_rate_schedule.schedule.highest": [1, 2],
+        },
+    ),
+    (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}},
+        {"callbacks.learning_rate_schedule.schedule.highest": 0.001},
+    ),
+], ids=lambda value: json.dumps(value)[:50])  # fmt: skip
 def test_becomes(content: dict[str, Any], expected: dict[str, Any]) -> None:
     native, report = translated(content)
     assert {line.key for line in report.lines} | set(report.no_effect) == leaves(content)
@@ -338,23 +323,20 @@ def test_pipelines_are_filled_by_accumulated_micro_batches() -> None:
     assert (native["strategy.pipeline"], native["strategy.shard"], native["strategy.replicate"]) == (2, 1, -1)
 
 
-@pytest.mark.parametrize(
-    ("train", "micro", "accumulation", "expected"),
-    [
-        (16, 2, 4, {"global_batch_size": 16, "micro_batch_size": 2}),
-        (16, None, 4, {"global_batch_size": 16, "micro_batch_size": 2}),
-        (16, 2, None, {"global_batch_size": 16, "micro_batch_size": 2}),
-        (16, None, None, {"global_batch_size": 16, "micro_batch_size": 8}),
-        (16, "auto", "auto", {"global_batch_size": 16}),
-        (16, "auto", 4, {"global_batch_size": 16, "micro_batch_size": 2}),
-        (None, 2, 4, {"micro_batch_size": 2, "accumulation.steps": 4, "global_batch_size": None}),
-        (None, 2, None, {"micro_batch_size": 2, "accumulation.steps": 1, "global_batch_size": None}),
-        ("auto", 2, None, {"micro_batch_size": 2}),
-        ("auto", "auto", "auto", {}),
-        ("auto", "auto", 2, {"accumulation.steps": 2, "global_batch_size": None}),
-        (None, None, None, {}),
-    ],
-)
+@pytest.mark.parametrize(("train", "micro", "accumulation", "expected"), [
+    (16, 2, 4, {"global_batch_size": 16, "micro_batch_size": 2}),
+    (16, None, 4, {"global_batch_size": 16, "micro_batch_size": 2}),
+    (16, 2, None, {"global_batch_size": 16, "micro_batch_size": 2}),
+    (16, None, None, {"global_batch_size": 16, "micro_batch_size": 8}),
+    (16, "auto", "auto", {"global_batch_size": 16}),
+    (16, "auto", 4, {"global_batch_size": 16, "micro_batch_size": 2}),
+    (None, 2, 4, {"micro_batch_size": 2, "accumulation.steps": 4, "global_batch_size": None}),
+    (None, 2, None, {"micro_batch_size": 2, "accumulation.steps": 1, "global_batch_size": None}),
+    ("auto", 2, None, {"micro_batch_size": 2}),
+    ("auto", "auto", "auto", {}),
+    ("auto", "auto", 2, {"accumulation.steps": 2, "global_batch_size": None}),
+    (None, None, None, {}),
+])  # fmt: skip
 def test_batch_sizes(train: Any, micro: Any, accumulation: Any, expected: dict[str, Any]) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = zip(names, (train, micro, accumulation), strict=True)
@@ -438,43 +420,37 @@ def test_what_does_not_fit_together_is_said() -> None:
     assert translated({"communication_data_type": "bf16"}, recipe=replace(GPT, world_size=1))[0].keys() == {"strategy"}
 
 
-# ---- refused --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ('{"zero_optimisation": {}}', ["zero_optimisation is no key", "did you mean zero_optimization?"]),
-        ('{"zero_optimization": {"stge": 1}}', ["zero_optimization.stge", "did you mean stage?"]),
-        ('{"stage": 1}', ["did you mean zero_optimization.stage?"]),
-        ('{"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}', ["did you mean device?"]),
-        ('{"optimizer": {"type": "Adam", "params": {"betta": 1}}}', ["did you mean betas?"]),
-        ('{"optimizer": {"type": "SGD", "params": {"betas": [1, 2]}}}', ["SGD takes no such argument", "momentum"]),
-        ('{"optimizer": {"type": "Adamm"}}', ["did you mean Adam"]),
-        ('{"scheduler": {"type": "WarmupL"}}', ["did you mean WarmupLR?"]),
-        ('{"scheduler": {"type": "WarmupDecayLR"}}', ["scheduler.params.total_num_steps"]),
-        ('{"train_batch_size": "32"}', ["a whole number, without quotes"]),
-        ('{"fp16": {"enabled": "true"}}', ["true or false, without quotes"]),
-        ('{"fp16": true}', ["fp16 is true, but a section"]),
-        ('{"train_batch_size": 1.5}', ["1.5", "a whole number"]),
-        ('{"zero_optimization": {"stage": 4}}', ["zero_optimization.stage is 4", "0, 1, 2, 3"]),
-        ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', ["fp16.enabled and bf16.enabled"]),
-        ('{"zero_optimization": {"stage": "auto"}}', ['"auto", which nothing fills in']),
-        ('{"gradient_clipping": -1}', ["at least 0"]),
-        ('{"train_batch_size": 0}', ["at least 1"]),
-        ('{"tensor_parallel": {"autotp_size": 3}}', ["does not divide the 2 rank(s)", "devices="]),
-        ('{"fp16": {}, "fp16": {}}', ["'fp16' is given twice"]),
-        ('{"fp16": {}, // a comment\n}', ["is not JSON", "comments"]),
-        ('{"gradient_clipping": NaN}', ["is not JSON", "NaN"]),
-        ('{"gradient_clipping": 1e999}', ["gradient_clipping", "a number"]),
-        ("[1]", ["a list, not a mapping"]),
-        (
-            '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}',
-            ["32", "4 (train_micro_batch_size_per_gpu) x 2 (gradient_accumulation_steps) x 2", "16", "4 data ranks"],
-        ),
-        ('{"train_batch_size": 33, "train_micro_batch_size_per_gpu": 4}', ["33", "a multiple of 8"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "parts"), [
+    ('{"zero_optimisation": {}}', ["zero_optimisation is no key", "did you mean zero_optimization?"]),
+    ('{"zero_optimization": {"stge": 1}}', ["zero_optimization.stge", "did you mean stage?"]),
+    ('{"stage": 1}', ["did you mean zero_optimization.stage?"]),
+    ('{"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}', ["did you mean device?"]),
+    ('{"optimizer": {"type": "Adam", "params": {"betta": 1}}}', ["did you mean betas?"]),
+    ('{"optimizer": {"type": "SGD", "params": {"betas": [1, 2]}}}', ["SGD takes no such argument", "momentum"]),
+    ('{"optimizer": {"type": "Adamm"}}', ["did you mean Adam"]),
+    ('{"scheduler": {"type": "WarmupL"}}', ["did you mean WarmupLR?"]),
+    ('{"scheduler": {"type": "WarmupDecayLR"}}', ["scheduler.params.total_num_steps"]),
+    ('{"train_batch_size": "32"}', ["a whole number, without quotes"]),
+    ('{"fp16": {"enabled": "true"}}', ["true or false, without quotes"]),
+    ('{"fp16": true}', ["fp16 is true, but a section"]),
+    ('{"train_batch_size": 1.5}', ["1.5", "a whole number"]),
+    ('{"zero_optimization": {"stage": 4}}', ["zero_optimization.stage is 4", "0, 1, 2, 3"]),
+    ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', ["fp16.enabled and bf16.enabled"]),
+    ('{"zero_optimization": {"stage": "auto"}}', ['"auto", which nothing fills in']),
+    ('{"gradient_clipping": -1}', ["at least 0"]),
+    ('{"train_batch_size": 0}', ["at least 1"]),
+    ('{"tensor_parallel": {"autotp_size": 3}}', ["does not divide the 2 rank(s)", "devices="]),
+    ('{"fp16": {}, "fp16": {}}', ["'fp16' is given twice"]),
+    ('{"fp16": {}, // a comment\n}', ["is not JSON", "comments"]),
+    ('{"gradient_clipping": NaN}', ["is not JSON", "NaN"]),
+    ('{"gradient_clipping": 1e999}', ["gradient_clipping", "a number"]),
+    ("[1]", ["a list, not a mapping"]),
+    (
+        '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}',
+        ["32", "4 (train_micro_batch_size_per_gpu) x 2 (gradient_accumulation_steps) x 2", "16", "4 data ranks"],
+    ),
+    ('{"train_batch_size": 33, "train_micro_batch_size_per_gpu": 4}', ["33", "a multiple of 8"]),
+])  # fmt: skip
 def test_refused(text: str, parts: list[str]) -> None:
     Path("wrong.json").write_text(text)
     _, problems = translate(read("wrong.json"), GPT)
@@ -517,9 +493,6 @@ def test_without_a_path_nothing_is_expanded() -> None:
         not_expanded(path=None)
 
 
-# ---- the verb -------------------------------------------------------------------------------------------------------
-
-
 def test_import_writes_a_recipe_that_composes_to_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     file = FILES[0].with_name("zero1.json")
     typed = ["recipe=gpt", "devices=2", "module.warmup_steps=3", "precision=bf16-mixed"]
@@ -556,24 +529,18 @@ def test_import_without_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert "recipe=<name>" in err
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        ([], "usage: trainwright import-deepspeed"),
-        (["--help"], "usage: trainwright import-deepspeed"),
-        (["recipe=gpt"], "no file was given"),
-        (["a.json", "b.json"], "one file at a time"),
-        (["a.json", "--jsn"], "did you mean --json?"),
-        (["a.json", "--out", "conf.json"], "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("words", "part"), [
+    ([], "usage: trainwright import-deepspeed"),
+    (["--help"], "usage: trainwright import-deepspeed"),
+    (["recipe=gpt"], "no file was given"),
+    (["a.json", "b.json"], "one file at a time"),
+    (["a.json", "--jsn"], "did you mean --json?"),
+    (["a.json", "--out", "conf.json"], "cannot be read"),
+])  # fmt: skip
 def test_the_verb_is_refused(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import-deepspeed", *words]) == (0 if words == ["--help"] else 2)
     captured = capsys.readouterr()
     assert part in captured.out + captured.err
-
-
-# ---- against torch --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "known"), [*OWN.items(), *TORCH.items()], ids=lambda value: str(value)[:12])
@@ -599,9 +566,6 @@ def test_values_are_typed_so_that_hydra_reads_them_back(value: Any) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     assert OverridesParser.create().parse_override(f"a={hydra_value(value)}").value() == value
-
-
-# ---- a whole command ------------------------------------------------------------------------------------------------
 
 
 def test_trains_as_the_explicit_configuration_does() -> None:

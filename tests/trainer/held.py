@@ -1,7 +1,5 @@
 """A small model with blocks, dropout and running statistics, for tests of states in memory under any layout."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What scripts written for Lightning's Trainer rely on."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any
@@ -129,9 +127,6 @@ class KeepsItsStep(BoringModel):
 def test_a_step_without_its_closure():
     with pytest.raises(MisconfigurationException, match="closure hasn't been executed"):
         trainer_of().fit(KeepsItsStep())
-
-
-# ---- loaders ---------------------------------------------------------------------------------------------------------
 
 
 class Picky(DataLoader[Any]):

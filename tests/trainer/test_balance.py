@@ -1,7 +1,5 @@
 """Who computes how much of the global batch: the arithmetic, what is decided, what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter
@@ -21,22 +19,16 @@ from trainwright.trainer.data.epoch_order import EpochOrder
 ANY = Bounds()
 
 
-# ---- the arithmetic -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("samples", "seconds", "sizes"),
-    [
-        (96, [1, 1, 4], [43, 43, 10]),  # 43 s: with [42, 42, 12] the slow rank takes 48
-        (96, [1, 1, 1], [32, 32, 32]),
-        (8, [1 / 3, 1], [6, 2]),
-        (5, [1, 1, 1], [2, 2, 1]),
-        (3, [9, 1, 1], [1, 1, 1]),
-        (2, [9, 1, 1], [0, 1, 1]),
-        (1, [1, 1], [1, 0]),
-        (0, [1, 1], [0, 0]),
-    ],
-)
+@pytest.mark.parametrize(("samples", "seconds", "sizes"), [
+    (96, [1, 1, 4], [43, 43, 10]),  # 43 s: with [42, 42, 12] the slow rank takes 48
+    (96, [1, 1, 1], [32, 32, 32]),
+    (8, [1 / 3, 1], [6, 2]),
+    (5, [1, 1, 1], [2, 2, 1]),
+    (3, [9, 1, 1], [1, 1, 1]),
+    (2, [9, 1, 1], [0, 1, 1]),
+    (1, [1, 1], [1, 0]),
+    (0, [1, 1], [0, 0]),
+])  # fmt: skip
 def test_the_last_rank_is_done_as_early_as_can_be(samples: int, seconds: list[float], sizes: list[int]) -> None:
     assert deal_out(samples, seconds, ANY) == sizes
 
@@ -81,9 +73,6 @@ def test_shares_hold_from_a_wave_on() -> None:
     assert [schedule.sizes(2, wave, 8) for wave in (0, 1)] == [[6, 2], [2, 6]]
     schedule.change(2, 1, [1, 1])  # in place of the one that has not begun
     assert [schedule.sizes(2, wave, 8) for wave in (0, 1)] == [[6, 2], [4, 4]]
-
-
-# ---- what ranks read ------------------------------------------------------------------------------------------------
 
 
 def samplers(samples: int, micro: int, ranks: int, **options: Any) -> tuple[ShareSchedule, list[RankBatchSampler]]:
@@ -144,9 +133,6 @@ def test_resuming_reads_the_rest_whatever_the_shares() -> None:
     assert read == Counter(range(60))
 
 
-# ---- what may be asked for ------------------------------------------------------------------------------------------
-
-
 def test_what_balance_stands_for() -> None:
     assert balance_options("none") == BalanceOptions()
     assert balance_options("auto") == BalanceOptions("auto")
@@ -154,25 +140,22 @@ def test_what_balance_stands_for() -> None:
     assert balance_options({"every_steps": 5}) == BalanceOptions("auto", every_steps=5)
 
 
-@pytest.mark.parametrize(
-    ("balance", "said"),
-    [
-        (True, "balance=True (allowed: 'none', 'auto', a list of shares"),
-        ("automatic", "kind='automatic' (allowed: none, auto, fixed)"),
-        ([], "shares=[] (allowed: one number above 0 for each data rank"),
-        ([1, 0], "shares=[1, 0] (allowed"),
-        ({"every_steps": 0}, "every_steps=0 (allowed: 1 or more optimizer steps)"),
-        ({"smoothing": 1.0}, "smoothing=1.0"),
-        ({"least_share": 1.5}, "least_share=1.5"),
-        ({"most_share": 1.0}, "most_share=1.0"),
-        ({"least_gain": 1.0}, "least_gain=1.0"),
-        ({"every": 3}, "balance.every: there is no such option"),
-        ({"shares": [1, 2]}, "shares=[1,2] with balance.kind=auto"),
-        ({"kind": "fixed"}, "say the parts of the data ranks"),
-        ({"kind": "fixed", "shares": [1, 2], "every_steps": 3}, "every_steps=3 with balance.kind=fixed"),
-        ({"kind": "none", "smoothing": 0.1}, "nothing is measured"),
-    ],
-)
+@pytest.mark.parametrize(("balance", "said"), [
+    (True, "balance=True (allowed: 'none', 'auto', a list of shares"),
+    ("automatic", "kind='automatic' (allowed: none, auto, fixed)"),
+    ([], "shares=[] (allowed: one number above 0 for each data rank"),
+    ([1, 0], "shares=[1, 0] (allowed"),
+    ({"every_steps": 0}, "every_steps=0 (allowed: 1 or more optimizer steps)"),
+    ({"smoothing": 1.0}, "smoothing=1.0"),
+    ({"least_share": 1.5}, "least_share=1.5"),
+    ({"most_share": 1.0}, "most_share=1.0"),
+    ({"least_gain": 1.0}, "least_gain=1.0"),
+    ({"every": 3}, "balance.every: there is no such option"),
+    ({"shares": [1, 2]}, "shares=[1,2] with balance.kind=auto"),
+    ({"kind": "fixed"}, "say the parts of the data ranks"),
+    ({"kind": "fixed", "shares": [1, 2], "every_steps": 3}, "every_steps=3 with balance.kind=fixed"),
+    ({"kind": "none", "smoothing": 0.1}, "nothing is measured"),
+])  # fmt: skip
 def test_impossible_options(balance: Any, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         balance_options(balance)
@@ -207,26 +190,23 @@ def test_what_is_possible() -> None:
     assert balance_option_problems({}) == []
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"layout": Layout()}, "one data rank computes every sample"),
-        ({"layout": Layout(pipeline=2)}, "one data rank computes every sample"),
-        ({"layout": Layout(shard=2, expert=2)}, "balance=auto with expert=2"),
-        ({"micro": 1}, "take micro_batch_size=2 or more"),
-        ({"micro": 4, "least": 4}, "take micro_batch_size=5 or more"),
-        ({"kind": "fixed", "shares": [1, 2, 3]}, "balance.shares has 3 number(s)"),
-        ({"trainer": {"data_partition": "hash"}}, "take balance=none, or trainer.data_partition=interleave"),
-        ({"trainer": {"use_distributed_sampler": False}}, "trainer.use_distributed_sampler=false"),
-        (
-            {"kind": "fixed", "shares": [1, 2], "launch": {"min_devices": 1}},
-            "launch.min_devices: ranks may come and go",
-        ),
-        ({"kind": "fixed", "shares": [1, 2], "launch": {"recovery": "replicas"}}, "take balance=auto"),
-        ({"every_steps": 0}, "balance.every_steps=0"),
-        ({"strategy": {"_target_": "a.ParameterServerStrategy", "consistency": "ssp"}}, "do not make every step"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ({"layout": Layout()}, "one data rank computes every sample"),
+    ({"layout": Layout(pipeline=2)}, "one data rank computes every sample"),
+    ({"layout": Layout(shard=2, expert=2)}, "balance=auto with expert=2"),
+    ({"micro": 1}, "take micro_batch_size=2 or more"),
+    ({"micro": 4, "least": 4}, "take micro_batch_size=5 or more"),
+    ({"kind": "fixed", "shares": [1, 2, 3]}, "balance.shares has 3 number(s)"),
+    ({"trainer": {"data_partition": "hash"}}, "take balance=none, or trainer.data_partition=interleave"),
+    ({"trainer": {"use_distributed_sampler": False}}, "trainer.use_distributed_sampler=false"),
+    (
+        {"kind": "fixed", "shares": [1, 2], "launch": {"min_devices": 1}},
+        "launch.min_devices: ranks may come and go",
+    ),
+    ({"kind": "fixed", "shares": [1, 2], "launch": {"recovery": "replicas"}}, "take balance=auto"),
+    ({"every_steps": 0}, "balance.every_steps=0"),
+    ({"strategy": {"_target_": "a.ParameterServerStrategy", "consistency": "ssp"}}, "do not make every step"),
+])  # fmt: skip
 def test_what_is_not(given: dict[str, Any], said: str) -> None:
     [problem] = found(**{"layout": Layout(replicate=2), **given})
     assert said in problem

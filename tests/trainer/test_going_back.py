@@ -1,7 +1,5 @@
 """Going back to a state in memory within a fit: what comes after is what would have come without."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl
@@ -119,9 +117,6 @@ def test_with(ranks, options):
 def test_loaders(ranks, count, loader):
     for result in ranks(go_back, count, "ddp" if count == 2 else "single", 3, 7, loader=loader):
         check_undisturbed(result, 3)
-
-
-# ---- samples that are not trained on ---------------------------------------------------------------------------------
 
 
 def steps_of(seen: list[list[int]], micro: int) -> list[list[int]]:

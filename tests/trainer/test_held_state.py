@@ -1,7 +1,5 @@
 """`fit(ckpt_path=<a state in memory>)`: a new Trainer and a new module go on in the same process."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Worker processes of data loaders outlive the signals that tell a run to end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """How the loss is scaled with precision=16-mixed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl
@@ -64,18 +62,15 @@ def test_default_is_that_of_torch() -> None:
     assert scales({}, [1.0]) == [65536.0]
 
 
-@pytest.mark.parametrize(
-    ("given", "precision", "part"),
-    [
-        ({"initial": 0}, "16-mixed", "more than 0"),
-        ({"initial": float("inf")}, "16-mixed", "more than 0"),
-        ({"least": -1}, "16-mixed", "at least 0"),
-        ({"growth_interval": 0}, "16-mixed", "at least 1"),
-        ({"fixed": True, "least": 1.0}, "16-mixed", "needs no limit"),
-        ({"initial": 8.0}, "bf16-mixed", "precision=bf16-mixed scales no loss"),
-        ({"first": 8.0}, "16-mixed", "no such option"),
-    ],
-)
+@pytest.mark.parametrize(("given", "precision", "part"), [
+    ({"initial": 0}, "16-mixed", "more than 0"),
+    ({"initial": float("inf")}, "16-mixed", "more than 0"),
+    ({"least": -1}, "16-mixed", "at least 0"),
+    ({"growth_interval": 0}, "16-mixed", "at least 1"),
+    ({"fixed": True, "least": 1.0}, "16-mixed", "needs no limit"),
+    ({"initial": 8.0}, "bf16-mixed", "precision=bf16-mixed scales no loss"),
+    ({"first": 8.0}, "16-mixed", "no such option"),
+])  # fmt: skip
 def test_refused(given: dict[str, Any], precision: str, part: str) -> None:
     [problem] = loss_scale_problems(given, precision)
     assert part in problem

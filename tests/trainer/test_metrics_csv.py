@@ -1,7 +1,5 @@
 """metrics.csv of a run that is started again."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every sample of an epoch is read once, whatever layouts take turns reading it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter
@@ -10,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from trainwright.trainer.data.data_order import RankBatchSampler, Resumed
 from trainwright.trainer.data.dealt_batches import DealtBatchSampler
@@ -148,10 +147,6 @@ def test_drop_last_leaves_out_steps_that_are_not_full():
             assert sampler.regular_waves == len(sampler)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whose sample is it
-
-
 def owners(partition: Partition, samples: int, ranks: int) -> np.ndarray:
     found = np.empty(samples, dtype=int)
     indices = np.arange(samples)
@@ -191,21 +186,15 @@ def test_samples_of_one_key_stay_together():
     found = owners(partition, 200, 5).reshape(20, 10)
     assert (found == found[:, :1]).all()
     assert len(set(found[:, 0])) > 1
-
-
-def test_a_key_of_another_type_is_refused():
     with pytest.raises(ValueError, match=r"data_key returned 1\.5, a float; allowed are str, int and bytes"):
         HashPartition(lambda index: 1.5).queues(np.arange(3), 2)
 
 
 @pytest.mark.parametrize("key", ["json:nothing", "nowhere:at_all", "json", "json:__name__", 3])
-def test_a_key_that_is_no_function_is_refused(key):
+def test_a_key_may_be_named_and_one_that_is_no_function_is_refused(key):
+    assert resolve_data_key("tests.trainer.test_partition:owners") is owners
     with pytest.raises(ValueError, match="data_key="):
         resolve_data_key(key)
-
-
-def test_a_key_may_be_named():
-    assert resolve_data_key("tests.trainer.test_partition:owners") is owners
 
 
 def test_indices_that_are_no_numbers_are_refused():
@@ -230,10 +219,6 @@ def test_repeated_indices_are_dealt_as_often_as_they_come():
         dealing = InQueues(indices, partition, 2, 1, 1, False)
         read = [i for w in range(len(dealing)) for r in range(2) if dealing.count(w, r) for i in dealing.batch(w, r)]
         assert Counter(read) == Counter(indices.tolist())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Passes and whole batches
 
 
 def sampler_of(samples: int, micro: int = 4) -> RankBatchSampler:
@@ -267,10 +252,8 @@ def test_an_iterator_that_is_never_read_takes_nothing():
 def test_whole_batches_are_dealt_once(samples, size, turns):
     read: list[int] = []
     for number, (ranks, waves) in enumerate(turns):
-        samplers = [
-            DealtBatchSampler(BatchSampler(RandomSampler(range(samples)), size, False), 3, rank, ranks)
-            for rank in range(ranks)
-        ]
+        source = BatchSampler(RandomSampler(range(samples)), size, False)
+        samplers = [DealtBatchSampler(source, 3, rank, ranks) for rank in range(ranks)]
         for sampler in samplers:
             sampler.resume(Resumed(0, 2, len(read)))
         batches = [list(sampler) for sampler in samplers]
@@ -303,9 +286,6 @@ def test_an_epoch_is_resumed_in_the_order_in_which_it_began():
 
 
 def test_a_generator_of_the_samplers_own_is_as_reproducible():
-    import torch
-    from torch.utils.data import WeightedRandomSampler
-
     def draws() -> list[list[int]]:
         generator = torch.Generator().manual_seed(4)
         order = EpochOrder(WeightedRandomSampler(torch.ones(9), 9, generator=generator), 0)

@@ -1,7 +1,5 @@
 """`ckpt_path="last"` and `"auto"`: the newest checkpoint that is good, on every rank alike."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.parity.harness import QUIET, world_size
 from tests.tools.checkpoints import RANK_FILE, cut_short, flip_bit, write_checkpoint
 from trainwright import RunStateCheckpoint, Trainer
 from trainwright.checkpoint.format.tensor_file import bytes_of
@@ -44,21 +43,9 @@ class Small(pl.LightningModule):
 
 
 def trainer_of(strategy: str, folder: Path, max_steps: int, **options: Any) -> Trainer:
-    import torch.distributed as dist
-
-    devices = dist.get_world_size() if dist.is_initialized() else 1
     saver = RunStateCheckpoint(str(folder), every_n_steps=1, keep_last=10)
-    return Trainer(
-        strategy=strategy,
-        devices=devices,
-        accelerator="cpu",
-        max_steps=max_steps,
-        max_epochs=-1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"callbacks": [saver], **options},
-    )
+    given = {**QUIET, "enable_checkpointing": True, "callbacks": [saver], **options}
+    return Trainer(strategy=strategy, devices=world_size(), max_steps=max_steps, max_epochs=-1, **given)
 
 
 def loader() -> DataLoader[Any]:
@@ -209,13 +196,7 @@ def fit_from_file(strategy: str, folder: Path, weights_only: bool | None) -> str
 @pytest.mark.parametrize(("strategy", "count"), STRATEGIES)
 def test_a_file_is_trusted_only_when_told(ranks, tmp_path, strategy, count):
     """Also by strategies that restore late, for which Lightning forgets `weights_only`."""
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=2, **quiet)
+    trainer = pl.Trainer(devices=1, max_steps=2, **QUIET)
     trainer.fit(Small(), loader())
     trainer.save_checkpoint(tmp_path / "file.ckpt")
     saved = torch.load(tmp_path / "file.ckpt", weights_only=True)

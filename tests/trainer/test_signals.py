@@ -1,7 +1,5 @@
 """A signal that one rank gets ends all of them, at the same step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -17,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from tests.command.project import environment
+from tests.command.project import ended, environment
 from tests.parity.harness import make_trainer
 from tests.parity.modules import Tokens, make_module
 from trainwright.callbacks.end.preemption import Preemption
@@ -87,9 +85,6 @@ def test_a_forked_process_can_be_terminated() -> None:
     assert not trainer.received_sigterm
 
 
-# ---- how often ranks ask each other ----------------------------------------------------------------------------------
-
-
 def distances(seconds_per_batch: float, batches: int) -> list[int]:
     """Batches between one agreement and the next, of ranks that all need so long for a batch."""
     pace, found, passed = Pace(seconds=1.0), [], 0
@@ -147,8 +142,6 @@ def test_ranks_ask_by_the_slowest(ranks, slow):
     assert ranks(steps_of_agreements, 2, seconds) == [[1, 5, 9, 13, 17, 21, 24]] * 2
 
 
-# ---- a process that does not end in time -----------------------------------------------------------------------------
-
 SCRIPT = """
 import os, signal, sys, time
 import torch
@@ -172,14 +165,7 @@ trainer.fit(module, points())
 
 def test_a_script_that_hangs_ends_in_time(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=60,
-        env=environment() | {"PYTHONPATH": str(root)},
-    )
+    done = ended([sys.executable, "-c", SCRIPT], env=environment() | {"PYTHONPATH": f"{root}/src:{root}"})
     assert done.returncode == 143, done.stdout
     said = "was not saved within 0.5 s (preemption.deadline_seconds). The last good checkpoint is "
     assert f"{said}{tmp_path / 'states' / 'step=2'}." in done.stdout

@@ -1,7 +1,5 @@
 """Copies of the run state in memory: when they are made, for whom, and how long they are kept."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The loss guard under every layout: what a fault leaves of itself, and what is said of it."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence
@@ -144,9 +142,6 @@ def assert_undisturbed(expected: tuple[dict[int, float], dict[str, Tensor]], fou
     assert all(torch.equal(found["parameters"][name], value) for name, value in parameters.items())
 
 
-# ---- going back -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("place", "step", "factor"), [  # within an epoch, and across its end
     ("single", 7, math.nan), ("ddp", 4, 1e4), ("zero3", 4, math.nan), ("zero3", 7, 1e4),
     ("pipeline x shard", 4, math.nan), ("pipeline x shard", 7, 1e4),
@@ -275,9 +270,6 @@ def test_averages_go_back_too(ranks, place):
         assert found["counts"]["transient"] == 1
 
 
-# ---- skipping -------------------------------------------------------------------------------------------------------
-
-
 def dropped(place: str) -> dict[str, Any]:
     return guarded(place, {"policy": "skip"}, {"sample": 13, "dropout": 0.0})
 
@@ -305,9 +297,6 @@ def test_a_bad_loss_under_a_scaler(ranks, place):
         assert found["counts"]["transient"] == 1
 
 
-# ---- what is written ------------------------------------------------------------------------------------------------
-
-
 def test_what_is_logged(ranks):
     [found] = ranks(guarded, 1, "single", {}, {"step": 5})
     columns = {name for _, row in found["written"] for name in row}
@@ -328,9 +317,6 @@ def exact_loss(policy: str) -> Any:
     loss, speed = GlobalLoss(every_n_steps=4), Throughput(every_n_steps=2)
     found = guarded("ddp", {"policy": policy, "skip_steps": 1}, {"sample": 25}, [loss, speed])
     return found, found["written"]
-
-
-# ---- judging --------------------------------------------------------------------------------------------------------
 
 
 def test_history():
@@ -367,9 +353,6 @@ def test_nonfinite(value, dtype):
     assert not any_nonfinite(tensors, torch.device("cpu"))
     tensors[0][1, 4] = value
     assert any_nonfinite(tensors, torch.device("cpu"))
-
-
-# ---- refusals -------------------------------------------------------------------------------------------------------
 
 
 def test_impossible_arguments():

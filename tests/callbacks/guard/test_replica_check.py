@@ -1,7 +1,5 @@
 """A flipped bit is found, named and repaired, under layouts in which ranks hold something alike."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -282,10 +280,9 @@ def test_a_single_rank_has_no_replicas() -> None:
     assert (check.found, check.equal_at) == ([], None)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [({"every_n_steps": 0}, "every_n_steps=0"), ({"on_difference": "x"}, "'repair'"), ({"most_repairs": -1}, "-1")],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    ({"every_n_steps": 0}, "every_n_steps=0"), ({"on_difference": "x"}, "'repair'"), ({"most_repairs": -1}, "-1"),
+])  # fmt: skip
 def test_what_is_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ReplicaCheck(**arguments)

@@ -1,11 +1,8 @@
 """Connections that are cut while their owners close some of them."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -40,9 +37,7 @@ def test_both_ends_are_told(pair: tuple[socket.socket, socket.socket], monkeypat
 
 
 @pytest.mark.parametrize("now", ["nothing", "a file", "another connection"])
-def test_what_was_closed_meanwhile_is_left_alone(
-    now: str, pair: tuple[socket.socket, socket.socket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_closed_meanwhile_is_left_alone(now, pair, tmp_path, monkeypatch):
     known = of(pair)
     descriptor = os.dup(pair[0].fileno())
     known[descriptor] = ("0100007F:0001", "0100007F:0001")  # a connection to port 1 it was

@@ -1,7 +1,5 @@
 """Faults that are injected really happen, where and when they are told to."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -43,9 +41,6 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_all_hooks_of_callbacks_are_known() -> None:
     hooks = {name for name in dir(Callback) if name.startswith("on_") or name in ("setup", "teardown")}
     assert set(HOOKS) == hooks
-
-
-# ---- the process -----------------------------------------------------------------------------------------------------
 
 
 def _single(fault: Any, steps: int = 4, **options: Any) -> Steps:
@@ -144,19 +139,16 @@ def test_running_out_of_memory() -> None:
     assert firings() == {"out_of_memory(rank=0, at_step=1)": 1}
 
 
-@pytest.mark.parametrize(
-    ("hook", "at_step", "steps_done"),
-    [
-        ("setup", 0, 0),
-        ("on_train_start", 0, 0),
-        ("on_train_batch_start", 2, 2),
-        ("training_step", 2, 2),
-        ("on_before_backward", 2, 2),
-        ("on_before_optimizer_step", 2, 2),
-        ("on_train_batch_end", 2, 3),
-        ("on_train_end", 3, 4),
-    ],
-)
+@pytest.mark.parametrize(("hook", "at_step", "steps_done"), [
+    ("setup", 0, 0),
+    ("on_train_start", 0, 0),
+    ("on_train_batch_start", 2, 2),
+    ("training_step", 2, 2),
+    ("on_before_backward", 2, 2),
+    ("on_before_optimizer_step", 2, 2),
+    ("on_train_batch_end", 2, 3),
+    ("on_train_end", 3, 4),
+])  # fmt: skip
 def test_raising_in_a_hook(hook: str, at_step: int, steps_done: int) -> None:
     fault = inject.raise_in(hook, rank=0, at_step=at_step, error=ValueError("on purpose"))
     seen = StepsDone()
@@ -222,9 +214,6 @@ def test_what_struck_is_written_whole(tmp_path: Path) -> None:
 def test_a_rank_that_is_not_there_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="strikes nobody: this run has 1 rank"):
         _single(inject.kill(rank=3, at_step=1), steps=1)
-
-
-# ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
 class Gradients(Callback):
@@ -367,18 +356,13 @@ def test_one_weight_of_one_rank_changes(ranks: Any, strategy: str) -> None:
     assert list(touched.values()) == [1]
 
 
-def test_slowness_is_a_multiple_of_what_is_computed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_slowness_is_a_multiple_of_what_is_computed(monkeypatch, caplog):
     slept: list[float] = []
     clock = iter(range(1000))  # a second of processor time passes between two looks
     monkeypatch.setattr(numbers, "time", SimpleNamespace(sleep=slept.append, thread_time=lambda: float(next(clock))))
     _single(inject.slow(rank=0, factor=4, from_step=1, to_step=4), steps=6)
     assert slept == [3.0, 3.0]  # of steps 2 and 3; nothing is known of a step before the first
     assert caplog.text.count("injected on rank 0 at step 1: slow(") == 1
-
-
-# ---- the network -----------------------------------------------------------------------------------------------------
 
 
 def cut(side: list[int]) -> tuple[str, int]:
@@ -418,9 +402,6 @@ def test_only_connections_between_the_sides_are_cut(ranks: Any) -> None:
 def test_a_cut_needs_two_sides() -> None:
     with pytest.raises(ValueError, match="cuts nothing"):
         _single(inject.partition(0, at_step=1))
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def saved_with(sentence: str, arguments: dict[str, Any], **options: Any) -> str:
@@ -472,9 +453,6 @@ def test_the_checkpoint_of_any_callback_is_damaged() -> None:
     assert [verify(found.path) for found in list_checkpoints("other")] == [[]]
     fit("single", {}, *reversed(savers), inject.corrupt_checkpoint(step=6), steps=6)
     assert firings() == {"corrupt_checkpoint(step=3)": 1, "corrupt_checkpoint(step=6)": 1}
-
-
-# ---- one after the other ---------------------------------------------------------------------------------------------
 
 
 def test_the_plan_of_a_soak_depends_on_its_seed_alone() -> None:

@@ -1,7 +1,5 @@
 """Sentences that inject faults: what is understood, what is refused, and how they come into a configuration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -15,26 +13,23 @@ from trainwright.command.sweep import expand
 from trainwright.core.problems import ConfigError
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("kill(rank=1, at_step=7)", ["kill(rank=1, at_step=7)"]),
-        ("kill(1, 7)", ["kill(rank=1, at_step=7)"]),
-        ("inject.kill(rank=1, at_step=7, signal=11)", ["kill(rank=1, at_step=7, signal=11)"]),
-        ("kill(rank=null, at_step=7, times=None)", ["kill(rank=None, at_step=7, times=None)"]),
-        ("[kill(rank=1, at_step=7), slow(rank=0, factor=2)]", ["kill(rank=1, at_step=7)", "slow(rank=0, factor=2)"]),
-        ("'kill(rank=1, at_step=7)'", ["kill(rank=1, at_step=7)"]),
-        ("['stop(0, 1)', exit(1, 2, 3)]", ["stop(rank=0, at_step=1)", "exit(rank=1, at_step=2, code=3)"]),
-        ("partition([1, 2], 4)", ["partition(ranks=[1, 2], at_step=4)"]),
-        (
-            "raise_in('on_train_batch_end', at_step=3, error=ValueError('why', 2))",
-            ["raise_in(hook='on_train_batch_end', at_step=3, error=ValueError('why', 2))"],
-        ),
-        ("soak(seed=1, every_seconds=(2, 3), kinds=['kill'])", ["soak(seed=1, every_seconds=(2, 3), kinds=['kill'])"]),
-        ("null", []),
-        ("[]", []),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("kill(rank=1, at_step=7)", ["kill(rank=1, at_step=7)"]),
+    ("kill(1, 7)", ["kill(rank=1, at_step=7)"]),
+    ("inject.kill(rank=1, at_step=7, signal=11)", ["kill(rank=1, at_step=7, signal=11)"]),
+    ("kill(rank=null, at_step=7, times=None)", ["kill(rank=None, at_step=7, times=None)"]),
+    ("[kill(rank=1, at_step=7), slow(rank=0, factor=2)]", ["kill(rank=1, at_step=7)", "slow(rank=0, factor=2)"]),
+    ("'kill(rank=1, at_step=7)'", ["kill(rank=1, at_step=7)"]),
+    ("['stop(0, 1)', exit(1, 2, 3)]", ["stop(rank=0, at_step=1)", "exit(rank=1, at_step=2, code=3)"]),
+    ("partition([1, 2], 4)", ["partition(ranks=[1, 2], at_step=4)"]),
+    (
+        "raise_in('on_train_batch_end', at_step=3, error=ValueError('why', 2))",
+        ["raise_in(hook='on_train_batch_end', at_step=3, error=ValueError('why', 2))"],
+    ),
+    ("soak(seed=1, every_seconds=(2, 3), kinds=['kill'])", ["soak(seed=1, every_seconds=(2, 3), kinds=['kill'])"]),
+    ("null", []),
+    ("[]", []),
+])  # fmt: skip
 def test_sentences(text: str, said: list[str]) -> None:
     found = read(text)
     assert [str(sentence) for sentence in found] == said
@@ -45,37 +40,34 @@ def test_sentences(text: str, said: list[str]) -> None:
     assert [fault.sentence for fault in make_faults([text])] == said
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("kil(rank=1, at_step=7)", ["no fault 'kil'", "did you mean kill?", "corrupt_checkpoint"]),
-        ("kill(rank=1)", ["missing a required argument: 'at_step'", "kill(rank, at_step, signal=9, times=1)"]),
-        ("kill(1, 2, tims=3)", ["takes no tims", "did you mean times?"]),
-        ("kill(1, 2, 3)", ["too many positional arguments", "kill(rank, at_step"]),
-        ("kill(**{'rank': 1})", ["takes no **"]),
-        ("kill(rank=-1, at_step=7)", ["rank=-1", "a global rank"]),
-        ("kill(rank=True, at_step=1.5)", ["rank=True", "at_step=1.5"]),
-        ("kill(rank=one, at_step=2)", ["one is no value"]),
-        ("kill(rank=1, at_step=7", ["this is no sentence", "+inject='kill(rank=1, at_step=7)'"]),
-        ("hang(0, 1, how='wait')", ["how='wait'", "'sleep', 'lock', 'gil', 'skip_collective', 'data'"]),
-        ("slow(rank=0, factor=1)", ["factor=1", "more than 1"]),
-        ("slow(rank=0, factor=2, from_step=5, to_step=5)", ["to_step above from_step"]),
-        ("nan(0, 1, parameter='w')", ["where='gradient'"]),
-        ("raise_in('on_train_bach_end')", ["hook='on_train_bach_end'", "'on_train_batch_end'"]),
-        ("raise_in('setup', error=__import__('os'))", ["__import__('os') is no built-in exception"]),
-        ("raise_in('setup', error=SystemExit(1))", ["is no built-in exception"]),
-        ("raise_in('setup', error=UnicodeDecodeError())", ["UnicodeDecodeError()"]),
-        ("raise_in('setup', error=ExceptionGroup('why', []))", ["ExceptionGroup('why', [])", "non-empty"]),
-        ("__import__('os').system('touch ran')", ["there is no fault"]),
-        ("[kill(rank=[x for x in (1,)][0], at_step=1)]", ["is no value"]),
-        ("kill", ["kill is no sentence"]),
-        ("7", ["7 is no sentence"]),
-        ("soak(seed=1, kinds=['hang'])", ["kinds=['hang']", "'partition'"]),
-        ("soak(seed=1, kinds=[['kill']])", ["kinds=[['kill']]"]),
-        ("soak(seed=1, every_seconds=(3, 2))", ["every_seconds=(3, 2)"]),
-        ("(" * 400 + ")" * 400, ["this is no sentence"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "parts"), [
+    ("kil(rank=1, at_step=7)", ["no fault 'kil'", "did you mean kill?", "corrupt_checkpoint"]),
+    ("kill(rank=1)", ["missing a required argument: 'at_step'", "kill(rank, at_step, signal=9, times=1)"]),
+    ("kill(1, 2, tims=3)", ["takes no tims", "did you mean times?"]),
+    ("kill(1, 2, 3)", ["too many positional arguments", "kill(rank, at_step"]),
+    ("kill(**{'rank': 1})", ["takes no **"]),
+    ("kill(rank=-1, at_step=7)", ["rank=-1", "a global rank"]),
+    ("kill(rank=True, at_step=1.5)", ["rank=True", "at_step=1.5"]),
+    ("kill(rank=one, at_step=2)", ["one is no value"]),
+    ("kill(rank=1, at_step=7", ["this is no sentence", "+inject='kill(rank=1, at_step=7)'"]),
+    ("hang(0, 1, how='wait')", ["how='wait'", "'sleep', 'lock', 'gil', 'skip_collective', 'data'"]),
+    ("slow(rank=0, factor=1)", ["factor=1", "more than 1"]),
+    ("slow(rank=0, factor=2, from_step=5, to_step=5)", ["to_step above from_step"]),
+    ("nan(0, 1, parameter='w')", ["where='gradient'"]),
+    ("raise_in('on_train_bach_end')", ["hook='on_train_bach_end'", "'on_train_batch_end'"]),
+    ("raise_in('setup', error=__import__('os'))", ["__import__('os') is no built-in exception"]),
+    ("raise_in('setup', error=SystemExit(1))", ["is no built-in exception"]),
+    ("raise_in('setup', error=UnicodeDecodeError())", ["UnicodeDecodeError()"]),
+    ("raise_in('setup', error=ExceptionGroup('why', []))", ["ExceptionGroup('why', [])", "non-empty"]),
+    ("__import__('os').system('touch ran')", ["there is no fault"]),
+    ("[kill(rank=[x for x in (1,)][0], at_step=1)]", ["is no value"]),
+    ("kill", ["kill is no sentence"]),
+    ("7", ["7 is no sentence"]),
+    ("soak(seed=1, kinds=['hang'])", ["kinds=['hang']", "'partition'"]),
+    ("soak(seed=1, kinds=[['kill']])", ["kinds=[['kill']]"]),
+    ("soak(seed=1, every_seconds=(3, 2))", ["every_seconds=(3, 2)"]),
+    ("(" * 400 + ")" * 400, ["this is no sentence"]),
+])  # fmt: skip
 def test_what_is_refused(text: str, parts: list[str]) -> None:
     with pytest.raises(SentenceError) as error:
         read(text)
@@ -119,23 +111,18 @@ def _problems(conf: Path, *words: str, verb: str = "fit") -> str:
     return "\n".join([*result.problems, *run.plan(result.cfg, verb)[1]])
 
 
-@pytest.mark.parametrize(
-    ("words", "verb", "parts"),
-    [
-        (["+inject=kill(rank=2, at_step=1)"], "fit", ["2 rank(s), so there is no rank 2", "devices=3"]),
-        (["+inject=partition([1, 5], 1)"], "fit", ["no rank 5"]),
-        (["+inject=partition(0, 1)", "devices=1", "strategy=single"], "fit", ["devices=2"]),
-        (["+inject=soak(1, kinds=['partition'])", "devices=1", "strategy=single"], "fit", ["devices=2"]),
-        (["+inject=kill(rank=1, at_step=4)"], "fit", ["max_steps=4", "number 3"]),
-        (["+inject=full_disk(at_step=1)", "checkpoint=none"], "fit", ["no checkpoint", "checkpoint=last"]),
-        (["+inject=kill(rank=1, at_step=1)"], "test", ["inject with test"]),
-        (["+inject=foo(1)"], "fit", ["no fault 'foo'"]),
-        (["inject.x=1"], "fit", ["inject.x=1"]),
-    ],
-)
-def test_what_does_not_fit_a_run_is_found_before_it_starts(
-    conf: Path, words: list[str], verb: str, parts: list[str]
-) -> None:
+@pytest.mark.parametrize(("words", "verb", "parts"), [
+    (["+inject=kill(rank=2, at_step=1)"], "fit", ["2 rank(s), so there is no rank 2", "devices=3"]),
+    (["+inject=partition([1, 5], 1)"], "fit", ["no rank 5"]),
+    (["+inject=partition(0, 1)", "devices=1", "strategy=single"], "fit", ["devices=2"]),
+    (["+inject=soak(1, kinds=['partition'])", "devices=1", "strategy=single"], "fit", ["devices=2"]),
+    (["+inject=kill(rank=1, at_step=4)"], "fit", ["max_steps=4", "number 3"]),
+    (["+inject=full_disk(at_step=1)", "checkpoint=none"], "fit", ["no checkpoint", "checkpoint=last"]),
+    (["+inject=kill(rank=1, at_step=1)"], "test", ["inject with test"]),
+    (["+inject=foo(1)"], "fit", ["no fault 'foo'"]),
+    (["inject.x=1"], "fit", ["inject.x=1"]),
+])  # fmt: skip
+def test_what_does_not_fit_a_run_is_found_before_it_starts(conf, words, verb, parts):
     found = _problems(conf, *words, verb=verb)
     for part in parts:
         assert part in found

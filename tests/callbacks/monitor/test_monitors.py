@@ -1,7 +1,5 @@
 """What is found out about a run adds up, is kept whatever happens, and says what happened."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -52,9 +50,6 @@ class Kept(Callback):
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [record for record in self.records if record["kind"] == kind]
-
-
-# ---- time by part ----------------------------------------------------------------------------------------------------
 
 
 class Backward(torch.autograd.Function):
@@ -212,9 +207,6 @@ def test_every_rank_tells_for_itself(ranks: Callable[..., list[Any]], strategy: 
         assert memory["host"] > 2**20
 
 
-# ---- the pipeline ----------------------------------------------------------------------------------------------------
-
-
 def of_stages(schedule: str) -> list[dict[str, Any]]:
     kept, bubble = Kept(), Bubble(2)
     fit("pipeline", {"schedule": schedule, "micro_batches": 4}, bubble, StepTime(2), kept, steps=5)
@@ -241,9 +233,6 @@ def test_the_timeline_has_each_micro_batch_once_and_in_order(ranks: Callable[...
         order = [what for _, _, what, *_ in records[0]["timeline"]]
         ahead = 2 - rank  # 1f1b: the first stage is one micro-batch ahead of the last
         assert order[: ahead + 1] == ["forward"] * ahead + ["backward"]
-
-
-# ---- norms -----------------------------------------------------------------------------------------------------------
 
 
 class Whole(Callback):
@@ -275,20 +264,15 @@ def norms_of_one_process(network: str) -> list[dict[str, dict[str, float]]]:
     return whole.of_steps
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options", "network"),
-    [
-        ("ddp", {}, "gpt"),
-        ("zero1", {}, "gpt"),
-        ("zero3", {}, "gpt"),
-        ("tensor", {}, "gpt"),
-        ("pipeline", {"micro_batches": 2}, "gpt"),
-        ("expert", {}, "mixtral"),
-    ],
-)
-def test_norms_are_those_of_one_process(
-    ranks: Callable[..., list[Any]], strategy: str, options: dict[str, Any], network: str
-) -> None:
+@pytest.mark.parametrize(("strategy", "options", "network"), [
+    ("ddp", {}, "gpt"),
+    ("zero1", {}, "gpt"),
+    ("zero3", {}, "gpt"),
+    ("tensor", {}, "gpt"),
+    ("pipeline", {"micro_batches": 2}, "gpt"),
+    ("expert", {}, "mixtral"),
+])  # fmt: skip
+def test_norms_are_those_of_one_process(ranks, strategy, options, network):
     expected = norms_of_one_process(network)
     assert len(expected[1]["grad"]) > 3  # two blocks or more, the rest, all
     first, other = ranks(norms_of, 2, strategy, options, network)
@@ -302,9 +286,6 @@ def test_norms_are_those_of_one_process(
 def test_norms_need_to_know_how_tensors_are_spread() -> None:
     with pytest.raises(ValueError, match="Norms needs one of the strategies of trainwright.*SingleDeviceStrategy"):
         train(Norms(), max_steps=1)
-
-
-# ---- operations ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -355,9 +336,6 @@ def test_what_a_causal_mask_hides_counts_half_where_that_is_asked_for() -> None:
     assert backward == [5 * 2 * (2 * 3 * 5 * 5 * 7), 5 * (2 * 3 * 5 * 5 * 7)]
 
 
-# ---- the loss scale --------------------------------------------------------------------------------------------------
-
-
 def test_the_loss_scale_is_told_and_logged() -> None:
     class Overflows(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -377,9 +355,6 @@ def test_without_a_loss_scale_none_is_told() -> None:
     assert kept.of("scale") == []
 
 
-# ---- the file --------------------------------------------------------------------------------------------------------
-
-
 class Dies(Callback):
     """Is killed before the sixth step."""
 
@@ -388,9 +363,7 @@ class Dies(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_process_leaves_whole_lines_up_to_its_last_window(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_process_leaves_whole_lines_up_to_its_last_window(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = records_path(tmp_path, 0)
     path.parent.mkdir()
@@ -417,9 +390,6 @@ def test_what_json_does_not_know_is_text(tmp_path: Path) -> None:
 
     train(Odd(), MonitorFile(str(tmp_path)), kind=Trainer, max_steps=1, logger=False)
     assert list(read_records(records_path(tmp_path, 0))) == [{"kind": "x", "values": ["nan", {"a": "inf"}]}]
-
-
-# ---- events and goodput ----------------------------------------------------------------------------------------------
 
 
 def test_going_back_is_told_and_lost_steps_do_not_count(tmp_path: Path) -> None:

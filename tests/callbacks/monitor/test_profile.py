@@ -1,7 +1,5 @@
 """Traces on demand: of all ranks, by one clock."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Which ranks stand for all where all are too many, and who keeps records then."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What steps take against what was planned, on ranks that need not see the same files."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

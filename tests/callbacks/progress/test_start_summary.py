@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +8,14 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
+from torch.utils.data import DataLoader
 
 from tests.callbacks.modules import QUIET, Regression, loader
+from tests.parity.layout_modules import make_module
+from tests.parity.layouts import Texts
 from trainwright import Trainer
 from trainwright.callbacks.progress.start_summary import StartSummary
+from trainwright.strategies.compose.hybrid import HybridStrategy
 
 BYTES = 4 * sum(p.numel() for p in Regression().parameters())
 
@@ -64,12 +66,6 @@ def test_ranks(ranks: Callable[..., list[Any]], strategy: str, layout: str) -> N
 
 
 def of_a_cut_module() -> str:
-    from torch.utils.data import DataLoader
-
-    from tests.parity.layout_modules import make_module
-    from tests.parity.layouts import Texts
-    from trainwright.strategies.compose.hybrid import HybridStrategy
-
     console = Console(file=io.StringIO(), width=200)
     strategy: Any = HybridStrategy(pipeline=2, shard=1)
     trainer = Trainer(callbacks=[StartSummary(console)], max_steps=1, devices=2, strategy=strategy, **QUIET)
@@ -79,8 +75,6 @@ def of_a_cut_module() -> str:
 
 
 def test_a_cut_module_is_counted_whole(ranks: Callable[..., list[Any]]) -> None:
-    from tests.parity.layout_modules import make_module
-
     first, _ = ranks(of_a_cut_module, 2)
     assert "HybridStrategy on 2 ranks (cpu), pipeline 2" in first
     assert f"{sum(p.numel() for p in make_module('gpt').parameters()):,}; each rank holds 0.07 to 0.07 MiB" in first

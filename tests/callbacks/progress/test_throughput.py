@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -77,17 +75,14 @@ def test_impossible_arguments(arguments: dict[str, int], said: str) -> None:
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("batch", "samples"),
-    [
-        (torch.zeros(3, 5), 3),
-        (torch.tensor(1.0), 1),
-        ([torch.zeros(4), torch.zeros(4)], 4),
-        ({"name": "x", "inputs": {"ids": torch.zeros(6, 2)}}, 6),
-        (("a", "b"), 0),
-        (None, 0),
-    ],
-)
+@pytest.mark.parametrize(("batch", "samples"), [
+    (torch.zeros(3, 5), 3),
+    (torch.tensor(1.0), 1),
+    ([torch.zeros(4), torch.zeros(4)], 4),
+    ({"name": "x", "inputs": {"ids": torch.zeros(6, 2)}}, 6),
+    (("a", "b"), 0),
+    (None, 0),
+])  # fmt: skip
 def test_samples_of_a_batch(batch: Any, samples: int) -> None:
     assert num_samples(batch) == samples
 

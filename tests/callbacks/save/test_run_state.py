@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -9,6 +7,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from tests.callbacks.modules import QUIET as _QUIET
 from tests.callbacks.modules import Regression, loader, train
+from tests.parity.harness import world_size
 from trainwright import Trainer
 from trainwright.callbacks.save import run_state
 from trainwright.callbacks.save.run_state import RunStateCheckpoint
@@ -35,18 +35,11 @@ from trainwright.strategies.contract.registry import make_strategy
 QUIET = {name: value for name, value in _QUIET.items() if name != "enable_checkpointing"}
 
 
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def make_trainer(*callbacks: Callback, strategy: str | None = None, plain: bool = False, **options: Any) -> Any:
     strategy = strategy or ("single" if world_size() == 1 else "ddp")
     options = {"max_epochs": 1, **QUIET, **options}
-    if plain:
-        return LightningTrainer(
-            strategy=make_strategy(strategy), devices=world_size(), callbacks=list(callbacks), **options
-        )
-    return Trainer(strategy=strategy, devices=world_size(), callbacks=list(callbacks), **options)
+    kind, made = (LightningTrainer, make_strategy(strategy)) if plain else (Trainer, strategy)
+    return kind(strategy=made, devices=world_size(), callbacks=list(callbacks), **options)
 
 
 def steps_of(folder: Path | str) -> list[int]:
@@ -63,23 +56,17 @@ class Weights(Callback):
         self.at[trainer.global_step] = pl_module.head.weight.detach().clone()
 
 
-# ---- when -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"every_n_steps": 2, "keep_last": 9}, [2, 4, 6]),
-        ({"every_n_steps": 4, "keep_last": 9}, [4, 6]),
-        ({"every_n_steps": 4, "keep_last": 9, "save_at_end": False}, [4]),
-        ({"every_n_epochs": 1, "keep_last": 9}, [3, 6]),
-        ({}, [6]),
-        ({"every": None}, [6]),
-        ({"every_n_seconds": 1e-6, "keep_last": 9}, [1, 2, 3, 4, 5, 6]),
-        ({"every_n_steps": 1, "keep_every": 3}, [3, 6]),
-        ({"every_n_steps": 1, "keep_every": 2, "keep_last": 2}, [2, 4, 5, 6]),
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), [
+    ({"every_n_steps": 2, "keep_last": 9}, [2, 4, 6]),
+    ({"every_n_steps": 4, "keep_last": 9}, [4, 6]),
+    ({"every_n_steps": 4, "keep_last": 9, "save_at_end": False}, [4]),
+    ({"every_n_epochs": 1, "keep_last": 9}, [3, 6]),
+    ({}, [6]),
+    ({"every": None}, [6]),
+    ({"every_n_seconds": 1e-6, "keep_last": 9}, [1, 2, 3, 4, 5, 6]),
+    ({"every_n_steps": 1, "keep_every": 3}, [3, 6]),
+    ({"every_n_steps": 1, "keep_every": 2, "keep_last": 2}, [2, 4, 5, 6]),
+])  # fmt: skip
 def test_saves_when_asked(tmp_path: Path, options: dict[str, Any], expected: list[int]) -> None:
     saver = RunStateCheckpoint(str(tmp_path / "c"), **options)
     make_trainer(saver, max_epochs=2).fit(Regression(), loader(12))
@@ -99,17 +86,15 @@ def test_the_interval_follows_from_the_measured_cost(tmp_path: Path) -> None:
     assert saver.interval_seconds == max(10.0, min(3600.0, young_daly(cost, 3.6e6)))
 
 
-def test_accumulated_micro_batches_are_no_steps(tmp_path: Path) -> None:
-    saver = RunStateCheckpoint(str(tmp_path), every_n_steps=1, keep_last=9)
-    make_trainer(saver, accumulate_grad_batches=3).fit(Regression(), loader(36))
-    assert steps_of(tmp_path) == [1, 2, 3]
-
-
-def test_by_default_saves_lie_in_the_root_directory(tmp_path: Path) -> None:
-    saver = RunStateCheckpoint()
-    make_trainer(saver, default_root_dir=str(tmp_path)).fit(Regression(), loader(8))
-    assert saver.last_model_path == str(tmp_path / "checkpoints" / "step=2")
-    assert RunState.open(saver.last_model_path).manifest.step == 2
+def test_by_default_saves_lie_in_the_root_directory_and_micro_batches_are_no_steps(tmp_path: Path) -> None:
+    saver = RunStateCheckpoint(every_n_steps=1, keep_last=9)
+    trainer = make_trainer(saver, default_root_dir=str(tmp_path), accumulate_grad_batches=3)
+    assert trainer.checkpoint_callback is saver
+    assert isinstance(saver, Checkpoint)  # of Lightning's
+    trainer.fit(Regression(), loader(36))
+    assert steps_of(tmp_path / "checkpoints") == [1, 2, 3]
+    assert saver.last_model_path == str(tmp_path / "checkpoints" / "step=3")
+    assert RunState.open(saver.last_model_path).manifest.step == 3
 
 
 def test_a_trial_leaves_nothing(tmp_path: Path) -> None:
@@ -147,9 +132,8 @@ def test_the_best_and_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_value_of_an_earlier_step_is_no_value_of_this_one(tmp_path: Path) -> None:
-    saver = RunStateCheckpoint(
-        str(tmp_path), every_n_steps=1, keep_last=9, monitor="val_loss", keep_best=1, save_at_end=False
-    )
+    best = {"monitor": "val_loss", "keep_best": 1}
+    saver = RunStateCheckpoint(str(tmp_path), every_n_steps=1, keep_last=9, save_at_end=False, **best)
     make_trainer(saver, val_check_interval=2).fit(Constant(3.0, 1.0), loader(20), loader(4))
     metrics = {found.step: found.manifest.metric("val_loss") for found in list_checkpoints(tmp_path)}
     assert metrics == {1: None, 2: 3.0, 3: None, 4: 1.0, 5: None}
@@ -193,17 +177,12 @@ def test_what_others_saved_into_the_folder_stays(tmp_path: Path) -> None:
     assert holds_run_state(str(tmp_path / "mine"))
 
 
-def test_a_folder_that_may_not_be_written_is_told_of_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_may_not_be_written_is_told_of_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
     seen = Weights()
     with pytest.raises(CheckpointError, match=f"not allowed to write in {tmp_path}, .*checkpoint.*dirpath"):
         make_trainer(seen, RunStateCheckpoint(str(tmp_path / "new"))).fit(Regression(), loader(12))
     assert not seen.at
-
-
-# ---- going on -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -221,13 +200,10 @@ def test_a_run_goes_on_from_it(tmp_path: Path, asynchronous: bool) -> None:
 
 
 def test_the_best_so_far_is_remembered(tmp_path: Path) -> None:
-    def options() -> dict[str, Any]:
-        return {"every_n_epochs": 1, "monitor": "val_loss", "keep_best": 1}
-
-    make_trainer(RunStateCheckpoint(str(tmp_path), **options()), max_epochs=2).fit(
-        Constant(3.0, 4.0), loader(8), loader(4)
-    )
-    saver = RunStateCheckpoint(str(tmp_path), **options())
+    options: dict[str, Any] = {"every_n_epochs": 1, "monitor": "val_loss", "keep_best": 1}
+    first = make_trainer(RunStateCheckpoint(str(tmp_path), **options), max_epochs=2)
+    first.fit(Constant(3.0, 4.0), loader(8), loader(4))
+    saver = RunStateCheckpoint(str(tmp_path), **options)
     make_trainer(saver, max_epochs=4).fit(Constant(3.5, 3.2), loader(8), loader(4), ckpt_path=str(tmp_path / "step=4"))
     assert saver.best_model_path == str(tmp_path / "step=2")
     assert steps_of(tmp_path) == [2, 8]
@@ -251,9 +227,6 @@ def test_weights_alone(tmp_path: Path) -> None:
     state = RunState.open(saver.last_model_path)
     assert state.about["kind"] == "weights"
     assert all(key.startswith("weights/") for key in state.keys())  # noqa: SIM118
-
-
-# ---- on several ranks -----------------------------------------------------------------------------------------------
 
 
 def train_on_ranks(folder: str, options: dict[str, Any], strategy: str, plain: bool) -> tuple[str, str, list[int]]:
@@ -303,9 +276,6 @@ def test_ranks_save_by_one_clock(ranks, tmp_path: Path, asynchronous: bool) -> N
     assert 3 <= len(steps[0]) < 60
 
 
-# ---- while training goes on -----------------------------------------------------------------------------------------
-
-
 class HoldsBack(Callback):
     """Keeps checkpoints from being written until training has gone on."""
 
@@ -340,9 +310,7 @@ class Fails(Exception):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_an_error_stops_training_or_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, on_error: Any
-) -> None:
+def test_an_error_stops_training_or_is_a_warning(tmp_path, monkeypatch, asynchronous, on_error):
     def fail(*args: Any) -> Any:
         raise CheckpointError("the disk is full")
 
@@ -367,15 +335,11 @@ def fail_on_one_rank(folder: str) -> tuple[str, list[int]]:
             content.tensors[key].parts[0] = ((0,), None)
         return write(content, path, group)
 
-    run_state.AsyncSaver = partial(AsyncSaver, write=fail)  # type: ignore[assignment, misc]
     seen, saver = Weights(), RunStateCheckpoint(folder, every_n_steps=2, asynchronous=True)
-    try:
+    failing = patch.object(run_state, "AsyncSaver", partial(AsyncSaver, write=fail))
+    with failing, pytest.raises(CheckpointError) as error:
         make_trainer(seen, saver, max_epochs=50).fit(Regression(), loader(24))
-    except CheckpointError as error:
-        return str(error), sorted(seen.at)
-    finally:
-        run_state.AsyncSaver = AsyncSaver  # type: ignore[misc]
-    return "", sorted(seen.at)
+    return str(error.value), sorted(seen.at)
 
 
 def test_an_error_of_one_rank_stops_all_at_the_same_step(ranks, tmp_path: Path) -> None:
@@ -423,15 +387,11 @@ def end_by_signal(folder: str) -> tuple[str, list[str]]:
         return write(*args)
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning leaves a handler of the pool's in its place
-    run_state.AsyncSaver = partial(AsyncSaver, write=slow)  # type: ignore[assignment, misc]
     saver = RunStateCheckpoint(folder, every_n_steps=20, asynchronous=True)
-    try:
+    slowly = patch.object(run_state, "AsyncSaver", partial(AsyncSaver, write=slow))
+    with slowly, pytest.raises(SystemExit):  # else nobody has heard the signal
         make_trainer(ToldToEnd(), saver).fit(Regression(), loader(1600))
-    except SystemExit:
-        return saver.last_model_path, sorted(os.listdir(folder))
-    finally:
-        run_state.AsyncSaver = AsyncSaver  # type: ignore[misc]
-    raise AssertionError("nobody heard the signal")
+    return saver.last_model_path, sorted(os.listdir(folder))
 
 
 def test_a_signal_to_one_rank_waits_for_the_save_on_its_way(ranks, tmp_path: Path) -> None:
@@ -450,9 +410,6 @@ def test_a_writer_that_hangs_does_not_keep_the_run_from_ending(tmp_path: Path, m
     holds.go.set()
 
 
-# ---- copies in memory -----------------------------------------------------------------------------------------------
-
-
 def copy_in_memory(folder: str) -> tuple[list[int], bool]:
     saver, seen = RunStateCheckpoint(folder, in_memory_every_n_steps=2), Weights()
     module = Regression()
@@ -468,34 +425,28 @@ def test_copies_are_kept_in_memory(ranks, tmp_path: Path) -> None:
     assert ranks(copy_in_memory, 2, str(tmp_path)) == [([4, 2], True)] * 2
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"every_n_steps": 0}, "every_n_steps=0"),
-        ({"every_n_steps": True}, "every_n_steps=True"),
-        ({"every_n_seconds": -1}, "every_n_seconds=-1"),
-        ({"every": "often"}, "every='often'"),
-        ({"keep_last": 0}, "keep_last=0"),
-        ({"keep_best": -1}, "keep_best=-1"),
-        ({"mode": "least"}, "mode='least'"),
-        ({"mtbf": 0}, "mtbf=0"),
-        ({"on_error": "ignore"}, "on_error='ignore'"),
-        ({"keep_best": 1}, "keep_best=1 without monitor"),
-        ({"monitor": "val_loss"}, "monitor='val_loss' with keep_best=0"),
-        ({"filename": "last", "keep_last": 2}, "filename='last' without {step}"),
-        ({"filename": "a/{step}"}, "filename='a/{step}'"),
-        ({"filename": ".{step}"}, "not beginning with a dot"),
-        ({"filename": ""}, "filename=''"),
-        ({"filename": "{step"}, "filename='{step'"),
-        ({"filename": "{}"}, "a field has no name"),
-        ({"filename": "{val_loss:d}"}, "filename='{val_loss:d}'"),
-        ({"every": None, "save_at_end": False}, "nothing says when to save"),
-        ({"in_memory_every_n_steps": 1, "save_weights_only": True}, "weights alone"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ({"every_n_steps": 0}, "every_n_steps=0"),
+    ({"every_n_steps": True}, "every_n_steps=True"),
+    ({"every_n_seconds": -1}, "every_n_seconds=-1"),
+    ({"every": "often"}, "every='often'"),
+    ({"keep_last": 0}, "keep_last=0"),
+    ({"keep_best": -1}, "keep_best=-1"),
+    ({"mode": "least"}, "mode='least'"),
+    ({"mtbf": 0}, "mtbf=0"),
+    ({"on_error": "ignore"}, "on_error='ignore'"),
+    ({"keep_best": 1}, "keep_best=1 without monitor"),
+    ({"monitor": "val_loss"}, "monitor='val_loss' with keep_best=0"),
+    ({"filename": "last", "keep_last": 2}, "filename='last' without {step}"),
+    ({"filename": "a/{step}"}, "filename='a/{step}'"),
+    ({"filename": ".{step}"}, "not beginning with a dot"),
+    ({"filename": ""}, "filename=''"),
+    ({"filename": "{step"}, "filename='{step'"),
+    ({"filename": "{}"}, "a field has no name"),
+    ({"filename": "{val_loss:d}"}, "filename='{val_loss:d}'"),
+    ({"every": None, "save_at_end": False}, "nothing says when to save"),
+    ({"in_memory_every_n_steps": 1, "save_weights_only": True}, "weights alone"),
+])  # fmt: skip
 def test_impossible_options(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match="RunStateCheckpoint") as error:
         RunStateCheckpoint(**options)
@@ -522,13 +473,6 @@ def test_two_callbacks_may_not_share_a_folder(tmp_path: Path) -> None:
     savers = [RunStateCheckpoint(str(tmp_path)), RunStateCheckpoint(str(tmp_path), filename="{step}")]
     with pytest.raises(ValueError, match="Two RunStateCheckpoint callbacks save into"):
         make_trainer(*savers).fit(Regression(), loader(8))
-
-
-def test_lightning_knows_it_as_a_checkpoint(tmp_path: Path) -> None:
-    saver = RunStateCheckpoint(str(tmp_path))
-    trainer = make_trainer(saver)
-    assert trainer.checkpoint_callback is saver
-    assert isinstance(saver, Checkpoint)
 
 
 HALF = """

@@ -1,7 +1,5 @@
 """Learning rates by configuration, step by step."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -21,27 +19,23 @@ def rates(schedule: Schedule, steps: int, base: float = 0.01) -> list[float]:
     return [schedule.rate(step, base, 0) for step in range(steps)]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        # The first step has the lowest rate twice: DeepSpeed sets a rate before the first step and after each.
-        (Warmup(4, 0.0, 1.0, "linear"), [0, 0, 0.25, 0.5, 0.75, 1, 1]),
-        (Warmup(4, 0.0, 1.0), [0, 0, math.log(2) / math.log(4), math.log(3) / math.log(4), 1, 1]),
-        (Warmup(0, 0.5, 1.0, "linear"), [0.5, 0.5, 0.75, 1]),
-        (Warmup(2, 0.0, None, "linear"), [0, 0, 0.005, 0.01]),
-        (WarmupDecay(2, 0.0, 1.0, "linear", 6), [0, 0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0]),
-        (
-            WarmupCosine(2, 4, first_part=0.5, last_part=0.2, shape="linear"),
-            [0, 0.005, 0.0075, 0.01 * (0.2 + 0.8 * 0.5), 0.002, 0.002],
-        ),
-        (OneCycle(0.0, 1.0, 2, decay_every=2, decay=1.0), [0, 0.5, 1, 0.5, 0, 0, 0]),
-        (OneCycle(1.0, 2.0, 2, decay_every=2, decay=1.0), [1, 1.5, 2, 1.5, 1, 1 / 1.5, 0.5]),
-        (OneCycle(0.0, 1.0, 4, up_stairs=2), [0, 0, 0.5, 0.5, 1, 0.5, 0.5, 0, 0]),
-        (RangeTest(1.0, every=2, growth=3.0), [1, 2.5, 4, 5.5]),
-        (RangeTest(1.0, every=2, growth=3.0, staircase=True), [1, 1, 4, 4]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("schedule", "expected"), [
+    # The first step has the lowest rate twice: DeepSpeed sets a rate before the first step and after each.
+    (Warmup(4, 0.0, 1.0, "linear"), [0, 0, 0.25, 0.5, 0.75, 1, 1]),
+    (Warmup(4, 0.0, 1.0), [0, 0, math.log(2) / math.log(4), math.log(3) / math.log(4), 1, 1]),
+    (Warmup(0, 0.5, 1.0, "linear"), [0.5, 0.5, 0.75, 1]),
+    (Warmup(2, 0.0, None, "linear"), [0, 0, 0.005, 0.01]),
+    (WarmupDecay(2, 0.0, 1.0, "linear", 6), [0, 0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0]),
+    (
+        WarmupCosine(2, 4, first_part=0.5, last_part=0.2, shape="linear"),
+        [0, 0.005, 0.0075, 0.01 * (0.2 + 0.8 * 0.5), 0.002, 0.002],
+    ),
+    (OneCycle(0.0, 1.0, 2, decay_every=2, decay=1.0), [0, 0.5, 1, 0.5, 0, 0, 0]),
+    (OneCycle(1.0, 2.0, 2, decay_every=2, decay=1.0), [1, 1.5, 2, 1.5, 1, 1 / 1.5, 0.5]),
+    (OneCycle(0.0, 1.0, 4, up_stairs=2), [0, 0, 0.5, 0.5, 1, 0.5, 0.5, 0, 0]),
+    (RangeTest(1.0, every=2, growth=3.0), [1, 2.5, 4, 5.5]),
+    (RangeTest(1.0, every=2, growth=3.0, staircase=True), [1, 1, 4, 4]),
+], ids=str)  # fmt: skip
 def test_rates(schedule: Schedule, expected: list[float]) -> None:
     assert rates(schedule, len(expected)) == pytest.approx(expected)
 

@@ -1,7 +1,5 @@
 """What a run says of the bytes that it sends: the logs, the table, and nothing of it changes the run."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

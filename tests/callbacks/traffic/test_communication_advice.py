@@ -1,7 +1,5 @@
 """Advice of whole runs: measured, told, written, and nothing changed but what is said."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

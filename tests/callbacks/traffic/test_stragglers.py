@@ -1,7 +1,5 @@
 """The slow rank is named, with the reason, under layouts in which ranks do the same work and others."""
 
-from __future__ import annotations
-
 import random
 import time
 from statistics import median
@@ -72,10 +70,9 @@ def watched(layout: str, how: str) -> tuple[list[StepTimes], list[Straggler], li
     return stragglers.latest, stragglers.stragglers, written.rows
 
 
-@pytest.mark.parametrize(
-    ("layout", "how"),
-    [*((layout, "compute") for layout in LAYOUTS), ("ddp", "data"), ("ddp", "hooks")],
-)
+@pytest.mark.parametrize(("layout", "how"), [
+    *((layout, "compute") for layout in LAYOUTS), ("ddp", "data"), ("ddp", "hooks"),
+])  # fmt: skip
 def test_the_slow_rank_is_named(ranks: Any, layout: str, how: str) -> None:
     world_size = LAYOUTS[layout][2]
     for times, found, rows in ranks(watched, world_size, layout, how):

@@ -1,7 +1,5 @@
 """What ranks say in few bytes, and how much of it grows with their number."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,9 +59,6 @@ def test_ranks_hear_what_each_says(ranks: Any) -> None:
         assert found["first"] == ([b"None", b"{'a': 1}", b"'other'"] if rank == 0 else [])
         assert found["any"] == [True, False]
         assert found["problems"] == [{}, {1: "full", 3: "full"}]
-
-
-# ---- of ranks that are not there ------------------------------------------------------------------------------------
 
 
 def sent_by_one_of(ranks: int, action: Callable[[], Any]) -> list[tuple[str, int]]:

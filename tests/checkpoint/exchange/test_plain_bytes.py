@@ -1,7 +1,5 @@
 """What ranks tell each other comes back as it was, and reading it runs no code."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

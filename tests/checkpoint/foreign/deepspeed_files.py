@@ -4,8 +4,6 @@ Held against real ones of the stages 1 to 3: on two and three ranks, in fp32 and
 DeepSpeed's optimizer for bfloat16.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import OrderedDict

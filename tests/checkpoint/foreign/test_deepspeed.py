@@ -1,7 +1,5 @@
 """DeepSpeed's checkpoints, read without DeepSpeed."""
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
 from pathlib import Path
@@ -238,15 +236,12 @@ def test_refuses_truncated_files(tmp_path):
         read_deepspeed(step)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("mp_rank_01_model_states.pt", "tensor parallelism"),
-        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism"),
-        ("layer_03-model_states.pt", "pipeline or by experts"),
-        ("layer_0_expert_3_mp_rank_00_model_states.pt", "pipeline or by experts"),
-    ],
-)
+@pytest.mark.parametrize(("name", "reason"), [
+    ("mp_rank_01_model_states.pt", "tensor parallelism"),
+    ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism"),
+    ("layer_03-model_states.pt", "pipeline or by experts"),
+    ("layer_0_expert_3_mp_rank_00_model_states.pt", "pipeline or by experts"),
+])  # fmt: skip
 def test_refuses_other_parallelism(tmp_path, name, reason):
     step = write_deepspeed(tmp_path / "run", make_trained(), stage=2, ranks=2)
     (step / name).write_bytes(b"")

@@ -1,7 +1,5 @@
 """Checkpoints of real runs as files of other tools, read by these tools."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -9,6 +7,7 @@ import weakref
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -17,6 +16,7 @@ from tests.checkpoint.saved import LanguageModule, Losses, loader, logits, model
 from tests.parity.harness import QUIET
 from trainwright.checkpoint.foreign.export import export
 from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.format.tree import encode
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
@@ -43,9 +43,6 @@ def equal(one, other):
 
 def left_over(folder):
     return [name for name in os.listdir(folder) if name.startswith(".")]
-
-
-# ---- safetensors ----------------------------------------------------------------------------------------------------
 
 
 def test_safetensors_as_one_file(llama, tmp_path):
@@ -103,9 +100,6 @@ def test_a_value_that_the_dtype_cannot_hold_is_an_error(tmp_path):
     assert os.listdir(tmp_path) == ["run.ckpt"]
 
 
-# ---- Hugging Face ---------------------------------------------------------------------------------------------------
-
-
 def test_from_pretrained_gives_the_same_logits(llama, tmp_path):
     import transformers
 
@@ -147,11 +141,9 @@ def test_other_models(tmp_path, kind, tied):
     assert torch.equal(logits(loaded), logits(network))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"pipeline": 2, "shard": 1, "plan": {"last": ["temperature"]}}, {"tensor": 2, "shard": 1}],
-    ids=["pipeline", "tensor"],
-)
+@pytest.mark.parametrize("options", [
+    {"pipeline": 2, "shard": 1, "plan": {"last": ["temperature"]}}, {"tensor": 2, "shard": 1},
+], ids=["pipeline", "tensor"])  # fmt: skip
 def test_from_a_layout_that_cuts_the_module(ranks, tmp_path, options):
     import transformers
 
@@ -196,9 +188,6 @@ def test_adapters_are_refused(tmp_path):
     run_state(tmp_path / "run.ckpt", {"m.q.lora_A.default.weight": torch.ones(2)}, hugging_face=[fact])
     with pytest.raises(CheckpointError, match=r"X has adapters in it.*merge_and_unload"):
         export(str(tmp_path / "run.ckpt"), tmp_path / "hf", "hf")
-
-
-# ---- Lightning and torch --------------------------------------------------------------------------------------------
 
 
 def test_load_from_checkpoint(llama, tmp_path):
@@ -254,10 +243,6 @@ def test_plain_torch(llama, tmp_path):
 
 
 def test_values_that_need_other_classes_become_plain_ones(tmp_path):
-    import numpy as np
-
-    from trainwright.checkpoint.format.tree import encode
-
     callbacks = {"Mine": {"path": Path("a/b"), "best": np.float32(0.5), "table": np.arange(3), "kept": {1, 2}}}
     tensors = {}
 
@@ -277,13 +262,9 @@ def test_values_that_need_other_classes_become_plain_ones(tmp_path):
     assert found["kept"] == {1, 2}
 
 
-# ---- all formats ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("format", "to"),
-    [("safetensors", "m.safetensors"), ("safetensors", "folder"), ("lightning", "l.ckpt"), ("torch", "w.pt")],
-)
+@pytest.mark.parametrize(("format", "to"), [
+    ("safetensors", "m.safetensors"), ("safetensors", "folder"), ("lightning", "l.ckpt"), ("torch", "w.pt"),
+])  # fmt: skip
 def test_no_more_than_one_tensor_is_held(tmp_path, monkeypatch, format, to):
     weights = {f"layers.{i}.weight": torch.randn(64, 64) for i in range(30)}
     run_state(tmp_path / "run.ckpt", weights)
@@ -360,19 +341,16 @@ def test_from_a_store(tmp_path):
     assert torch.equal(torch.load(written)["w"], torch.arange(5.0))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"format": "onnx"}, "give one of safetensors, hf, lightning, torch"),
-        ({"format": "torch", "max_shard_bytes": 5}, "one file"),
-        ({"format": "safetensors", "max_shard_bytes": 0}, "at least 1"),
-        ({"format": "lightning", "dtype": "bfloat16"}, "optimizer states belong"),
-        ({"format": "torch", "dtype": "int8"}, "give float32, bfloat16"),
-        ({"format": "torch", "model": "x"}, "format=hf only"),
-        ({"format": "torch", "to": "s3://bucket/x"}, "written to this machine"),
-        ({"format": "safetensors", "to": "m.safetensors", "max_shard_bytes": 10}, "Give a folder instead"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"format": "onnx"}, "give one of safetensors, hf, lightning, torch"),
+    ({"format": "torch", "max_shard_bytes": 5}, "one file"),
+    ({"format": "safetensors", "max_shard_bytes": 0}, "at least 1"),
+    ({"format": "lightning", "dtype": "bfloat16"}, "optimizer states belong"),
+    ({"format": "torch", "dtype": "int8"}, "give float32, bfloat16"),
+    ({"format": "torch", "model": "x"}, "format=hf only"),
+    ({"format": "torch", "to": "s3://bucket/x"}, "written to this machine"),
+    ({"format": "safetensors", "to": "m.safetensors", "max_shard_bytes": 10}, "Give a folder instead"),
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused(llama, arguments, message):
     with pytest.raises(CheckpointError, match=message):
         export(llama[0], **{"to": "out", **arguments})

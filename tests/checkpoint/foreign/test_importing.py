@@ -1,7 +1,5 @@
 """Files of other tools as checkpoints that a run goes on from."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -23,6 +21,8 @@ from trainwright.checkpoint.foreign.importing import import_checkpoint
 from trainwright.checkpoint.foreign.safetensors_folder import SafetensorsFolder
 from trainwright.checkpoint.read.run_state import RunState, materialised
 from trainwright.core.errors import CheckpointError
+from trainwright.strategies.contract.registry import make_strategy
+from trainwright.strategies.state.wholes import gather_tree
 
 
 def weights_of(path):
@@ -33,9 +33,6 @@ def equal(one, other):
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
-
-
-# ---- weights --------------------------------------------------------------------------------------------------------
 
 
 def test_a_safetensors_file(tmp_path):
@@ -126,9 +123,6 @@ def test_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
     assert held == 0
 
 
-# ---- Lightning ------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_of_lightning_goes_on(tmp_path):
     """A file of Lightning's own Trainer, imported: the losses that Lightning itself would have had."""
     trainer = pl.Trainer(**QUIET, max_steps=3, max_epochs=-1)
@@ -145,8 +139,6 @@ def test_a_run_of_lightning_goes_on(tmp_path):
 
 def resumed(path):
     """Losses of Lightning's Trainer with a strategy of ours that goes on from a run state."""
-    from trainwright.strategies.contract.registry import make_strategy
-
     losses = Losses()
     trainer = pl.Trainer(
         **{**QUIET, "callbacks": [losses]}, strategy=make_strategy("single"), max_steps=6, max_epochs=-1
@@ -202,9 +194,6 @@ def test_hyper_parameters_that_are_no_values_are_left_out(tmp_path):
     assert RunState.open(str(path)).tree["hyper_parameters"] == {"width": 3}
 
 
-# ---- DeepSpeed ------------------------------------------------------------------------------------------------------
-
-
 class Trained(pl.LightningModule):
     """A module of the parameters of a DeepSpeed checkpoint, with a loss that has no gradient but zero."""
 
@@ -239,8 +228,6 @@ def make_tied():
 
 def step_from_deepspeed(path, strategy):
     """Weights before and states after one step of a run that goes on, whole and by name."""
-    from trainwright.strategies.state.wholes import gather_tree
-
     module = Trained(make_tied())
     before = {}
 
@@ -277,9 +264,6 @@ def test_a_run_of_deepspeed_goes_on(ranks, tmp_path, stage, strategy):
         torch.testing.assert_close(states[name]["exp_avg_sq"], 0.999 * moments["exp_avg_sq"])
 
 
-# ---- beginning from weights -----------------------------------------------------------------------------------------
-
-
 def begin_from(source, strategy, options):
     """Weights of a run that begins from ``source`` and does no step, on every rank."""
     trainer = make_trainer(strategy, {**options, "init_from": source}, limit_val_batches=1)
@@ -304,9 +288,6 @@ def test_every_layout_begins_from_hugging_face(ranks, tmp_path, strategy, option
             assert torch.equal(found[f"model.{name}"], value), name
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_there_is_kept_unless_told(tmp_path):
     torch.save({"a": torch.ones(1)}, tmp_path / "m.pt")
     import_checkpoint(str(tmp_path / "m.pt"), tmp_path / "run.ckpt")
@@ -315,19 +296,16 @@ def test_what_is_there_is_kept_unless_told(tmp_path):
     import_checkpoint(str(tmp_path / "m.pt"), tmp_path / "run.ckpt", overwrite=True)
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("https://host/m.safetensors", "download it first"),
-        ("nothing", "does not exist. Give a .safetensors file"),
-        ("empty", "folder without a manifest.json|no checkpoint"),
-        ("bins", r"folder with pytorch_model\.bin; give one file of it"),
-        ("run.ckpt", "checkpoint of Trainwright already"),
-        ("numbers.pt", "no weights that are found"),
-        ("list.pt", "not a"),
-        ("cut.pt", r"cut\.pt"),
-    ],
-)
+@pytest.mark.parametrize(("source", "message"), [
+    ("https://host/m.safetensors", "download it first"),
+    ("nothing", "does not exist. Give a .safetensors file"),
+    ("empty", "folder without a manifest.json|no checkpoint"),
+    ("bins", r"folder with pytorch_model\.bin; give one file of it"),
+    ("run.ckpt", "checkpoint of Trainwright already"),
+    ("numbers.pt", "no weights that are found"),
+    ("list.pt", "not a"),
+    ("cut.pt", r"cut\.pt"),
+])  # fmt: skip
 def test_what_cannot_be_imported(tmp_path, source, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bins").mkdir()

@@ -1,7 +1,5 @@
 """Crafted checkpoints through every door: whatever they are refused with, nothing in them runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -104,19 +102,11 @@ def touch(tmp_path, monkeypatch):
     forget_extension()
 
 
-def lightning_file(touch: Path, **entries: Any) -> dict[str, Any]:
+def lightning_file(**entries: Any) -> dict[str, Any]:
     """A checkpoint of Lightning that would be loaded if it were harmless."""
-    return {
-        "epoch": 0,
-        "global_step": 0,
-        "pytorch-lightning_version": "2.6.0",
-        "state_dict": Net().state_dict(),
-        "loops": {},
-        "callbacks": {},
-        "optimizer_states": [],
-        "lr_schedulers": [],
-        **entries,
-    }
+    empty = {"loops": {}, "callbacks": {}, "optimizer_states": [], "lr_schedulers": []}
+    about = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.6.0"}
+    return {**about, "state_dict": Net().state_dict(), **empty, **entries}
 
 
 def evil_files(folder: Path, touch: Path) -> dict[str, Path]:
@@ -134,8 +124,8 @@ def evil_files(folder: Path, touch: Path) -> dict[str, Path]:
     for name, data in contents.items():
         (folder / f"{name}.ckpt").write_bytes(data)
         (folder / f"{name}.safetensors").write_bytes(data)
-    torch.save(lightning_file(touch, callbacks={"x": evil(touch)}), folder / "inside.ckpt")
-    torch.save(lightning_file(touch, hyper_parameters={"width": evil(touch)}), folder / "hparams.ckpt")
+    torch.save(lightning_file(callbacks={"x": evil(touch)}), folder / "inside.ckpt")
+    torch.save(lightning_file(hyper_parameters={"width": evil(touch)}), folder / "hparams.ckpt")
     return {path.name: path for path in sorted(folder.glob("*.*"))}
 
 
@@ -190,9 +180,6 @@ def test_files_of_a_web_server(tmp_path, touch, door):
             assert try_door(door, f"{address}/{name}", touch) is not None, f"{name} went through"
 
 
-# ---- folders of other tools ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("door", DOORS)
 def test_folders_of_dcp(tmp_path, touch, door):
     folder = tmp_path / "dcp"
@@ -202,10 +189,9 @@ def test_folders_of_dcp(tmp_path, touch, door):
     assert try_door(door, folder, touch) is not None or door in LENIENT
 
 
-@pytest.mark.parametrize(
-    ("door", "function"),
-    [*((door, "exec") for door in DOORS), ("import", "os.system"), ("command import", "os.system")],
-)
+@pytest.mark.parametrize(("door", "function"), [
+    *((door, "exec") for door in DOORS), ("import", "os.system"), ("command import", "os.system"),
+])  # fmt: skip
 def test_folders_of_deepspeed(tmp_path, touch, door, function):
     """These are read where they can be, without what would run; what torch's reader bars altogether is refused."""
     folder = tmp_path / "deepspeed"
@@ -220,9 +206,6 @@ def test_folders_of_deepspeed(tmp_path, touch, door, function):
         error = try_door(door, folder, touch)
     read = function == "exec" and door in ("import", "command import")
     assert door in LENIENT or (error is None) == read, error
-
-
-# ---- folders of ours -------------------------------------------------------------------------------------------------
 
 
 def forge(folder: Path, files: Mapping[str, bytes], about: Mapping[str, Any] | None = None) -> Path:

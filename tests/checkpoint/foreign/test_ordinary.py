@@ -1,7 +1,5 @@
 """Files of Lightning and torch: what they hold without running code, and plain words for what cannot be had so."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import os
@@ -100,9 +98,6 @@ def test_files_of_a_web_server(tmp_path):
             load_ordinary(f"{address}/none.ckpt")
 
 
-# ---- what would run code ---------------------------------------------------------------------------------------------
-
-
 def test_nothing_runs_wherever_the_file_is(tmp_path):
     touch = tmp_path / "touched"
     data = torch_file(pickles(touch)["os.system, protocol 2"])
@@ -130,15 +125,12 @@ def test_refusal_says_what_was_refused_and_what_to_type(tmp_path):
     assert not (tmp_path / "touched").exists()
 
 
-@pytest.mark.parametrize(
-    ("value", "name"),
-    [
-        (argparse.Namespace(a=1), "argparse.Namespace"),
-        (pathlib.PurePosixPath("a"), "pathlib.PurePosixPath"),
-        (np.arange(3), "numpy"),
-        (nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
-    ],
-)
+@pytest.mark.parametrize(("value", "name"), [
+    (argparse.Namespace(a=1), "argparse.Namespace"),
+    (pathlib.PurePosixPath("a"), "pathlib.PurePosixPath"),
+    (np.arange(3), "numpy"),
+    (nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
+])  # fmt: skip
 def test_harmless_objects_need_trust_too(tmp_path, value, name):
     torch.save({"a": value}, tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match=rf"{name}.*{TYPE_THIS}"):
@@ -159,9 +151,6 @@ def test_plain_values_in_a_newer_pickle(tmp_path):
     with pytest.raises(CheckpointError, match=rf"in a form that .*{TYPE_THIS}.*pickle_protocol=2"):
         load_ordinary(tmp_path / "x.ckpt")
     assert_value(load_ordinary(tmp_path / "x.ckpt", trust=True))
-
-
-# ---- what is no checkpoint -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "old"])
@@ -192,9 +181,6 @@ def test_no_permission(tmp_path, monkeypatch):
     monkeypatch.setattr("os.open", refuse)
     with pytest.raises(CheckpointError, match=r"x\.ckpt cannot be opened: PermissionError"):
         load_ordinary(tmp_path / "x.ckpt")
-
-
-# ---- folders ---------------------------------------------------------------------------------------------------------
 
 
 def dcp_folder(path: Any) -> None:

@@ -1,7 +1,5 @@
 """Safetensors files of others, read in parts and checked before anything of them is believed."""
 
-from __future__ import annotations
-
 import json
 
 import fsspec
@@ -115,19 +113,16 @@ def test_a_tensor_that_the_index_does_not_list(folder):
         SafetensorsFolder(str(folder))
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        "../secret.safetensors",
-        "/etc/secret.safetensors",
-        "sub/x.safetensors",
-        "..\\x.safetensors",
-        ".hidden.safetensors",
-        "s3://bucket/x.safetensors",
-        "model.bin",
-        "",
-    ],
-)
+@pytest.mark.parametrize("file", [
+    "../secret.safetensors",
+    "/etc/secret.safetensors",
+    "sub/x.safetensors",
+    "..\\x.safetensors",
+    ".hidden.safetensors",
+    "s3://bucket/x.safetensors",
+    "model.bin",
+    "",
+])  # fmt: skip
 def test_an_index_cannot_lead_out_of_its_folder(folder, file):
     safetensors.torch.save_file({"secret": torch.ones(1)}, folder.parent / "secret.safetensors")
     write_index(folder, read_index(folder) | {"secret": file})
@@ -164,16 +159,13 @@ def test_a_cut_file(folder):
         SafetensorsFolder(str(folder))
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("nothing", "does not exist. Give a .safetensors file"),
-        ("nothing.safetensors", "does not exist"),
-        ("empty", "has no .safetensors file, but nothing"),
-        ("weights.bin", "is no .safetensors file"),
-        ("https://host/model.safetensors", "download it first"),
-    ],
-)
+@pytest.mark.parametrize(("path", "message"), [
+    ("nothing", "does not exist. Give a .safetensors file"),
+    ("nothing.safetensors", "does not exist"),
+    ("empty", "has no .safetensors file, but nothing"),
+    ("weights.bin", "is no .safetensors file"),
+    ("https://host/model.safetensors", "download it first"),
+])  # fmt: skip
 def test_what_is_no_safetensors(tmp_path, path, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "weights.bin").write_bytes(b"x")

@@ -1,7 +1,5 @@
 """Run states in one file: what torch and Lightning read of it, and that nothing damaged or foreign is taken for one."""
 
-from __future__ import annotations
-
 import io
 import os
 import zipfile

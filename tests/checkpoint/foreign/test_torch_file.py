@@ -1,7 +1,5 @@
 """Files as torch.save writes them, without all tensors in memory."""
 
-from __future__ import annotations
-
 import io
 import weakref
 import zipfile
@@ -13,20 +11,8 @@ import torch
 from trainwright.checkpoint.foreign.torch_file import LazyTensor, write_torch_file
 from trainwright.checkpoint.format.tensor_file import bytes_of
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.int64,
-    torch.int8,
-    torch.uint8,
-    torch.uint16,
-    torch.uint64,
-    torch.bool,
-    torch.complex64,
-]
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
+DTYPES = [*FLOATS, torch.int64, torch.int8, torch.uint8, torch.uint16, torch.uint64, torch.bool]
 
 
 def lazy(key, tensor):

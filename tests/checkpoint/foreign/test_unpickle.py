@@ -1,7 +1,5 @@
 """Torch files read as data: what is plain comes out whole, and nothing runs."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import random
@@ -26,9 +24,6 @@ NAMES = sorted(pickles(Path("x")))
 def touch(tmp_path):
     yield tmp_path / "touched"
     forget_extension()
-
-
-# ---- nothing runs ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,10 +59,8 @@ def _tried(path: Path) -> Any:
 
 def test_payloads_run_in_torch_files(tmp_path, touch):
     """Or the test above would prove nothing of files."""
-    for data in [
-        torch_file(pickles(touch)["os.system, protocol 2"]),
-        *old_torch_files(pickles(touch)["INST"]).values(),
-    ]:
+    payloads = pickles(touch)
+    for data in [torch_file(payloads["os.system, protocol 2"]), *old_torch_files(payloads["INST"]).values()]:
         _tried_by_torch(data)
         assert touch.exists()
         touch.unlink()
@@ -121,9 +114,6 @@ def test_objects_are_kept_as_records(tmp_path):
     assert set(torch.serialization.get_safe_globals()) == allowed
 
 
-# ---- what is plain comes out whole -----------------------------------------------------------------------------------
-
-
 def plain() -> dict[str, Any]:
     x = torch.arange(12.0).reshape(3, 4)
     return {
@@ -144,15 +134,15 @@ def plain() -> dict[str, Any]:
         "set": {1, (2, 3)},
         "bytes": b"abc\xff",
         "bytearray": bytearray(b"12"),
+        "text": "Grüße\n",
+        "none": None,
+        "true": True,
         "complex number": 1j,
         "big": 2**100,
         "negative": -(2**40),
         "float": -0.5,
-        "text": "Grüße\n",
         "tuple": (1, (2, 3, 4, 5), ()),
         "ordered": OrderedDict(b=1, a=2),
-        "none": None,
-        "true": True,
         3: "a number as a key",
         (1, "a"): "a tuple as a key",
     }
@@ -248,9 +238,6 @@ def _with_pickle(saved: bytes, data: bytes) -> bytes:
     return written.getvalue()
 
 
-# ---- damage ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "old"])
 def test_truncated_files_are_refused(tmp_path, is_zip):
     torch.save({"a": torch.arange(100), "b": [1, "x"]}, tmp_path / "x.pt", _use_new_zipfile_serialization=is_zip)
@@ -279,17 +266,10 @@ def test_damaged_files_raise_nothing_else(tmp_path, what):
     assert refused > 100
 
 
-@pytest.mark.parametrize(
-    ("offset", "size", "stride"),
-    [
-        (1, (4,), (1,)),
-        (0, (2, 2), (3, 1)),
-        (-1, (2,), (1,)),
-        (0, (-2, -2), (1, 1)),
-        (0, (4,), (-1,)),
-        (1 << 62, (4,), (1,)),
-    ],
-)
+@pytest.mark.parametrize(("offset", "size", "stride"), [
+    (1, (4,), (1,)), (0, (2, 2), (3, 1)), (-1, (2,), (1,)), (0, (-2, -2), (1, 1)), (0, (4,), (-1,)),
+    (1 << 62, (4,), (1,)),
+])  # fmt: skip
 def test_tensors_outside_of_their_bytes_are_refused(tmp_path, offset, size, stride):
     class Wrong:
         def __reduce__(self) -> Any:
@@ -331,19 +311,16 @@ def reduced(function: str, *args: Any) -> bytes:
     return _with_object(Called())
 
 
-@pytest.mark.parametrize(
-    ("function", "args", "text"),
-    [
-        ("builtins.bytearray", (1 << 31,), "arguments that are no text"),
-        ("_codecs.encode", ("x" * 10, "punycode"), "arguments that are no text"),
-        *[(f"collections.{name}", (TENSOR,), "items of another") for name in ("Counter", "OrderedDict")],
-        ("collections.OrderedDict", ([TENSOR],), "items of another"),
-        ("builtins.set", (TENSOR,), "items of another"),
-        ("builtins.bytearray", (TENSOR,), "items of another"),
-        ("torch._tensor._rebuild_from_type_v2", (set, set, (TENSOR,), {}), "tensor made by"),
-        ("torch.Tensor", (1 << 29,), "tensors take 2.0 GiB"),
-    ],
-)
+@pytest.mark.parametrize(("function", "args", "text"), [
+    ("builtins.bytearray", (1 << 31,), "arguments that are no text"),
+    ("_codecs.encode", ("x" * 10, "punycode"), "arguments that are no text"),
+    *[(f"collections.{name}", (TENSOR,), "items of another") for name in ("Counter", "OrderedDict")],
+    ("collections.OrderedDict", ([TENSOR],), "items of another"),
+    ("builtins.set", (TENSOR,), "items of another"),
+    ("builtins.bytearray", (TENSOR,), "items of another"),
+    ("torch._tensor._rebuild_from_type_v2", (set, set, (TENSOR,), {}), "tensor made by"),
+    ("torch.Tensor", (1 << 29,), "tensors take 2.0 GiB"),
+])  # fmt: skip
 def test_calls_that_take_time_or_memory_are_refused(tmp_path, function, args, text):
     """Which torch's safe reader makes."""
     (tmp_path / "x.pt").write_bytes(reduced(function, *args))

@@ -1,7 +1,5 @@
 """Names of a file and names of a module."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -32,19 +30,11 @@ def blocks(count, prefix=""):
     return {**names, f"{prefix}norm.weight": (4,)}
 
 
-@pytest.mark.parametrize(
-    ("of_module", "of_file"),
-    [
-        ("", ""),
-        ("model.", ""),
-        ("model.net.", ""),
-        ("", "module."),
-        ("", "module._orig_mod."),
-        ("model.", "backbone."),
-        ("model._orig_mod.", "module."),
-        ("model.", "model._orig_mod."),
-    ],
-)
+PREFIXES = {"": ("", "module.", "module._orig_mod."), "model.": ("", "backbone.", "model._orig_mod.")}
+PREFIXES |= {"model.net.": ("",), "model._orig_mod.": ("module.",)}
+
+
+@pytest.mark.parametrize(("of_module", "of_file"), [(one, other) for one in PREFIXES for other in PREFIXES[one]])
 def test_prefixes_on_either_side(of_module, of_file):
     module, source = blocks(12, of_module), blocks(12, of_file)
     matched = match_names(module, Source(source))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import json
 import struct
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 
 from trainwright.checkpoint.format import tensor_file
 from trainwright.checkpoint.format.tensor_file import DTYPES, TensorEntry, TensorFileReader, TensorFileWriter
+from trainwright.checkpoint.store.storage import Folder
 from trainwright.core.errors import CheckpointError
 
 
@@ -32,9 +31,7 @@ def read(data):
 
 def of_dtype(dtype, *shape):
     count = torch.Size(shape).numel() * dtype.itemsize
-    data = (
-        torch.arange(count).remainder(2).to(torch.uint8) if dtype is torch.bool else torch.arange(count).remainder(120)
-    )
+    data = torch.arange(count).remainder(2 if dtype is torch.bool else 120)
     return data.to(torch.uint8).view(dtype).reshape(shape)
 
 
@@ -64,43 +61,29 @@ def test_what_is_written_is_read():
     assert all(same(values[name], tensors[name]) for name in tensors)
 
 
-def test_the_safetensors_package_reads_it():
+def test_the_safetensors_package_reads_it_and_files_of_the_package_are_read():
     tensors = {**SHAPES, **{code: ALL[code] for code in ALL if code in safetensors.torch._TYPES}}
     assert len(tensors) > 20
-    values = safetensors.torch.load(write(tensors, {"format": "pt"}))
-    assert values.keys() == tensors.keys()
-    assert all(same(values[name], tensors[name]) for name in tensors)
-
-
-def test_files_of_the_safetensors_package_are_read():
-    tensors = {**SHAPES, **{code: ALL[code] for code in ALL if code in safetensors.torch._TYPES}}
     data = safetensors.torch.save(tensors, {"format": "pt", "note": "x"})
-    values = read(data)
-    assert values.keys() == tensors.keys()
-    assert all(same(values[name], tensors[name]) for name in tensors)
+    for values in (safetensors.torch.load(write(tensors, {"format": "pt"})), read(data)):
+        assert values.keys() == tensors.keys()
+        assert all(same(values[name], tensors[name]) for name in tensors)
     assert TensorFileReader(lambda: io.BytesIO(data)).metadata == {"format": "pt", "note": "x"}
 
 
-def test_an_empty_file_of_tensors():
-    assert read(write({})) == {}
-    assert safetensors.torch.load(write({})) == {}
-
-
-def test_tensors_begin_aligned():
+def test_tensors_begin_aligned_and_there_may_be_none():
+    assert read(write({})) == safetensors.torch.load(write({})) == {}
     assert struct.unpack("<Q", write({"abc": torch.ones(2)})[:8])[0] % 8 == 0
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(6, 8).t(),
-        torch.randn(6, 8)[:, ::2],
-        torch.randn(1).expand(4, 5),
-        torch.randn(4, 5, dtype=torch.complex64).conj(),
-        torch.randn(3, 2, requires_grad=True),
-        torch.nn.Parameter(torch.randn(3, 3)),
-    ],
-)
+@pytest.mark.parametrize("tensor", [
+    torch.randn(6, 8).t(),
+    torch.randn(6, 8)[:, ::2],
+    torch.randn(1).expand(4, 5),
+    torch.randn(4, 5, dtype=torch.complex64).conj(),
+    torch.randn(3, 2, requires_grad=True),
+    torch.nn.Parameter(torch.randn(3, 3)),
+])  # fmt: skip
 def test_any_strides(tensor):
     value = read(write({"x": tensor}))["x"]
     assert torch.equal(value, tensor.detach().resolve_conj())
@@ -187,10 +170,9 @@ def test_columns_of_long_rows_are_read_without_a_byte_more():
     assert file.got == 2 * 70_000 * 4
 
 
-@pytest.mark.parametrize(
-    ("offsets", "sizes"),
-    [((3, 0), (2, 1)), ((-1, 0), (1, 1)), ((0,), (1,)), ((0, 0), (1, -1)), ((5, 0), None), ((0,), None)],
-)
+@pytest.mark.parametrize(("offsets", "sizes"), [
+    ((3, 0), (2, 1)), ((-1, 0), (1, 1)), ((0,), (1,)), ((0, 0), (1, -1)), ((5, 0), None), ((0,), None),
+])  # fmt: skip
 def test_boxes_outside_of_the_tensor(offsets, sizes):
     reader = TensorFileReader(lambda: io.BytesIO(write({"x": torch.ones(4, 4)})))
     with pytest.raises(ValueError, match="has no box"):
@@ -216,9 +198,6 @@ def test_a_closed_reader_opens_again():
     reader.close()
     assert len(opened) == 2
     assert all(file.closed for file in opened)
-
-
-# ---- misuse ----------------------------------------------------------------------------------------------------------
 
 
 def test_tensors_come_in_the_order_of_their_entries():
@@ -249,9 +228,6 @@ def test_what_the_format_cannot_hold():
             TensorFileWriter(io.BytesIO(), entries)
 
 
-# ---- files that are not whole ----------------------------------------------------------------------------------------
-
-
 def with_header(header, data=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
@@ -261,49 +237,41 @@ def entry(dtype="F32", shape=(1,), place=(0, 4)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(place)}
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "0 bytes"),
-        (b"\0" * 7, "7 bytes"),
-        (struct.pack("<Q", 1 << 63) + b"{}", "header is said to have"),
-        (struct.pack("<Q", 3) + b"{}", "header is said to have 3"),
-        (struct.pack("<Q", 0), "header is said to have 0"),
-        (with_header(b"[]"), "no JSON object"),
-        (with_header(b"{]"), "no JSON"),
-        (with_header(b"\xff\xfe"), "no JSON"),
-        (with_header(b"[" * 50_000), "nests deeper than 200 levels"),
-        (with_header({"x": 3}), "'x' is described by 3"),
-        (with_header({"x": {**entry(), "more": 1}}, b"1234"), "is described by"),
-        (with_header({"x": entry(dtype="F33")}, b"1234"), "dtype 'F33'.*known are F64"),
-        (with_header({"x": entry(dtype=["F32"])}, b"1234"), "dtype"),
-        (with_header({"x": entry(shape=(-1,))}, b"1234"), "shape"),
-        (with_header({"x": entry(shape=(True,))}, b"1234"), "shape"),
-        (with_header({"x": entry(shape=(1.0,))}, b"1234"), "shape"),
-        (with_header({"x": entry(shape=(0, 1 << 62, 1 << 62), place=(0, 0))}), "shape"),
-        (with_header({"x": entry(place=(0, 4, 8))}, b"1234"), "place"),
-        (with_header({"x": entry(place=(4, 0))}, b"1234"), "needs 4 bytes"),
-        (with_header({"x": entry(place=(0, 5))}, b"12345"), "needs 4 bytes"),
-        (with_header({"x": entry(place=(1, 5))}, b"12345"), "begins at 1"),
-        (
-            with_header({"x": entry(), "y": entry(place=(2, 6))}, b"123456"),
-            "begins at 2, and what is before it ends at 4",
-        ),
-        (with_header({"x": entry(), "y": entry(place=(5, 9))}, b"123456789"), "begins at 5"),
-        (with_header({"x": entry()}, b"123"), "describes"),
-        (with_header({"x": entry()}, b"12345"), "describes"),
-        (with_header({"x": entry(), "__metadata__": {"a": 1}}, b"1234"), "texts alone"),
-        (with_header(b'{"x":%b,"x":%b}' % ((json.dumps(entry()).encode(),) * 2), b"1234"), "something twice"),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), [
+    (b"", "0 bytes"),
+    (b"\0" * 7, "7 bytes"),
+    (struct.pack("<Q", 1 << 63) + b"{}", "header is said to have"),
+    (struct.pack("<Q", 3) + b"{}", "header is said to have 3"),
+    (struct.pack("<Q", 0), "header is said to have 0"),
+    (with_header(b"[]"), "no JSON object"),
+    (with_header(b"{]"), "no JSON"),
+    (with_header(b"\xff\xfe"), "no JSON"),
+    (with_header(b"[" * 50_000), "nests deeper than 200 levels"),
+    (with_header({"x": 3}), "'x' is described by 3"),
+    (with_header({"x": {**entry(), "more": 1}}, b"1234"), "is described by"),
+    (with_header({"x": entry(dtype="F33")}, b"1234"), "dtype 'F33'.*known are F64"),
+    (with_header({"x": entry(dtype=["F32"])}, b"1234"), "dtype"),
+    (with_header({"x": entry(shape=(-1,))}, b"1234"), "shape"),
+    (with_header({"x": entry(shape=(True,))}, b"1234"), "shape"),
+    (with_header({"x": entry(shape=(1.0,))}, b"1234"), "shape"),
+    (with_header({"x": entry(shape=(0, 1 << 62, 1 << 62), place=(0, 0))}), "shape"),
+    (with_header({"x": entry(place=(0, 4, 8))}, b"1234"), "place"),
+    (with_header({"x": entry(place=(4, 0))}, b"1234"), "needs 4 bytes"),
+    (with_header({"x": entry(place=(0, 5))}, b"12345"), "needs 4 bytes"),
+    (with_header({"x": entry(place=(1, 5))}, b"12345"), "begins at 1"),
+    (with_header({"x": entry(), "y": entry(place=(2, 6))}, b"123456"), "begins at 2, and what is before it ends at 4"),
+    (with_header({"x": entry(), "y": entry(place=(5, 9))}, b"123456789"), "begins at 5"),
+    (with_header({"x": entry()}, b"123"), "describes"),
+    (with_header({"x": entry()}, b"12345"), "describes"),
+    (with_header({"x": entry(), "__metadata__": {"a": 1}}, b"1234"), "texts alone"),
+    (with_header(b'{"x":%b,"x":%b}' % ((json.dumps(entry()).encode(),) * 2), b"1234"), "something twice"),
+])  # fmt: skip
 def test_files_that_are_not_of_the_format(data, message):
     with pytest.raises(CheckpointError, match=f"no whole safetensors file: .*{message}"):
         TensorFileReader(lambda: io.BytesIO(data))
 
 
 def test_the_file_is_named(tmp_path):
-    from trainwright.checkpoint.store.storage import Folder
-
     (tmp_path / "x.safetensors").write_bytes(b"garbage of some length")
     with pytest.raises(CheckpointError, match=str(tmp_path / "x.safetensors")):
         TensorFileReader(lambda: Folder(tmp_path).open("x.safetensors"))

@@ -1,7 +1,5 @@
 """Giving a state in memory to another rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -28,6 +26,8 @@ def first(held: HeldState) -> int:
 
 
 def test_the_last_ones_are_kept_in_memory_that_is_used_again():
+    with pytest.raises(ValueError, match=r"Snapshots\(keep=0\) \(allowed: 1 or more\)"):
+        Snapshots(keep=0)
     snapshots = Snapshots(keep=2)
     assert snapshots.newest() is snapshots.oldest() is None
     sizes = []
@@ -67,11 +67,6 @@ def test_a_copy_that_failed_is_none(monkeypatch):
 
 def fail(*_: object) -> None:
     raise MemoryError
-
-
-def test_none_is_too_few():
-    with pytest.raises(ValueError, match=r"Snapshots\(keep=0\) \(allowed: 1 or more\)"):
-        Snapshots(keep=0)
 
 
 def test_reading():

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import uuid
 
@@ -39,7 +37,9 @@ def test_newest_first_by_step(folder):
     assert newest_good([folder]) == (join_path(folder, "m"), [])
 
 
-def test_of_one_step_the_later_is_newer(folder):
+def test_of_one_step_the_later_is_newer_and_there_may_be_none(folder):
+    assert list_checkpoints(join_path(folder, "none")) == []
+    assert newest_good([join_path(folder, "none")]) == (None, [])
     for name in ("b", "c", "a"):
         small.write(join_path(folder, name), 5)
     assert [os.path.basename(found.path) for found in list_checkpoints(folder)] == ["a", "c", "b"]
@@ -66,11 +66,6 @@ def test_one_that_lost_its_manifest_is_named(folder):
     assert "has no manifest.json: it was not completely written" in text
 
 
-def test_nothing_there(folder):
-    assert list_checkpoints(join_path(folder, "none")) == []
-    assert newest_good([join_path(folder, "none")]) == (None, [])
-
-
 def test_what_is_no_checkpoint_says_nothing(tmp_path):
     small.write(tmp_path / "a", 1)
     small.write(tmp_path / ".hidden", 9)
@@ -83,16 +78,13 @@ def test_what_is_no_checkpoint_says_nothing(tmp_path):
     assert said == []
 
 
-def test_links_count_once(tmp_path):
+def test_links_count_once_and_a_file_is_no_folder_of_checkpoints(tmp_path):
     small.write(tmp_path / "step_1", 1)
     small.write(tmp_path / "elsewhere" / "step_2", 2)
     (tmp_path / "last.ckpt").symlink_to("step_1")
     (tmp_path / "again").symlink_to("last.ckpt")
     (tmp_path / "linked").symlink_to("elsewhere/step_2")
     assert [found.path for found in list_checkpoints(tmp_path)] == [str(tmp_path / "linked"), str(tmp_path / "step_1")]
-
-
-def test_a_file_is_no_folder_of_checkpoints(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="could not be read"):
         list_checkpoints(tmp_path / "file")

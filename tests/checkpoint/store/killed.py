@@ -1,7 +1,5 @@
 """Processes that save checkpoints until something ends them."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

@@ -1,7 +1,5 @@
 """A web server of this machine that gives the files of a folder."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Iterator

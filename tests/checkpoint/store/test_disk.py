@@ -1,7 +1,5 @@
 """Disks that are full while a checkpoint is written: the one before stays whole, nothing is left, and it is said so."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

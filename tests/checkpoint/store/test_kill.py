@@ -1,7 +1,5 @@
 """A process that saves is ended at any instant: what was complete is there, and after cleaning nothing else is."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 
@@ -141,9 +139,6 @@ def test_a_new_tensor_is_dealt_anew(ranks, tmp_path):
     ranks(change_what_is_held, 2, str(tmp_path))
     state = RunState.open(str(tmp_path / "3"))
     assert {key: state.read(key)[0].item() for key in state.keys()} == {f"w{i}": 3.0 + i for i in range(5)}  # noqa: SIM118
-
-
-# ---- errors ---------------------------------------------------------------------------------------------------------
 
 
 def fail_on_one_rank(folder, asynchronous, failing):

@@ -1,7 +1,5 @@
 """Who writes what several ranks hold."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

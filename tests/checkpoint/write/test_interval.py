@@ -1,4 +1,4 @@
-from __future__ import annotations
+from math import exp, expm1
 
 import pytest
 
@@ -7,8 +7,6 @@ from trainwright.checkpoint.write.interval import AutoInterval, TimedSteps, youn
 
 def lost_time(interval: float, cost: float, mtbf: float) -> float:
     """Daly's exact expected time for a unit of work (equation 13, restart time 0): what the formula is to minimise."""
-    from math import exp, expm1
-
     return mtbf * exp(0.0) * expm1((interval + cost) / mtbf) / interval
 
 
@@ -81,15 +79,9 @@ def test_saves_come_in_time_with_few_looks():
     assert run.looks <= 5 * 14
 
 
-def test_a_slow_first_step_misleads_nobody():
-    run = Run(seconds=10.0)
-    due = run.train([4.0] + [0.01] * 700)
-    assert due == [601]
-
-
-def test_steps_longer_than_the_interval_are_saved_each():
-    run = Run(seconds=1.0)
-    assert run.train([5.0] * 4) == [1, 2, 3, 4]
+def test_a_slow_first_step_misleads_nobody_and_steps_longer_than_the_interval_are_saved_each():
+    assert Run(seconds=10.0).train([4.0] + [0.01] * 700) == [601]
+    assert Run(seconds=1.0).train([5.0] * 4) == [1, 2, 3, 4]
 
 
 def test_steps_that_become_slow_are_noticed():

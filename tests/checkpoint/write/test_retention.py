@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import os
 import shutil
@@ -63,22 +61,16 @@ def test_what_stays_is_what_was_asked_for(steps, last, every):
     assert sorted(stays) == sorted({*newest, *milestones})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"keep_last": 0}, "keep_last must be 1 or more"),
-        ({"keep_every": 0}, "keep_every"),
-        ({"keep_best": -1}, "keep_best"),
-        ({"keep_best": 1}, "needs the name of a logged value"),
-        ({"mode": "best"}, "min or max"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"keep_last": 0}, "keep_last must be 1 or more"),
+    ({"keep_every": 0}, "keep_every"),
+    ({"keep_best": -1}, "keep_best"),
+    ({"keep_best": 1}, "needs the name of a logged value"),
+    ({"mode": "best"}, "min or max"),
+])  # fmt: skip
 def test_options_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         Retention(**options)
-
-
-# ---- deleting --------------------------------------------------------------------------------------------------------
 
 
 def test_older_ones_are_deleted(tmp_path):

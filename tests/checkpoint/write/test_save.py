@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import torch.distributed as dist
 from trainwright.checkpoint.format.manifest import read_manifest
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.read.run_state import RunState, StoredTensor
+from trainwright.checkpoint.store.storage import PendingFolder
 from trainwright.checkpoint.write import save
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
@@ -167,8 +166,6 @@ def test_nothing_damaged_is_opened(tmp_path, name):
 
 def rewritten(path: Path, old: bytes, new: bytes) -> None:
     """Change ``tensors.json`` and make the manifest agree, as somebody of ill will would."""
-    from trainwright.checkpoint.store.storage import PendingFolder
-
     manifest = read_manifest(path)
     pending = PendingFolder.create(path)
     files = {}
@@ -178,16 +175,13 @@ def rewritten(path: Path, old: bytes, new: bytes) -> None:
     pending.publish(type(manifest)(files, manifest.about))
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "text"),
-    [
-        (b'"rank_00000.safetensors"', b'"../../etc/passwd"', "no file of the manifest"),
-        (b"[[[0,0],[7,5]", b"[[[0,0],[9,5]", "cannot have a box"),
-        (b"[[[0,0],[7,5]", b"[[[0,0],[6,5]", "30 of its 35 elements"),
-        (b'"float32"', b'"load"', "cannot be understood"),
-        (b'"boxes"', b'"boxen"', "cannot be understood"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "text"), [
+    (b'"rank_00000.safetensors"', b'"../../etc/passwd"', "no file of the manifest"),
+    (b"[[[0,0],[7,5]", b"[[[0,0],[9,5]", "cannot have a box"),
+    (b"[[[0,0],[7,5]", b"[[[0,0],[6,5]", "30 of its 35 elements"),
+    (b'"float32"', b'"load"', "cannot be understood"),
+    (b'"boxes"', b'"boxen"', "cannot be understood"),
+])  # fmt: skip
 def test_metadata_is_not_trusted(tmp_path, old, new, text):
     write(content_of(1), str(tmp_path / "x"))
     rewritten(tmp_path / "x", old, new)

@@ -1,7 +1,5 @@
 """Checkpoints of many ranks, of which no rank writes or reads what is said of all: here 'many' is two and more."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -166,9 +164,6 @@ def test_what_all_hold_is_told_beside_what_few_do(ranks: Any, tmp_path: Path) ->
     assert state.read("w").tolist() == [0, 1, 2, 3]
 
 
-# ---- damage ---------------------------------------------------------------------------------------------------------
-
-
 def named(problems: list[str], file: str) -> None:
     assert [problem.partition(" (")[0] for problem in problems] == [file], problems
     assert f"written by rank {WRITER[file]}" in problems[0]
@@ -242,16 +237,13 @@ def test_files_outside_of_the_folder_are_refused(checkpoint: Path) -> None:
     assert "cannot have a file named" in verify(checkpoint)[0]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "text"),
-    [
-        (b"[[[1,0],[1,5],1]]", b"[[[2,0],[1,5],1]]", r"from \(0, 0\) to \(7, 5\) is there with 25 of its 35"),
-        (b"[[[1,0],[1,5],1]]", b"[[[1,3],[1,5],1]]", r"cannot have a box at \(1, 3\)"),
-        (b"[[[1,0],[1,5],1]]", b"[[[1],[1],1]]", r"cannot have a box at \(1,\)"),
-        (b"[[[1,0],[1,5],1]]", b"[[[1,0],[1,5],-1]]", r"boxes_00001.json cannot be understood"),
-        (b"[[[1,0],[1,5],1]]", b"[[[1,0],[1,5],99]]", r"rank_00099.safetensors"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "text"), [
+    (b"[[[1,0],[1,5],1]]", b"[[[2,0],[1,5],1]]", r"from \(0, 0\) to \(7, 5\) is there with 25 of its 35"),
+    (b"[[[1,0],[1,5],1]]", b"[[[1,3],[1,5],1]]", r"cannot have a box at \(1, 3\)"),
+    (b"[[[1,0],[1,5],1]]", b"[[[1],[1],1]]", r"cannot have a box at \(1,\)"),
+    (b"[[[1,0],[1,5],1]]", b"[[[1,0],[1,5],-1]]", r"boxes_00001.json cannot be understood"),
+    (b"[[[1,0],[1,5],1]]", b"[[[1,0],[1,5],99]]", r"rank_00099.safetensors"),
+])  # fmt: skip
 def test_boxes_that_do_not_make_up_the_whole(checkpoint: Path, old: bytes, new: bytes, text: str) -> None:
     data = (checkpoint / "boxes_00001.json").read_bytes()
     assert old in data
@@ -273,17 +265,13 @@ def test_older_readers_are_told_to_update(checkpoint: Path) -> None:
     assert "version 2 of the format; this installation reads versions up to 1: update trainwright" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"lists": {}}, {"lists": {}, "token": 3}, {"lists": {"a": [1, 2]}, "token": ""}, {"lists": [], "token": ""}],
-)
+@pytest.mark.parametrize("more", [
+    {}, {"lists": {}}, {"lists": {}, "token": 3}, {"lists": {"a": [1, 2]}, "token": ""}, {"lists": [], "token": ""},
+])  # fmt: skip
 def test_manifests_that_say_nothing_usable(more: dict[str, Any]) -> None:
     data = records._sealed({"version": 2, "files": {}, "about": {}, **more})
     with pytest.raises(records.ManifestError):
         records.Manifest.from_bytes(data)
-
-
-# ---- when something goes wrong --------------------------------------------------------------------------------------
 
 
 def fail_at(path: str, bad: int, file: str) -> str:
@@ -355,9 +343,6 @@ def test_ranks_that_share_no_folder(ranks: Any, tmp_path: Path, bad: int) -> Non
     assert not (tmp_path / "x").exists()
 
 
-# ---- stores without renaming ----------------------------------------------------------------------------------------
-
-
 class Shared(LocalFileSystem):
     """A store that several processes see."""
 
@@ -403,9 +388,6 @@ def test_one_takes_the_place_of_another(tmp_path: Path, place: str) -> None:
         assert len(Folder(f"{parent}/x").names()) == read_manifest(path).num_files + 1
     remove(f"{parent}/x")
     assert newest_good([parent]) == (None, [])
-
-
-# ---- how much is where ----------------------------------------------------------------------------------------------
 
 
 def kin(ranks: int, kins: int, length: int) -> Kin:
@@ -465,9 +447,6 @@ def test_kin_that_say_little_have_one_file_together(ranks: Any, tmp_path: Path) 
     assert RunState.open(str(tmp_path / "x")).read("a").tolist() == [1, 1]
 
 
-# ---- as users meet them ---------------------------------------------------------------------------------------------
-
-
 def fit_divided(strategy: str, options: dict[str, Any], folder: str) -> tuple[Any, ...]:
     with many():
         return fit_and_go_on(strategy, options, folder, 3)
@@ -506,9 +485,7 @@ def fit_and_keep_two(folder: str) -> None:
         trainer_of("zero2", {}, max_steps=4, callbacks=[saver], enable_checkpointing=True).fit(Net(), data(2))
 
 
-def test_saved_beside_training_listed_and_exported(
-    ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_saved_beside_training_listed_and_exported(ranks, tmp_path, capsys):
     ranks(fit_and_keep_two, 3, str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=3", "step=4"]
     newest = tmp_path / "step=4"

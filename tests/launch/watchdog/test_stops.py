@@ -1,7 +1,5 @@
 """A process that a signal has stopped is found by its state, not by its silence; a suspended job is not."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -115,9 +113,6 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         each.end()
 
 
-# ---- what is found ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("limits", [LONG, HangLimits(fixed=600.0)], ids=["learned", "fixed"])
 def test_a_stopped_rank_is_found_long_before_its_limit(limits: HangLimits, job: Any) -> None:
     ranks = job(3, limits)
@@ -160,9 +155,6 @@ def test_a_rank_that_runs_alone_has_its_own_limit(job: Any) -> None:
     found = ranks.look(10.0)
     assert found is not None
     assert "stopped by a signal (SIGSTOP)" in found.report
-
-
-# ---- what is not -----------------------------------------------------------------------------------------------------
 
 
 def test_a_suspended_job_is_never_a_hang(job: Any) -> None:
@@ -227,9 +219,6 @@ def test_a_stop_is_asked_about_at_once_and_then_now_and_then(job: Any, monkeypat
     ranks.stop(1)
     assert ranks.look(2 * LONG.pause()) is None
     assert len(questions) == 4
-
-
-# ---- the kernel's part -----------------------------------------------------------------------------------------------
 
 
 def test_one_stop_is_told_from_the_next(job: Any) -> None:

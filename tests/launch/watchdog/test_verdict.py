@@ -1,7 +1,5 @@
 """Who is to blame, from what is known of each rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trainwright.core.run import phases
@@ -12,7 +10,7 @@ from trainwright.launch.watchdog.evidence import HALTED, KERNEL, Child, Evidence
 from trainwright.launch.watchdog.report import verdict, waits
 from trainwright.launch.watchdog.report.report import first_lines, report_of
 from trainwright.launch.watchdog.report.stacks import Frame, Thread
-from trainwright.launch.watchdog.report.verdict import differing_calls, judge
+from trainwright.launch.watchdog.report.verdict import Verdict, differing_calls, judge
 
 LIMIT, SLOW = 10.0, 100.0
 IN_TORCH = Frame("/x/torch/distributed/distributed_c10d.py", 1, "all_reduce", "work.wait()", False)
@@ -45,9 +43,14 @@ def rank(
     return Evidence(progress, stalled, LIMIT, SLOW, answer, state=state_of_process, **more)
 
 
+def blamed(ranks: list[Evidence], seen_before: bool = False) -> Verdict:
+    found = judge(ranks, seen_before)
+    assert found is not None, "nobody is to blame"
+    return found
+
+
 def test_who_has_not_joined_is_named_with_the_call_and_the_line() -> None:
-    found = judge([rank(0, call(57)), rank(1, call(56, pending=False), frame=IN_STEP)])
-    assert found is not None
+    found = blamed([rank(0, call(57)), rank(1, call(56, pending=False), frame=IN_STEP)])
     assert (found.rank, found.ends, found.kind) == (1, 1, waits.LOCK)
     assert found.sentence == (
         "rank 1 has not joined all_reduce #57 (512 x float32) of group 'replicate' [0, 1], in which rank 0 has waited "
@@ -56,13 +59,9 @@ def test_who_has_not_joined_is_named_with_the_call_and_the_line() -> None:
     assert found.reason == "in Net.training_step at user.py:12 (phase forward), waiting for a lock"
 
 
-def test_who_is_within_its_own_time_is_not_to_blame() -> None:
+def test_who_is_within_its_own_time_is_not_to_blame_and_who_computes_for_longer_than_ever_is() -> None:
     assert judge([rank(0, call(57)), rank(1, frame=IN_LOOP, stalled=5.0, state="R", phase=phases.SAVING)], True) is None
-
-
-def test_who_computes_for_longer_than_ever_is_to_blame() -> None:
-    found = judge([rank(0, call(57)), rank(1, frame=IN_LOOP, state="R")])
-    assert found is not None
+    found = blamed([rank(0, call(57)), rank(1, frame=IN_LOOP, state="R")])
     assert (found.rank, found.kind) == (1, waits.COMPUTING)
 
 
@@ -83,8 +82,7 @@ def test_what_is_certain_comes_before_what_is_likely() -> None:
     asleep = rank(1, frame=Frame("/me/user.py", 3, "wait", "time.sleep(9)", True), stalled=50.0, groups=groups)
     for state, kind in (("T", HALTED), ("D", KERNEL)):
         certain = rank(2, answers=False, state_of_process=state, halted=state == "T")
-        found = judge([rank(0, call(57), groups=groups), asleep, certain])
-        assert found is not None
+        found = blamed([rank(0, call(57), groups=groups), asleep, certain])
         assert (found.rank, found.kind) == (2, kind)
 
 
@@ -92,8 +90,7 @@ def test_a_stopped_rank_is_named_with_the_call_before_anybody_has_waited_for_too
     groups = {"1": (0, 1, 2)}
     waiting = rank(0, call(57), groups=groups, stalled=1.5)
     others = [waiting, rank(2, frame=IN_LOOP, state="R", stalled=1.5)]
-    found = judge([*others, rank(1, answers=False, stalled=1.5, state_of_process="T", halted=True)])
-    assert found is not None
+    found = blamed([*others, rank(1, answers=False, stalled=1.5, state_of_process="T", halted=True)])
     assert (found.rank, found.ends, found.kind) == (1, 1, HALTED)
     assert found.sentence == (
         "rank 1 has not joined all_reduce #57 (512 x float32) of group 'replicate' [0, 1, 2], in which rank 0 has "
@@ -111,16 +108,14 @@ def test_who_is_stopped_for_a_moment_or_was_continued_meanwhile_is_not_to_blame(
 
 
 def test_of_two_who_stand_still_the_one_that_others_wait_for() -> None:
-    found = judge([rank(0, call(57)), rank(1, frame=IN_STEP), rank(2, frame=IN_STEP, stalled=90.0)])
-    assert found is not None
+    found = blamed([rank(0, call(57)), rank(1, frame=IN_STEP), rank(2, frame=IN_STEP, stalled=90.0)])
     assert found.rank == 1
 
 
 def test_on_an_accelerator_any_line_may_wait_for_a_call() -> None:
     item = Frame("/me/user.py", 30, "Net.training_step", "loss.item()", True)
     waiting = rank(0, call(57), frame=item, state="R", on_accelerator=True)
-    found = judge([waiting, rank(1, frame=IN_STEP, on_accelerator=True)])
-    assert found is not None
+    found = blamed([waiting, rank(1, frame=IN_STEP, on_accelerator=True)])
     assert found.rank == 1
     assert waiting.wait.kind == waits.COMMUNICATION
     assert rank(0, call(57), frame=item, state="R").wait.kind == waits.COMPUTING
@@ -129,19 +124,16 @@ def test_on_an_accelerator_any_line_may_wait_for_a_call() -> None:
 def test_the_minority_has_made_another_call() -> None:
     groups = {"1": (0, 1, 2, 3)}
     ranks = [rank(number, call(57), groups=groups) for number in (0, 1, 3)]
-    found = judge([*ranks, rank(2, call(57, size=100), groups=groups)])
-    assert found is not None
+    found = blamed([*ranks, rank(2, call(57, size=100), groups=groups)])
     assert (found.rank, found.kind) == (2, verdict.MISMATCH)
     assert "rank 2 has called all_reduce (100 x float32)" in found.sentence
-    assert (
-        "number 57 of group 'replicate' [0, 1, 2, 3], where ranks 0, 1, 3 have called all_reduce (512" in found.sentence
-    )
+    where = "number 57 of group 'replicate' [0, 1, 2, 3], where ranks 0, 1, 3 have called all_reduce (512"
+    assert where in found.sentence
 
 
 def test_of_two_the_one_ahead_has_made_another_call() -> None:
     behind = rank(0, call(57, "all_gather"), phase=phases.FORWARD)
-    found = judge([behind, rank(1, call(57), phase=phases.BACKWARD)])
-    assert found is not None
+    found = blamed([behind, rank(1, call(57), phase=phases.BACKWARD)])
     assert (found.rank, found.kind) == (1, verdict.MISMATCH)
 
 
@@ -155,8 +147,7 @@ def test_a_call_left_out_is_told_by_who_is_ahead_and_only_when_seen_twice() -> N
     behind = rank(0, *before, call(57), groups=groups, phase=phases.BACKWARD)
     ahead = rank(1, *before, call(3, "broadcast", group="2"), groups=groups, phase=phases.HOOKS)
     assert judge([behind, ahead]) is None
-    found = judge([behind, ahead], seen_before=True)
-    assert found is not None
+    found = blamed([behind, ahead], seen_before=True)
     assert (found.rank, found.kind) == (1, verdict.SKIPPED)
     assert found.sentence.startswith("rank 1 left out all_reduce #57")
     assert found.sentence.endswith("in broadcast #3 (512 x float32) of group 'replicate' [0, 1]")
@@ -165,22 +156,16 @@ def test_a_call_left_out_is_told_by_who_is_ahead_and_only_when_seen_twice() -> N
 def test_a_rank_in_a_call_that_nobody_else_makes_is_to_blame_wherever_it_is() -> None:
     groups = {"1": (0, 1), "2": (0, 1)}
     before = call(56, pending=False)
-    found = judge(
-        [
-            rank(0, before, call(57), groups=groups, phase=phases.BACKWARD),
-            rank(1, before, call(1, "barrier", group="2"), groups=groups, phase=phases.FORWARD),
-        ],
-        seen_before=True,
-    )
-    assert found is not None
+    backward = rank(0, before, call(57), groups=groups, phase=phases.BACKWARD)
+    alone = rank(1, before, call(1, "barrier", group="2"), groups=groups, phase=phases.FORWARD)
+    found = blamed([backward, alone], seen_before=True)
     assert (found.rank, found.kind) == (1, verdict.ALONE)
     assert found.sentence.startswith("rank 1 has waited for 31 s in barrier #1")
     assert "rank 0 has waited for 31 s in all_reduce #57" in found.sentence
 
 
 def test_a_rank_that_has_ended_is_named_and_one_that_lives_is_ended() -> None:
-    found = judge([rank(0, call(57)), rank(1, call(56, pending=False), running=False)], seen_before=True)
-    assert found is not None
+    found = blamed([rank(0, call(57)), rank(1, call(56, pending=False), running=False)], seen_before=True)
     assert (found.rank, found.ends, found.kind) == (1, 0, verdict.ENDED)
 
 
@@ -189,21 +174,18 @@ def test_ranks_of_another_machine_are_blamed_late() -> None:
     here = [rank(number, call(57), groups=groups) for number in (0, 1)]
     assert judge(here, seen_before=True) is None  # the other one may be saving, which only its own monitor knows
     late = [rank(number, call(57), groups=groups, stalled=120.0) for number in (0, 1)]
-    found = judge(late, seen_before=True)
-    assert found is not None
+    found = blamed(late, seen_before=True)
     assert (found.rank, found.ends, found.kind) == (2, 0, verdict.ELSEWHERE)
 
 
 def test_all_wait_for_each_others_messages() -> None:
-    found = judge([rank(0, groups={"1": (0, 1)}), rank(1, stalled=40.0)], seen_before=True)
-    assert found is not None
+    found = blamed([rank(0, groups={"1": (0, 1)}), rank(1, stalled=40.0)], seen_before=True)
     assert (found.rank, found.kind) == (1, verdict.DEADLOCK)
 
 
 def test_a_stopped_worker_of_a_data_loader_is_named() -> None:
     loader = Frame("/x/torch/utils/data/dataloader.py", 1, "_BaseDataLoaderIter.__next__", "", False)
-    found = judge([rank(0, call(57)), rank(1, frame=loader, children=(Child(77, "python", "T"),))])
-    assert found is not None
+    found = blamed([rank(0, call(57)), rank(1, frame=loader, children=(Child(77, "python", "T"),))])
     assert found.sentence.endswith("its data loader: worker process 77 is stopped by a signal (SIGSTOP)")
 
 
@@ -218,8 +200,7 @@ def test_calls_of_ranks_that_have_failed_are_laid_side_by_side() -> None:
 
 def test_the_report_begins_with_who_and_why_and_the_users_lines() -> None:
     ranks = [rank(0, call(57)), rank(1, call(56, pending=False), frame=IN_STEP)]
-    found = judge(ranks)
-    assert found is not None
+    found = blamed(ranks)
     report = report_of(found, ranks)
     assert first_lines(report).splitlines()[0] == f"Hang: {found.sentence}"
     assert first_lines(report).splitlines()[2].startswith("  rank 0: phase forward, step 5, micro-batch 6, no progress")

@@ -1,7 +1,5 @@
 """The parts of the watchdog: boxes, limits, answers, stacks, calls, and the monitor that puts them together."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -20,6 +18,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.parity.harness import QUIET
 from trainwright import Trainer, Watchdog
 from trainwright.core.processes.process import catches, state_of
 from trainwright.core.run import phases
@@ -33,8 +32,6 @@ from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.monitor import VARIABLE, HangMonitor
 from trainwright.launch.watchdog.report import waits
 from trainwright.launch.watchdog.report.stacks import Frame, Thread, crash_in, own_threads, place_of
-
-# ---- boxes -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_rank_writes_is_read(tmp_path: Path) -> None:
@@ -74,9 +71,6 @@ def test_times_of_the_first_steps_are_not_learned(tmp_path: Path) -> None:
     boxes.close()
 
 
-# ---- limits ----------------------------------------------------------------------------------------------------------
-
-
 def _progress(**values: Any) -> Progress:
     plain = {"process": 1, "rank": 0, "running": True, "phase": phases.FORWARD, "step": 0, "micro_batches": 0}
     return Progress(**{**plain, "changes": 0, "longest": {}, **values})
@@ -92,17 +86,14 @@ def test_the_longest_time_of_any_rank_is_what_counts() -> None:
     assert [fixed.limit(phase, ranks) for phase in (phases.FORWARD, phases.SAVING)] == [7.0, 7.0]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("hang_timeout", "soon"),
-        ("hang_timeout", 0),
-        ("hang_timeout", True),
-        ("hang_safety_factor", 0.5),
-        ("hang_floor_seconds", 0.0),
-        ("hang_first_timeout", -1.0),
-    ],
-)
+@pytest.mark.parametrize(("key", "value"), [
+    ("hang_timeout", "soon"),
+    ("hang_timeout", 0),
+    ("hang_timeout", True),
+    ("hang_safety_factor", 0.5),
+    ("hang_floor_seconds", 0.0),
+    ("hang_first_timeout", -1.0),
+])  # fmt: skip
 def test_impossible_limits_are_refused(key: str, value: Any) -> None:
     cfg = OmegaConf.create({"launch": OmegaConf.structured(LaunchConfig)})
     assert hang_problems(cfg) == []
@@ -120,9 +111,6 @@ def test_impossible_limits_of_the_callback_are_refused() -> None:
         Watchdog(safety_factor=0.5)
     with pytest.raises(ValueError, match="floor_seconds=0: must be"):
         Watchdog(floor_seconds=0)
-
-
-# ---- stacks ----------------------------------------------------------------------------------------------------------
 
 
 def _acquire(lock: Any) -> None:
@@ -202,9 +190,8 @@ def test_what_is_waited_for_is_told_by_the_outermost_library_that_is_known() -> 
 
 def test_who_debugs_or_compiles_is_known() -> None:
     user = _at("/me/train.py", "Net.training_step", users=True)
-    assert (
-        _kind(_at("/usr/lib/cmd.py", "Cmd.cmdloop"), _at("/usr/lib/pdb.py", "Pdb.interaction"), user) == waits.DEBUGGER
-    )
+    debugger = _at("/usr/lib/cmd.py", "Cmd.cmdloop"), _at("/usr/lib/pdb.py", "Pdb.interaction")
+    assert _kind(*debugger, user) == waits.DEBUGGER
     compiling = _at("/x/torch/_dynamo/convert_frame.py", "_compile")
     assert _kind(_at("/usr/lib/threading.py", "Condition.wait"), compiling, user) == waits.COMPILING
     assert _kind(user, _at("/x/torch/_dynamo/eval_frame.py", "compile_wrapper")) == waits.NATIVE
@@ -217,8 +204,6 @@ def test_the_thread_in_which_backward_runs_the_users_hooks_is_the_one_that_acts(
     assert waits.acting_thread((main, other, device)) is device
     assert waits.acting_thread((main, other)) is main
 
-
-# ---- crashes ---------------------------------------------------------------------------------------------------------
 
 CRASH = """Thread 0x1 (most recent call first):
   File "/me/train.py", line 9 in asked_for_earlier
@@ -241,9 +226,6 @@ def test_the_users_line_of_a_crash_is_found() -> None:
     assert place_of(crash) == "Aborted (on_train_batch_end at train.py:7)"
     assert "Extension" not in crash
     assert crash_in("Thread 0x1 (most recent call first):") is None
-
-
-# ---- answers ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_answers_until_it_stops(tmp_path: Path) -> None:
@@ -275,18 +257,12 @@ def test_an_answer_survives_being_written() -> None:
     assert answer.groups == {}
 
 
-# ---- calls -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("sizes", "kinds", "text"),
-    [
-        ((), (), "barrier #3"),
-        (((4, 128),), ("float32",), "barrier #3 (512 x float32)"),
-        (((4,), (6,)), ("float32", "int64"), "barrier #3 (10 x float32 and int64 in 2 tensors)"),
-        (((),), ("bool",), "barrier #3 (1 x bool)"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "kinds", "text"), [
+    ((), (), "barrier #3"),
+    (((4, 128),), ("float32",), "barrier #3 (512 x float32)"),
+    (((4,), (6,)), ("float32", "int64"), "barrier #3 (10 x float32 and int64 in 2 tensors)"),
+    (((),), ("bool",), "barrier #3 (1 x bool)"),
+])  # fmt: skip
 def test_calls_for_people(sizes: Any, kinds: Any, text: str) -> None:
     assert str(Call("0", 3, "barrier", sizes, kinds, True, 1.0)) == text
 
@@ -303,9 +279,6 @@ def names_of_groups() -> dict[str, tuple[int, ...]]:
 
 def test_groups_are_named(ranks: Any) -> None:
     assert ranks(names_of_groups, 2) == [{"all ranks": (0, 1), "replicate": (0, 1)}] * 2
-
-
-# ---- the callback ----------------------------------------------------------------------------------------------------
 
 
 class Line(pl.LightningModule):
@@ -334,16 +307,7 @@ def test_a_run_tells_what_it_does(kind: Any, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "mine")
     seen: list[Progress] = []
     look = pl.callbacks.LambdaCallback(on_train_epoch_end=lambda *_: seen.append(watcher._boxes.read(0)))
-    trainer = kind(
-        max_epochs=2,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        callbacks=[Watchdog(), look],
-    )
+    trainer = kind(max_epochs=2, devices=1, callbacks=[Watchdog(), look], **QUIET)
     loader = DataLoader(TensorDataset(torch.ones(12, 2)), batch_size=2)
     trainer.fit(Line(), loader, loader)
     assert [(each.running, each.rank, each.micro_batches) for each in seen] == [(True, 0, 6), (True, 0, 12)]
@@ -352,9 +316,6 @@ def test_a_run_tells_what_it_does(kind: Any, tmp_path: Path, monkeypatch: pytest
     assert "trainwright-watchdog" not in [thread.name for thread in threading.enumerate()]
     assert (os.environ["TORCH_FR_BUFFER_SIZE"], os.environ["TORCH_FR_DUMP_TEMP_FILE"]) == ("10", "mine")
     watcher.close()
-
-
-# ---- the monitor -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Means over replicas: the same numbers whatever the way, and fewer bytes across nodes in two levels."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,10 +1,7 @@
 """The certificate finds what is done wrongly to a module, and leaves no trace where nothing is."""
 
-from __future__ import annotations
-
 import json
 import random
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,9 +30,6 @@ from trainwright.strategies.plan.proof.proof import Proof, Verdict
 from trainwright.strategies.tensor import engine as tensor_engine
 
 ON = {"certificate": "refuse"}
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Faults
 
 
 def _other_part(self: cuts.Cut, whole: Tensor) -> Tensor:
@@ -122,10 +116,6 @@ def test_warn_trains_all_the_same(ranks: Any) -> None:
         ZeroStrategy(3, certificate="of")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# No trace
-
-
 class Traced(pl.LightningModule):
     """A module full of state: buffers, counters, lists, drawn numbers, a moving average that its step writes."""
 
@@ -191,10 +181,6 @@ def test_no_trace(ranks: Any, options: dict[str, Any]) -> None:
         assert torch.equal(one[3], other[3])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Steps of other kinds
-
-
 class Adversaries(pl.LightningModule):
     """Two optimizers by hand, with what is toggled off in each turn."""
 
@@ -233,9 +219,7 @@ def train_adversaries(options: dict[str, Any], folder: str) -> Any:
 
 
 @pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 3}, {"tensor": 2, "shard": 1}], ids=str)
-def test_manual_optimization_is_compared_as_far_as_its_first_step(
-    ranks: Any, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_manual_optimization_is_compared_as_far_as_its_first_step(ranks, options, tmp_path):
     """With the gradients of the optimizer that steps; the run directory holds what was found, the run no trace."""
     results = ranks(train_adversaries, 2, options, str(tmp_path))
     without = ranks(train_adversaries, 2, {**options, "certificate": "off"}, str(tmp_path))

@@ -1,7 +1,5 @@
 """Bytes that a rank holds equal the formulas of the ZeRO paper (arXiv:1910.02054), here for fp32 with Adam."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import suppress
 from typing import Any

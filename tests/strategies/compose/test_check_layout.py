@@ -1,7 +1,5 @@
 """What a layout asks of a model and its companions is refused by the command, before a process starts."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -122,9 +120,7 @@ def test_all_at_once(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert part in err
 
 
-def test_an_axis_that_takes_no_ranks_leaves_options_without_effect(
-    conf: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_axis_that_takes_no_ranks_leaves_options_without_effect(conf, capsys):
     err = problems_of(["recipe=gpt", "strategy=pipeline", "devices=1", "strategy.schedule=gpipe"], capsys)
     assert "strategy.schedule=gpipe with pipeline=1 has no effect" in err
 

@@ -1,7 +1,5 @@
 """Attention over a split sequence against attention of one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole models whose sequences are split over the ranks of a group, against one process."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -323,42 +321,36 @@ def faulty(fault: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("arange", "Block layers.0 counts positions itself (torch.arange(4))"),
-        ("table", "Block layers.0 counts positions itself (the first 4 rows of table)"),
-        ("eager", "No scaled_dot_product_attention was called in block layers.0"),
-        ("mask", "An attention mask of shape (4, 4) for 4 of 8 positions"),
-        ("dropout", "Attention dropout 0.1 with the context method 'ring' (allowed: 0)"),
-        ("length", "A sequence of 30 positions cannot be cut into 4 equal chunks for context=2"),
-        ("other", "The argument 'other' of a block, of shape (2, 4, 4), has as many positions as a rank's part"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "said"), [
+    ("arange", "Block layers.0 counts positions itself (torch.arange(4))"),
+    ("table", "Block layers.0 counts positions itself (the first 4 rows of table)"),
+    ("eager", "No scaled_dot_product_attention was called in block layers.0"),
+    ("mask", "An attention mask of shape (4, 4) for 4 of 8 positions"),
+    ("dropout", "Attention dropout 0.1 with the context method 'ring' (allowed: 0)"),
+    ("length", "A sequence of 30 positions cannot be cut into 4 equal chunks for context=2"),
+    ("other", "The argument 'other' of a block, of shape (2, 4, 4), has as many positions as a rank's part"),
+])  # fmt: skip
 def test_what_would_be_wrong_is_refused(ranks, fault, said):
     for message in ranks(faulty, 2, fault, timeout=30):
         assert said in message
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "name", "dim"),
-    [
-        ((8,), torch.int64, "cache_position", 0),
-        ((8, 4), torch.float32, "cos", 0),
-        ((8, 8), torch.float32, "cos", 0),
-        ((8, 8), torch.float32, "attn_mask", None),
-        ((8, 8), torch.int64, "position_ids", 1),
-        ((8, 8), torch.bool, "", None),
-        ((2, 8), torch.int64, "position_ids", 1),
-        ((1, 8, 8), torch.float32, "position_embeddings", 1),
-        ((2, 8, 4), torch.float32, "residual", 1),
-        ((2, 1, 8, 8), torch.float32, "", None),
-        ((2, 1, 1, 8), torch.float32, "attention_mask", None),
-        ((1, 1, 8, 4), torch.float32, "cos", 2),
-        ((2, 5, 4), torch.float32, "encoder_states", None),
-        ((), torch.float32, "scale", None),
-    ],
-)
+@pytest.mark.parametrize(("shape", "dtype", "name", "dim"), [
+    ((8,), torch.int64, "cache_position", 0),
+    ((8, 4), torch.float32, "cos", 0),
+    ((8, 8), torch.float32, "cos", 0),
+    ((8, 8), torch.float32, "attn_mask", None),
+    ((8, 8), torch.int64, "position_ids", 1),
+    ((8, 8), torch.bool, "", None),
+    ((2, 8), torch.int64, "position_ids", 1),
+    ((1, 8, 8), torch.float32, "position_embeddings", 1),
+    ((2, 8, 4), torch.float32, "residual", 1),
+    ((2, 1, 8, 8), torch.float32, "", None),
+    ((2, 1, 1, 8), torch.float32, "attention_mask", None),
+    ((1, 1, 8, 4), torch.float32, "cos", 2),
+    ((2, 5, 4), torch.float32, "encoder_states", None),
+    ((), torch.float32, "scale", None),
+])  # fmt: skip
 def test_arguments_are_cut_where_their_positions_are(shape, dtype, name, dim):
     assert sequence_dim(torch.ones(shape).to(dtype), 8, name) == dim
 

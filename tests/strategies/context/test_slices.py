@@ -1,7 +1,5 @@
 """Tensors of which each rank holds some positions, against whole ones."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mixed precision keeps no half-precision copy of a weight beyond the operation that uses it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Collectives with a backward: values, gradients and gradients of gradients against the same maps on one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -62,17 +60,14 @@ def expected(
     }[name]
 
 
-@pytest.mark.parametrize(
-    ("name", "dims"),
-    [
-        ("copy_to", [None]),
-        ("reduce_from", [None]),
-        ("gather", [0, 1, -1]),
-        ("gather_same", [1]),
-        ("scatter", [0, 1]),
-        ("reduce_scatter", [0, 1]),
-    ],
-)
+@pytest.mark.parametrize(("name", "dims"), [
+    ("copy_to", [None]),
+    ("reduce_from", [None]),
+    ("gather", [0, 1, -1]),
+    ("gather_same", [1]),
+    ("scatter", [0, 1]),
+    ("reduce_scatter", [0, 1]),
+])  # fmt: skip
 def test_forward_and_backward(ranks, name, dims):
     for dim in dims:
         forward, backward = expected(name, dim or 0)

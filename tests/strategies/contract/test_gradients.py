@@ -1,7 +1,5 @@
 """Norms and clipping of gradients that are split, replicated, or both."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

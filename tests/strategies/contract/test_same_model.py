@@ -1,7 +1,5 @@
 """Ranks with another model than the first, and what differs from rank to rank all the same."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

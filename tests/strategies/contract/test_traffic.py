@@ -1,7 +1,5 @@
 """Collectives of an optimizer step, counted, equal theory; the loop adds none of its own."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import ExitStack
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.parity.harness import CLIPPING, make_loader, make_trainer, world_size
 from tests.parity.modules import make_module
@@ -176,8 +175,6 @@ def test_the_recorder_hears_everything(ranks):
 
 
 def all_kinds() -> list[Collective]:
-    import torch.distributed as dist
-
     three, six = torch.zeros(3), torch.zeros(6)
     with recorded() as heard:
         dist.all_reduce(three)

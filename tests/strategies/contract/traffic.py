@@ -1,7 +1,5 @@
 """The collectives that this rank takes part in, whoever starts them: Python, C++ (DDP) or FSDP2."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Blocks gathered ahead: as many as asked for, with the same numbers."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -38,13 +36,10 @@ def test_numbers_stay_the_same(ranks):
             assert differences(record, expected) == [], options
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "world"),
-    [
-        ("gpt2", {"pipeline": 2, "shard": 2, "schedule": "interleaved_1f1b", "micro_batches": 4}, 4),
-        ("mixtral", {"expert": 2}, 2),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "world"), [
+    ("gpt2", {"pipeline": 2, "shard": 2, "schedule": "interleaved_1f1b", "micro_batches": 4}, 4),
+    ("mixtral", {"expert": 2}, 2),
+])  # fmt: skip
 def test_composes_with_layouts(ranks, name, options, world):
     case = LayoutCase(name, {**options, "prefetch": 2})
     records = ranks(run, world, case, timeout=120)

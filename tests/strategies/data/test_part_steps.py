@@ -1,7 +1,5 @@
 """Optimizers that step on local tensors: equal to the bit, DTensors to callers, and what a failed step leaves."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

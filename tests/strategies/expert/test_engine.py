@@ -1,7 +1,5 @@
 """Experts spread over ranks compute what one process computes: outputs and every gradient."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -402,18 +400,15 @@ class Model(nn.Module):
         self.linear = nn.Linear(4, 6)
 
 
-@pytest.mark.parametrize(
-    ("experts", "size", "said"),
-    [
-        ({}, 2, "expert=2, but the plan of Model has no experts"),
-        ({"good": "stacked"}, 3, "expert=3, but good has 4 experts (possible: 1, 2, 4)"),
-        ({"bare": "listed"}, 2, "must be called with (tokens, index, weights)"),
-        ({"odd": "stacked"}, 2, "not a row for each of 4 experts has norm of shape (3,)"),
-        ({"linear": "stacked"}, 2, "its forward takes (input), but experts must be called with (tokens, index"),
-        ({"god": "stacked"}, 2, "plan.experts names god, but Model has no such module"),
-        ({"good": "piled"}, 2, "plan.experts: good: 'piled' (allowed: stacked, listed)"),
-    ],
-)
+@pytest.mark.parametrize(("experts", "size", "said"), [
+    ({}, 2, "expert=2, but the plan of Model has no experts"),
+    ({"good": "stacked"}, 3, "expert=3, but good has 4 experts (possible: 1, 2, 4)"),
+    ({"bare": "listed"}, 2, "must be called with (tokens, index, weights)"),
+    ({"odd": "stacked"}, 2, "not a row for each of 4 experts has norm of shape (3,)"),
+    ({"linear": "stacked"}, 2, "its forward takes (input), but experts must be called with (tokens, index"),
+    ({"god": "stacked"}, 2, "plan.experts names god, but Model has no such module"),
+    ({"good": "piled"}, 2, "plan.experts: good: 'piled' (allowed: stacked, listed)"),
+])  # fmt: skip
 def test_impossible_experts(experts, size, said):
     with torch.device("meta"):
         problems = validate_experts(Model(), ModelPlan(experts=experts), size)

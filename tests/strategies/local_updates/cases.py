@@ -1,7 +1,5 @@
 """Runs with local updates, as ranks see them, and the same by hand on one process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,10 +108,6 @@ def fit(
     watch.seen.final = dict(trainer.strategy.whole_parameters())
     watch.seen.values["held"] = trainer.strategy.held_bytes()
     return watch.seen
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The same by hand
 
 
 @dataclass

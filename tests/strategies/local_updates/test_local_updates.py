@@ -1,7 +1,5 @@
 """Local SGD and DiLoCo against loops written by hand, over replicas of every kind."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

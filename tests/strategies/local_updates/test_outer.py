@@ -1,7 +1,5 @@
 """Rounds of the parameters that replicas have in common."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

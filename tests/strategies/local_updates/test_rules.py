@@ -1,7 +1,5 @@
 """What local updates cannot do, refused with what to type instead: when composed, and by the constructors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl
@@ -46,9 +44,7 @@ REFUSED: list[tuple[list[str], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("overrides", "parts"), REFUSED, ids=lambda value: " ".join(value) if value else None)
-def test_what_is_impossible_is_refused_when_composed(
-    tmp_path: Any, overrides: list[str], parts: tuple[str, ...]
-) -> None:
+def test_what_is_impossible_is_refused_when_composed(tmp_path, overrides, parts):
     cfg = compose("gpt", ["devices=2", "accelerator=cpu", f"run_dir={tmp_path}", *overrides])
     problems = validate(cfg, Surroundings())
     assert any(all(part in problem for part in parts) for problem in problems), problems
@@ -61,9 +57,7 @@ def test_what_fits_is_not_refused(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "option"), [("bf16", {}), ("topk", {"ratio": 0.01}), ("powersgd", {"rank": 4})])
-def test_the_group_compression_says_how_outer_gradients_are_sent(
-    tmp_path: Any, name: str, option: dict[str, Any]
-) -> None:
+def test_the_group_compression_says_how_outer_gradients_are_sent(tmp_path, name, option):
     overrides = ["devices=2", "accelerator=cpu", f"run_dir={tmp_path}", "strategy=diloco", f"compression={name}"]
     cfg = compose("gpt", overrides)
     assert validate(cfg, Surroundings()) == []
@@ -77,20 +71,16 @@ def test_the_group_compression_says_how_outer_gradients_are_sent(
 _AS_LOCAL_SGD = ["strategy.outer_lr=1", "strategy.outer_momentum=0", "strategy.outer_nesterov=false"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "is_refused"),
-    [
-        (["strategy=diloco"], True),
-        (["strategy=diloco", "strategy.sync_every=1"], True),
-        (["strategy=local_sgd", "strategy.warmup_steps=3"], True),
-        (["strategy=diloco", "strategy.sync_every=1", *_AS_LOCAL_SGD, "compression=bf16"], True),
-        (["strategy=diloco", "strategy.sync_every=1", *_AS_LOCAL_SGD], False),
-        (["strategy=local_sgd", "strategy.sync_every=1"], False),
-        (["strategy=diloco", "strategy.warmup_steps=4"], False),
-        (["strategy=ddp"], False),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
+@pytest.mark.parametrize(("overrides", "is_refused"), [
+    (["strategy=diloco"], True),
+    (["strategy=diloco", "strategy.sync_every=1"], True),
+    (["strategy=local_sgd", "strategy.warmup_steps=3"], True),
+    (["strategy=diloco", "strategy.sync_every=1", *_AS_LOCAL_SGD, "compression=bf16"], True),
+    (["strategy=diloco", "strategy.sync_every=1", *_AS_LOCAL_SGD], False),
+    (["strategy=local_sgd", "strategy.sync_every=1"], False),
+    (["strategy=diloco", "strategy.warmup_steps=4"], False),
+    (["strategy=ddp"], False),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
 def test_verify_compares_only_what_can_be_equal(overrides: list[str], is_refused: bool) -> None:
     problems = problems_of(compose("gpt", ["devices=2", *overrides]), VerifyOptions())
     assert [("do not train as one process does" in problem) for problem in problems] == [True] * is_refused
@@ -105,17 +95,14 @@ class ByHand(pl.LightningModule):
         self.layer = torch.nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize(
-    ("make", "part"),
-    [
-        (lambda: LocalSGDStrategy(sync_every=0), "sync_every=0"),
-        (lambda: LocalSGDStrategy(compression="bf16"), "strategy=diloco"),
-        (lambda: DiLoCoStrategy(sync_every=4, overlap_steps=4), "overlap_steps=4"),
-        (lambda: DiLoCoStrategy(compression={"name": "topk", "ratio": 2}), "ratio"),
-        (lambda: DiLoCoStrategy(compression={"name": "topk", "warmup_steps": 2}), "nothing reads it"),
-        (lambda: DiLoCoStrategy(outer_momentum=0.0), "outer_nesterov=false"),
-    ],
-)
+@pytest.mark.parametrize(("make", "part"), [
+    (lambda: LocalSGDStrategy(sync_every=0), "sync_every=0"),
+    (lambda: LocalSGDStrategy(compression="bf16"), "strategy=diloco"),
+    (lambda: DiLoCoStrategy(sync_every=4, overlap_steps=4), "overlap_steps=4"),
+    (lambda: DiLoCoStrategy(compression={"name": "topk", "ratio": 2}), "ratio"),
+    (lambda: DiLoCoStrategy(compression={"name": "topk", "warmup_steps": 2}), "nothing reads it"),
+    (lambda: DiLoCoStrategy(outer_momentum=0.0), "outer_nesterov=false"),
+])  # fmt: skip
 def test_constructors_refuse_the_same(make: Any, part: str) -> None:
     with pytest.raises(ValueError, match=part):
         make()

@@ -1,7 +1,5 @@
 """Run states of replicas that differ: resumed between two synchronisations, and moved to other strategies and back."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

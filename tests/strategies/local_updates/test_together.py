@@ -1,7 +1,5 @@
 """What is sent, running statistics, mixed precision and what watches replicas, under local updates."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.parity.harness import make_trainer
+from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
 from tests.strategies.contract.traffic import recorded
 from tests.strategies.local_updates.cases import Outer, by_hand, difference, fit
@@ -52,8 +51,6 @@ def traffic(options: dict[str, Any]) -> tuple[Counter[str], int]:
         callbacks=[watch, Preemption(check_seconds=1e6)],
         limit_val_batches=0,
     )
-    from tests.parity.layout_modules import make_module
-
     module = make_module("gpt")
     module.training_step = lambda batch, batch_idx: module.loss(batch)  # type: ignore[method-assign] # logs nothing
     trainer.fit(module, DataLoader(Texts(72, 8), batch_size=6))

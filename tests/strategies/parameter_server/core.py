@@ -1,7 +1,5 @@
 """Servers and workers without Lightning: a small model, the same gradients for everybody who asks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Who may go on, by itself."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,19 +1,21 @@
 """Servers and workers as they are, without Lightning."""
 
-from __future__ import annotations
-
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.strategies.parameter_server.core import Peer, flat, reference
+from trainwright.strategies.averaging.compression.names import codec_of
+from trainwright.strategies.contract.communication.meter import CommunicationMeter
 from trainwright.strategies.contract.word_of_end import EndNotice
+from trainwright.strategies.parameter_server.messages.wire import FIXED
+from trainwright.strategies.parameter_server.server.server import request_size
 
 
 def train(servers: int, kind: str, clip_norm: float | None, steps: int, rules: dict[str, Any]) -> Any:
-    import torch.distributed as dist
-
     peer = Peer(dist.get_rank(), dist.get_world_size(), servers, kind, **rules)
     peer.begin()
     losses = []
@@ -41,8 +43,6 @@ def test_in_step_is_the_mean_of_all(ranks, servers, kind, clip_norm):
 
 def push_early(least_numel: int | None, rules: dict[str, Any]) -> Any:
     """Steps of which some are not made, or whose gradients are changed after backward."""
-    import torch.distributed as dist
-
     rank = dist.get_rank()
     peer = Peer(rank, 2, servers=2, least_numel=least_numel, **rules)
     peer.begin()
@@ -88,8 +88,6 @@ def test_parts_pushed_early_and_pulled_late_make_the_same_steps(ranks):
 
 def go_alone(consistency: str) -> Any:
     """Rank 0 makes all its steps before rank 1 begins its first."""
-    import torch.distributed as dist
-
     rank = dist.get_rank()
     peer = Peer(rank, 2, consistency=consistency)
     peer.begin()
@@ -111,10 +109,6 @@ def test_asynchronous_workers_do_not_wait(ranks):
 
 def keep_bound(staleness: int) -> Any:
     """Three workers of different speed."""
-    import time
-
-    import torch.distributed as dist
-
     rank = dist.get_rank()
     peer = Peer(rank, 3, servers=2, kind="sgd", consistency="ssp", staleness=staleness, delay_compensation=0.01)
     peer.begin()
@@ -134,10 +128,6 @@ def test_no_worker_is_ever_further_ahead_than_the_bound(ranks):
 
 
 def push_coded(name: str, options: dict[str, Any]) -> Any:
-    import torch.distributed as dist
-
-    from trainwright.strategies.averaging.compression.names import codec_of
-
     peer = Peer(dist.get_rank(), 2, servers=2, codec=codec_of(name, **options), consistency="sync")
     peer.begin()
     for step in range(6):
@@ -158,8 +148,6 @@ def test_codecs_write_what_is_pushed(ranks):
 
 
 def end_early() -> Any:
-    import torch.distributed as dist
-
     peer = Peer(dist.get_rank(), 2, consistency="sync")
     peer.begin()
     peer.step(0)
@@ -184,12 +172,6 @@ def test_a_server_that_ends_is_told_of_in_one_message(ranks):
 
 
 def count() -> Any:
-    import torch.distributed as dist
-
-    from trainwright.strategies.contract.communication.meter import CommunicationMeter
-    from trainwright.strategies.parameter_server.messages.wire import FIXED
-    from trainwright.strategies.parameter_server.server.server import request_size
-
     peer = Peer(dist.get_rank(), 2, consistency="sync")
     peer.begin()
     dist.barrier()

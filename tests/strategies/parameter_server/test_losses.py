@@ -1,7 +1,5 @@
 """Workers that are killed, and others that take their place; real processes, without Lightning."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -71,11 +69,9 @@ def serve(rules: dict[str, Any]) -> Any:
     return ends, results, server.largest_spread
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [{"consistency": "sync"}, {"consistency": "ssp", "staleness": 2}, {"consistency": "async"}],
-    ids=lambda rules: rules["consistency"],
-)
+@pytest.mark.parametrize("rules", [
+    {"consistency": "sync"}, {"consistency": "ssp", "staleness": 2}, {"consistency": "async"},
+], ids=lambda rules: rules["consistency"])  # fmt: skip
 def test_a_killed_worker_is_missed_by_nobody_and_replaced(pool, rules):
     ((ends, results, spread),) = pool.run(serve, 1, rules, init_group=False)
     assert ends == [0, -signal.SIGKILL, 0, 0]

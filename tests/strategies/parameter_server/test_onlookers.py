@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,19 +38,16 @@ def scripted() -> pl.LightningModule:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("module", "data", "callbacks", "found"),
-    [
-        (pl.LightningModule, None, [], False),
-        (pl.LightningModule, None, [LearningRateMonitor(), RichProgressBar(), Throughput()], False),
-        (pl.LightningModule, None, [Looks()], True),
-        (pl.LightningModule, None, [LooksAfterAll()], True),
-        (pl.LightningModule, None, [WeightAveraging()], True),
-        (Steps, None, [], True),
-        (pl.LightningModule, Moves(), [], True),
-        (scripted, None, [], True),
-    ],
-)
+@pytest.mark.parametrize(("module", "data", "callbacks", "found"), [
+    (pl.LightningModule, None, [], False),
+    (pl.LightningModule, None, [LearningRateMonitor(), RichProgressBar(), Throughput()], False),
+    (pl.LightningModule, None, [Looks()], True),
+    (pl.LightningModule, None, [LooksAfterAll()], True),
+    (pl.LightningModule, None, [WeightAveraging()], True),
+    (Steps, None, [], True),
+    (pl.LightningModule, Moves(), [], True),
+    (scripted, None, [], True),
+])  # fmt: skip
 def test_who_may_look_at_parameters_between_a_step_and_a_forward(module, data, callbacks, found):
     trainer = SimpleNamespace(lightning_module=module(), datamodule=data, callbacks=callbacks)
     assert has_onlookers(trainer) == found

@@ -1,12 +1,11 @@
 """Servers on ranks of their own: the others compute what they would compute without them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,6 +16,7 @@ from trainwright.core.layout import Layout
 from trainwright.planning.layout_report import StateRules, bytes_of_ranks
 from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
+from trainwright.trainer.trainer import Trainer
 
 OWN = {"server_ranks": "own"}
 
@@ -74,10 +74,6 @@ class Probe(ParameterServerStrategy):
 
 def read(options: dict[str, Any]) -> Any:
     """Train two epochs of samples that know their number; what this rank has read and holds."""
-    import torch.distributed as dist
-
-    from trainwright.trainer.trainer import Trainer
-
     pl.seed_everything(3, verbose=False)
     ranks, module = dist.get_world_size(), Reader()
     inputs = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
@@ -99,11 +95,9 @@ def read(options: dict[str, Any]) -> Any:
     }
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"consistency": "ssp", "staleness": 1, "servers": 2}, {"consistency": "async", "leases": "at_least_once"}],
-    ids=["ssp", "leases"],
-)
+@pytest.mark.parametrize("options", [
+    {"consistency": "ssp", "staleness": 1, "servers": 2}, {"consistency": "async", "leases": "at_least_once"},
+], ids=["ssp", "leases"])  # fmt: skip
 def test_each_sample_is_read_once_by_the_others(ranks, options):
     servers = options.get("servers", 1)
     found = ranks(read, 2 + servers, options)
@@ -176,10 +170,6 @@ class Mute(ParameterServerStrategy):
 
 def refused(module: type[Reader], strategy: type[ParameterServerStrategy], options: dict[str, Any]) -> str:
     """What a fit says that fails, on this rank."""
-    import torch.distributed as dist
-
-    from trainwright.trainer.trainer import Trainer
-
     trainer = Trainer(strategy=strategy(**options), devices=dist.get_world_size(), max_epochs=1, **QUIET)
     with pytest.raises((ValueError, RuntimeError)) as error:
         trainer.fit(module(), DataLoader(TensorDataset(torch.arange(8), torch.zeros(8, 4)), 2))

@@ -1,7 +1,5 @@
 """Which server holds what."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

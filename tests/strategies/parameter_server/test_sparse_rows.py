@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +12,9 @@ from trainwright import Trainer
 from trainwright.recipes.tables.wide_deep import ClickData, WideDeep
 from trainwright.strategies.parameter_server.messages import parts
 from trainwright.strategies.parameter_server.messages.sparse_rows import pack_rows, touched_rows, unpack_rows
+from trainwright.strategies.parameter_server.server.shard import refuse_unserved
 from trainwright.strategies.parameter_server.server.sharder import share_out
+from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
 
 SHAPES = [(40, 3), (7,), (30, 2, 2), (), (5, 2)]
 
@@ -104,8 +104,6 @@ def fit(strategy: Any, sparse: bool = False, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_tables_push_the_rows_of_a_batch_and_step_as_under_ddp(ranks: Callable[..., list[Any]], sparse: bool) -> None:
-    from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
-
     expected = ranks(fit, 2, "ddp", sparse)
     found = ranks(fit, 2, ParameterServerStrategy, sparse, servers=2)
     for ours, theirs in zip(found, expected, strict=True):
@@ -119,8 +117,6 @@ def test_tables_push_the_rows_of_a_batch_and_step_as_under_ddp(ranks: Callable[.
 
 
 def test_an_optimizer_that_takes_sparse_gradients_alone_is_refused():
-    from trainwright.strategies.parameter_server.server.shard import refuse_unserved
-
     table = torch.nn.Embedding(3, 2, sparse=True)
     with pytest.raises(ValueError, match="SparseAdam takes sparse gradients alone.*Use Adagrad"):
         refuse_unserved(torch.optim.SparseAdam(list(table.parameters())))

@@ -1,7 +1,5 @@
 """``ParameterServerStrategy`` in the Trainer, against DDP."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 from unittest.mock import patch
@@ -9,34 +7,33 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity.harness import Case, make_trainer
+from tests.parity.harness import train as train_case
 from tests.strategies.local_updates.test_together import Spoil
 from trainwright import LossGuard
 from trainwright.callbacks.progress.global_loss import GlobalLoss
+from trainwright.callbacks.save.run_state import RunStateCheckpoint
+from trainwright.callbacks.traffic.stragglers import Stragglers
 from trainwright.strategies.parameter_server.messages import parts
+from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
 
 
 def train(case: Case, strategy: str, options: dict[str, Any], **trainer_options: Any) -> Any:
-    from tests.parity.harness import train as train_case
-
     with patch.object(parts, "LEAST_NUMEL", 64):  # else these modules are one part, which is pushed after backward
         record = train_case(case, strategy, options, **trainer_options)
     record.gradients = {}  # the average is the servers' alone
     return record
 
 
-@pytest.mark.parametrize(
-    ("case", "servers"),
-    [
-        (Case(), 1),
-        (Case(module="decoder-adamw", clipping="norm", accumulation=2, steps=20), 2),
-        (Case(module="decoder-adamw", clipping="value"), 2),
-    ],
-    ids=["sgd", "norm", "value"],
-)
+@pytest.mark.parametrize(("case", "servers"), [
+    (Case(), 1),
+    (Case(module="decoder-adamw", clipping="norm", accumulation=2, steps=20), 2),
+    (Case(module="decoder-adamw", clipping="value"), 2),
+], ids=["sgd", "norm", "value"])  # fmt: skip
 def test_in_step_is_ddp(ranks, case, servers):
     ours = ranks(train, 2, case, "parameter_server", {"servers": servers})
     theirs = ranks(train, 2, case, "ddp", {})
@@ -155,8 +152,6 @@ def test_run_states_go_from_strategy_to_strategy(ranks):
 def pushed() -> Any:
     """A run whose pushes leave something out: whole, resumed with the same servers, gone back for a fault; and what is
     said when it is resumed with others."""
-    from trainwright.callbacks.save.run_state import RunStateCheckpoint
-
     options: dict[str, Any] = {"servers": 2, "compression": {"name": "topk", "ratio": 0.1}}
     saver = RunStateCheckpoint("pushed", every_n_steps=3, save_at_end=False)
     fit("parameter_server", options, 4, callbacks=[saver], enable_checkpointing=True)
@@ -184,8 +179,6 @@ def test_what_pushes_left_out_goes_with_the_same_servers(ranks):
 
 def alone(options: dict[str, Any]) -> Any:
     """Epochs with each rank at its own steps; a save by number of steps in the midst of one."""
-    from trainwright.callbacks.save.run_state import RunStateCheckpoint
-
     saver = RunStateCheckpoint("saved", every_n_steps=5, save_at_end=False)
     more = {"callbacks": [saver], "enable_checkpointing": True}
     module, trainer = fit("parameter_server", options, 54, gamma=1.0, **more)
@@ -195,14 +188,10 @@ def alone(options: dict[str, Any]) -> Any:
     return parameters, buffers, loss, again.global_step, len(resumed.losses)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"consistency": "async", "delay_compensation": 0.04, "compression": "int8"},
-        {"consistency": "ssp", "staleness": 1, "scale_by_staleness": True, "servers": 2},
-    ],
-    ids=["async", "ssp"],
-)
+@pytest.mark.parametrize("options", [
+    {"consistency": "async", "delay_compensation": 0.04, "compression": "int8"},
+    {"consistency": "ssp", "staleness": 1, "scale_by_staleness": True, "servers": 2},
+], ids=["async", "ssp"])  # fmt: skip
 def test_ranks_that_step_alone_learn_and_end_alike(ranks, options):
     (first, buffers, loss, steps, made), second = ranks(alone, 2, options)
     assert torch.equal(first, second[0])
@@ -229,11 +218,9 @@ def diverging(options: dict[str, Any]) -> Any:
     return [str(each.message) for each in caught if "lr=" in str(each.message)], losses.diverged.ranks
 
 
-@pytest.mark.parametrize(
-    ("options", "at_start"),
-    [({"consistency": "async"}, True), ({"consistency": "ssp", "scale_by_staleness": True}, False), ({}, False)],
-    ids=["async", "scaled", "sync"],
-)
+@pytest.mark.parametrize(("options", "at_start"), [
+    ({"consistency": "async"}, True), ({"consistency": "ssp", "scale_by_staleness": True}, False), ({}, False),
+], ids=["async", "scaled", "sync"])  # fmt: skip
 def test_workers_that_step_alone_are_warned_of_their_learning_rate(ranks, options, at_start):
     """Where they start, unless it is divided anyway, and where the loss is not finite; by the first rank."""
     (said, diverged), (second, also_diverged) = ranks(diverging, 2, options)
@@ -246,10 +233,6 @@ def test_workers_that_step_alone_are_warned_of_their_learning_rate(ranks, option
 
 def refusals() -> Any:
     """What is refused when a fit begins, on every rank."""
-    import torch.distributed as dist
-
-    from trainwright.callbacks.traffic.stragglers import Stragglers
-
     first = dist.get_rank() == 0
     cases: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         ({"manual": True}, {}, {}),
@@ -284,22 +267,17 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks):
             assert all(word in text for word in expected), text
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"consistency": "ssp", "staleness": -1}, ["staleness=-1", "whole number", "staleness=3"]),
-        ({"consistency": "ssp", "staleness": 0}, ["staleness=0", "consistency=sync"]),
-        ({"staleness": 2}, ["staleness=2", "ssp only"]),
-        ({"consistency": "eventual"}, ["eventual", "sync, ssp, async"]),
-        ({"servers": 0}, ["servers=0", "servers=1"]),
-        ({"compression": "powersgd"}, ["powersgd", "int8"]),
-        ({"delay_compensation": 0.1}, ["delay_compensation=0.1", "never late"]),
-        ({"overlap": "always"}, ["overlap=always", "true or false"]),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"consistency": "ssp", "staleness": -1}, ["staleness=-1", "whole number", "staleness=3"]),
+    ({"consistency": "ssp", "staleness": 0}, ["staleness=0", "consistency=sync"]),
+    ({"staleness": 2}, ["staleness=2", "ssp only"]),
+    ({"consistency": "eventual"}, ["eventual", "sync, ssp, async"]),
+    ({"servers": 0}, ["servers=0", "servers=1"]),
+    ({"compression": "powersgd"}, ["powersgd", "int8"]),
+    ({"delay_compensation": 0.1}, ["delay_compensation=0.1", "never late"]),
+    ({"overlap": "always"}, ["overlap=always", "true or false"]),
+])  # fmt: skip
 def test_options_that_contradict_each_other_are_refused(options, words):
-    from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
-
     with pytest.raises(ValueError, match=words[0]) as refused:
         ParameterServerStrategy(**options)
     assert all(word in str(refused.value) for word in words)

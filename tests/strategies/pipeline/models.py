@@ -1,7 +1,5 @@
 """Models and helpers for the tests of the pipeline engine."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Batches of any nesting split into micro-batches."""
 
-from __future__ import annotations
-
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from types import MappingProxyType

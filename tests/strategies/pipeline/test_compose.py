@@ -1,7 +1,5 @@
 """Changes of what is trained, and errors in the middle of a step, in the pipeline engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,17 +1,17 @@
 """Blocks dealt out to stages, what each rank owns, and errors that say what to type."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.pool import RankError
 from tests.strategies.pipeline.models import Block, Model, build, engine_of, make_batch, plan_of, reference, train
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.schedules import (
@@ -40,8 +40,6 @@ def test_blocks_are_split_evenly_by_weight() -> None:
 
 
 def test_the_heaviest_stage_is_as_light_as_possible() -> None:
-    from itertools import combinations
-
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         weights = torch.randint(1, 20, (9,), generator=generator).tolist()
@@ -58,23 +56,18 @@ def test_stages_of_a_rank() -> None:
     assert all(SCHEDULES[name].__name__.startswith("Schedule") for name in SCHEDULES)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((8, 2, "1f1b", 4), None),
-        ((8, 2, "2f2b", 4), "Choose one of: gpipe, 1f1b"),
-        ((8, 4, "1f1b", 2), "Possible are: 4, 5"),
-        ((3, 2, "zbv", 4), "Set pipeline to at most 1"),
-        ((8, 2, "zbv", 4, 3), "takes exactly 2"),
-        ((8, 2, "dualpipev", 3), "Possible are: 4"),
-        ((8, 2, "interleaved_1f1b", 5), "Possible are: 1, 2, 3, 4, 6"),
-        ((8, 2, "1f1b", 4, None, [3, 4]), r"split=\[3, 4\].*\[4, 4\]"),
-        ((8, 2, "1f1b", 4, None, [3, 5]), None),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((8, 2, "1f1b", 4), None),
+    ((8, 2, "2f2b", 4), "Choose one of: gpipe, 1f1b"),
+    ((8, 4, "1f1b", 2), "Possible are: 4, 5"),
+    ((3, 2, "zbv", 4), "Set pipeline to at most 1"),
+    ((8, 2, "zbv", 4, 3), "takes exactly 2"),
+    ((8, 2, "dualpipev", 3), "Possible are: 4"),
+    ((8, 2, "interleaved_1f1b", 5), "Possible are: 1, 2, 3, 4, 6"),
+    ((8, 2, "1f1b", 4, None, [3, 4]), r"split=\[3, 4\].*\[4, 4\]"),
+    ((8, 2, "1f1b", 4, None, [3, 5]), None),
+])  # fmt: skip
 def test_validation_says_what_is_possible(arguments: Any, message: str | None) -> None:
-    import re
-
     problems = validate_pipeline(*arguments)
     assert bool(problems) == (message is not None)
     assert message is None or re.search(message, " ".join(problems))
@@ -151,6 +144,12 @@ def test_errors_of_a_cut_say_what_to_type() -> None:
         PipelineCut(Model(4), plan_of(Model(4)), [range(2), range(2, 3)], [0])
 
 
+def through(layers: Any, x: Any, *inputs: Any) -> Any:
+    for layer in layers:
+        x = layer(x, *inputs)
+    return x
+
+
 class Skip(Model):
     """Uses the embedding's result again after the blocks."""
 
@@ -162,10 +161,7 @@ class Early(Model):
     """Uses the last norm before the blocks."""
 
     def hidden(self, ids: Any) -> Any:
-        x = self.norm(self.embed(ids))
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return through(self.layers, self.norm(self.embed(ids)))
 
 
 class Bias(Model):
@@ -173,26 +169,17 @@ class Bias(Model):
 
     def hidden(self, ids: Any) -> Any:
         x = self.embed(ids)
-        mask = x.mean(-1)
-        for layer in self.layers:
-            x = layer(x, mask)
-        return self.norm(x)
+        return self.norm(through(self.layers, x, x.mean(-1)))
 
 
 class Twice(Model):
     def hidden(self, ids: Any) -> Any:
-        x = self.embed(ids)
-        for layer in [*self.layers, *self.layers]:
-            x = layer(x)
-        return self.norm(x)
+        return self.norm(through([*self.layers, *self.layers], self.embed(ids)))
 
 
 class Backwards(Model):
     def hidden(self, ids: Any) -> Any:
-        x = self.embed(ids)
-        for layer in reversed(self.layers):
-            x = layer(x)
-        return self.norm(x)
+        return self.norm(through(reversed(self.layers), self.embed(ids)))
 
 
 class Short(Model):
@@ -281,9 +268,7 @@ class Modest(Model):
     def hidden(self, ids: Any) -> Any:
         x = self.embed(ids).to(self.head.weight.dtype)
         mask = torch.ones_like(x[..., 0]) + x.new_zeros(ids.shape)
-        for layer in self.layers:
-            x = layer(x, mask)
-        return self.norm(x).type_as(self.embed.weight)
+        return self.norm(through(self.layers, x, mask)).type_as(self.embed.weight)
 
 
 MISUSES: list[tuple[Any, dict[str, Any], str | None]] = [
@@ -347,18 +332,13 @@ def first_step(model: type[Model], changes: dict[str, Any]) -> str:
 
 
 def test_the_first_step_is_watched_and_an_error_clears_what_was_held(ranks: Ranks) -> None:
-    from tests.pool import RankError
-
     assert ranks(first_step, 2, Modest, {}, timeout=30) == ["done", "done"]
     with pytest.raises(RankError, match="a loss of shape"):
         ranks(first_step, 2, Vector, {}, timeout=30)
 
 
 def compiled() -> str:
-    model = build(Model, 4)
-    for layer in model.layers:
-        layer.compile(backend="eager")
-    engine = engine_of(model, "1f1b")
+    engine = engine_of(build_compiled(), "1f1b")
     found = float(train(engine, make_batch()))
     assert found == pytest.approx(float(build(Model, 4).training_step(make_batch(), 0)), rel=1e-6)
     engine.detach()

@@ -1,14 +1,12 @@
 """Evaluation under a pipeline: every rank sees what one process would."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.strategies.pipeline.models import Model, build, engine_of, make_batch, train
+from tests.strategies.pipeline.models import Model, build, engine_of, make_batch, plan_of, train
 from trainwright.strategies.pipeline.cut import make_ghost
 
 Ranks = Callable[..., list[Any]]
@@ -82,8 +80,6 @@ class Normed(Model):
 
 
 def statistics() -> Any:
-    from tests.strategies.pipeline.models import plan_of
-
     model = build(Normed)
     plan = plan_of(model, first=("embed", "batch_norm"))
     with pytest.raises(RuntimeError, match="'batch_norm.running_mean' .BatchNorm1d. by the samples.*micro_batches=1"):

@@ -1,7 +1,5 @@
 """Which sends of a rank are known to have been taken, and when."""
 
-from __future__ import annotations
-
 from trainwright.strategies.pipeline.sends import known_to_be_taken
 
 # Two ranks, two stages, two micro-batches, one forward ahead of one backward.

@@ -1,7 +1,5 @@
 """Steps of a pipeline change the module as one process would, or are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

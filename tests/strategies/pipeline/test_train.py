@@ -1,8 +1,8 @@
 """Training through the stages of a pipeline equals one process."""
 
-from __future__ import annotations
-
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from tests.strategies.pipeline.models import (
 )
 from trainwright.strategies.pipeline import results
 from trainwright.strategies.pipeline.stage import OwnForwardStage
+from trainwright.strategies.plan.model_plan import ModelPlan
 
 Ranks = Callable[..., list[Any]]
 ALL = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
@@ -185,9 +186,6 @@ def test_what_was_sent_is_held_no_longer_than_it_travels(ranks: Ranks, schedule:
 
 def freed(schedule: str) -> int:
     """Blocks' outputs that are alive after a step, and the most at any time."""
-    import gc
-    import weakref
-
     model = build(Model, 4)
     engine = engine_of(model, schedule, 8)
     alive: Any = weakref.WeakSet()
@@ -327,8 +325,6 @@ def hugging_face(name: str, schedule: str) -> Any:
             return self.net(**batch, labels=batch["input_ids"]).loss
 
     model: Any = Wrapped()
-    from trainwright.strategies.plan.model_plan import ModelPlan
-
     ids = torch.randint(0, 32, (4, 8))
     batch = transformers.BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     losses, gradients = reference(model, batch)

@@ -1,7 +1,5 @@
 """Values that leave a block on other ways than to the next block reach the stage that uses them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

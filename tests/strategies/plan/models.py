@@ -1,7 +1,5 @@
 """Modules in the style of well-known repositories, and modules that are made to fool a plan. None knows of a layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

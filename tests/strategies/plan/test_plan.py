@@ -1,7 +1,5 @@
 """Plans of models: where they can be cut, by configuration, by what the model says, by structure."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -97,12 +95,8 @@ def test_experts_of_hugging_face_are_stacked_and_not_split_by_tensor():
 
 def test_gpt2_has_no_metadata_but_a_known_structure():
     plan = make_plan(hugging_face("gpt2"), needs=("blocks", "tensor"))
-    assert of_block(plan, "model.transformer.h.1") == {
-        "attn.c_attn": "packed_colwise:3",
-        "attn.c_proj": "rowwise",
-        "mlp.c_fc": "colwise",
-        "mlp.c_proj": "rowwise",
-    }
+    attention = {"attn.c_attn": "packed_colwise:3", "attn.c_proj": "rowwise"}
+    assert of_block(plan, "model.transformer.h.1") == {**attention, "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
     assert plan.heads == {f"{block}.attn": ("split_size",) for block in plan.blocks}
     assert plan.tied == (("model.transformer.wte.weight", "model.lm_head.weight"),)
     assert plan.tensor["model.transformer.wte"] == "vocabulary"
@@ -181,12 +175,8 @@ class Encoder(nn.Module):
 
 def test_torch_encoder_and_where_the_rest_stands():
     plan = make_plan(Encoder(), needs=("blocks", "tensor"))
-    assert of_block(plan, "encoder.layers.2") == {
-        "self_attn": "packed_colwise:3",
-        "self_attn.out_proj": "rowwise",
-        "linear1": "colwise",
-        "linear2": "rowwise",
-    }
+    attention = {"self_attn": "packed_colwise:3", "self_attn.out_proj": "rowwise"}
+    assert of_block(plan, "encoder.layers.2") == {**attention, "linear1": "colwise", "linear2": "rowwise"}
     assert plan.heads["encoder.layers.0.self_attn"] == ("num_heads", "embed_dim")
     assert plan.whole_inputs == tuple(f"{block}.self_attn" for block in plan.blocks)
     assert plan.first == ("place", "readout")  # registered before; the user knows better:
@@ -356,17 +346,14 @@ def test_configuration_deletes():
     assert make_plan(hugging_face("mixtral"), {"experts": {"model.model.layers.*.mlp.experts": "none"}}).experts == {}
 
 
-@pytest.mark.parametrize(
-    ("config", "told"),
-    [
-        ({"tensor": {"model.layers.*.mlp": "colwise"}}, r"plan\.tensor: no module is called 'model\.layers\.\*\.mlp'"),
-        ({"tensor": {"model.lm_head": "columns"}}, r"tensor\['model\.lm_head'\]='columns' \(allowed: colwise, rowwise"),
-        ({"tensors": {}, "first": "head"}, r"tensors={} \(allowed: blocks, tensor.*first='head' \(allowed: a list"),
-        ({"blocks": ["layers.*"]}, r"No module is called 'layers\.\*'"),
-        ({"heads": {"model.model.layers.*.mlp": ["num_heads"]}}, r"has no integer attribute num_heads"),
-        ({"tensor": {"model.model.layers.*.mlp.down_proj": "none"}}, r"gate_proj: colwise.* without its counterpart"),
-    ],
-)
+@pytest.mark.parametrize(("config", "told"), [
+    ({"tensor": {"model.layers.*.mlp": "colwise"}}, r"plan\.tensor: no module is called 'model\.layers\.\*\.mlp'"),
+    ({"tensor": {"model.lm_head": "columns"}}, r"tensor\['model\.lm_head'\]='columns' \(allowed: colwise, rowwise"),
+    ({"tensors": {}, "first": "head"}, r"tensors={} \(allowed: blocks, tensor.*first='head' \(allowed: a list"),
+    ({"blocks": ["layers.*"]}, r"No module is called 'layers\.\*'"),
+    ({"heads": {"model.model.layers.*.mlp": ["num_heads"]}}, r"has no integer attribute num_heads"),
+    ({"tensor": {"model.model.layers.*.mlp.down_proj": "none"}}, r"gate_proj: colwise.* without its counterpart"),
+])  # fmt: skip
 def test_a_configuration_that_cannot_be_is_refused(config, told):
     with pytest.raises(ValueError, match=told):
         make_plan(hugging_face("llama"), config)

@@ -1,7 +1,5 @@
 """Plans that are proven: what computes the same when it is split is split, whatever its names, and nothing else is."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,19 +16,10 @@ from trainwright.strategies.context.proof import sequence_problems
 
 # What of a block is split: both of its parts, or one.
 BOTH, ONLY_MLP, ONLY_ATTENTION = {"attn", "mlp"}, {"mlp"}, {"attn"}
+BY_ALL_HEADS = ("norm of all", "norm without weights", "rms of all", "linear", "alibi", "mixes heads", "weight norm")
 ATTENTIONS = {
-    "nano": BOTH,
-    "vision": BOTH,
-    "per head": BOTH,
-    "norm of heads": BOTH,
-    "norm of all": ONLY_MLP,
-    "norm without weights": ONLY_MLP,
-    "rms of all": ONLY_MLP,
-    "linear": ONLY_MLP,
-    "alibi": ONLY_MLP,
-    "mixes heads": ONLY_MLP,
-    "weight norm": ONLY_MLP,
-    "old weight norm": ONLY_MLP,
+    **dict.fromkeys(("nano", "vision", "per head", "norm of heads"), BOTH),
+    **dict.fromkeys((*BY_ALL_HEADS, "old weight norm"), ONLY_MLP),
 }
 KINDS = {
     **{(name, "gelu"): parts for name, parts in ATTENTIONS.items()},

@@ -1,7 +1,5 @@
 """Checkpoints as users meet them: ModelCheckpoint, Trainer(ckpt_path=...), save_checkpoint, load_from_checkpoint."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.parity.harness import make_trainer
+from tests.parity.harness import QUIET, make_trainer
 from trainwright.checkpoint.read.run_state import RunState, StoredTensor
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.core.errors import CheckpointError
+from trainwright.strategies.data.single import SingleDeviceStrategy
 
 WIDTH = 8
 TENSOR = {"tensor": 2, "shard": 1, "plan": {"tensor": {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}}}
@@ -74,9 +73,6 @@ def saved(path: Path, module: pl.LightningModule | None = None, batch_size: int 
     trainer.fit(module or Net(), data(batch_size))
     trainer.save_checkpoint(path)
     return trainer
-
-
-# ---- what is in it --------------------------------------------------------------------------------------------------
 
 
 def test_what_a_checkpoint_holds(tmp_path):
@@ -149,9 +145,6 @@ def test_a_rank_reads_only_what_it_keeps(ranks, tmp_path):
     total = sum(box_bytes(state, key, state.shape(key)) for key in state.stored if not key.startswith("rank/"))
     for count in ranks(read_on_two, 2, str(tmp_path / "x.ckpt")):
         assert count < 0.62 * total
-
-
-# ---- going on -------------------------------------------------------------------------------------------------------
 
 
 def fit_and_go_on(strategy: str, options: dict[str, Any], folder: str, step: int) -> tuple[Any, ...]:
@@ -256,9 +249,6 @@ def test_hooks_of_load_state_dict_are_heard(tmp_path):
     assert module.scale.item() == pytest.approx(trainer.lightning_module.scale.item() + 1)
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
-
-
 class Other(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -326,14 +316,11 @@ class TwoOptimizers(Net):
         return [torch.optim.SGD(self.embed.parameters()), torch.optim.SGD([self.scale])]
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (TwoGroups, "1 parameter group.*this one has 2"),
-        (LessTrained, "group 0.*unexpected: scale"),
-        (TwoOptimizers, "holds 1 optimizer.*made 2"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "text"), [
+    (TwoGroups, "1 parameter group.*this one has 2"),
+    (LessTrained, "group 0.*unexpected: scale"),
+    (TwoOptimizers, "holds 1 optimizer.*made 2"),
+])  # fmt: skip
 def test_other_optimizers_are_refused(tmp_path, kind, text):
     saved(tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match=text):
@@ -361,23 +348,10 @@ def test_a_callback_that_holds_no_plain_data_is_named(tmp_path):
     assert list(tmp_path.glob("*.ckpt")) == []
 
 
-# ---- in Lightning's own Trainer -------------------------------------------------------------------------------------
-
-
 def test_in_a_plain_trainer(tmp_path):
-    from trainwright.strategies.data.single import SingleDeviceStrategy
-
     def trainer(**kwargs: Any) -> pl.Trainer:
-        return pl.Trainer(
-            strategy=SingleDeviceStrategy(),
-            accelerator="cpu",
-            devices=1,
-            max_steps=kwargs.pop("steps"),
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **kwargs,
-        )
+        given = {**QUIET, "enable_checkpointing": True, "max_steps": kwargs.pop("steps"), **kwargs}
+        return pl.Trainer(strategy=SingleDeviceStrategy(), devices=1, **given)
 
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1, save_last="link")
     whole = Net(dropout=0)

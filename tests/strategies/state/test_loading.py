@@ -1,7 +1,5 @@
 """Lightning's ``load_from_checkpoint`` and run states."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading
@@ -106,9 +104,6 @@ def test_taught_once():
     assert all(hasattr(function, "without_run_states") for function in taught)
     teach_lightning()
     assert (saving.pl_load, torch_io.pl_load) == taught
-
-
-# ---- files from a server --------------------------------------------------------------------------------------------
 
 
 class Payload:

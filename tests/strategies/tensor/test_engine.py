@@ -1,7 +1,5 @@
 """Split modules against the same modules whole: outputs, gradients, random numbers, traffic, refusals."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -102,10 +100,6 @@ def floats(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One style at a time
-
-
 def styles() -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
     found = {}
@@ -150,10 +144,6 @@ def test_each_style_computes_what_the_whole_module_does(ranks, world_size):
     for found in ranks(styles, world_size, timeout=60):
         for style, values in found.items():
             assert max(values.values()) < TOLERANCE, (style, values)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Blocks
 
 
 class Stack(nn.Module):
@@ -323,12 +313,8 @@ def gpt2_differences(sequence: bool) -> dict[str, float]:
     config = GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=32, n_positions=16)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     blocks = tuple(f"transformer.h.{i}" for i in range(2))
-    styles = {
-        "attn.c_attn": "packed_colwise:3",
-        "attn.c_proj": "rowwise",
-        "mlp.c_fc": "colwise",
-        "mlp.c_proj": "rowwise",
-    }
+    styles = {"attn.c_attn": "packed_colwise:3", "attn.c_proj": "rowwise"}
+    styles |= {"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
     plan = ModelPlan(
         blocks=blocks,
         tensor={f"{b}.{k}": v for b in blocks for k, v in styles.items()},
@@ -345,10 +331,6 @@ def test_gpt2_with_its_packed_transposed_projections(ranks, world_size, sequence
     pytest.importorskip("transformers")
     for values in ranks(gpt2_differences, world_size, sequence, timeout=60):
         assert max(values.values()) < TOLERANCE, values
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Whole parameters beside split ones
 
 
 class NormedHeads(nn.Module):
@@ -383,10 +365,6 @@ def test_whole_parameters_beside_split_ones_are_summed_where_they_must(ranks):
         assert max(values.values()) < TOLERANCE, values
         assert {"blocks.1.norm.weight", "blocks.0.down.bias", "blocks.0.head_norm.bias"} < summed
         assert "last.weight" not in summed
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Traffic
 
 
 def traffic(sequence: bool) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
@@ -425,10 +403,6 @@ def test_what_travels_is_what_theory_says(ranks, sequence):
         assert sorted(backward) == sorted(pair * 4 + [("gather", n)])
     else:
         assert forward == backward == [("all-reduce", n)] * 4  # query, key and value share one in backward
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Split logits
 
 
 def loss_of(module: nn.Module, ids: Tensor, how: str) -> dict[str, Tensor]:
@@ -503,10 +477,6 @@ def test_split_logits_send_three_numbers_a_sample_and_refuse_what_they_cannot(ra
     assert plain, "evaluation gets whole logits"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Random numbers
-
-
 class Dropping(nn.Module):
     """A dropout on split and one on whole activations in one module."""
 
@@ -565,12 +535,9 @@ def dropping_outputs(kind: str) -> tuple[Tensor, bool]:
     return y.detach(), torch.equal(torch.get_rng_state(), before)
 
 
-def test_an_encoder_that_drops_stays_the_same_on_all_ranks(ranks):
+def test_an_encoder_that_drops_stays_the_same_on_all_ranks_and_without_dropout_nothing_is_drawn(ranks):
     (one, _), (other, _) = ranks(dropping_outputs, 2, "encoder")
     assert torch.equal(one, other)
-
-
-def test_without_dropout_nothing_is_drawn(ranks):
     assert all(unchanged for _, unchanged in ranks(dropping_outputs, 2, "gpt"))
 
 
@@ -585,10 +552,6 @@ def test_what_draws_is_found():
     inner.leave()
     inner.leave()
     assert not inner.is_inside
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Refusals
 
 
 def problems(module: nn.Module, plan: ModelPlan, size: int, **options: bool) -> str:
@@ -650,10 +613,6 @@ def test_attention_that_is_left_whole_is_refused_where_the_sequence_is_sliced():
     assert make_plan(gpt(), said, tensor_size=2).tensor
     with pytest.raises(ValueError, match=r"blocks\.\*\.attention does not compute the same on a slice of the sequence"):
         make_plan(gpt(), said, tensor_size=2, sequence_parallel=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Compiled blocks
 
 
 def compiled_differences(sequence: bool) -> tuple[float, float]:

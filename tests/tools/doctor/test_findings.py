@@ -1,8 +1,7 @@
 """Findings of machines with problems: each finding is provoked by facts."""
 
-from __future__ import annotations
-
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,23 +67,17 @@ def states(findings: Sequence[Finding]) -> set[str]:
     return {finding.state for finding in findings}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Machine
-
 MACHINE = MachineFacts(cores=8, quota=None, memory=64 * GIB, available=60 * GIB)
 
 
-@pytest.mark.parametrize(
-    ("facts", "demand", "check", "state", "todo"),
-    [
-        ({}, Demand(4, threads=2), "cores", OK, ""),
-        ({"quota": 2.0}, Demand(4), "cores", WARNING, "devices=2"),
-        ({}, Demand(4, threads=8), "cores", WARNING, "launch.threads=2"),
-        ({}, Demand(4, workers=16), "cores", WARNING, "num_workers=4"),
-        ({"available": 3 * GIB}, Demand(4), "memory", WARNING, "docker run --memory"),
-        ({"available": GIB, "memory_limit": GIB}, Demand(4), "memory", ERROR, "docker run --memory"),
-    ],
-)
+@pytest.mark.parametrize(("facts", "demand", "check", "state", "todo"), [
+    ({}, Demand(4, threads=2), "cores", OK, ""),
+    ({"quota": 2.0}, Demand(4), "cores", WARNING, "devices=2"),
+    ({}, Demand(4, threads=8), "cores", WARNING, "launch.threads=2"),
+    ({}, Demand(4, workers=16), "cores", WARNING, "num_workers=4"),
+    ({"available": 3 * GIB}, Demand(4), "memory", WARNING, "docker run --memory"),
+    ({"available": GIB, "memory_limit": GIB}, Demand(4), "memory", ERROR, "docker run --memory"),
+])  # fmt: skip
 def test_machine(facts, demand, check, state, todo):
     found = only(judge_machine(replace(MACHINE, **facts), demand), check)
     assert found.state == state
@@ -112,39 +105,31 @@ def test_imports():
 
 
 def test_what_does_not_answer_has_an_end():
-    import threading
-
     with pytest.raises(TimeoutError, match="no answer within 0 s"):
         within(0.05, lambda: threading.Event().wait(0.5))
     with pytest.raises(ZeroDivisionError):
         within(5.0, lambda: 1 / 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Devices
-
 H100 = Gpu(0, "NVIDIA H100", 80 * GIB)
 GPUS = DeviceFacts(gpus=[H100, replace(H100, index=1)], files=2, usable=2, built_for="12.8")
 TWO = Demand(2, on_gpu=True)
 
 
-@pytest.mark.parametrize(
-    ("facts", "demand", "accelerator", "check", "state", "found"),
-    [
-        (GPUS, TWO, "auto", "GPUs", OK, "2 of 2 GPUs that torch can use: NVIDIA H100"),
-        (DeviceFacts(), Demand(2), "auto", "accelerator", OK, "CPU"),
-        (replace(GPUS, usable=0), TWO, "cpu", "accelerator", OK, "CPU"),
-        (DeviceFacts(), Demand(1), "gpu", "GPUs", ERROR, "there is no GPU"),
-        (GPUS, Demand(4, on_gpu=True), "auto", "GPUs", ERROR, "for 4 ranks"),
-        (replace(GPUS, usable=1, visible="0,5"), TWO, "auto", "GPUs", ERROR, "CUDA_VISIBLE_DEVICES=0,5"),
-        (replace(GPUS, usable=0, built_for=""), TWO, "auto", "GPUs", ERROR, "built without CUDA"),
-        (replace(GPUS, usable=0, visible=""), TWO, "auto", "GPUs", ERROR, "hides all GPUs"),
-        (replace(GPUS, usable=0, torch_says="The driver is too old"), TWO, "auto", "GPUs", ERROR, "driver is too old"),
-        (replace(GPUS, gpus=[H100, replace(H100, name="A100")]), TWO, "auto", "GPUs", WARNING, "A100"),
-        (replace(GPUS, gpus=[replace(H100, uncorrected=3)]), TWO, "auto", "memory of GPUs", ERROR, "3 memory errors"),
-        (replace(GPUS, gpus=[replace(H100, used=30 * GIB)]), TWO, "auto", "use of GPUs", WARNING, "30.0 GiB of 80.0"),
-    ],
-)
+@pytest.mark.parametrize(("facts", "demand", "accelerator", "check", "state", "found"), [
+    (GPUS, TWO, "auto", "GPUs", OK, "2 of 2 GPUs that torch can use: NVIDIA H100"),
+    (DeviceFacts(), Demand(2), "auto", "accelerator", OK, "CPU"),
+    (replace(GPUS, usable=0), TWO, "cpu", "accelerator", OK, "CPU"),
+    (DeviceFacts(), Demand(1), "gpu", "GPUs", ERROR, "there is no GPU"),
+    (GPUS, Demand(4, on_gpu=True), "auto", "GPUs", ERROR, "for 4 ranks"),
+    (replace(GPUS, usable=1, visible="0,5"), TWO, "auto", "GPUs", ERROR, "CUDA_VISIBLE_DEVICES=0,5"),
+    (replace(GPUS, usable=0, built_for=""), TWO, "auto", "GPUs", ERROR, "built without CUDA"),
+    (replace(GPUS, usable=0, visible=""), TWO, "auto", "GPUs", ERROR, "hides all GPUs"),
+    (replace(GPUS, usable=0, torch_says="The driver is too old"), TWO, "auto", "GPUs", ERROR, "driver is too old"),
+    (replace(GPUS, gpus=[H100, replace(H100, name="A100")]), TWO, "auto", "GPUs", WARNING, "A100"),
+    (replace(GPUS, gpus=[replace(H100, uncorrected=3)]), TWO, "auto", "memory of GPUs", ERROR, "3 memory errors"),
+    (replace(GPUS, gpus=[replace(H100, used=30 * GIB)]), TWO, "auto", "use of GPUs", WARNING, "30.0 GiB of 80.0"),
+])  # fmt: skip
 def test_devices(facts, demand, accelerator, check, state, found):
     finding = only(judge_devices(facts, demand, accelerator), check)
     assert finding.state == state
@@ -157,24 +142,18 @@ def test_lines_of_nvidia_smi():
     assert (second.name, second.uncorrected) == ("NVIDIA L4", 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Libraries and environment
-
 REQUIREMENTS = ["torch<2.14,>=2.11", "lightning<2.7,>=2.6.4", 'transformers<6,>=5.20; extra == "huggingface"']
 INSTALLED = {"torch": "2.13.0+cpu", "lightning": "2.6.6", "numpy": "2.4.6"}
 
 
-@pytest.mark.parametrize(
-    ("installed", "check", "state", "todo"),
-    [
-        ({}, "versions", OK, ""),
-        ({"torch": None}, "torch", ERROR, "pip install 'torch<2.14,>=2.11'"),
-        ({"torch": "2.4.0"}, "torch", ERROR, "pip install"),
-        ({"transformers": "4.1"}, "transformers", WARNING, "pip install"),
-        ({"lightning": "2.6.2"}, "compromised release", ERROR, "every password"),
-        ({"pytorch-lightning": "2.6.3"}, "compromised release", ERROR, "every password"),
-    ],
-)
+@pytest.mark.parametrize(("installed", "check", "state", "todo"), [
+    ({}, "versions", OK, ""),
+    ({"torch": None}, "torch", ERROR, "pip install 'torch<2.14,>=2.11'"),
+    ({"torch": "2.4.0"}, "torch", ERROR, "pip install"),
+    ({"transformers": "4.1"}, "transformers", WARNING, "pip install"),
+    ({"lightning": "2.6.2"}, "compromised release", ERROR, "every password"),
+    ({"pytorch-lightning": "2.6.3"}, "compromised release", ERROR, "every password"),
+])  # fmt: skip
 def test_libraries(installed, check, state, todo):
     merged = {name: version for name, version in {**INSTALLED, **installed}.items() if version is not None}
     found = only(judge_libraries(merged, REQUIREMENTS), check)
@@ -203,9 +182,6 @@ def test_versions_of_two_machines():
     assert judge_same({"a": INSTALLED}) == []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Network
-
 ETH = Interface("eth0", True, False, "10.0.0.2", 12.5e9)
 LOOPBACK = Interface("lo", True, True, "127.0.0.1")
 DOCKER = Interface("docker0", True, False, "172.17.0.1")
@@ -213,24 +189,21 @@ DOWN = Interface("ib0", False)
 NETWORK = NetworkFacts("node1", ["10.0.0.2"], [LOOPBACK, ETH, DOCKER, DOWN], {}, [])
 
 
-@pytest.mark.parametrize(
-    ("variables", "hosts", "check", "state", "found"),
-    [
-        ({"GLOO_SOCKET_IFNAME": "eth0"}, 2, "GLOO_SOCKET_IFNAME", OK, "10.0.0.2"),
-        ({"GLOO_SOCKET_IFNAME": "eth9"}, 1, "GLOO_SOCKET_IFNAME", ERROR, "there is no interface eth9"),
-        ({"GLOO_SOCKET_IFNAME": "lo"}, 1, "GLOO_SOCKET_IFNAME", OK, "lo"),
-        ({"GLOO_SOCKET_IFNAME": "lo"}, 2, "GLOO_SOCKET_IFNAME", ERROR, "this machine alone"),
-        ({"GLOO_SOCKET_IFNAME": "docker0"}, 2, "GLOO_SOCKET_IFNAME", ERROR, "bridge of containers"),
-        ({"GLOO_SOCKET_IFNAME": "docker0"}, 1, "GLOO_SOCKET_IFNAME", WARNING, "bridge of containers"),
-        ({"GLOO_SOCKET_IFNAME": "ib0"}, 1, "GLOO_SOCKET_IFNAME", ERROR, "is down"),
-        ({"GLOO_SOCKET_IFNAME": "eth0,ib0"}, 1, "GLOO_SOCKET_IFNAME", ERROR, "ib0 is down"),
-        ({"NCCL_SOCKET_IFNAME": "eth"}, 2, "NCCL_SOCKET_IFNAME", OK, "eth0"),
-        ({"NCCL_SOCKET_IFNAME": "=eth"}, 2, "NCCL_SOCKET_IFNAME", ERROR, "there is no interface"),
-        ({"NCCL_SOCKET_IFNAME": "^docker,lo"}, 2, "NCCL_SOCKET_IFNAME", OK, "eth0"),
-        ({"NCCL_SOCKET_IFNAME": "^eth,docker"}, 2, "NCCL_SOCKET_IFNAME", ERROR, "this machine alone"),
-        ({"NCCL_SOCKET_IFNAME": "docker"}, 2, "NCCL_SOCKET_IFNAME", ERROR, "bridge"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "hosts", "check", "state", "found"), [
+    ({"GLOO_SOCKET_IFNAME": "eth0"}, 2, "GLOO_SOCKET_IFNAME", OK, "10.0.0.2"),
+    ({"GLOO_SOCKET_IFNAME": "eth9"}, 1, "GLOO_SOCKET_IFNAME", ERROR, "there is no interface eth9"),
+    ({"GLOO_SOCKET_IFNAME": "lo"}, 1, "GLOO_SOCKET_IFNAME", OK, "lo"),
+    ({"GLOO_SOCKET_IFNAME": "lo"}, 2, "GLOO_SOCKET_IFNAME", ERROR, "this machine alone"),
+    ({"GLOO_SOCKET_IFNAME": "docker0"}, 2, "GLOO_SOCKET_IFNAME", ERROR, "bridge of containers"),
+    ({"GLOO_SOCKET_IFNAME": "docker0"}, 1, "GLOO_SOCKET_IFNAME", WARNING, "bridge of containers"),
+    ({"GLOO_SOCKET_IFNAME": "ib0"}, 1, "GLOO_SOCKET_IFNAME", ERROR, "is down"),
+    ({"GLOO_SOCKET_IFNAME": "eth0,ib0"}, 1, "GLOO_SOCKET_IFNAME", ERROR, "ib0 is down"),
+    ({"NCCL_SOCKET_IFNAME": "eth"}, 2, "NCCL_SOCKET_IFNAME", OK, "eth0"),
+    ({"NCCL_SOCKET_IFNAME": "=eth"}, 2, "NCCL_SOCKET_IFNAME", ERROR, "there is no interface"),
+    ({"NCCL_SOCKET_IFNAME": "^docker,lo"}, 2, "NCCL_SOCKET_IFNAME", OK, "eth0"),
+    ({"NCCL_SOCKET_IFNAME": "^eth,docker"}, 2, "NCCL_SOCKET_IFNAME", ERROR, "this machine alone"),
+    ({"NCCL_SOCKET_IFNAME": "docker"}, 2, "NCCL_SOCKET_IFNAME", ERROR, "bridge"),
+])  # fmt: skip
 def test_interfaces_that_variables_choose(variables, hosts, check, state, found):
     finding = only(judge_network(replace(NETWORK, variables=variables), hosts), check)
     assert finding.state == state
@@ -238,19 +211,16 @@ def test_interfaces_that_variables_choose(variables, hosts, check, state, found)
     assert state == OK or f"export {check}=eth0" in finding.todo
 
 
-@pytest.mark.parametrize(
-    ("facts", "hosts", "check", "state", "todo"),
-    [
-        ({"addresses": ["127.0.1.1"]}, 1, "host name", OK, ""),
-        ({"addresses": ["127.0.1.1"]}, 2, "host name", ERROR, "'10.0.0.2 node1' into /etc/hosts"),
-        ({"addresses": []}, 2, "host name", ERROR, "/etc/hosts"),
-        ({"addresses": ["127.0.1.1"], "variables": {"GLOO_SOCKET_IFNAME": "eth0"}}, 2, "host name", OK, ""),
-        ({"addresses": ["172.17.0.1"]}, 2, "GLOO_SOCKET_IFNAME", WARNING, "export GLOO_SOCKET_IFNAME=eth0"),
-        ({"variables": {"MASTER_ADDR": "localhost"}, "master": ["127.0.0.1", "::1"]}, 2, "MASTER_ADDR", ERROR, "rdzv"),
-        ({"variables": {"MASTER_ADDR": "nowhere"}, "master": []}, 2, "MASTER_ADDR", ERROR, "rdzv"),
-        ({"variables": {"MASTER_ADDR": "node0"}, "master": ["10.0.0.1"]}, 2, "MASTER_ADDR", OK, ""),
-    ],
-)
+@pytest.mark.parametrize(("facts", "hosts", "check", "state", "todo"), [
+    ({"addresses": ["127.0.1.1"]}, 1, "host name", OK, ""),
+    ({"addresses": ["127.0.1.1"]}, 2, "host name", ERROR, "'10.0.0.2 node1' into /etc/hosts"),
+    ({"addresses": []}, 2, "host name", ERROR, "/etc/hosts"),
+    ({"addresses": ["127.0.1.1"], "variables": {"GLOO_SOCKET_IFNAME": "eth0"}}, 2, "host name", OK, ""),
+    ({"addresses": ["172.17.0.1"]}, 2, "GLOO_SOCKET_IFNAME", WARNING, "export GLOO_SOCKET_IFNAME=eth0"),
+    ({"variables": {"MASTER_ADDR": "localhost"}, "master": ["127.0.0.1", "::1"]}, 2, "MASTER_ADDR", ERROR, "rdzv"),
+    ({"variables": {"MASTER_ADDR": "nowhere"}, "master": []}, 2, "MASTER_ADDR", ERROR, "rdzv"),
+    ({"variables": {"MASTER_ADDR": "node0"}, "master": ["10.0.0.1"]}, 2, "MASTER_ADDR", OK, ""),
+])  # fmt: skip
 def test_names(facts, hosts, check, state, todo):
     found = only(judge_network(replace(NETWORK, **facts), hosts), check)
     assert found.state == state
@@ -320,10 +290,6 @@ def test_every_pair_meets_once_and_nobody_twice_in_a_round(ranks):
         assert len(taking_part) == len(set(taking_part))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Clocks
-
-
 def test_clocks():
     hosts = ["a", "a", "b", "b"]
     assert states(judge_clocks([Offset(1, 1e-5, 1e-5), Offset(2, 0.06, 0.02)], hosts)) == {OK}
@@ -333,24 +299,18 @@ def test_clocks():
     assert only(judge_clocks([Offset(2, 3600.0, 1e-3)], hosts), "clock").state == ERROR
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Folders
-
 FOLDER = FolderFacts("runs", "/data", 100 * GIB, 0.5, "ext4")
 
 
-@pytest.mark.parametrize(
-    ("judge", "facts", "check", "state"),
-    [
-        (judge_run_dir, {}, "run directory", OK),
-        (judge_run_dir, {"free": 5 * GIB}, "run directory", WARNING),
-        (judge_run_dir, {"free": GIB // 2}, "run directory", ERROR),
-        (judge_run_dir, {"inodes": 0.001}, "run directory", WARNING),
-        (judge_run_dir, {"problem": "Read-only file system"}, "run directory", ERROR),
-        (judge_tmp, {"free": 2**20}, "temporary files", ERROR),
-        (judge_tmp, {"kind": "nfs4"}, "temporary files on a network", WARNING),
-    ],
-)
+@pytest.mark.parametrize(("judge", "facts", "check", "state"), [
+    (judge_run_dir, {}, "run directory", OK),
+    (judge_run_dir, {"free": 5 * GIB}, "run directory", WARNING),
+    (judge_run_dir, {"free": GIB // 2}, "run directory", ERROR),
+    (judge_run_dir, {"inodes": 0.001}, "run directory", WARNING),
+    (judge_run_dir, {"problem": "Read-only file system"}, "run directory", ERROR),
+    (judge_tmp, {"free": 2**20}, "temporary files", ERROR),
+    (judge_tmp, {"kind": "nfs4"}, "temporary files on a network", WARNING),
+])  # fmt: skip
 def test_disks(judge, facts, check, state):
     judged = judge(replace(FOLDER, **facts))
     found = only(judged if isinstance(judged, list) else [judged], check)
@@ -380,9 +340,6 @@ def test_shared_memory():
     assert "--shm-size=2g" in found.todo
     assert judge_shared_memory(*docker, Demand(2, on_gpu=True)).state == WARNING
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# All together
 
 CORES = ok("machine", "cores", "8 cores")
 FULL = warning("folders", "run directory", "1 GiB free", "10 GiB", "free some")

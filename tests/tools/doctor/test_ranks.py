@@ -1,7 +1,5 @@
 """Ranks that look at each other for real, and the commands that start them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -140,10 +138,6 @@ def test_most_ranks_are_measured_in_part():
     assert len({pair for pairs in rounds for pair in pairs}) == 64 * 500
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Commands
-
-
 def test_the_command_looks_at_this_machine(tmp_path: Path):
     before = set(tmp_path.iterdir())
     done = run_command("doctor", "devices=2", "--json", stderr=subprocess.PIPE)
@@ -159,22 +153,19 @@ def test_the_command_looks_at_this_machine(tmp_path: Path):
     assert set(tmp_path.iterdir()) == before, "it leaves nothing behind"
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["doctor", "devices=0"], "devices=0: not a whole number of at least 1"),
-        (["doctor", "device=2"], "did you mean devices?"),
-        (["doctor", "accelerator=tpu"], "accelerators: auto, cpu, gpu"),
-        (["doctor", "--jsn"], "did you mean --json?"),
-        (["doctor", "--overwrite"], "no such option of doctor"),
-        (["profile", "workers=2"], "no such key of profile"),
-        (["profile", "--out"], "the file is missing"),
-        (["profile", "--out", "mine.yaml"], "conf/device/mine.yaml"),
-        (["profile", "--out=there/device/mine.yaml"], "--overwrite"),
-        (["fit", "doctor"], "doctor"),
-        (["-m", "doctor"], "trainwright doctor --help"),
-    ],
-)
+@pytest.mark.parametrize(("words", "problem"), [
+    (["doctor", "devices=0"], "devices=0: not a whole number of at least 1"),
+    (["doctor", "device=2"], "did you mean devices?"),
+    (["doctor", "accelerator=tpu"], "accelerators: auto, cpu, gpu"),
+    (["doctor", "--jsn"], "did you mean --json?"),
+    (["doctor", "--overwrite"], "no such option of doctor"),
+    (["profile", "workers=2"], "no such key of profile"),
+    (["profile", "--out"], "the file is missing"),
+    (["profile", "--out", "mine.yaml"], "conf/device/mine.yaml"),
+    (["profile", "--out=there/device/mine.yaml"], "--overwrite"),
+    (["fit", "doctor"], "doctor"),
+    (["-m", "doctor"], "trainwright doctor --help"),
+])  # fmt: skip
 def test_what_is_refused(words, problem, tmp_path: Path, capsys):
     (tmp_path / "there/device").mkdir(parents=True)
     (tmp_path / "there/device/mine.yaml").touch()

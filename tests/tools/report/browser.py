@@ -1,7 +1,5 @@
 """A headless Chromium, driven over chromedriver's own protocol."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A page of HTML as tests ask for it."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 _VOID = {"meta", "link", "br", "img", "input", "hr"}

@@ -1,7 +1,5 @@
 """Run directories, written as runs write them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The page says what the files say, and lets nothing in them act."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib
@@ -27,9 +25,8 @@ def test_curves_hold_the_numbers_of_the_file(tmp_path):
     rows = list(csv.DictReader((run / "metrics.csv").open()))
     for name in ("loss", "samples_per_second"):
         shown = table_of(page, name)
-        assert [(int(step), float(value)) for step, value in shown] == [
-            (int(row["step"]), float(row[name])) for row in rows
-        ]
+        written = [(int(row["step"]), float(row[name])) for row in rows]
+        assert [(int(step), float(value)) for step, value in shown] == written
     assert "last loss 3.1" in page.text
     assert "last step logged 19 (to do: 20)" in page.text
 
@@ -63,15 +60,8 @@ def test_everything_that_was_measured_is_shown(tmp_path):
     assert "faults, recoveries 1, 1" in page.text
 
     events = [(row[1], row[2], row[3]) for row in page.table("time", "step", "kind")]
-    assert sorted(events) == sorted(
-        [
-            ("", "restarted", "launcher"),
-            ("10", "checkpoint", ""),
-            ("10", "recovered", "launcher"),
-            ("12", "fault", "launcher"),
-            ("15", "validation", "0"),
-        ]
-    )
+    of_launcher = [("", "restarted", "launcher"), ("10", "recovered", "launcher"), ("12", "fault", "launcher")]
+    assert sorted(events) == sorted([*of_launcher, ("10", "checkpoint", ""), ("15", "validation", "0")])
     assert page.table("name", "step") == [["step=10", "10", "2027-01-15 08:01:00", "4.00 KiB", "run state"]]
     grid = next(rows for rows in page.tables if rows[0][0] == "stage 0")
     assert [[cell.replace("shard", " shard") for cell in row] for row in grid] == [
@@ -124,9 +114,9 @@ def test_damaged_files_are_read_as_far_as_they_go(tmp_path):
     assert "1 lines of monitor/ are damaged" in page.text
 
 
-@pytest.mark.parametrize(
-    ("rows", "said"), [("nan,3\ninf,4\n1,5\n", "from step 3 (2 steps)"), ("nan,3\n1,2\n2,3\n", None)]
-)
+@pytest.mark.parametrize(("rows", "said"), [
+    ("nan,3\ninf,4\n1,5\n", "from step 3 (2 steps)"), ("nan,3\n1,2\n2,3\n", None),
+])  # fmt: skip
 def test_a_run_whose_loss_is_not_finite_has_diverged(tmp_path, capsys, rows, said):
     """Unless those steps were made again."""
     run = small_run(tmp_path / "run")
@@ -141,9 +131,8 @@ def test_values_that_cannot_be_are_left_out(tmp_path):
     run = whole_run(tmp_path / "run")
     (run / "config.yaml").write_text("a: &a [1, 1]\nb: &b [*a, *a]\n")
     layout = {"pipeline": -1, "shard": 2}
-    (run / "checkpoints" / "step=10" / "manifest.json").write_text(
-        json.dumps({"about": {"layout": layout, "step": 1e9}})
-    )
+    manifest = json.dumps({"about": {"layout": layout, "step": 1e9}})
+    (run / "checkpoints" / "step=10" / "manifest.json").write_text(manifest)
     event = {"time": 1e300, "step": 1, "kind": "event", "what": "fault", "text": "in the year 1e292", "seconds": 1}
     write_records(run, 0, [event])
     page = Parsed(build_page([run]))
@@ -156,9 +145,8 @@ EVIL = "</style></title><script>alert(1)</script><img src=x onerror=alert(2)>'\"
 
 
 def test_texts_of_a_run_stay_texts(tmp_path):
-    run = small_run(
-        tmp_path / "run", f"name: {json.dumps(EVIL)}\n? {json.dumps(EVIL)}\n: ${{oc.env:HOME}}\ndevices: 2\n"
-    )
+    config = f"name: {json.dumps(EVIL)}\n? {json.dumps(EVIL)}\n: ${{oc.env:HOME}}\ndevices: 2\n"
+    run = small_run(tmp_path / "run", config)
     lines = (run / "metrics.csv").read_text().replace("samples_per_second", '"' + EVIL.replace('"', '""') + '"', 1)
     (run / "metrics.csv").write_text(lines)
     event = {"time": 1.0, "step": 1, "kind": "event", "what": EVIL, "text": EVIL, "seconds": 1}
@@ -216,11 +204,8 @@ def test_a_long_run_makes_a_page_of_bounded_size(tmp_path):
     peak = 60_000
     rows = (f"{1000 if step == peak else step % 7},{step},{step}" for step in range(100_000))
     (run / "metrics.csv").write_text("loss,samples_per_second,step\n" + "\n".join(rows) + "\n")
-    records = [
-        {"time": 1.0 + i, "step": i, "kind": "event", "what": "checkpoint", "text": "", "seconds": 1}
-        for i in range(5000)
-    ]
-    write_records(run, 0, records)
+    record = {"kind": "event", "what": "checkpoint", "text": "", "seconds": 1}
+    write_records(run, 0, [{**record, "time": 1.0 + step, "step": step} for step in range(5000)])
     html = build_page([run])
     assert len(html) < 400_000
     assert "greatest 1,000," in html
@@ -255,16 +240,11 @@ def test_a_browser_has_nothing_to_complain_of(tmp_path):
             tab.run("document.querySelectorAll('details').forEach(each => { each.open = true; })")
             assert tab.run("return document.documentElement.scrollWidth") == 390
             backgrounds.append(tab.run("return getComputedStyle(document.body).backgroundColor"))
-            drawn = (
-                "return Array.from(document.querySelectorAll('path.curve')).map(p => p.getBoundingClientRect().width)"
-            )
+            curves = "Array.from(document.querySelectorAll('path.curve'))"
+            drawn = f"return {curves}.map(p => p.getBoundingClientRect().width)"
             assert [width > 100 for width in tab.run(drawn)] == [True, True, True, True, False]  # one value is a dot
         assert backgrounds == ["rgb(251, 251, 249)", "rgb(20, 22, 26)"]
         assert tab.console() == []
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command, and the end of a run
 
 
 def test_the_command_writes_the_page(tmp_path, capsys):
@@ -276,18 +256,15 @@ def test_the_command_writes_the_page(tmp_path, capsys):
     assert not list(tmp_path.glob("**/*.partial"))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "required: RUN_DIR"),
-        (["{tmp}/nothing"], "there is no such run directory"),
-        (["{tmp}"], "this holds runs and is none itself; type for example {tmp}/run"),
-        (["{tmp}/run", "--out", "{tmp}"], "this is a folder; type the name of a file"),
-        (["{tmp}/run", "--out", "{tmp}/no/page.html"], "No such file or directory; type another --out FILE"),
-        (["{tmp}/run"] * 9, "at most 8 side by side"),
-        (["{tmp}/run", "--open"], "unrecognized arguments: --open; `trainwright report --help`"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ([], "required: RUN_DIR"),
+    (["{tmp}/nothing"], "there is no such run directory"),
+    (["{tmp}"], "this holds runs and is none itself; type for example {tmp}/run"),
+    (["{tmp}/run", "--out", "{tmp}"], "this is a folder; type the name of a file"),
+    (["{tmp}/run", "--out", "{tmp}/no/page.html"], "No such file or directory; type another --out FILE"),
+    (["{tmp}/run"] * 9, "at most 8 side by side"),
+    (["{tmp}/run", "--open"], "unrecognized arguments: --open; `trainwright report --help`"),
+])  # fmt: skip
 def test_refusals(tmp_path, capsys, words, said):
     small_run(tmp_path / "run")
     assert run_report_command(["report", *(word.format(tmp=tmp_path) for word in words)]) == 2

@@ -1,7 +1,5 @@
 """The picture in the terminal: what was added to the files since, and who is behind."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

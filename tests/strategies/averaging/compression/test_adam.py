@@ -1,7 +1,5 @@
 """Averages within Adam's steps under DDP against the algorithms, written down for one process."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Buckets of named parts: what is kept back belongs to its part, and waits where there is no gradient."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

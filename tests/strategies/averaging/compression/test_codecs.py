@@ -1,7 +1,5 @@
 """Codecs: what is lost, and how many bytes are written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -103,15 +101,12 @@ def test_a_gradient_that_is_not_finite_does_not_stay() -> None:
     assert residuals.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("make", "problem"),
-    [
-        (lambda: Int8(0), "block=0"),
-        (lambda: Sign(12), "multiple of 8"),
-        (lambda: TopK(0.0), "ratio=0.0"),
-        (lambda: TopK(1.5), "ratio=1.5"),
-    ],
-)
+@pytest.mark.parametrize(("make", "problem"), [
+    (lambda: Int8(0), "block=0"),
+    (lambda: Sign(12), "multiple of 8"),
+    (lambda: TopK(0.0), "ratio=0.0"),
+    (lambda: TopK(1.5), "ratio=1.5"),
+])  # fmt: skip
 def test_impossible_options(make: type[Codec], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         make()  # type: ignore[abstract]

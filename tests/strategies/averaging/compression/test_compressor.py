@@ -1,7 +1,5 @@
 """Averages over ranks that send less: equal bits everywhere, near the mean, of the bytes that the formula says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What is kept back goes along with states in memory: on to the bit, and with fewer replicas."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Replicas that are themselves cut, bytes as the kernel counts them, loss scales, and what is refused at the start."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,8 @@ from trainwright.strategies.averaging.compression.buckets import ReplicaPart
 from trainwright.strategies.averaging.compression.names import compressor_names
 from trainwright.strategies.averaging.compression.options import choose_compression
 from trainwright.strategies.averaging.compression.replicas import ReplicaAverage
+from trainwright.strategies.data.ddp import DDPStrategy
+from trainwright.strategies.data.zero import ZeroStrategy
 
 # Of networks that are cut: (network, options of hybrid).
 CUT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -122,9 +122,6 @@ def test_what_is_refused(ranks: Any) -> None:
 
 
 def test_what_the_constructors_refuse() -> None:
-    from trainwright.strategies.data.ddp import DDPStrategy
-    from trainwright.strategies.data.zero import ZeroStrategy
-
     with pytest.raises(ValueError, match="Did you mean 'topk'"):
         DDPStrategy(compression="topp")
     with pytest.raises(ValueError, match="compression.rank=0"):

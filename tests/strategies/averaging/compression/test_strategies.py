@@ -1,7 +1,5 @@
 """Compressed averages over replicas under strategies: equal replicas, dense results where nothing is left out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl
@@ -138,9 +136,6 @@ def test_dense_until_the_warm_up_is_over(ranks: Any, name: str) -> None:
         assert short.losses[3 * micro_batches :] != pytest.approx(dense[3 * micro_batches :], rel=1e-5)
 
 
-# ---- run states ------------------------------------------------------------------------------------------------------
-
-
 def interrupted(
     strategy: str, options: dict[str, Any], compression: Any, steps: int, save_to: str | None, resume: str | None
 ) -> dict[str, Any]:
@@ -210,19 +205,14 @@ def resumed(
     return whole, interrupted(strategy, options, choice, END, None, f"{folder}/step={SAVED_AT}.ckpt")
 
 
-@pytest.mark.parametrize(
-    ("layout", "name", "more"),
-    [
-        ("ddp", "topk", WARM),
-        ("ddp", "powersgd", {}),
-        ("ddp", "onebit", {}),
-        ("zero3", "powersgd", {}),
-        ("zero1", "onebit", {}),
-    ],
-)
-def test_resumed_under_its_layout_to_the_bit(
-    ranks: Any, tmp_path: Any, layout: str, name: str, more: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("layout", "name", "more"), [
+    ("ddp", "topk", WARM),
+    ("ddp", "powersgd", {}),
+    ("ddp", "onebit", {}),
+    ("zero3", "powersgd", {}),
+    ("zero1", "onebit", {}),
+])  # fmt: skip
+def test_resumed_under_its_layout_to_the_bit(ranks, tmp_path, layout, name, more):
     strategy, count, options = LAYOUTS[layout]
     choice = {"name": name, **OPTIONS.get(name, {}), **more}
     for expected, found in ranks(resumed, count, strategy, options, choice, str(tmp_path)):

@@ -1,7 +1,5 @@
 """What the kernel says that this process has written, sockets included."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

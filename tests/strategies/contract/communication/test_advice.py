@@ -1,7 +1,5 @@
 """The arithmetic of advice: exact values, what grows with what, and where the better choice changes."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

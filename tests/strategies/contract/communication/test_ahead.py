@@ -1,7 +1,5 @@
 """How far ahead to gather, and which way to average: pure arithmetic."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

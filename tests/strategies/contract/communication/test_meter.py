@@ -1,7 +1,5 @@
 """Bytes that are counted are bytes that the kernel sends, whoever starts the collective."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any
