@@ -23,6 +23,7 @@ from trainwright.launch.members.mailbox import NOW, Announcement, Left, Mailbox,
 from trainwright.launch.ranks.environment import of_rank
 from trainwright.launch.ranks.forkserver import become_ordinary
 from trainwright.launch.ranks.output import Output
+from trainwright.launch.ranks.rendezvous import ADDRESS
 
 if TYPE_CHECKING:
     from trainwright.callbacks.end.regrouping import Regrouping
@@ -122,7 +123,9 @@ class Member:
         cfg = OmegaConf.create(announcement.config)
         assert isinstance(cfg, DictConfig)
         rank = announcement.members.index(self._number)
-        os.environ.update(of_rank(rank, len(announcement.members), announcement.port, announcement.generation))
+        os.environ.update(
+            of_rank(rank, len(announcement.members), (ADDRESS, announcement.port), announcement.generation)
+        )
         self._output.to(None if rank == 0 else log_file(self._run_dir, rank))
         records = records_of(self._records, announcement.generation)
         self._recorder = FailureRecorder(records, rank, self._run_dir)
