@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainwright.core.processes.machine import machine_facts
+from trainwright.core.text.plain import rebuilt
 from trainwright.tools.doctor import environment as env
 from trainwright.tools.doctor import folders, machine, network
 from trainwright.tools.doctor.finding import Finding, error
@@ -53,8 +54,8 @@ class HostReport:
     @staticmethod
     def from_json(text: str) -> HostReport:
         """Return what :meth:`to_json` wrote; plain values alone, so nothing in it can run."""
-        values: dict[str, Any] = json.loads(text)
-        return HostReport(**{**values, "findings": [Finding(**each) for each in values["findings"]]})
+        report: HostReport = rebuilt(HostReport, json.loads(text))
+        return report
 
 
 def import_torch() -> tuple[list[Finding], bool]:

@@ -144,7 +144,7 @@ def _compare(layout_cfg: DictConfig, folder: Path, options: VerifyOptions) -> Ve
         precision=str(layout_cfg.precision),
         tolerance=tolerance,
         global_batch=_batch_in_words(layout, layout_cfg),
-        dropout=reference.run["dropout"],
+        dropout_off=reference.run["dropout"],
         losses=losses,
         samples=[problem.text for problem in samples],
         gradients=gradients,
