@@ -1,13 +1,13 @@
 """Dataclasses from plain values, as `dataclasses.asdict` and JSON leave them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from itertools import repeat
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-_fields = cache(get_type_hints)
+_fields: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def rebuilt(kind: Any, plain: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import threading
 from collections.abc import Mapping
@@ -54,9 +53,7 @@ def member_main(environment: Mapping[str, str], verb: str, run_dir: Path, record
     member = Member(int(environment["TRAINWRIGHT_MEMBER"]), verb, run_dir, records, Mailbox(mailbox))
     try:
         become_ordinary()
-        launcher = multiprocessing.parent_process()
-        assert launcher is not None
-        ShutdownWatch(read_config(run_dir).launch.grace_seconds, launcher.sentinel).start()
+        ShutdownWatch.start_in_rank(read_config(run_dir).launch.grace_seconds)
         member.run()
     except SystemExit:
         raise

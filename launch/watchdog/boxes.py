@@ -18,31 +18,9 @@ from pathlib import Path
 from trainwright.core.run import phases
 
 # Phases beyond those of trainwright.core.run.phases: reading the first batch of an epoch starts worker processes.
-SETUP, FIRST_DATA, EVALUATION, EVALUATION_END, ENDING, OTHER = (
-    "setup",
-    "first data",
-    "evaluation",
-    "end of evaluation",
-    "ending",
-    "other",
-)
-PHASES = (
-    SETUP,
-    FIRST_DATA,
-    phases.DATA,
-    phases.FORWARD,
-    phases.BACKWARD,
-    phases.OPTIMIZER,
-    phases.HOOKS,
-    phases.VALIDATION,
-    phases.AGREEMENT,
-    phases.SAVING,
-    phases.IDLE,
-    EVALUATION,
-    EVALUATION_END,
-    ENDING,
-    OTHER,
-)
+SETUP, FIRST_DATA = "setup", "first data"
+OUTSIDE_OF_STEPS = EVALUATION, EVALUATION_END, ENDING, OTHER = "evaluation", "end of evaluation", "ending", "other"
+PHASES = (SETUP, FIRST_DATA, *phases.PHASES, *OUTSIDE_OF_STEPS)
 _INDEX = {name: index for index, name in enumerate(PHASES)}
 # Doubles of one box: twelve of what the rank is doing, then the longest time that each phase took.
 _PROCESS, _STATE, _RANK, _PHASE, _STEP, _MICRO_BATCHES, _CHANGES = range(7)

@@ -70,7 +70,7 @@ def parse(verb: str, words: Sequence[str], launcher: Launcher | None) -> argpars
     parser = Parser(verb)
     parser.add_argument("-h", "--help", action="store_true")
     for option in options[:-1]:
-        parser.add_argument(option, **({} if option == "--out" else {"action": "store_true"}))
+        parser.add_argument(option, action="store" if option == "--out" else "store_true")
     arguments, plain, problems = parser.parse_among_words(words, options)
     keys = _OF_DOCTOR if verb == "doctor" else _OF_PROFILE
     values: dict[str, Any] = {}

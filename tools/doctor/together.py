@@ -120,15 +120,11 @@ def rank_main(environment: Mapping[str, str], world_size: int, on_gpu: bool, fig
         SystemExit: with exit code 1 if it failed; the board says how.
     """
     os.environ.update(environment)
-    import multiprocessing
-
     from trainwright.core.processes.watch import ShutdownWatch
     from trainwright.launch.ranks.forkserver import become_ordinary
 
     become_ordinary()
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    ShutdownWatch(0.0, launcher.sentinel).start()
+    ShutdownWatch.start_in_rank(0.0)
 
     import torch
     from torch.distributed import TCPStore
