@@ -15,6 +15,9 @@ from trainwright.core.run.interrupt import Interrupted
 from trainwright.launch.outcome.ending import notices, told_to_end
 from trainwright.launch.recovery.restarts import Setback, setback_of
 
+LOOK_SECONDS = 1.0
+"""Between two looks at whether the ranks of an attempt shall be ended, to go on with other ones."""
+
 
 @dataclass(frozen=True)
 class Outcome:
