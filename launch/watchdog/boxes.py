@@ -105,7 +105,7 @@ class Boxes:
 class Box:
     """The box of this rank. To be made by the rank.
 
-    Times are learned of phases of a step once ``learning`` is set, of others from the beginning, and of setting up and
+    Times are learned of phases of a step after the first steps, of others from the beginning, and of setting up and
     ending never.
 
     Args:
@@ -135,6 +135,7 @@ class Box:
         self._phase = _INDEX[SETUP]
         self._since = time.monotonic()
         self.learning = False
+        self._first_step: int | None = None
         values[_RANK], values[_PROCESS] = rank, os.getpid()
         values[_STATE] = _RUNNING
 
@@ -157,11 +158,13 @@ class Box:
         values[_CHANGES] += 1.0
 
     def count(self, step: int) -> None:
-        """Say that a micro-batch begins.
+        """Say that a micro-batch begins, and learn phases of a step from the end of the first steps on.
 
         Args:
             step: optimizer steps that the run has made.
         """
+        self._first_step = step if self._first_step is None else self._first_step
+        self.learning = step >= self._first_step + WARM_UP_STEPS
         self._values[_STEP] = step
         self._values[_MICRO_BATCHES] += 1.0
 

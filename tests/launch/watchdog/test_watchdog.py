@@ -28,7 +28,7 @@ from trainwright.core.text.plain import rebuilt
 from trainwright.launch.schema import LaunchConfig
 from trainwright.launch.watchdog import answers, monitor
 from trainwright.launch.watchdog.answers import Answer, Answerer, ask, own_answer, read_answer
-from trainwright.launch.watchdog.boxes import OTHER, Box, Boxes, Progress
+from trainwright.launch.watchdog.boxes import OTHER, WARM_UP_STEPS, Box, Boxes, Progress
 from trainwright.launch.watchdog.calls import Call, own_calls, own_groups
 from trainwright.launch.watchdog.check_hangs import hang_problems
 from trainwright.launch.watchdog.limits import HangLimits
@@ -59,10 +59,11 @@ def test_what_a_rank_writes_is_read(tmp_path: Path) -> None:
 def test_times_of_the_first_steps_are_not_learned(tmp_path: Path) -> None:
     boxes = Boxes(1, tmp_path)
     box = Box(boxes.address, 0, 0)
+    box.count(7)
     for phase in (phases.FORWARD, phases.SAVING, phases.FORWARD, phases.BACKWARD):
         box.begin(phase)
     assert set(boxes.read(0).longest) == {phases.SAVING}
-    box.learning = True
+    box.count(7 + WARM_UP_STEPS)
     box.begin(phases.FORWARD)
     time.sleep(0.02)
     box.begin(phases.BACKWARD)
