@@ -47,11 +47,6 @@ class Answer:
     groups: dict[str, Group]
     on_accelerator: bool
 
-    @property
-    def main(self) -> Thread:
-        """The main thread."""
-        return self.threads[0]
-
 
 def own_answer(threads: list[Thread]) -> Answer:
     """What this process is doing."""

@@ -256,7 +256,7 @@ def test_a_rank_answers_until_it_stops(tmp_path: Path) -> None:
     assert answers.SIGNAL is None or catches(os.getpid(), answers.SIGNAL)
     for question in ("1", "2"):
         assert ask(tmp_path, 0, question)
-        assert _answer(tmp_path, question).main.is_main
+        assert _answer(tmp_path, question).threads[0].is_main
     answerer.stop()
     assert not ask(tmp_path, 0, "3")
     assert "trainwright-watchdog" not in [thread.name for thread in threading.enumerate()]
