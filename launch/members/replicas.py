@@ -219,9 +219,9 @@ class ReplicaAttempt:
         told = self._ends.told(ended)
         if told is not None:
             raise told
-        try:
-            return Outcome(metrics=read_result(self._records))
-        except FileNotFoundError:
+        metrics = read_result(self._records)
+        if metrics is None:
             error = RankError("rank 0 lost its connections at the end of training", 0, None)
             self._setback = Setback(0, "broken connections")
             return Outcome(error)
+        return Outcome(metrics=metrics)

@@ -98,7 +98,4 @@ def metrics_of(folder: Path, cfg: DictConfig, ends: Sequence[NodeEnd | None], si
     failed = next((end.exit_code for end in said if end.exit_code), None)
     if len(said) < len(ends) or failed is not None:
         raise RankError(silence, 0, failed)
-    try:
-        return read_result(folder)
-    except FileNotFoundError:
-        return {}
+    return read_result(folder) or {}

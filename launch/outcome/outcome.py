@@ -55,12 +55,10 @@ def metrics_in(records: Path, cfg: DictConfig, number: int = signal.SIGTERM) -> 
     Raises:
         Interrupted: if they were told to end, which the configuration calls well.
     """
-    try:
-        return read_result(records)
-    except FileNotFoundError:
-        if cfg.preemption.exit_code == 0:
-            raise Interrupted(number, 0) from None
-        return {}
+    metrics = read_result(records)
+    if metrics is None and cfg.preemption.exit_code == 0:
+        raise Interrupted(number, 0)
+    return metrics or {}
 
 
 def metrics_after_signal(

@@ -214,8 +214,9 @@ def _tell(cfg: DictConfig, end: AgentEnd, has_first: bool) -> int:
         print(f"trainwright: {failure}", file=sys.stderr, flush=True)
         return 1
     if has_first:
-        with contextlib.suppress(FileNotFoundError):  # the user's own code has ended the ranks well
-            print(metrics_line(read_result(folder)), flush=True)
+        metrics = read_result(folder)
+        if metrics is not None:
+            print(metrics_line(metrics), flush=True)
     return 0
 
 
