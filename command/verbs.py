@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -15,6 +14,7 @@ from trainwright.command.auto import lines_of
 from trainwright.command.run import RunResult, launch, plan, prepare
 from trainwright.command.schema.compose import compose_checked
 from trainwright.command.schema.expansion import tell_import
+from trainwright.core.arguments import Parser
 from trainwright.core.config.masking import masked
 from trainwright.core.config.missing import resolved
 from trainwright.core.config.references import settled
@@ -210,16 +210,8 @@ def _show_help(arguments: argparse.Namespace) -> int:
     return OK if asked else REFUSED
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors in the form of all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError([f"{message}; `trainwright --help` shows how the command is typed"])
-
-
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="trainwright", add_help=False, allow_abbrev=False)
-    parser.add_argument("words", nargs="*")
+    parser = Parser()
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--version", action="store_true")
     parser.add_argument("-m", "--multirun", action="store_true")
@@ -228,13 +220,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--html")
     parser.add_argument("--prove", action="store_true", help=argparse.SUPPRESS)  # was removed; says what to type
-    arguments, rest = parser.parse_known_intermixed_args(list(words))
-    plain = [*arguments.words, *(word for word in rest if not word.startswith("-"))]
-    problems = [
-        f"{word}: there is no such option; " + did_you_mean(word, _OPTIONS, "options")
-        for word in rest
-        if word.startswith("-")
-    ]
+    arguments, plain, problems = parser.parse_among_words(words, _OPTIONS)
     arguments.verb = plain.pop(0) if plain and "=" not in plain[0] else None
     arguments.overrides = plain
     if arguments.verb is not None and arguments.verb not in _ALL_VERBS:

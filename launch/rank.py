@@ -1,6 +1,5 @@
 """The first thing that a rank runs."""
 
-import multiprocessing
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,9 +33,7 @@ def rank_main(environment: Mapping[str, str], verb: str, folder: Path, records: 
         recorder.run_dir = Path(cfg.run_dir)
         if rank != 0:
             Output().to(log_file(Path(cfg.run_dir), rank))
-        launcher = multiprocessing.parent_process()
-        assert launcher is not None
-        ShutdownWatch(cfg.launch.grace_seconds, launcher.sentinel).start()
+        ShutdownWatch.start_in_rank(cfg.launch.grace_seconds)
         # Imported in the fork server already; here it costs nothing, and an error in it is this rank's error.
         from trainwright.launch.ranks.progress import ProgressReport
         from trainwright.launch.worker import run_verb

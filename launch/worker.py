@@ -90,10 +90,12 @@ def run_verb(
     if not cfg.strict:
         module.strict_loading = False
     try:
-        _VERBS[verb](trainer, module, data, _loading(trainer, cfg, held))
+        result = getattr(trainer, verb)(module, datamodule=data, **_loading(trainer, cfg, held))
     except Exception as error:
         hook.raise_refusal(error)
         raise
+    if verb == "predict" and trainer.is_global_zero:
+        _save_predictions(result, Path(trainer.default_root_dir))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -273,37 +275,11 @@ def _loading(trainer: Trainer, cfg: DictConfig, held: HeldState | None) -> dict[
     return {"ckpt_path": ckpt_path, "weights_only": not cfg.trust}
 
 
-def _fit(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, loading: dict[str, Any]) -> None:
-    trainer.fit(module, datamodule=data, **loading)
-
-
-def _validate(
-    trainer: Trainer, module: LightningModule, data: LightningDataModule | None, loading: dict[str, Any]
-) -> None:
-    trainer.validate(module, datamodule=data, **loading)
-
-
-def _test(trainer: Trainer, module: LightningModule, data: LightningDataModule | None, loading: dict[str, Any]) -> None:
-    trainer.test(module, datamodule=data, **loading)
-
-
-def _predict(
-    trainer: Trainer, module: LightningModule, data: LightningDataModule | None, loading: dict[str, Any]
-) -> None:
-    predictions = trainer.predict(module, datamodule=data, **loading)
-    if trainer.is_global_zero:
-        path = Path(trainer.default_root_dir) / PREDICTIONS
-        partial = path.with_suffix(".pt.partial")
-        torch.save(predictions, partial)
-        os.replace(partial, path)
-
-
-_VERBS: dict[str, Callable[[Trainer, LightningModule, LightningDataModule | None, dict[str, Any]], None]] = {
-    "fit": _fit,
-    "validate": _validate,
-    "test": _test,
-    "predict": _predict,
-}
+def _save_predictions(predictions: Any, run_dir: Path) -> None:
+    path = run_dir / PREDICTIONS
+    partial = path.with_suffix(".pt.partial")
+    torch.save(predictions, partial)
+    os.replace(partial, path)
 
 
 def _log_to_file(run_dir: Path) -> None:

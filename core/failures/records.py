@@ -72,9 +72,10 @@ def write_result(folder: Path, metrics: Mapping[str, float]) -> None:
     write_whole(folder / _RESULT, json.dumps(dict(metrics)))
 
 
-def read_result(folder: Path) -> dict[str, float]:
-    """The metrics that rank 0 has ended with, by name."""
-    metrics: dict[str, float] = json.loads((folder / _RESULT).read_text(encoding="utf-8"))
+def read_result(folder: Path) -> dict[str, float] | None:
+    """The metrics that rank 0 has ended with, by name; None: the user's own code ended it, or it did not end well."""
+    path = folder / _RESULT
+    metrics: dict[str, float] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     return metrics
 
 

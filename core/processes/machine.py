@@ -1,11 +1,16 @@
 """Devices, cores and memory of this machine."""
 
 import errno
+import fcntl
 import os
 import socket
+import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+# SIOCGIFADDR in <linux/sockios.h>.
+_GET_ADDRESS = 0x8915
 _ROOT = Path("/sys/fs/cgroup")
 _NO_LIMIT = 2**60
 
@@ -39,6 +44,16 @@ def num_gpus() -> int:
 def num_cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def threads_of_rank(asked: int | None, ranks: int) -> str:
+    """Return OMP_NUM_THREADS of a rank: as configured, as in the environment, or its share of this machine's cores.
+
+    Args:
+        asked: `launch.threads`.
+        ranks: on this machine.
+    """
+    return str(asked or os.environ.get("OMP_NUM_THREADS") or max(1, num_cores() // ranks))
 
 
 def port_is_taken(port: int) -> bool:
@@ -101,3 +116,11 @@ def _available(memory: int) -> int:
     except OSError:
         return memory
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), memory)
+
+
+def address_of(interface: str) -> str:
+    """Return the first IPv4 address of a network interface; empty if it is down or has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return ""

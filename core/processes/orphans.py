@@ -15,19 +15,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeAlias
 
 from trainwright.core.processes.process import is_alive
 
 AGENT = "TRAINWRIGHT_AGENT"
 """Variable by which an agent tells its ranks its process id, so that they end with it."""
 _PR_SET_PDEATHSIG = 1
-
-_Answer: TypeAlias = "SimpleQueue[BaseException | None]"
 
 
 def end_with_parent(parent: int | None = None) -> None:
@@ -81,27 +79,23 @@ def in_lasting_thread(start: Callable[[], None]) -> None:
     if threading.current_thread() is threading.main_thread():
         start()
         return
-    answer: _Answer = SimpleQueue()
+    answer: Future[None] = Future()
     _lasting(os.getpid()).put((start, answer))
-    error = answer.get()
-    if error is not None:
-        raise error
+    answer.result()
 
 
 @cache
-def _lasting(process: int) -> SimpleQueue[tuple[Callable[[], None], _Answer]]:
+def _lasting(process: int) -> SimpleQueue[tuple[Callable[[], None], Future[None]]]:
     """Calls for a thread that never ends; `process` is this one, since forked ones have no such thread."""
-    calls: SimpleQueue[tuple[Callable[[], None], _Answer]] = SimpleQueue()
+    calls: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
 
     def work() -> None:
         while True:
             start, answer = calls.get()
             try:
-                start()
+                answer.set_result(start())
             except BaseException as error:
-                answer.put(error)
-            else:
-                answer.put(None)
+                answer.set_exception(error)
 
     threading.Thread(target=work, name="trainwright-parent", daemon=True).start()
     return calls

@@ -14,7 +14,8 @@ from torch.distributed import TCPStore
 if TYPE_CHECKING:  # takes seconds to load, and the process that launches ranks has no use for it
     from lightning.fabric.plugins import ClusterEnvironment
 
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the network interface of each backend; the user may decide them."""
 
 
 def listen_at(address: str, port: int) -> socket.socket:
@@ -90,4 +91,4 @@ def loopback_interfaces() -> dict[str, str]:
     Otherwise they listen at the address that the name of the machine stands for, open to the network.
     """
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    return {} if loopback is None else {name: os.environ.get(name, loopback) for name in _INTERFACES}
+    return {} if loopback is None else {name: os.environ.get(name, loopback) for name in INTERFACES}

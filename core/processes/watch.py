@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import threading
@@ -63,6 +64,17 @@ class ShutdownWatch:
         self._allowance: Allowance | None = None
         self._end: _End | None = None
         self._thread: threading.Thread | None = None
+
+    @classmethod
+    def start_in_rank(cls, grace_seconds: float) -> None:
+        """Watch this rank of a launcher, and end it with that process; called in the main thread.
+
+        Args:
+            grace_seconds: to end after SIGINT or SIGTERM.
+        """
+        launcher = multiprocessing.parent_process()
+        assert launcher is not None
+        cls(grace_seconds, launcher.sentinel).start()
 
     @classmethod
     def of_process(cls) -> ShutdownWatch | None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 # In the order of a micro-batch. "hooks" is what callbacks and the module do after it; "validation" the loop within
 # training; "agreement" where the loop asks all ranks whether one was told to end; "saving" a checkpoint, whenever that
 # is; "idle" before and after training.
-DATA, FORWARD, BACKWARD, OPTIMIZER, HOOKS, VALIDATION, AGREEMENT, SAVING, IDLE = (
+PHASES = DATA, FORWARD, BACKWARD, OPTIMIZER, HOOKS, VALIDATION, AGREEMENT, SAVING, IDLE = (
     "data",
     "forward",
     "backward",

@@ -13,7 +13,7 @@ from trainwright.core.failures.failure import RankError, first_failure
 from trainwright.core.failures.records import Beginning, read_beginning
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.launch.outcome.ending import patience, told_to_end
-from trainwright.launch.outcome.outcome import Outcome, metrics_after_signal, metrics_in, setback_in
+from trainwright.launch.outcome.outcome import LOOK_SECONDS, Outcome, metrics_after_signal, metrics_in, setback_in
 from trainwright.launch.rank import rank_main
 from trainwright.launch.ranks.environment import rank_environment
 from trainwright.launch.ranks.rendezvous import LocalStore
@@ -36,7 +36,7 @@ class Attempt:
         number: attempts before this one.
         environment: variables of the ranks besides those that they need to meet.
         monitor: finds ranks that hang; None = off.
-        replacements: who starts lost ranks anew while the others go on; None: all end when one is lost.
+        replacements: who starts lost ranks anew while the others go on, if any.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class Attempt:
         verb: str,
         folder: Path,
         records: Path,
-        number: int = 0,
-        environment: Mapping[str, str] | None = None,
-        monitor: Monitor | None = None,
-        replacements: Replacements | None = None,
+        number: int,
+        environment: Mapping[str, str],
+        monitor: Monitor | None,
+        replacements: Replacements,
     ) -> None:
         self._cfg = cfg
         self._verb = verb
         self._folder = folder
         self._records = records
         self._number = number
-        self._environment = dict(environment or {})
+        self._environment = environment
         self._monitor = monitor
         self._replacements = replacements
 
@@ -64,15 +64,12 @@ class Attempt:
         """How it began to train; None as long as it has not."""
         return read_beginning(self._records)
 
-    def run(
-        self, grace_after_failure: float, look_seconds: float | None = None, enough: Callable[[], bool] = lambda: False
-    ) -> Outcome:
+    def run(self, grace_after_failure: float, enough: Callable[[], bool] | None) -> Outcome:
         """Start the ranks and wait for the end of all.
 
         Args:
             grace_after_failure: seconds that the others have to end when one has failed.
-            look_seconds: how often `enough` is asked; None = never.
-            enough: whether the ranks shall be ended, to go on with other ones.
+            enough: whether the ranks shall be ended, to go on with other ones; asked every second. None = never.
 
         Raises:
             Interrupted: if this process was told to end, or the ranks were; all have ended.
@@ -82,10 +79,9 @@ class Attempt:
             Supervisor(rank_main, (self._verb, self._folder, self._records), self._monitor) as ranks,
         ):
             try:
-                first = {} if self._replacements is None else self._replacements.environment
                 for rank in range(self._cfg.devices):
-                    self._start(ranks, rank, store.port, first)
-                ended = self._wait(ranks, store.port, look_seconds, enough)
+                    self._start(ranks, rank, store.port, self._replacements.environment)
+                ended = self._wait(ranks, store.port, enough)
             except Interrupted as interrupted:
                 ended = pass_on(ranks, self._cfg, self._verb, interrupted)
                 codes = {each.rank: each.exit_code for each in ended}
@@ -103,33 +99,28 @@ class Attempt:
         environment = rank_environment(self._cfg, rank, port, self._number)
         ranks.start_rank(rank, {**environment, **self._environment, **more})
 
-    def _wait(
-        self, ranks: Supervisor, port: int, look_seconds: float | None, enough: Callable[[], bool]
-    ) -> list[Ended]:
+    def _wait(self, ranks: Supervisor, port: int, enough: Callable[[], bool] | None) -> list[Ended]:
         """Wait for the end of all ranks, for the first that cannot be replaced and those that fail with it, or until it
         is enough."""
         ended: list[Ended] = []
-        while ranks.living or self._pause(None) is not None:
-            some = _next_ends(ranks, self._pause(look_seconds))
+        look = None if enough is None else LOOK_SECONDS
+        while ranks.living or self._replacements.pause is not None:
+            pauses = [pause for pause in (look, self._replacements.pause) if pause is not None]
+            some = _next_ends(ranks, min(pauses, default=None))
             failed = [each for each in some if each.failed]
             if failed and not self._can_go_on(failed):
                 return ended + some
             ended += [each for each in some if not each.failed]
-            for rank, more in [] if self._replacements is None else self._replacements.due():
+            for rank, more in self._replacements.due():
                 self._start(ranks, rank, port, more)
-            if look_seconds is not None and ranks.living and enough():
+            if enough is not None and ranks.living and enough():
                 return ended
         return ended
 
     def _can_go_on(self, failed: Sequence[Ended]) -> bool:
         beginning = self.beginning
         begun = None if beginning is None else beginning.step
-        return self._replacements is not None and self._replacements.take(failed, begun)
-
-    def _pause(self, look_seconds: float | None) -> float | None:
-        """How long to wait for an end before something else is to be looked after."""
-        pauses = [look_seconds, None if self._replacements is None else self._replacements.pause]
-        return min((pause for pause in pauses if pause is not None), default=None)
+        return self._replacements.take(failed, begun)
 
     def setback(self, failure: RankError) -> Setback:
         """What the policy must know of a failure of this attempt."""

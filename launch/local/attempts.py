@@ -22,8 +22,6 @@ from trainwright.launch.recovery.sizes import resized
 # Seconds that the other ranks have to end when a restart follows. Those that wait for the failed one in a collective of
 # NCCL never notice; what they are saving is cleaned up by the next attempt.
 _GRACE_BEFORE_RESTART = 1.0
-# Seconds between two looks at whether the number of devices shall change.
-_LOOK_SECONDS = 1.0
 
 
 class RunningAttempt(Protocol):
@@ -33,15 +31,12 @@ class RunningAttempt(Protocol):
     def beginning(self) -> Beginning | None:
         """How it began to train; None as long as it has not."""
 
-    def run(
-        self, grace_after_failure: float, look_seconds: float | None = None, enough: Callable[[], bool] = lambda: False
-    ) -> Outcome:
+    def run(self, grace_after_failure: float, enough: Callable[[], bool] | None) -> Outcome:
         """Start the ranks and wait for the end of all.
 
         Args:
             grace_after_failure: seconds that the others have to end when one has failed.
-            look_seconds: how often `enough` is asked; None = never.
-            enough: whether the ranks shall be ended, to go on with other ones.
+            enough: whether the ranks shall be ended, to go on with other ones; asked every second. None = never.
         """
 
     def setback(self, failure: RankError) -> Setback:
@@ -135,9 +130,9 @@ class AttemptedRun:
 
     def _try(self, attempt: RunningAttempt) -> dict[str, float] | None:
         """The metrics of the end; None: there is to be another attempt."""
-        look_seconds = None if self._sizes is None else _LOOK_SECONDS
+        enough = None if self._sizes is None else lambda: self._resizes(attempt)
         try:
-            outcome = attempt.run(self._grace, look_seconds, lambda: self._resizes(attempt))
+            outcome = attempt.run(self._grace, enough)
             if outcome.failure is not None:
                 outcome = replace(outcome, failure=self._maker.explain(outcome.failure))
         finally:

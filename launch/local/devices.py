@@ -7,7 +7,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.launch.ranks.supervisor import Supervisor
@@ -33,19 +32,6 @@ def speaks_of_device(setback: Setback) -> bool:
         return True
     text = f"{setback.kind}: {setback.message}"
     return _OF_DEVICE.search(text) is not None and _OF_MEMORY.search(text) is None
-
-
-@dataclass
-class _Lost:
-    """A device that is out of use.
-
-    Attributes:
-        probe_at: when it is asked next, by `time.monotonic`.
-        interval: seconds until the time after that.
-    """
-
-    probe_at: float
-    interval: float
 
 
 class Devices:
@@ -79,13 +65,13 @@ class Devices:
         self._probe_seconds = probe_seconds
         self._on_gpu = on_gpu
         self._clock = clock
-        self._lost: dict[int, _Lost] = {}
+        self._probe_at: dict[int, float] = {}  # of lost devices
         self._intervals: dict[int, float] = {}
         self._strikes: tuple[int | None, int] = (None, 0)
 
     def usable(self) -> list[int]:
         """Devices that a run may use now, in order."""
-        working = [device for device in range(self._count) if device not in self._lost]
+        working = [device for device in range(self._count) if device not in self._probe_at]
         limit = self.limit()
         return working if limit is None else working[:limit]
 
@@ -109,21 +95,20 @@ class Devices:
 
     def lose(self, device: int) -> None:
         """Use a device no longer, until it answers a later probe."""
-        interval = self._intervals.get(device, self._probe_seconds)
-        self._intervals[device] = min(2 * interval, _LONGEST_PROBE_INTERVAL)
-        self._lost[device] = _Lost(self._clock() + interval, interval)
+        before = self._intervals.get(device)
+        interval = self._probe_seconds if before is None else min(2 * before, _LONGEST_PROBE_INTERVAL)
+        self._intervals[device], self._probe_at[device] = interval, self._clock() + interval
 
     def due(self) -> list[int]:
         """Lost devices that are to be probed now; each is told once per interval."""
         now = self._clock()
-        found = [device for device, lost in self._lost.items() if lost.probe_at <= now]
-        for device in found:
-            self._lost[device].probe_at = now + self._lost[device].interval
+        found = [device for device, moment in self._probe_at.items() if moment <= now]
+        self._probe_at.update((device, now + self._intervals[device]) for device in found)
         return found
 
     def found(self, device: int) -> None:
         """Use a lost device again."""
-        self._lost.pop(device, None)
+        self._probe_at.pop(device, None)
 
     def environment(self, used: list[int]) -> dict[str, str]:
         """Variables by which ranks 0, 1, ... take the devices `used`; none where these are the first ones anyway."""

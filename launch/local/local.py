@@ -87,22 +87,15 @@ class LocalAttempts:
             return ReplicaAttempt(
                 cfg, self._verb, records, environment=environment, monitor=monitor, policy=policy, log=log
             )
-        replacements = self._replacements(cfg, records, policy, log)
-        return Attempt(cfg, self._verb, folder, records, number, environment, monitor, replacements)
-
-    def _replacements(
-        self, cfg: DictConfig, records: Path, policy: RestartPolicy, log: RestartLog
-    ) -> Replacements | None:
-        """Who starts lost ranks anew while the others go on; None where all end with the first that is lost."""
         options = options_of(cfg.strategy)
         ranks = () if options is None else PlannedRun(cfg, self._verb).replaceable_ranks(options)
-        if not ranks:
-            return None
-        return Replacements(ranks, cfg.devices, records, Path(cfg.run_dir), policy, log)
+        replacements = Replacements(ranks, cfg.devices, records, Path(cfg.run_dir), policy, log)
+        return Attempt(cfg, self._verb, folder, records, number, environment, monitor, replacements)
 
     def explain(self, failure: RankError) -> RankError:
         """The failure of the last attempt, with what is known beside it."""
-        return _explained(failure, self._monitor)
+        text = None if self._monitor is None or failure.hang is not None else self._monitor.explain()
+        return failure if text is None else failure.because(text)
 
     def end_attempt(self) -> None:
         """Hear that the last attempt has ended."""
@@ -131,16 +124,3 @@ def _monitor_of(cfg: DictConfig, records: Path) -> HangMonitor | None:
     )
     # While one process is being replaced, the one before may still live.
     return HangMonitor(2 * cfg.devices + launch.spares, folder, Path(cfg.run_dir), limits)
-
-
-def _explained(failure: RankError, monitor: HangMonitor | None) -> RankError:
-    """A failure, with what the ranks say of the calls in which the connections between them broke.
-
-    Args:
-        failure: what ended an attempt.
-        monitor: of the attempt; None = nobody has watched.
-    """
-    if monitor is None or failure.hang is not None:
-        return failure
-    text = monitor.explain()
-    return failure if text is None else failure.because(text)

@@ -18,6 +18,7 @@ from typing import Any
 from trainwright.core.failures.records import write_whole
 from trainwright.core.text.bounded import parse_json
 from trainwright.core.text.messages import LONGEST
+from trainwright.core.text.plain import rebuilt
 
 # Step at which members leave that are called to leave at once, wherever they are.
 NOW = 0
@@ -55,13 +56,6 @@ class Announcement:
     sources: dict[int, int]
     pids: tuple[int, ...]
 
-    @classmethod
-    def from_json(cls, plain: dict[str, Any]) -> Announcement:
-        """The announcement whose fields are ``plain``."""
-        sources = {int(member): source for member, source in plain["sources"].items()}
-        lists = {name: tuple(plain[name]) for name in ("members", "pids")}
-        return cls(**{**plain, **lists, "sources": sources})
-
 
 @dataclass(frozen=True)
 class Left:
@@ -76,11 +70,6 @@ class Left:
     member: int
     steps: tuple[int, ...]
     error: str | None
-
-    @classmethod
-    def from_json(cls, plain: dict[str, Any]) -> Left:
-        """The message whose fields are ``plain``."""
-        return cls(**{**plain, "steps": tuple(plain["steps"])})
 
 
 class Board:
@@ -128,8 +117,8 @@ class Mailbox:
 
     def announcement(self, generation: int) -> Announcement | None:
         """The announcement of a generation, if it has been made."""
-        plain = self._read(f"generation_{generation}")
-        return None if plain is None else Announcement.from_json(plain)
+        found: Announcement | None = rebuilt(Announcement, self._read(f"generation_{generation}"))
+        return found
 
     def wait_to_be_in(self, member: int, generation: int) -> Announcement:
         """Wait for a generation after ``generation`` that has ``member``; without end: who waits may be ended."""
@@ -156,7 +145,7 @@ class Mailbox:
     def left(self, generation: int, members: Sequence[int]) -> list[Left]:
         """Those of ``members`` that have left a generation."""
         found = (self._read(f"left_{generation}_{member}") for member in members)
-        return [Left.from_json(plain) for plain in found if plain is not None]
+        return [rebuilt(Left, plain) for plain in found if plain is not None]
 
     def _write(self, name: str, plain: dict[str, Any]) -> None:
         write_whole(self._path(name), json.dumps(plain))

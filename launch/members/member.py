@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import threading
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from trainwright.launch.members.mailbox import NOW, Announcement, Left, Mailbox,
 from trainwright.launch.ranks.environment import of_rank
 from trainwright.launch.ranks.forkserver import become_ordinary
 from trainwright.launch.ranks.output import Output
+from trainwright.launch.ranks.rendezvous import ADDRESS
 
 if TYPE_CHECKING:
     from trainwright.callbacks.end.regrouping import Regrouping
@@ -53,9 +53,7 @@ def member_main(environment: Mapping[str, str], verb: str, run_dir: Path, record
     member = Member(int(environment["TRAINWRIGHT_MEMBER"]), verb, run_dir, records, Mailbox(mailbox))
     try:
         become_ordinary()
-        launcher = multiprocessing.parent_process()
-        assert launcher is not None
-        ShutdownWatch(read_config(run_dir).launch.grace_seconds, launcher.sentinel).start()
+        ShutdownWatch.start_in_rank(read_config(run_dir).launch.grace_seconds)
         member.run()
     except SystemExit:
         raise
@@ -122,7 +120,9 @@ class Member:
         cfg = OmegaConf.create(announcement.config)
         assert isinstance(cfg, DictConfig)
         rank = announcement.members.index(self._number)
-        os.environ.update(of_rank(rank, len(announcement.members), announcement.port, announcement.generation))
+        os.environ.update(
+            of_rank(rank, len(announcement.members), (ADDRESS, announcement.port), announcement.generation)
+        )
         self._output.to(None if rank == 0 else log_file(self._run_dir, rank))
         records = records_of(self._records, announcement.generation)
         self._recorder = FailureRecorder(records, rank, self._run_dir)

@@ -93,22 +93,19 @@ class ReplicaAttempt:
         assert self._setback is not None
         return replace(self._setback, rank=failure.rank)
 
-    def run(
-        self, grace_after_failure: float, look_seconds: float | None = None, enough: Callable[[], bool] = lambda: False
-    ) -> Outcome:
+    def run(self, grace_after_failure: float, enough: Callable[[], bool] | None) -> Outcome:
         """Start the members, and see them through to the end of training.
 
         Args:
             grace_after_failure: seconds that the others have to end when one has failed and they cannot go on.
-            look_seconds: how often `enough` is asked; None = never.
-            enough: whether the members shall be ended, to go on with other ones.
+            enough: whether the members shall be ended, to go on with other ones; None = never.
 
         Raises:
             Interrupted: if this process was told to end, or the members were; all have ended.
             RankError: if a member failed, and the policy says that it must not go on so.
         """
         self._grace = grace_after_failure
-        self._enough = enough if look_seconds is not None else lambda: False
+        self._enough = enough
         self._members = Members(self._cfg, self._verb, self._records, self._environment, self._monitor)
         with self._members:
             self._generations = Generations(self._cfg, self._layout, self._records, self._members)
@@ -155,7 +152,7 @@ class ReplicaAttempt:
             self._decide(error)
         if lost or errors or len(left) == len(self._generations.now.members):
             return self._regroup(lost, error)
-        if self._enough():
+        if self._enough is not None and self._enough():
             self._members.end_all(patience(self._cfg, self._verb))
             return Outcome()
         self._start_missing()
@@ -222,9 +219,9 @@ class ReplicaAttempt:
         told = self._ends.told(ended)
         if told is not None:
             raise told
-        try:
-            return Outcome(metrics=read_result(self._records))
-        except FileNotFoundError:
+        metrics = read_result(self._records)
+        if metrics is None:
             error = RankError("rank 0 lost its connections at the end of training", 0, None)
             self._setback = Setback(0, "broken connections")
             return Outcome(error)
+        return Outcome(metrics=metrics)

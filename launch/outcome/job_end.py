@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from trainwright.core.failures.failure import Failure, RankError, first_failure
 from trainwright.core.failures.records import read_result, write_whole
 from trainwright.core.run.interrupt import Interrupted
+from trainwright.core.text.plain import rebuilt
 from trainwright.launch.outcome.ending import told_to_end
 
 
@@ -63,10 +64,8 @@ def read_node(folder: Path, node: int) -> NodeEnd | None:
     path = _path(folder, node)
     if not path.is_file():
         return None
-    values = json.loads(path.read_text(encoding="utf-8"))
-    failure = None if values["failure"] is None else Failure(**values["failure"])
-    codes = {int(rank): code for rank, code in values["codes"].items()}
-    return NodeEnd(**(values | {"failure": failure, "codes": codes}))
+    end: NodeEnd = rebuilt(NodeEnd, json.loads(path.read_text(encoding="utf-8")))
+    return end
 
 
 def metrics_of(folder: Path, cfg: DictConfig, ends: Sequence[NodeEnd | None], silence: str) -> dict[str, float]:
@@ -99,7 +98,4 @@ def metrics_of(folder: Path, cfg: DictConfig, ends: Sequence[NodeEnd | None], si
     failed = next((end.exit_code for end in said if end.exit_code), None)
     if len(said) < len(ends) or failed is not None:
         raise RankError(silence, 0, failed)
-    try:
-        return read_result(folder)
-    except FileNotFoundError:
-        return {}
+    return read_result(folder) or {}

@@ -15,6 +15,9 @@ from trainwright.core.run.interrupt import Interrupted
 from trainwright.launch.outcome.ending import notices, told_to_end
 from trainwright.launch.recovery.restarts import Setback, setback_of
 
+LOOK_SECONDS = 1.0
+"""Between two looks at whether the ranks of an attempt shall be ended, to go on with other ones."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -52,12 +55,10 @@ def metrics_in(records: Path, cfg: DictConfig, number: int = signal.SIGTERM) -> 
     Raises:
         Interrupted: if they were told to end, which the configuration calls well.
     """
-    try:
-        return read_result(records)
-    except FileNotFoundError:
-        if cfg.preemption.exit_code == 0:
-            raise Interrupted(number, 0) from None
-        return {}
+    metrics = read_result(records)
+    if metrics is None and cfg.preemption.exit_code == 0:
+        raise Interrupted(number, 0)
+    return metrics or {}
 
 
 def metrics_after_signal(

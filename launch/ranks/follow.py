@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TextIO
 
 from trainwright.callbacks.monitor.sample import sampled_ranks
 from trainwright.core.failures.failure import TRACEBACK_MARK, log_file
@@ -47,14 +45,9 @@ def _as_shown(line: bytes) -> str:
 
 
 class Follower:
-    """Prints the lines of several files as they grow.
+    """Prints the lines of several files as they grow."""
 
-    Args:
-        to: where they are printed; None = standard output.
-    """
-
-    def __init__(self, to: TextIO | None = None) -> None:
-        self._to = to
+    def __init__(self) -> None:
         self._files: list[_Growing] = []
 
     def add(self, path: Path, name: str, from_end: bool = False, at: int = 0) -> None:
@@ -96,4 +89,4 @@ class Follower:
 
     def _print(self, lines: list[str]) -> None:
         if lines:
-            print("\n".join(lines), file=self._to or sys.stdout, flush=True)
+            print("\n".join(lines), flush=True)

@@ -19,9 +19,12 @@ from typing import Any
 
 from trainwright.core.processes.orphans import end_with_parent, in_lasting_thread
 from trainwright.core.processes.scratch import scratch
+from trainwright.core.processes.variables import default_variables
 
 # A rank starts with these ignored too, see become_ordinary.
 _NOT_FOR_THE_SERVER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# NumPy's BLAS starts its threads on import, and a process with threads must not be forked.
+_BLAS = {"OPENBLAS_NUM_THREADS": "1"}
 _PRELOAD = ("trainwright.launch.ranks.preload",)
 # Process id of the server that this module has started; None when there is none, or it is another library's.
 _started: int | None = None
@@ -37,7 +40,7 @@ def start_forkserver() -> None:
     if before is None:
         _use_scratch()
         multiprocessing.set_forkserver_preload(list(_PRELOAD))
-    with _single_threaded_blas(), _ignoring_signals(), hidden_main():
+    with default_variables(_BLAS), _ignoring_signals(), hidden_main():
         in_lasting_thread(forkserver.ensure_running)  # another one, in the place of one that was killed
     if server._forkserver_pid != before:
         _started = server._forkserver_pid
@@ -117,17 +120,3 @@ def _ignoring_signals() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-@contextlib.contextmanager
-def _single_threaded_blas() -> Iterator[None]:
-    """NumPy's BLAS starts its threads on import, and a process with threads must not be forked."""
-    name = "OPENBLAS_NUM_THREADS"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[name]

@@ -1,7 +1,6 @@
 """Where ranks meet: a store of the launching process on the loopback interface, or one of rank 0."""
 
 from datetime import timedelta
-from types import TracebackType
 
 from torch.distributed import TCPStore
 
@@ -51,9 +50,7 @@ class LocalStore:
     def __enter__(self) -> "LocalStore":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -194,18 +194,25 @@ def _problems_of_checkpoint(cfg: DictConfig, verb: str) -> list[str]:
 
 def _problem_of_local(cfg: DictConfig, path: Path) -> str | None:
     """Why there is nothing to go on from at a path of this machine."""
-    if not os.path.lexists(path):
-        return f"there is no such file or folder; {_advice(cfg)}"
-    if path.is_symlink() and not os.path.exists(path):
-        return f"is a link to {os.readlink(path)}, which is not there; {_advice(cfg)}"
-    if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
-        return "cannot be read by this user; change its permissions (chmod -R u+rX), or type another path"
+    unreadable = _unreadable(path)
+    if unreadable is not None:
+        return f"{unreadable}; {_advice(cfg)}"
     if path.is_dir():
         return None if (path / MANIFEST).exists() else _problem_of_folder(cfg, path)
     if (path.parent / MANIFEST).exists():
         return f"is one file of a checkpoint; type its folder, ckpt_path={path.parent}"
     if path.suffix == _SAFETENSORS:
         return f"holds weights alone, training cannot go on from that; type init_from={path} to begin with them"
+    return None
+
+
+def _unreadable(path: Path) -> str | None:
+    if not os.path.lexists(path):
+        return "there is no such file or folder"
+    if not path.exists():
+        return f"is a link to {os.readlink(path)}, which is not there"
+    if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+        return "cannot be read by this user; change its permissions (chmod -R u+rX), or type another path"
     return None
 
 
@@ -296,12 +303,9 @@ def _problems_of_weights(cfg: DictConfig) -> list[str]:
     if is_remote(path):
         return []
     local = Path(local_path(path))
-    if not os.path.lexists(local):
-        return [f"init_from={path}: there is no such file or folder"]
-    if local.is_symlink() and not os.path.exists(local):
-        return [f"init_from={path}: is a link to {os.readlink(local)}, which is not there"]
-    if not os.access(local, os.R_OK):
-        return [f"init_from={path}: cannot be read by this user; change its permissions, or type another path"]
+    unreadable = _unreadable(local)
+    if unreadable is not None:
+        return [f"init_from={path}: {unreadable}"]
     is_folder = local.is_dir() and ((local / MANIFEST).exists() or any(local.glob(f"*{_SAFETENSORS}")))
     if is_folder or (local.is_file() and local.suffix == _SAFETENSORS):
         return []

@@ -48,7 +48,7 @@ class Replacements:
     @property
     def environment(self) -> dict[str, str]:
         """What tells a rank that it is the first of its number, and that lost ones are started anew."""
-        return {INCARNATION: "0"}
+        return {INCARNATION: "0"} if self._ranks else {}
 
     @property
     def pause(self) -> float | None:

@@ -15,10 +15,11 @@ import signal
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainwright.core.text.plain import rebuilt
 from trainwright.launch.watchdog import calls
 from trainwright.launch.watchdog.calls import Call, Group
 from trainwright.launch.watchdog.report.stacks import Thread, own_threads, raised
@@ -46,35 +47,14 @@ class Answer:
     groups: dict[str, Group]
     on_accelerator: bool
 
-    @property
-    def main(self) -> Thread:
-        """The main thread."""
-        return self.threads[0]
 
-    @classmethod
-    def of(cls, plain: dict[str, Any]) -> Answer:
-        """From plain values."""
-        groups = [Group.of(group) for group in plain["groups"]]
-        return cls(
-            threads=tuple(Thread.of(thread) for thread in plain["threads"]),
-            calls=tuple(Call.of(call) for call in plain["calls"]),
-            groups={group.name: group for group in groups},
-            on_accelerator=plain["on_accelerator"],
-        )
-
-
-def own_answer(threads: list[Thread]) -> dict[str, Any]:
-    """What this process is doing, as plain values; see :class:`Answer`."""
+def own_answer(threads: list[Thread]) -> Answer:
+    """What this process is doing."""
     try:
         made, groups = calls.own_calls(), calls.own_groups()
     except Exception:  # a torch that records otherwise: stacks are worth something without calls
         made, groups = [], []
-    return {
-        "threads": [thread.plain() for thread in threads],
-        "calls": calls.plain(made),
-        "groups": calls.plain(groups),
-        "on_accelerator": _computes_elsewhere(),
-    }
+    return Answer(tuple(threads), tuple(made), {group.name: group for group in groups}, _computes_elsewhere())
 
 
 class Answerer:
@@ -141,7 +121,7 @@ class Answerer:
         path = answer_file(self._folder, self._box, question)
         partial = path.with_suffix(".partial")
         with suppress(OSError):  # who asked is gone, and the folder with it
-            partial.write_text(json.dumps(answer), encoding="utf-8")
+            partial.write_text(json.dumps(asdict(answer)), encoding="utf-8")
             os.replace(partial, path)
 
 
@@ -166,7 +146,7 @@ def read_answer(folder: Path, box: int, question: str) -> Answer | None:
     """The answer to a question; ``None`` = not yet. It is removed."""
     path = answer_file(folder, box, question)
     try:
-        answer = Answer.of(json.loads(path.read_text(encoding="utf-8")))
+        answer: Answer = rebuilt(Answer, json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     path.unlink()

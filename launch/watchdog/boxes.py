@@ -18,31 +18,9 @@ from pathlib import Path
 from trainwright.core.run import phases
 
 # Phases beyond those of trainwright.core.run.phases: reading the first batch of an epoch starts worker processes.
-SETUP, FIRST_DATA, EVALUATION, EVALUATION_END, ENDING, OTHER = (
-    "setup",
-    "first data",
-    "evaluation",
-    "end of evaluation",
-    "ending",
-    "other",
-)
-PHASES = (
-    SETUP,
-    FIRST_DATA,
-    phases.DATA,
-    phases.FORWARD,
-    phases.BACKWARD,
-    phases.OPTIMIZER,
-    phases.HOOKS,
-    phases.VALIDATION,
-    phases.AGREEMENT,
-    phases.SAVING,
-    phases.IDLE,
-    EVALUATION,
-    EVALUATION_END,
-    ENDING,
-    OTHER,
-)
+SETUP, FIRST_DATA = "setup", "first data"
+OUTSIDE_OF_STEPS = EVALUATION, EVALUATION_END, ENDING, OTHER = "evaluation", "end of evaluation", "ending", "other"
+PHASES = (SETUP, FIRST_DATA, *phases.PHASES, *OUTSIDE_OF_STEPS)
 _INDEX = {name: index for index, name in enumerate(PHASES)}
 # Doubles of one box: twelve of what the rank is doing, then the longest time that each phase took.
 _PROCESS, _STATE, _RANK, _PHASE, _STEP, _MICRO_BATCHES, _CHANGES = range(7)
@@ -127,7 +105,7 @@ class Boxes:
 class Box:
     """The box of this rank. To be made by the rank.
 
-    Times are learned of phases of a step once ``learning`` is set, of others from the beginning, and of setting up and
+    Times are learned of phases of a step after the first steps, of others from the beginning, and of setting up and
     ending never.
 
     Args:
@@ -157,6 +135,7 @@ class Box:
         self._phase = _INDEX[SETUP]
         self._since = time.monotonic()
         self.learning = False
+        self._first_step: int | None = None
         values[_RANK], values[_PROCESS] = rank, os.getpid()
         values[_STATE] = _RUNNING
 
@@ -179,11 +158,13 @@ class Box:
         values[_CHANGES] += 1.0
 
     def count(self, step: int) -> None:
-        """Say that a micro-batch begins.
+        """Say that a micro-batch begins, and learn phases of a step from the end of the first steps on.
 
         Args:
             step: optimizer steps that the run has made.
         """
+        self._first_step = step if self._first_step is None else self._first_step
+        self.learning = step >= self._first_step + WARM_UP_STEPS
         self._values[_STEP] = step
         self._values[_MICRO_BATCHES] += 1.0
 

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from trainwright.core.run import phases
 from trainwright.launch.watchdog.answers import Answerer
-from trainwright.launch.watchdog.boxes import ENDING, EVALUATION, EVALUATION_END, FIRST_DATA, WARM_UP_STEPS, Box
+from trainwright.launch.watchdog.boxes import ENDING, EVALUATION, EVALUATION_END, FIRST_DATA, Box
 from trainwright.launch.watchdog.calls import keep_traces_in, remember_calls
 from trainwright.launch.watchdog.limits import HangLimits
 from trainwright.launch.watchdog.monitor import VARIABLE
@@ -96,15 +96,10 @@ class Watchdog(Callback):
             trainer.callbacks.append(_CoarseMarks(box))  # type: ignore[attr-defined]
             return
         loop = trainer.fit_loop.epoch_loop
-        first = None
 
         def begin(phase: str) -> None:
-            nonlocal first
             if phase == phases.DATA:
-                step = loop._batches_that_stepped
-                first = step if first is None else first
-                box.learning = step >= first + WARM_UP_STEPS
-                box.count(step)
+                box.count(loop._batches_that_stepped)
                 # At the beginning of an epoch workers are started, which takes its own time.
                 phase = phases.DATA if box.phase == phases.HOOKS else FIRST_DATA
             box.begin(phase)
@@ -166,13 +161,9 @@ class _CoarseMarks(Callback):
 
     def __init__(self, box: Box) -> None:
         self._box = box
-        self._first: int | None = None
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        step = trainer.global_step
-        self._first = step if self._first is None else self._first
-        self._box.learning = step >= self._first + WARM_UP_STEPS
-        self._box.count(step)
+        self._box.count(trainer.global_step)
         self._box.begin(phases.FORWARD)
 
     def on_train_batch_end(self, *_: Any) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +45,12 @@ class Call:
     @property
     def what(self) -> str:
         """What is communicated, such as `` (512 x float32)``; nothing for a barrier."""
-        counts = [_elements(size) for size in self.sizes]
+        counts = [math.prod(size) for size in self.sizes]
         if not counts:
             return ""
         kinds = sorted(set(self.kinds))
         extent = f"{sum(counts):,} x {' and '.join(kinds)}" if kinds else f"{sum(counts):,} elements"
         return f" ({extent}{f' in {len(counts)} tensors' if len(counts) > 1 else ''})"
-
-    @classmethod
-    def of(cls, plain: dict[str, Any]) -> Call:
-        """From plain values."""
-        sizes = tuple(tuple(size) for size in plain["sizes"])
-        return cls(**{**plain, "sizes": sizes, "kinds": tuple(plain["kinds"])})
 
 
 @dataclass(frozen=True)
@@ -74,11 +69,6 @@ class Group:
 
     def __str__(self) -> str:
         return f"group {self.label!r} {list(self.ranks)}"
-
-    @classmethod
-    def of(cls, plain: dict[str, Any]) -> Group:
-        """From plain values."""
-        return cls(plain["name"], plain["label"], tuple(plain["ranks"]))
 
 
 def remember_calls() -> None:
@@ -130,11 +120,6 @@ def own_groups() -> list[Group]:
     return found
 
 
-def plain(values: list[Call] | list[Group]) -> list[dict[str, Any]]:
-    """As plain values."""
-    return [asdict(value) for value in values]
-
-
 def _has_groups() -> bool:
     distributed: Any = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
@@ -157,13 +142,6 @@ def _call(entry: dict[str, Any], now: int) -> Call:
 def _label(name: str, description: str) -> str:
     plain = {"default_pg": "all ranks", "": name, "undefined": name}
     return plain.get(description, description.removeprefix("mesh_"))
-
-
-def _elements(size: tuple[int, ...]) -> int:
-    count = 1
-    for extent in size:
-        count *= extent
-    return count
 
 
 _DTYPES = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
+from trainwright.launch.watchdog.limits import limit_problems
+
 AUTO = "auto"
 
 
@@ -14,19 +16,6 @@ def hang_problems(cfg: DictConfig) -> list[str]:
         cfg: the resolved configuration.
     """
     launch = cfg.launch
-    problems = []
-    timeout = launch.hang_timeout
-    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if timeout is not None and timeout != AUTO and not (is_number and timeout > 0):
-        problems.append(
-            f"launch.hang_timeout={timeout}: must be auto (learned), a number of seconds above 0, or null (off)"
-        )
-    if launch.hang_safety_factor < 1:
-        problems.append(
-            f"launch.hang_safety_factor={launch.hang_safety_factor:g}: must be at least 1, or what took long once "
-            "would be a hang the next time; type launch.hang_safety_factor=5"
-        )
-    for name in ("hang_floor_seconds", "hang_first_timeout"):
-        if launch[name] <= 0:
-            problems.append(f"launch.{name}={launch[name]:g}: must be a number of seconds above 0")
-    return problems
+    timeout = AUTO if launch.hang_timeout is None else launch.hang_timeout
+    given = timeout, launch.hang_safety_factor, launch.hang_floor_seconds, launch.hang_first_timeout
+    return [f"launch.hang_{problem.removeprefix('hang_')}" for problem in limit_problems(*given)]

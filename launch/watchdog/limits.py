@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from trainwright.core.config.option_rules import is_positive
 from trainwright.launch.watchdog.boxes import Progress
 
 
@@ -37,16 +38,9 @@ class HangLimits:
         Raises:
             ValueError: with what is out of range.
         """
-        is_number = isinstance(hang_timeout, int | float) and not isinstance(hang_timeout, bool)
-        if hang_timeout != "auto" and not (is_number and float(hang_timeout) > 0):
-            raise ValueError(
-                f"hang_timeout={hang_timeout!r}: must be 'auto', a number of seconds above 0, or None (off)"
-            )
-        if safety_factor < 1:
-            raise ValueError(f"safety_factor={safety_factor:g}: must be at least 1; 5 is the default")
-        for name, seconds in (("floor_seconds", floor_seconds), ("first_timeout", first_timeout)):
-            if seconds <= 0:
-                raise ValueError(f"{name}={seconds:g}: must be a number of seconds above 0")
+        problems = list(limit_problems(hang_timeout, safety_factor, floor_seconds, first_timeout))
+        if problems:
+            raise ValueError("; ".join(problems))
         fixed = None if hang_timeout == "auto" else float(hang_timeout)
         return cls(fixed, safety_factor, floor_seconds, first_timeout)
 
@@ -69,3 +63,22 @@ class HangLimits:
     def pause(self) -> float:
         """Seconds between two questions to ranks that were found to have a reason for standing still."""
         return min(self.floor_seconds, self.fixed or self.floor_seconds)
+
+
+def limit_problems(timeout: object, safety_factor: float, floor_seconds: float, first_timeout: float) -> Iterator[str]:
+    """Yield what is out of range, by the names of the Watchdog's arguments.
+
+    Args:
+        timeout: ``"auto"`` or a number of seconds.
+        safety_factor: as of :class:`HangLimits`, like the rest.
+    """
+    if timeout != "auto" and not is_positive(timeout):
+        yield f"hang_timeout={timeout}: must be auto (learned), a number of seconds above 0, or null (None) for off"
+    if safety_factor < 1:
+        yield (
+            f"safety_factor={safety_factor:g}: must be at least 1, or what took long once would be a hang the next "
+            "time; 5 is the default"
+        )
+    for name, seconds in (("floor_seconds", floor_seconds), ("first_timeout", first_timeout)):
+        if seconds <= 0:
+            yield f"{name}={seconds:g}: must be a number of seconds above 0"

@@ -10,10 +10,11 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
-from typing import NoReturn
+from typing import Any
 
+from trainwright.core.arguments import Parser
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
-from trainwright.core.problems import did_you_mean
+from trainwright.core.problems import ConfigError, did_you_mean
 from trainwright.core.text.printable import printable
 
 OK, DAMAGED, REFUSED = 0, 1, 2
@@ -76,68 +77,26 @@ def run_checkpoint_command(words: Sequence[str]) -> int:
             print(HELP, end="")
             return REFUSED
         arguments = _parse(rest)
-        return _VERBS[arguments.verb](arguments)
-    except _RefusedError as error:
-        print(f"trainwright: {error}", file=sys.stderr)
+        return int(arguments.run(arguments))
+    except ConfigError as error:
+        print(f"trainwright: {'; '.join(error.problems)}", file=sys.stderr)
     except CheckpointError as error:
         print(f"trainwright: {error}", file=sys.stderr)
         return DAMAGED if isinstance(error, DamagedCheckpoint) else REFUSED
     return REFUSED
 
 
-class _RefusedError(ValueError):
-    """A command that was not understood."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors that are raised."""
-
-    def error(self, message: str) -> NoReturn:
-        raise _RefusedError(f"{message}; `trainwright checkpoint --help` shows how the command is typed")
-
-
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    if words[0] not in _VERBS:
-        what = "option before the verb" if words[0].startswith("-") else "such verb of checkpoint"
-        raise _RefusedError(f"{words[0]}: there is no {what}; {did_you_mean(words[0], _VERBS, 'verbs')}")
-    parser = _Parser(prog="trainwright checkpoint", add_help=False, allow_abbrev=False)
-    verbs = parser.add_subparsers(dest="verb", parser_class=_Parser)
-    for verb in _VERBS:
-        _ARGUMENTS[verb](verbs.add_parser(verb, add_help=False, allow_abbrev=False))
-    return parser.parse_args(list(words))
-
-
-def _arguments_of_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH")
-
-
-def _arguments_of_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH")
-    parser.add_argument("--all", action="store_true")
-    parser.add_argument("--json", action="store_true")
-
-
-def _arguments_of_list(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="FOLDER")
-    parser.add_argument("--deep", action="store_true")
-    parser.add_argument("--json", action="store_true")
-
-
-def _arguments_of_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH")
-    parser.add_argument("--format", choices=FORMATS, required=True)
-    parser.add_argument("--to", metavar="DEST")
-    parser.add_argument("--max-shard-size", metavar="SIZE", type=size_in_bytes)
-    parser.add_argument("--dtype", choices=DTYPES)
-    parser.add_argument("--model", metavar="ATTRIBUTE")
-    parser.add_argument("--overwrite", action="store_true")
-
-
-def _arguments_of_import(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE")
-    parser.add_argument("--to", metavar="DEST", required=True)
-    parser.add_argument("--trust", action="store_true")
-    parser.add_argument("--overwrite", action="store_true")
+    verb = words[0]
+    if verb not in _VERBS:
+        what = "option before the verb" if verb.startswith("-") else "such verb of checkpoint"
+        raise ConfigError([f"{verb}: there is no {what}; {did_you_mean(verb, _VERBS, 'verbs')}"])
+    parser = Parser("checkpoint")
+    run, options = _VERBS[verb]
+    for name, about in options.items():
+        parser.add_argument(name, **about)
+    parser.set_defaults(run=run)
+    return parser.parse_args(list(words[1:]))
 
 
 def size_in_bytes(text: str) -> int:
@@ -221,17 +180,27 @@ def _say(text: str) -> None:
     print(f"checkpoint: {text}", file=sys.stderr, flush=True)
 
 
-_VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "verify": _verify,
-    "inspect": _inspect,
-    "list": _list,
-    "export": _export,
-    "import": _import,
-}
-_ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
-    "verify": _arguments_of_verify,
-    "inspect": _arguments_of_inspect,
-    "list": _arguments_of_list,
-    "export": _arguments_of_export,
-    "import": _arguments_of_import,
+_FLAG: dict[str, Any] = {"action": "store_true"}
+_PATH: dict[str, Any] = {"path": {"metavar": "PATH"}}
+# What each verb calls, and its arguments as argparse takes them.
+_VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], dict[str, dict[str, Any]]]] = {
+    "verify": (_verify, _PATH),
+    "inspect": (_inspect, {**_PATH, "--all": _FLAG, "--json": _FLAG}),
+    "list": (_list, {"path": {"metavar": "FOLDER"}, "--deep": _FLAG, "--json": _FLAG}),
+    "export": (
+        _export,
+        {
+            **_PATH,
+            "--format": {"choices": FORMATS, "required": True},
+            "--to": {},
+            "--max-shard-size": {"type": size_in_bytes},
+            "--dtype": {"choices": DTYPES},
+            "--model": {},
+            "--overwrite": _FLAG,
+        },
+    ),
+    "import": (
+        _import,
+        {"source": {"metavar": "SOURCE"}, "--to": {"required": True}, "--trust": _FLAG, "--overwrite": _FLAG},
+    ),
 }

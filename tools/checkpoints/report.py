@@ -5,7 +5,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +77,13 @@ class StoredTensor:
         name: its key.
         shape: of the whole tensor.
         dtype: torch's name without `torch.`
-        num_bytes: of its values; None for a dtype whose size is not known here.
+        bytes: of its values; None for a dtype whose size is not known here.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    num_bytes: int | None
+    bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,7 @@ class Inspection:
         files = {
             record.name: {"bytes": record.size, "xxh3_128": record.hash, "rank": record.rank} for record in self.files
         }
-        tensors = [
-            {"name": each.name, "shape": list(each.shape), "dtype": each.dtype, "bytes": each.num_bytes}
-            for each in self.tensors
-        ]
+        tensors = [asdict(each) for each in self.tensors]
         return {"path": self.path, "about": _finite(self.manifest.about), "files": files, "tensors": tensors}
 
     def to_text(self, *, every_tensor: bool = False) -> str:
@@ -147,9 +144,9 @@ class Inspection:
             for rank, (size, files) in self.bytes_of_ranks().items()
         ]
         shown = self.tensors if every_tensor else self.tensors[:_SCREENFUL]
-        rows = [(t.name, "x".join(map(str, t.shape)) or "scalar", t.dtype, _count(t.num_bytes)) for t in shown]
+        rows = [(t.name, "x".join(map(str, t.shape)) or "scalar", t.dtype, _count(t.bytes)) for t in shown]
         left = len(self.tensors) - len(shown)
-        total = sum(each.num_bytes or 0 for each in self.tensors)
+        total = sum(each.bytes or 0 for each in self.tensors)
         return "\n".join(
             [
                 self.path,
@@ -253,7 +250,7 @@ class Row:
         state: good, damaged, half-written, or not checkable (a file of Lightning's).
         step: optimizer steps done; None when that is not known.
         created: ISO time.
-        num_bytes: of all its files.
+        bytes: of all its files.
         metrics: by name.
         problems: what is wrong with it.
     """
@@ -262,21 +259,13 @@ class Row:
     state: str
     step: int | None = None
     created: str = ""
-    num_bytes: int | None = None
+    bytes: int | None = None
     metrics: Mapping[str, Any] | None = None
     problems: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON."""
-        return {
-            "path": self.path,
-            "state": self.state,
-            "step": self.step,
-            "created": self.created,
-            "bytes": self.num_bytes,
-            "metrics": _finite(dict(self.metrics or {})),
-            "problems": list(self.problems),
-        }
+        return {**asdict(self), "metrics": _finite(self.metrics or {})}
 
 
 def listed(path: str, *, deep: bool = False) -> list[Row]:
@@ -313,7 +302,7 @@ def table_of(rows: Sequence[Row]) -> str:
         (
             _NOTHING if row.step is None else str(row.step),
             row.state,
-            _NOTHING if row.num_bytes is None else size_text(row.num_bytes),
+            _NOTHING if row.bytes is None else size_text(row.bytes),
             row.created[:19].replace("T", " "),
             _shown(row.path),
             _pairs(row.metrics, "="),
@@ -350,7 +339,7 @@ def _row_of(candidate: Candidate, deep: bool) -> Row:
     if candidate.damage is not None:
         return Row(path, DAMAGED, created=created, problems=[candidate.damage])
     if manifest is None:
-        return Row(path, UNCHECKED, created=created, num_bytes=os.path.getsize(path))
+        return Row(path, UNCHECKED, created=created, bytes=os.path.getsize(path))
     try:
         problems = _problems(path, manifest, deep=deep)
     except CheckpointError as error:

@@ -7,13 +7,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from omegaconf import DictConfig
 
 from trainwright.command.schema.compose import compose_checked, config_loader, group_names, quote_paths
 from trainwright.command.schema.expansion import Expansion
-from trainwright.core.problems import ConfigError, did_you_mean
+from trainwright.core.arguments import Parser
+from trainwright.core.problems import ConfigError
 from trainwright.tools.deepspeed.expand import translate_file
 from trainwright.tools.deepspeed.recipe_file import recipe_text
 from trainwright.tools.deepspeed.report import Report
@@ -66,27 +66,13 @@ def run_import_command(words: Sequence[str]) -> int:
     return OK
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors in the form of all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError([f"{message}; `trainwright {VERB} --help` shows how the command is typed"])
-
-
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog=f"trainwright {VERB}", add_help=False, allow_abbrev=False)
-    parser.add_argument("words", nargs="*")
+    parser = Parser(VERB)
     parser.add_argument("--out")
     parser.add_argument("--overwrite", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--config-dir", "-cd")
-    arguments, rest = parser.parse_known_intermixed_args(list(words))
-    plain = [*arguments.words, *(word for word in rest if not word.startswith("-"))]
-    problems = [
-        f"{word}: there is no such option; {did_you_mean(word, _OPTIONS, 'options')}"
-        for word in rest
-        if word.startswith("-")
-    ]
+    arguments, plain, problems = parser.parse_among_words(words, _OPTIONS)
     files = [word for word in plain if "=" not in word]
     if len(files) != 1:
         given = "no file was given" if not files else f"{' '.join(files)}: one file at a time"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainwright.tools.deepspeed.key import APPROXIMATED, MAPPED, STATUSES, UNSUPPORTED
@@ -28,8 +28,8 @@ class Line:
         status: mapped, approximated or unsupported.
         becomes: the overrides that stand for it; empty if none are needed.
         note: how it differs, or why it is not supported and what to do instead.
-        typed: what the command line says in its place; it wins.
-        stops: whether a run from the file is refused for it.
+        overridden_by: what the command line says in its place; it wins.
+        stops_a_run: whether a run from the file is refused for it.
     """
 
     key: str
@@ -37,20 +37,8 @@ class Line:
     status: str
     becomes: tuple[str, ...] = ()
     note: str = ""
-    typed: tuple[str, ...] = ()
-    stops: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {
-            "key": self.key,
-            "value": self.value,
-            "status": self.status,
-            "becomes": list(self.becomes),
-            "note": self.note,
-            "overridden_by": list(self.typed),
-            "stops_a_run": self.stops,
-        }
+    overridden_by: tuple[str, ...] = ()
+    stops_a_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +62,7 @@ class Report:
     @property
     def stopping(self) -> list[Line]:
         """Keys for which a run from the file is refused."""
-        return [line for line in self.lines if line.stops and not line.typed]
+        return [line for line in self.lines if line.stops_a_run and not line.overridden_by]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -91,7 +79,7 @@ class Report:
         return {
             "file": self.file,
             "counts": self.counts,
-            "keys": [line.to_dict() for line in self.lines],
+            "keys": [asdict(line) for line in self.lines],
             "absent": [{"key": a.key, "becomes": list(a.becomes), "note": a.note} for a in self.absent],
             "no_effect": list(self.no_effect),
             "overrides": list(self.overrides),
@@ -124,8 +112,8 @@ def _shown(line: Line) -> Iterator[str]:
     head = f"  {line.key}"
     if line.value is not None:
         head += f" = {textwrap.shorten(json.dumps(line.value), 60, placeholder=' ...')}"
-    if line.typed:
-        yield f"{head}  ->  on the command line: {' '.join(line.typed)}"
+    if line.overridden_by:
+        yield f"{head}  ->  on the command line: {' '.join(line.overridden_by)}"
         return
     native = [text.lstrip("+") for text in line.becomes]
     together = "  ->  ".join([head, *([" ".join(native)] if native else [])])

@@ -347,11 +347,6 @@ def _tree() -> Tree:
 TREE = _tree()
 
 
-def below(tree: Tree, name: str) -> Tree | None:
-    """Return the section or key of that name; None if there is none."""
-    return tree.get(name, tree.get("*"))
-
-
 def elsewhere(name: str) -> list[str]:
     """Return paths of keys and sections, anywhere in the file, that have this name or one close to it."""
     by_name: dict[str, list[str]] = {}

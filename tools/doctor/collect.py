@@ -7,10 +7,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainwright.core.processes.machine import machine_facts
+from trainwright.core.text.plain import rebuilt
 from trainwright.tools.doctor import environment as env
 from trainwright.tools.doctor import folders, machine, network
 from trainwright.tools.doctor.finding import Finding, error
@@ -53,8 +55,8 @@ class HostReport:
     @staticmethod
     def from_json(text: str) -> HostReport:
         """Return what :meth:`to_json` wrote; plain values alone, so nothing in it can run."""
-        values: dict[str, Any] = json.loads(text)
-        return HostReport(**{**values, "findings": [Finding(**each) for each in values["findings"]]})
+        report: HostReport = rebuilt(HostReport, json.loads(text))
+        return report
 
 
 def import_torch() -> tuple[list[Finding], bool]:
@@ -132,19 +134,15 @@ def within(seconds: float, function: Callable[[], Any]) -> Any:
         TimeoutError: if it takes longer.
         Exception: whatever it raises.
     """
-    outcome: dict[str, Any] = {}
+    answer: Future[Any] = Future()
 
     def run() -> None:
         try:
-            outcome["value"] = function()
+            answer.set_result(function())
         except Exception as failure:  # raised again where the answer is waited for
-            outcome["failure"] = failure
+            answer.set_exception(failure)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if "failure" in outcome:
-        raise outcome["failure"]
-    if "value" not in outcome:
+    threading.Thread(target=run, daemon=True).start()
+    if not wait([answer], seconds).done:
         raise TimeoutError(f"no answer within {seconds:.0f} s")
-    return outcome["value"]
+    return answer.result()

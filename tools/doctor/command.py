@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import Launcher, detect_launcher
 from trainwright.launch.ranks.output import ranks_speak_to_stderr
 from trainwright.tools.doctor.finding import ERROR
-from trainwright.tools.doctor.options import Typed, parse
+from trainwright.tools.doctor.options import parse
 from trainwright.tools.doctor.together import Seen, see_locally, see_with
 
 OK, FAILED, REFUSED = 0, 1, 2
@@ -92,7 +93,7 @@ def run_doctor_command(words: Sequence[str]) -> int:
         return REFUSED
 
 
-def _doctor(typed: Typed, launcher: Launcher | None) -> int:
+def _doctor(typed: argparse.Namespace, launcher: Launcher | None) -> int:
     from trainwright.tools.doctor.report import judge, to_json, to_text
 
     seen = _see(typed, launcher)
@@ -103,14 +104,14 @@ def _doctor(typed: Typed, launcher: Launcher | None) -> int:
     return FAILED if any(finding.state == ERROR for finding in findings) else OK
 
 
-def _see(typed: Typed, launcher: Launcher | None) -> Seen | None:
+def _see(typed: argparse.Namespace, launcher: Launcher | None) -> Seen | None:
     if launcher is not None:
         return see_with(launcher, typed.wish)
     with ranks_speak_to_stderr():
         return see_locally(typed.wish)
 
 
-def _profile(typed: Typed, launcher: Launcher | None) -> int:
+def _profile(typed: argparse.Namespace, launcher: Launcher | None) -> int:
     from trainwright.tools.doctor.profile import profile_of, to_yaml
 
     path = Path(typed.out or _OUT)

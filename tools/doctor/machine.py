@@ -43,33 +43,20 @@ def _cores(facts: MachineFacts, demand: Demand) -> Finding:
     found = f"{facts.cores} cores"
     if facts.quota is not None:
         found += f", {facts.quota:g} of them by the control group's limit"
-    busy = demand.ranks * demand.threads
     found += f" for {demand.ranks} ranks of {demand.threads} threads"
     if demand.ranks > usable and not demand.on_gpu:
-        return warning(
-            AREA,
-            "cores",
-            found,
-            "a core for each rank; ranks that share one wait for each other in every collective",
-            f"devices={max(1, int(usable))}, or more cores (docker run --cpus, srun --cpus-per-task)",
-        )
-    if busy > usable:
-        return warning(
-            AREA,
-            "cores",
-            found,
-            f"at most {usable:g} threads together",
-            f"launch.threads={max(1, int(usable // demand.ranks))}, or export OMP_NUM_THREADS",
-        )
-    if demand.ranks * demand.workers > 2 * usable:
-        return warning(
-            AREA,
-            "cores",
-            f"{found} with {demand.workers} workers of loaders each",
-            f"at most about {int(2 * usable)} workers on this machine",
-            f"num_workers={max(1, int(2 * usable // demand.ranks))} in the loaders",
-        )
-    return ok(AREA, "cores", found)
+        wanted = "a core for each rank; ranks that share one wait for each other in every collective"
+        todo = f"devices={max(1, int(usable))}, or more cores (docker run --cpus, srun --cpus-per-task)"
+    elif demand.ranks * demand.threads > usable:
+        wanted = f"at most {usable:g} threads together"
+        todo = f"launch.threads={max(1, int(usable // demand.ranks))}, or export OMP_NUM_THREADS"
+    elif demand.ranks * demand.workers > 2 * usable:
+        found += f" with {demand.workers} workers of loaders each"
+        wanted = f"at most about {int(2 * usable)} workers on this machine"
+        todo = f"num_workers={max(1, int(2 * usable // demand.ranks))} in the loaders"
+    else:
+        return ok(AREA, "cores", found)
+    return warning(AREA, "cores", found, wanted, todo)
 
 
 def _memory(facts: MachineFacts, demand: Demand) -> Finding:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import socket
-import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from trainwright.core.processes.machine import address_of
 from trainwright.strategies.contract.communication.advice import Link
 from trainwright.tools.doctor.finding import Finding, error, ok, rate, time_of, warning
 
@@ -21,7 +20,6 @@ GLOO, NCCL, MASTER = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR"
 _VARIABLES = (GLOO, NCCL, MASTER)
 # Bridges and tunnels of containers and virtual machines: no other machine is reached through them, or slowly.
 _VIRTUAL = re.compile(r"docker|br-|veth|virbr|cni|flannel|cali|tunl|podman|lxc|lxd|vnet|ifb|dummy")
-_SIOCGIFADDR = 0x8915
 # A pair is slow when its bandwidth is this part of the median's, or its latency this many times the median's.
 _SLOW_BANDWIDTH, _SLOW_LATENCY, _NOTICEABLE_LATENCY = 1 / 3, 20.0, 1e-3
 # Directions between three ranks; with fewer there is no telling which one is slow.
@@ -118,7 +116,7 @@ def interfaces(root: Path = Path("/sys/class/net")) -> list[Interface]:
         speed = _text(root / name / "speed")
         # Megabits; -1 where there is no cable, or nothing like one.
         bytes_per_second = int(speed) * 1e6 / 8 if speed.isdecimal() else None
-        found.append(Interface(name, bool(flags & 0x1), bool(flags & 0x8), _address(name), bytes_per_second))
+        found.append(Interface(name, bool(flags & 0x1), bool(flags & 0x8), address_of(name), bytes_per_second))
     return found
 
 
@@ -127,15 +125,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
         return ""
-
-
-def _address(name: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-        except OSError:
-            return ""
-    return socket.inet_ntoa(answer[20:24])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -243,10 +232,7 @@ def _name(facts: NetworkFacts, hosts: int) -> list[Finding]:
     check, names = "host name", f"{facts.host} resolves to {', '.join(facts.addresses) or 'no address'}"
     addresses = [each.address for each in _usable(facts)]
     line = f"write '{addresses[0] if addresses else '<its address>'} {facts.host}' into /etc/hosts"
-    if GLOO in facts.variables:  # then nobody asks what the name stands for
-        return [ok(AREA, check, names)]
-    if hosts == 1:
-        # The ranks of one machine are told the loopback interface.
+    if GLOO in facts.variables or hosts == 1:  # the ranks of one machine get the loopback interface
         return [ok(AREA, check, names)]
     if not facts.addresses:
         return [error(AREA, check, names, "its address in the network of the others", line)]

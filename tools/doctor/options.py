@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import argparse
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from trainwright.core.arguments import Parser
 from trainwright.core.problems import ConfigError, did_you_mean
 from trainwright.core.run.launcher import Launcher
 from trainwright.tools.doctor.together import Wish
@@ -51,26 +52,7 @@ _OF_DOCTOR = tuple(_KEYS)
 _OF_PROFILE = ("devices", "accelerator", "launch.threads")
 
 
-@dataclass(frozen=True)
-class Typed:
-    """What was asked for.
-
-    Args:
-        wish: the run.
-        json: print JSON alone.
-        out: file of the profile.
-        overwrite: replace it.
-        help: show how it is typed.
-    """
-
-    wish: Wish
-    json: bool = False
-    out: str | None = None
-    overwrite: bool = False
-    help: bool = False
-
-
-def parse(verb: str, words: Sequence[str], launcher: Launcher | None) -> Typed:
+def parse(verb: str, words: Sequence[str], launcher: Launcher | None) -> argparse.Namespace:
     """Understand what was typed.
 
     Args:
@@ -78,38 +60,29 @@ def parse(verb: str, words: Sequence[str], launcher: Launcher | None) -> Typed:
         words: behind it.
         launcher: of this process; it says how many ranks there are.
 
+    Returns:
+        The options by name, and `wish`: what the keys say.
+
     Raises:
         ConfigError: with all problems.
     """
-    flags: Mapping[str, str] = {"--json": "json"} if verb == "doctor" else {"--overwrite": "overwrite"}
+    options = {"doctor": ("--json", "--help"), "profile": ("--out", "--overwrite", "--help")}[verb]
+    parser = Parser(verb)
+    parser.add_argument("-h", "--help", action="store_true")
+    for option in options[:-1]:
+        parser.add_argument(option, action="store" if option == "--out" else "store_true")
+    arguments, plain, problems = parser.parse_among_words(words, options)
     keys = _OF_DOCTOR if verb == "doctor" else _OF_PROFILE
-    problems: list[str] = []
     values: dict[str, Any] = {}
-    typed: dict[str, Any] = {}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        key, is_key, text = word.partition("=")
-        if word in ("-h", "--help"):
-            typed["help"] = True
-        elif word in flags:
-            typed[flags[word]] = True
-        elif verb == "profile" and key == "--out":
-            if not is_key and not rest:
-                problems.append("--out: the file is missing; type --out conf/device/mine.yaml")
-            else:
-                typed["out"] = text if is_key else rest.pop(0)
-        elif word.startswith("-"):
-            options = [*flags, "--help", *(["--out"] if verb == "profile" else [])]
-            problems.append(f"{word}: there is no such option of {verb}; {did_you_mean(word, options, 'options')}")
-        elif not is_key or key not in keys:
-            problems.append(f"{word}: there is no such key of {verb}; {did_you_mean(key, keys, 'keys')}")
-        else:
-            name, read = _KEYS[key]
-            try:
-                values[name] = read(key, text)
-            except ValueError as failure:
-                problems.append(str(failure))
+    for key, is_key, text in (word.partition("=") for word in plain):
+        if not is_key or key not in keys:
+            problems.append(f"{key}: there is no such key of {verb}; {did_you_mean(key, keys, 'keys')}")
+            continue
+        name, read = _KEYS[key]
+        try:
+            values[name] = read(key, text)
+        except ValueError as failure:
+            problems.append(str(failure))
     if launcher is not None and values.get("devices") not in (None, launcher.local_world_size):
         problems.append(
             f"devices={values['devices']}: {launcher.name} has started {launcher.local_world_size} ranks on this "
@@ -117,4 +90,5 @@ def parse(verb: str, words: Sequence[str], launcher: Launcher | None) -> Typed:
         )
     if problems:
         raise ConfigError(problems)
-    return Typed(Wish(**values, figures=verb == "profile"), **typed)
+    arguments.wish = Wish(**values, figures=verb == "profile")
+    return arguments

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from trainwright.callbacks.monitor.trace.clocks import clock_offset
 from trainwright.core.layout import Layout
+from trainwright.core.text.plain import rebuilt
 from trainwright.strategies.contract.communication.advice import Link
 from trainwright.strategies.contract.communication.probe import now_on, probe_links
 from trainwright.tools.doctor.clocks import Offset
@@ -69,17 +70,8 @@ class RankResult:
     @staticmethod
     def from_json(text: str) -> RankResult:
         """What :meth:`to_json` wrote."""
-        values: dict[str, Any] = json.loads(text)
-        offset = values["offset"]
-        return RankResult(
-            **{
-                **values,
-                "offset": None if offset is None else Offset(**offset),
-                "pairs": [Pair(**each) for each in values["pairs"]],
-                "rounds": tuple(values["rounds"]),
-                "links": [Link(**each) for each in values["links"]],
-            }
-        )
+        result: RankResult = rebuilt(RankResult, json.loads(text))
+        return result
 
 
 class Board:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
-from trainwright.core.processes.machine import num_cores
+from trainwright.core.processes.machine import num_cores, threads_of_rank
 from trainwright.core.run.launcher import Launcher
 from trainwright.tools.doctor.collect import HostReport, import_torch, look_at_devices, report_host, within
 from trainwright.tools.doctor.environment import judge_devices
+from trainwright.tools.doctor.finding import Finding
 from trainwright.tools.doctor.machine import Demand
 from trainwright.tools.doctor.network import judge_not_met
 
@@ -65,11 +66,6 @@ class Seen:
     local_size: int
 
 
-def threads_of(wish: Wish, ranks: int) -> int:
-    """CPU threads of a rank, decided as the launching of a run decides it."""
-    return int(wish.threads or os.environ.get("OMP_NUM_THREADS") or max(1, num_cores() // ranks))
-
-
 def see_locally(wish: Wish) -> Seen:
     """Examine this machine, and start ranks on it."""
     from trainwright.launch.ranks.forkserver import start_forkserver
@@ -82,14 +78,19 @@ def see_locally(wish: Wish) -> Seen:
     more, facts = look_at_devices()
     on_gpu = wish.accelerator != "cpu" and facts.usable > 0
     devices = wish.devices or (facts.usable if on_gpu else min(2, num_cores()))
-    demand = Demand(devices, wish.workers, threads_of(wish, devices), on_gpu)
-    report = HostReport(host)
-    if not wish.figures:
-        report = report_host(host, wish.run_dir, demand)
-        report.findings.extend([*found, *more, *judge_devices(facts, demand, wish.accelerator)])
+    demand = Demand(devices, wish.workers, int(threads_of_rank(wish.threads, devices)), on_gpu)
+    report = _report(wish, host, demand, [*found, *more, *judge_devices(facts, demand, wish.accelerator)])
     # More ranks than GPUs are reported, and compute on the CPU.
     results = _started(replace(wish, devices=devices), demand.threads, on_gpu and devices <= facts.usable)
     return Seen({host: report}, results, on_gpu, devices)
+
+
+def _report(wish: Wish, host: str, demand: Demand, found: Sequence[Finding]) -> HostReport:
+    if wish.figures:
+        return HostReport(host)
+    report = report_host(host, wish.run_dir, demand)
+    report.findings.extend(found)
+    return report
 
 
 def _started(wish: Wish, threads: int, on_gpu: bool) -> list[RankResult]:
@@ -119,15 +120,11 @@ def rank_main(environment: Mapping[str, str], world_size: int, on_gpu: bool, fig
         SystemExit: with exit code 1 if it failed; the board says how.
     """
     os.environ.update(environment)
-    import multiprocessing
-
     from trainwright.core.processes.watch import ShutdownWatch
     from trainwright.launch.ranks.forkserver import become_ordinary
 
     become_ordinary()
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    ShutdownWatch(0.0, launcher.sentinel).start()
+    ShutdownWatch.start_in_rank(0.0)
 
     import torch
     from torch.distributed import TCPStore
@@ -165,12 +162,11 @@ def see_with(launcher: Launcher, wish: Wish) -> Seen | None:
     threads_from_environment()
     usable = torch.cuda.device_count() if wish.accelerator != "cpu" else 0
     report = HostReport(host)
-    if local_rank == 0 and not wish.figures:
+    if local_rank == 0:
         more, facts = look_at_devices()
         machines = max(1, launcher.world_size // local)
-        demand = Demand(local, wish.workers, threads_of(wish, local), usable > 0, machines)
-        report = report_host(host, wish.run_dir, demand)
-        report.findings.extend([*found, *more, *judge_devices(facts, demand, wish.accelerator)])
+        demand = Demand(local, wish.workers, int(threads_of_rank(wish.threads, local)), usable > 0, machines)
+        report = _report(wish, host, demand, [*found, *more, *judge_devices(facts, demand, wish.accelerator)])
     try:
         store = within(MEETING_SECONDS, lambda: meet(launcher))
     except (TimeoutError, RuntimeError) as failure:

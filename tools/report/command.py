@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from trainwright.core.arguments import Parser
+from trainwright.core.problems import ConfigError
 from trainwright.core.text.printable import one_line
 
 OK, REFUSED = 0, 2
@@ -63,21 +64,10 @@ def run_report_command(words: Sequence[str]) -> int:
         return OK
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}"
-    except _RefusedError as error:
-        problem = str(error)
+    except ConfigError as error:
+        problem = "; ".join(error.problems)
     print(f"trainwright: {one_line(problem)}", file=sys.stderr)
     return REFUSED
-
-
-class _RefusedError(ValueError):
-    """A command that cannot be followed."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors that are raised."""
-
-    def error(self, message: str) -> NoReturn:
-        raise _RefusedError(f"{message}; `{self.prog} --help` shows how the command is typed")
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -87,12 +77,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         words: what was typed after `trainwright`, `report` or `watch` included.
 
     Raises:
-        ValueError: if it is not understood.
+        ConfigError: if it is not understood.
     """
     rest = list(words)
     verb = next(word for word in rest if word in HELP)
     rest.remove(verb)
-    parser = _Parser(prog=f"trainwright {verb}", add_help=False, allow_abbrev=False)
+    parser = Parser(verb)
     if verb == "report":
         parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=Path)
         parser.add_argument("--out", metavar="FILE", type=Path)
@@ -112,29 +102,29 @@ def _report(arguments: argparse.Namespace) -> int:
     run_dirs: list[Path] = arguments.run_dirs
     wrong = [f"{path}: {_why_no_run(path)}" for path in run_dirs if not is_run(path)]
     if wrong:
-        raise _RefusedError("; ".join(wrong))
+        raise ConfigError(wrong)
     if len(run_dirs) > _MOST_RUNS:
-        raise _RefusedError(
-            f"{len(run_dirs)} run directories were given; a page shows at most {_MOST_RUNS} side by side"
+        raise ConfigError(
+            [f"{len(run_dirs)} run directories were given; a page shows at most {_MOST_RUNS} side by side"]
         )
     out = arguments.out or (run_dirs[0] if len(run_dirs) == 1 else Path()) / PAGE_FILE
     if out.is_dir():
-        raise _RefusedError(f"--out {out}: this is a folder; type the name of a file, like {out / PAGE_FILE}")
+        raise ConfigError([f"--out {out}: this is a folder; type the name of a file, like {out / PAGE_FILE}"])
     try:
         write_page(run_dirs, out)
     except OSError as error:
-        raise _RefusedError(f"{out}: {error.strerror}; type another --out FILE") from error
+        raise ConfigError([f"{out}: {error.strerror}; type another --out FILE"]) from error
     print(f"report: {one_line(os.fspath(out))}")
     return OK
 
 
 def _watch(arguments: argparse.Namespace) -> int:
     if not 0.1 <= arguments.every <= _LONGEST_WAIT:
-        raise _RefusedError(
-            f"--every {arguments.every:g}: seconds between two looks must be at least 0.1 and at most {_LONGEST_WAIT}"
+        raise ConfigError(
+            [f"--every {arguments.every:g}: seconds between two looks must be at least 0.1 and at most {_LONGEST_WAIT}"]
         )
     if arguments.run_dir.exists() and not arguments.run_dir.is_dir():
-        raise _RefusedError(f"{arguments.run_dir}: this is a file; type the run directory")
+        raise ConfigError([f"{arguments.run_dir}: this is a file; type the run directory"])
     from trainwright.tools.report.watch import watch
 
     watch(arguments.run_dir, arguments.every, once=arguments.once)

@@ -19,10 +19,10 @@ def time_by_step(run: RunRecord) -> BarTable | None:
     """Where the time of steps went, window by window: seconds of a step, averaged over ranks."""
     windows: dict[int, list[dict[str, float]]] = {}
     for _, record in run.records("step"):
-        per_step = _per_step(record)
+        spent = per_step(record)
         step = number_of(record.get("step"))
-        if per_step is not None and step is not None:
-            windows.setdefault(int(step), []).append(per_step)
+        if spent and step is not None:
+            windows.setdefault(int(step), []).append(spent)
     if not windows:
         return None
     steps = sorted(windows)
@@ -83,9 +83,10 @@ def _seconds(record: Mapping[str, Any]) -> dict[str, float]:
     return {part: max(value, 0.0) for part, value in known.items() if value is not None}
 
 
-def _per_step(record: Mapping[str, Any]) -> dict[str, float] | None:
-    seconds, steps = _seconds(record), steps_of(record)
-    return {part: value / steps for part, value in seconds.items()} if seconds else None
+def per_step(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of an optimizer step by part, as one record of `kind` step has them; empty if it has none."""
+    steps = steps_of(record)
+    return {part: value / steps for part, value in _seconds(record).items()}
 
 
 def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -17,9 +17,9 @@ from trainwright.core.charts.drawing import amount, duration, short
 from trainwright.core.text.printable import one_line, shortened
 from trainwright.tools.report.files import MetricsFile, MonitorFiles
 from trainwright.tools.report.memory import KINDS
-from trainwright.tools.report.plain import number_of, steps_of
+from trainwright.tools.report.plain import number_of
 from trainwright.tools.report.records import Event, read_checkpoints, read_config, read_events
-from trainwright.tools.report.times import PARTS
+from trainwright.tools.report.times import per_step
 
 _MOST_RANKS = 16
 _MOST_EVENTS = 6
@@ -98,9 +98,9 @@ class Watched:
             rows.append(("time left", "none: all steps are done"))
         elif most is not None and step_seconds:
             rows.append(("time left", duration((most - self._step) * step_seconds)))
-        age = self._age(now)
-        if age is not None:
-            rows.append(("last written", f"{duration(max(age, 0.0))} ago"))
+        written = _written(self.run_dir / "metrics.csv")
+        if written is not None:
+            rows.append(("last written", f"{duration(max(now - written, 0.0))} ago"))
         if "loss" in self._metrics.not_finite:
             first, count = self._metrics.not_finite["loss"]
             rows.append(("diverged", f"loss not finite from step {first} ({count} steps)"))
@@ -161,10 +161,6 @@ class Watched:
 
     def _newest_of(self, rank: int, kind: str) -> dict[str, Any] | None:
         return next((record for record in reversed(self._monitor.by_rank[rank]) if record["kind"] == kind), None)
-
-    def _age(self, now: float) -> float | None:
-        written = _written(self.run_dir / "metrics.csv")
-        return None if written is None else now - written
 
 
 def watch(run_dir: Path, every: float, *, once: bool = False, console: Console | None = None) -> None:
@@ -240,8 +236,7 @@ def behind_others(steps: Mapping[int, Mapping[str, Any]], now: float) -> dict[in
 
 
 def _rank_cells(rank: int, step: Mapping[str, Any] | None, memory: Mapping[str, Any] | None) -> list[str]:
-    count = steps_of(step or {})
-    seconds = {part: value / count for part in PARTS if (value := number_of(_seconds(step).get(part))) is not None}
+    seconds = per_step(step or {})
     done = number_of((step or {}).get("step"))
     held = [value for kind in KINDS if (value := number_of((memory or {}).get(kind))) is not None]
     process = number_of((memory or {}).get("peak", (memory or {}).get("host")))
@@ -261,11 +256,6 @@ def _spent(seconds: Mapping[str, float]) -> str:
     largest = sorted(seconds, key=lambda part: -seconds[part])[:_MOST_PARTS]
     shares = [(part, round(100 * seconds[part] / total)) for part in largest] if total > 0 else []
     return ", ".join(f"{part} {share} %" for part, share in shares if share)
-
-
-def _seconds(record: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    seconds = (record or {}).get("seconds")
-    return seconds if isinstance(seconds, Mapping) else {}
 
 
 def _text(said: str, style: str = "") -> Text:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -213,7 +214,9 @@ def hash_samples(batch: Any) -> list[str]:
     Returns:
         One short text per sample; empty for a batch without tensors.
     """
-    tensors = [tensor.detach() for tensor in _tensors(batch) if tensor.dim() > 0]
+    found: list[Tensor] = []
+    apply_to_collection(batch, Tensor, found.append, allow_frozen=True)
+    tensors = [tensor.detach() for tensor in found if tensor.dim() > 0]
     samples = tensors[0].shape[0] if tensors else 0
     if samples == 0:
         return []
@@ -231,20 +234,6 @@ def _bytes(tensor: Tensor) -> Tensor:
     """``(samples, bytes of each)`` on the CPU."""
     flat = tensor.cpu().contiguous().reshape(tensor.shape[0], -1)
     return flat.view(torch.uint8) if flat.shape[1] else flat.new_zeros(flat.shape, dtype=torch.uint8)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _tensors(value)
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        for item in fields(tree):
-            yield from _tensors(getattr(tree, item.name))
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -85,7 +85,7 @@ class VerifyReport:
         precision: of both runs.
         tolerance: largest relative difference that passes.
         global_batch: samples per optimizer step, and what they are made of, in words.
-        dropout: attributes that held a dropout probability and were set to 0.
+        dropout_off: attributes that held a dropout probability and were set to 0.
         losses: one per step.
         samples: what is wrong with the samples that were read, one text each.
         gradients: before clipping, one per step and parameter.
@@ -101,7 +101,7 @@ class VerifyReport:
     precision: str
     tolerance: float
     global_batch: str
-    dropout: Sequence[str]
+    dropout_off: Sequence[str]
     losses: Sequence[LossDifference]
     samples: Sequence[str]
     gradients: Sequence[TensorDifference]
@@ -126,19 +126,8 @@ class VerifyReport:
         groups = groups_of([one.name for one in self.final_parameters])
         document = {
             "passed": self.passed,
-            "tolerance": self.tolerance,
-            "start": None if self.start is None else asdict(self.start),
-            "recipe": self.recipe,
-            "strategy": self.strategy,
-            "ranks": self.ranks,
-            "layout": dict(self.layout),
-            "precision": self.precision,
-            "global_batch": self.global_batch,
+            **asdict(self),
             "steps": len(self.losses),
-            "dropout_off": list(self.dropout),
-            "samples": list(self.samples),
-            "problems": list(self.problems),
-            "losses": [asdict(one) for one in self.losses],
             "modules": [
                 {
                     "module": group,
@@ -147,8 +136,6 @@ class VerifyReport:
                 }
                 for group, names in groups.items()
             ],
-            "gradients": [asdict(one) for one in self.gradients],
-            "parameters": [asdict(one) for one in self.parameters],
         }
         return {key: _finite(value) for key, value in document.items()}
 
@@ -160,7 +147,7 @@ class VerifyReport:
 
     def _head(self) -> list[str]:
         axes = " ".join(f"{axis}={size}" for axis, size in self.layout.items()) or "one rank"
-        dropout = f"off in {len(self.dropout)} place(s)" if self.dropout else "none in the model"
+        dropout = f"off in {len(self.dropout_off)} place(s)" if self.dropout_off else "none in the model"
         return [
             f"{self.recipe}: {self.strategy} ({axes}, {self.ranks} process(es)) against one process",
             f"{self.global_batch}; precision {self.precision}; dropout {dropout}",

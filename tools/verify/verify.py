@@ -64,10 +64,8 @@ def problems_of(cfg: DictConfig, options: VerifyOptions) -> list[str]:
         problems.append(
             f"{launcher.name}: verify starts its own ranks on one machine; type trainwright verify ... without it"
         )
-    if cfg.ckpt_path is not None:
-        problems.append(f"ckpt_path={cfg.ckpt_path}: verify starts from the initial weights; leave ckpt_path out")
-    if cfg.resume is not None:
-        problems.append(f"resume={cfg.resume}: verify starts from the initial weights; leave resume out")
+    given = {key: cfg[key] for key in ("ckpt_path", "resume") if cfg[key] is not None}
+    problems += [f"{key}={v}: verify starts from the initial weights; leave {key} out" for key, v in given.items()]
     if cfg.inject:
         problems.append("inject: verify compares runs that nothing happens to; leave inject out")
     if cfg.run_dir is not None:
@@ -143,7 +141,7 @@ def _compare(layout_cfg: DictConfig, folder: Path, options: VerifyOptions) -> Ve
         precision=str(layout_cfg.precision),
         tolerance=tolerance,
         global_batch=_batch_in_words(layout, layout_cfg),
-        dropout=reference.run["dropout"],
+        dropout_off=reference.run["dropout"],
         losses=losses,
         samples=[problem.text for problem in samples],
         gradients=gradients,

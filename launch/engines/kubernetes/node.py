@@ -26,6 +26,7 @@ from omegaconf import DictConfig
 from trainwright.checkpoint.read.candidates import AUTO
 from trainwright.core.failures.failure import first_failure, log_file
 from trainwright.core.failures.records import read_result
+from trainwright.core.processes.machine import threads_of_rank
 from trainwright.core.run.interrupt import Interrupted, raise_interrupted
 from trainwright.core.run.run_directory import CONFIG_FILE, holds_run, read_config, write_config
 from trainwright.launch.engines.kubernetes.manifest import CONFIG_FOLDER, JOB_NAME, POD_IP, WORKDIR
@@ -34,7 +35,6 @@ from trainwright.launch.engines.torchrun.agent import AgentEnd, Meeting, agent_e
 from trainwright.launch.outcome.ending import told_to_end
 from trainwright.launch.outcome.ends import HERE, ends_folder, ranks_here
 from trainwright.launch.ranks.follow import Follower
-from trainwright.launch.ranks.threads import threads_of_rank
 
 if TYPE_CHECKING:
     from trainwright.launch.ranks.rendezvous import LocalStore
@@ -133,7 +133,7 @@ def _run(cfg: DictConfig, verb: str, place: Place) -> AgentEnd:
     store = _open_store(place, address) if place.is_first else None
     try:
         host = address if store is not None else _wait_for_first(place, cfg.launch.start_timeout)
-        threads = {"OMP_NUM_THREADS": threads_of_rank(cfg, os.environ)}
+        threads = {"OMP_NUM_THREADS": threads_of_rank(cfg.launch.threads, cfg.devices)}
         os.environ.update(agent_environment(address, host, place.port) | threads)
         meeting = Meeting(os.environ[JOB_NAME], host, place.port, False, address)
         return run_agent(cfg, verb, meeting)
@@ -214,8 +214,9 @@ def _tell(cfg: DictConfig, end: AgentEnd, has_first: bool) -> int:
         print(f"trainwright: {failure}", file=sys.stderr, flush=True)
         return 1
     if has_first:
-        with contextlib.suppress(FileNotFoundError):  # the user's own code has ended the ranks well
-            print(metrics_line(read_result(folder)), flush=True)
+        metrics = read_result(folder)
+        if metrics is not None:
+            print(metrics_line(metrics), flush=True)
     return 0
 
 

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
@@ -224,12 +223,7 @@ def _interrupt(cfg: DictConfig, verb: str, cluster: Cluster, logs: _Logs) -> Non
         return
     seconds = seconds_to_end(cfg, verb)
     end = time.monotonic() + (_NO_LIMIT_SECONDS if seconds is None else seconds) + 2 * _MARGIN_SECONDS
-    _until(lambda: cluster.answer_to(cluster.pods) == [], end, cfg.launch.poll_seconds)
+    with contextlib.suppress(Interrupted):  # a second signal ends the waiting
+        while cluster.answer_to(cluster.pods) != [] and time.monotonic() < end:
+            time.sleep(cfg.launch.poll_seconds)
     logs.finish()
-
-
-def _until(is_so: Callable[[], bool], end: float, pause: float) -> None:
-    """Wait until something is so, at most until a moment; a second signal ends the waiting."""
-    with contextlib.suppress(Interrupted):
-        while not is_so() and time.monotonic() < end:
-            time.sleep(pause)

@@ -16,7 +16,7 @@ from trainwright.core.run.interrupt import HeldSignals, Interrupted
 from trainwright.launch.engines.ray.actors import RankActors
 from trainwright.launch.engines.ray.room import Room
 from trainwright.launch.outcome.ending import patience, told_to_end
-from trainwright.launch.outcome.outcome import Outcome, metrics_after_signal, metrics_in, setback_in
+from trainwright.launch.outcome.outcome import LOOK_SECONDS, Outcome, metrics_after_signal, metrics_in, setback_in
 from trainwright.launch.ranks.follow import Follower
 from trainwright.launch.recovery.restart_log import RestartLog
 from trainwright.launch.recovery.restarts import RestartPolicy, Setback
@@ -99,15 +99,12 @@ class RayAttempt:
         """How it began to train; None as long as it has not."""
         return read_beginning(self._records)
 
-    def run(
-        self, grace_after_failure: float, look_seconds: float | None = None, enough: Callable[[], bool] = lambda: False
-    ) -> Outcome:
+    def run(self, grace_after_failure: float, enough: Callable[[], bool] | None) -> Outcome:
         """Start the ranks and wait for the end of all.
 
         Args:
             grace_after_failure: seconds that the others have to end when one has failed.
-            look_seconds: how often `enough` is asked; None = never.
-            enough: whether the ranks shall be ended, to go on with other ones.
+            enough: whether the ranks shall be ended, to go on with other ones; asked every second. None = never.
 
         Raises:
             Interrupted: if this process was told to end, or the ranks were; all have ended.
@@ -117,7 +114,7 @@ class RayAttempt:
             failure = self._actors.start(self._verb, self._records)
             if failure is not None:
                 return Outcome(failure)
-            failed = self._wait(look_seconds, enough)
+            failed = self._wait(enough)
             if failed:
                 self._end(signal.SIGTERM, grace_after_failure)
                 return self._after_failure()
@@ -135,7 +132,7 @@ class RayAttempt:
         """What the policy must know of a failure of this attempt."""
         return setback_in(self._records, failure)
 
-    def _wait(self, look_seconds: float | None, enough: Callable[[], bool]) -> bool:
+    def _wait(self, enough: Callable[[], bool] | None) -> bool:
         """Wait for the end of all ranks, or for the first that fails and those that fail with it, or until it is
         enough; whether one has failed."""
         looked = time.monotonic()
@@ -143,7 +140,7 @@ class RayAttempt:
             if self._hear(_LOOK_SECONDS):
                 self._hear(_TOGETHER_SECONDS, of_all=True)
                 return True
-            if look_seconds is not None and time.monotonic() - looked >= look_seconds:
+            if enough is not None and time.monotonic() - looked >= LOOK_SECONDS:
                 looked = time.monotonic()
                 if enough():
                     return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.core.problems import ConfigError
 from trainwright.core.processes.machine import num_cores
+from trainwright.core.processes.variables import default_variables
 from trainwright.core.run.interrupt import HeldSignals
 from trainwright.launch.engines.ray.places import total
 
@@ -33,7 +33,7 @@ def cluster(cfg: DictConfig, signals: HeldSignals) -> Iterator[None]:
         ConfigError: if the cluster cannot be reached.
     """
     address = cfg.launch.address
-    with _environment({**_QUIET, **(_LOOPBACK if address == _LOCAL else {})}):
+    with default_variables({**_QUIET, **(_LOOPBACK if address == _LOCAL else {})}):
         import ray
 
         if ray.is_initialized():  # by a program that uses trainwright
@@ -69,15 +69,3 @@ def _own_cluster(cfg: DictConfig) -> dict[str, Any]:
     cpus = max(num_cores(), math.ceil(needs.pop("CPU", 0.0)))
     others = {name: amount for name, amount in needs.items() if name not in ("GPU", "memory")}
     return {"include_dashboard": False, "num_cpus": cpus, **({"resources": others} if others else {})}
-
-
-@contextlib.contextmanager
-def _environment(more: Mapping[str, str]) -> Iterator[None]:
-    """With variables that the user has not set otherwise."""
-    mine = {name: value for name, value in more.items() if name not in os.environ}
-    os.environ.update(mine)
-    try:
-        yield
-    finally:
-        for name in mine:
-            os.environ.pop(name, None)

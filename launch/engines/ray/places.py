@@ -107,24 +107,12 @@ def environment_of(
         attempt: how often the ranks were started before.
         threads: CPU threads of a rank that somebody has asked for; None: as many as it has cores.
     """
-    local, node = rank % cfg.devices, rank // cfg.devices
-    world, devices = str(len(places)), str(cfg.devices)
+    from trainwright.launch.ranks.environment import of_rank  # imports torch
+
+    node = rank // cfg.devices
     cores = max(1, int(resources_of(cfg, rank).get("CPU", 1.0)))
     found = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local),
-        "ROLE_RANK": str(rank),
-        "GROUP_RANK": str(node),
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": devices,
-        "ROLE_WORLD_SIZE": world,
-        "GROUP_WORLD_SIZE": str(cfg.nodes),
-        "ROLE_NAME": "trainwright",
-        "MASTER_ADDR": store[0],
-        "MASTER_PORT": str(store[1]),
-        # The store is there already: rank 0 need not open it.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        **of_rank(rank, len(places), store, attempt, cfg.devices),
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": str(cfg.name),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",

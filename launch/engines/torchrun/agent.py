@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
 import socket
-import struct
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import DictConfig
 
+from trainwright.core.processes.machine import address_of
 from trainwright.core.processes.orphans import AGENT
 from trainwright.launch.outcome.ending import notices, seconds_to_end
 
@@ -25,10 +22,6 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _NO_LIMIT = 1_000_000
 # Longest wait of an agent for those of the other machines, in seconds.
 _RENDEZVOUS_SECONDS = 900
-# Variables that the user may decide.
-_DECIDED = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-# Of SIOCGIFADDR in <linux/sockios.h>.
-_GET_ADDRESS = 0x8915
 
 
 @dataclass(frozen=True)
@@ -111,11 +104,12 @@ def agent_environment(address: str, host: str, port: int) -> dict[str, str]:
         host: address of the store of the run.
         port: of the same.
     """
-    from trainwright.launch.ranks.meeting import HOST_ADDRESS, STORE  # imports torch
+    from trainwright.core.processes.rendezvous import INTERFACES  # imports torch, as the next
+    from trainwright.launch.ranks.meeting import HOST_ADDRESS, STORE
 
     interface = _interface_of(address)
     # Otherwise the backends listen on what the name of the machine stands for, which may be no address of a network.
-    found = {} if interface is None else {name: os.environ.get(name, interface) for name in _DECIDED}
+    found = {} if interface is None else {name: os.environ.get(name, interface) for name in INTERFACES}
     return {
         **found,
         AGENT: str(os.getpid()),
@@ -127,15 +121,7 @@ def agent_environment(address: str, host: str, port: int) -> dict[str, str]:
     }
 
 
-def _interfaces() -> Iterator[tuple[str, str]]:
-    """Names of interfaces that are up and have an IPv4 address, with the first one of each."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-                yield name, socket.inet_ntoa(answer[20:24])
-
-
 def _interface_of(address: str) -> str | None:
+    found = ((name, address_of(name)) for _, name in socket.if_nameindex())
     loopback = address.startswith("127.")
-    return next((name for name, own in _interfaces() if own == address or (loopback and own.startswith("127."))), None)
+    return next((name for name, own in found if own == address or (loopback and own.startswith("127."))), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from trainwright.launch.watchdog.calls import Call
 from trainwright.launch.watchdog.evidence import Evidence
@@ -52,7 +52,7 @@ def _users_lines(one: Evidence) -> str:
         return ""
     if not thread.users:
         return f"Rank {one.rank} is in none of your lines."
-    lines = "\n".join(_line(frame) for frame in thread.users)
+    lines = "\n".join(map(_line, thread.users))
     return f"Rank {one.rank} is in your lines (innermost first)\n{lines}"
 
 
@@ -80,11 +80,7 @@ def _whole(one: Evidence) -> str:
 def _thread(thread: Thread) -> str:
     name = "main thread" if thread.is_main else f"thread {thread.name or '(not of Python)'}"
     state = f" (state {thread.state})" if thread.state else ""
-    return f"{name}{state}, innermost first\n" + "\n".join(_lines(thread.frames))
-
-
-def _lines(frames: Iterable[Frame]) -> list[str]:
-    return [_line(frame) for frame in frames]
+    return f"{name}{state}, innermost first\n" + "\n".join(map(_line, thread.frames))
 
 
 def _line(frame: Frame) -> str:

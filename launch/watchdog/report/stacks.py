@@ -9,11 +9,10 @@ import re
 import sys
 import sysconfig
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import CodeType, FrameType
-from typing import Any
 
 from trainwright.core.processes.process import state_of
 
@@ -75,15 +74,6 @@ class Thread:
         """Frames of the user's own code, innermost first; without those that have called the Trainer."""
         within = itertools.takewhile(lambda frame: frame.function != _CALLED_TRAINER, self.frames)
         return tuple(frame for frame in within if frame.is_users)
-
-    def plain(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, plain: dict[str, Any]) -> Thread:
-        """From plain values."""
-        return cls(**{**plain, "frames": tuple(Frame(**frame) for frame in plain["frames"])})
 
 
 def own_threads() -> list[Thread]:

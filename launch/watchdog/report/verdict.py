@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainwright.core.run import phases
-from trainwright.launch.watchdog.boxes import FIRST_DATA
+from trainwright.launch.watchdog.boxes import OUTSIDE_OF_STEPS, PHASES, SETUP
 from trainwright.launch.watchdog.calls import Call, Group
 from trainwright.launch.watchdog.evidence import HALTED, KERNEL, SILENT, Evidence
 from trainwright.launch.watchdog.report import waits
@@ -35,17 +35,7 @@ _ALIKE = frozenset({"all_reduce", "all_gather", "_all_gather_base", "reduce_scat
 _COMPARED = 30
 # What Lightning and data loaders call of the user's.
 _ENTRY = re.compile(r"\.(on_\w+|\w+_step|configure_\w+|\w+_dataloader|__getitem__|__getitems__|__iter__|__next__)$")
-_ORDER = (
-    FIRST_DATA,
-    phases.DATA,
-    phases.FORWARD,
-    phases.BACKWARD,
-    phases.OPTIMIZER,
-    phases.HOOKS,
-    phases.VALIDATION,
-    phases.AGREEMENT,
-    phases.IDLE,
-)
+_ORDER = [phase for phase in PHASES if phase not in (SETUP, phases.SAVING, *OUTSIDE_OF_STEPS)]
 
 
 @dataclass(frozen=True)

@@ -153,19 +153,22 @@ def test_the_command_looks_at_this_machine(tmp_path: Path):
     assert set(tmp_path.iterdir()) == before, "it leaves nothing behind"
 
 
-@pytest.mark.parametrize(("words", "problem"), [
-    (["doctor", "devices=0"], "devices=0: not a whole number of at least 1"),
-    (["doctor", "device=2"], "did you mean devices?"),
-    (["doctor", "accelerator=tpu"], "accelerators: auto, cpu, gpu"),
-    (["doctor", "--jsn"], "did you mean --json?"),
-    (["doctor", "--overwrite"], "no such option of doctor"),
-    (["profile", "workers=2"], "no such key of profile"),
-    (["profile", "--out"], "the file is missing"),
-    (["profile", "--out", "mine.yaml"], "conf/device/mine.yaml"),
-    (["profile", "--out=there/device/mine.yaml"], "--overwrite"),
-    (["fit", "doctor"], "doctor"),
-    (["-m", "doctor"], "trainwright doctor --help"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["doctor", "devices=0"], "devices=0: not a whole number of at least 1"),
+        (["doctor", "device=2"], "did you mean devices?"),
+        (["doctor", "accelerator=tpu"], "accelerators: auto, cpu, gpu"),
+        (["doctor", "--jsn"], "did you mean --json?"),
+        (["doctor", "--overwrite"], "--overwrite: there is no such option"),
+        (["profile", "workers=2"], "no such key of profile"),
+        (["profile", "--out"], "--out: expected one argument; `trainwright profile --help`"),
+        (["profile", "--out", "mine.yaml"], "conf/device/mine.yaml"),
+        (["profile", "--out=there/device/mine.yaml"], "--overwrite"),
+        (["fit", "doctor"], "doctor"),
+        (["-m", "doctor"], "trainwright doctor --help"),
+    ],
+)
 def test_what_is_refused(words, problem, tmp_path: Path, capsys):
     (tmp_path / "there/device").mkdir(parents=True)
     (tmp_path / "there/device/mine.yaml").touch()

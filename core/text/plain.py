@@ -1,0 +1,39 @@
+"""Dataclasses from plain values, as `dataclasses.asdict` and JSON leave them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
+from functools import cache
+from itertools import repeat
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+_fields: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+
+
+def rebuilt(kind: Any, plain: Any) -> Any:
+    """Return a value of an annotated type from plain values; nothing in them can run.
+
+    Args:
+        kind: a dataclass, a tuple, list, dict or sequence of such, one of them or None, or a plain type.
+        plain: what `asdict` and JSON made of it.
+
+    Raises:
+        TypeError: if a field is missing.
+        KeyError: if there is one that the dataclass does not have.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if plain is None:
+        return None
+    if is_dataclass(kind):
+        kinds = _fields(kind)
+        return kind(**{name: rebuilt(kinds[name], value) for name, value in plain.items()})  # type: ignore[operator]
+    if origin is UnionType:
+        return rebuilt(inner[0], plain)
+    if origin is tuple:
+        each = repeat(inner[0]) if inner[-1] is Ellipsis else inner
+        return tuple(rebuilt(*pair) for pair in zip(each, plain, strict=False))
+    if origin in (list, Sequence):
+        return [rebuilt(inner[0], value) for value in plain]
+    if origin is dict:  # whose keys are text in JSON
+        return {inner[0](key): rebuilt(inner[1], value) for key, value in plain.items()}
+    return plain
