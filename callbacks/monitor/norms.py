@@ -79,9 +79,7 @@ class Norms(Windowed):
             self._squares = torch.stack([torch.zeros_like(parameters), parameters])
         self._squares[0] += strategy.squares_by_block(_stepped_on(optimizer, strategy.named_gradients()))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """At the end of a window, add up and log."""
         squares, self._squares = self._squares, None
         step = self._steps.ended(trainer)

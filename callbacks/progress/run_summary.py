@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from rich.console import Console
 from trainwright.callbacks.end.preemption import Preempted
 from trainwright.callbacks.progress.global_loss import GlobalLoss
 from trainwright.callbacks.steps import steps_done
+from trainwright.core.failures.records import write_whole
 
 FILE = "summary.json"
 
@@ -72,10 +72,8 @@ class RunSummary(Callback):
             "error": error,
         }
         path = Path(trainer.default_root_dir, FILE)
-        partial = path.with_suffix(".json.partial")
         try:
-            partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            os.replace(partial, path)
+            write_whole(path, json.dumps(document, indent=1) + "\n")
         except OSError as error:  # a run does not fail for that, and its own error is not to be hidden
             rank_zero_warn(f"RunSummary: {path} cannot be written: {error.strerror}. The run goes on without it.")
 

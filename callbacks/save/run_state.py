@@ -18,8 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from trainwright.callbacks.save.best import SaveRecord, SaveRecords
-from trainwright.callbacks.save.name import SaveName
-from trainwright.callbacks.save.options import save_problems
+from trainwright.callbacks.save.options import SaveName, save_problems
 from trainwright.callbacks.save.schedule import SaveSchedule
 from trainwright.checkpoint.exchange.distinct import from_rank
 from trainwright.checkpoint.exchange.groups import gloo_group
@@ -253,9 +252,7 @@ class RunStateCheckpoint(Checkpoint):
                 "save into another folder (dirpath)."
             )
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """After an optimizer step: save if it is time, and hear how the last save has ended."""
         step = trainer.global_step
         if step == self._step or _is_trial(trainer):

@@ -92,9 +92,7 @@ class CommunicationReport(Measuring, Windowed):
         """What was sent since the last micro-batch is no part of a step."""
         self._besides.add(self._meter.take())
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Add the micro-batch; at the end of a window, log."""
         counts = self._meter.take()
         self._recent.add(counts)

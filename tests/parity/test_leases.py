@@ -261,8 +261,8 @@ def test_a_run_goes_on_with_other_workers_and_strategies(ranks: Callable[..., li
     ("options", "message"),
     [
         ({"guarantee": "twice"}, r"leases='twice' \(allowed: 'at_least_once', 'at_most_once'\)"),
-        ({"limit_train_batches": 0.5}, "limit_train_batches=0.5: give a whole number"),
-        ({"val_check_interval": 3, "limit_val_batches": 1.0}, "val_check_interval=3: workers meet at the end"),
+        ({"limit_train_batches": 0.5}, r"limit_train_batches=0.5 \(allowed: a whole number"),
+        ({"val_check_interval": 3, "limit_val_batches": 1.0}, r"val_check_interval=3 \(allowed: 1.0, since workers"),
         ({"data_partition": "range"}, "data_partition='range'"),
         ({"uneven_steps": True}, "uneven_steps=True"),
     ],

@@ -13,8 +13,7 @@ from lightning.pytorch import Callback, seed_everything
 from torch.optim import Adagrad, AdamW
 
 from trainwright import Trainer, compose
-from trainwright.recipes.tables.click_log import COLUMNS, ClickLog, draw_click_log, hashed
-from trainwright.recipes.tables.wide_deep import ClickData, WideDeep
+from trainwright.recipes.tables.wide_deep import COLUMNS, ClickData, ClickLog, WideDeep, draw_click_log, hashed
 from trainwright.recipes.tables.wide_deep_checks import check_sparse
 
 QUIET: dict[str, Any] = {

@@ -21,6 +21,7 @@ from trainwright.trainer.data.data_order import Drawn, RankBatchSampler, Resumed
 from trainwright.trainer.data.epoch_order import EpochOrder
 from trainwright.trainer.data.partition import Read, add_read, what_is_left
 from trainwright.trainer.leases.book import GUARANTEES, Lease
+from trainwright.trainer.leases.check import option_problems
 from trainwright.trainer.leases.service import Address, LeaseDesk, LeaseService, listening_host
 
 if TYPE_CHECKING:
@@ -329,15 +330,8 @@ class LeasedBatchSampler(RankBatchSampler):
 
     # ---- weights of losses ----------------------------------------------------------------------------------------
 
-    @property
-    def regular_waves(self) -> int:
-        """None is known beforehand."""
-        return 0
-
-    @property
-    def whole_step(self) -> bool:
-        """Whether losses must be weighed over whole optimizer steps: always, as a chunk is one."""
-        return True
+    regular_waves = 0  # none is known beforehand
+    whole_step = True  # a chunk is a whole optimizer step
 
     def is_padding(self, batch_idx: int) -> bool:
         """See :class:`~trainwright.trainer.data.data_order.RankBatchSampler`."""
@@ -349,26 +343,22 @@ class LeasedBatchSampler(RankBatchSampler):
         return step / own if own else float("inf")
 
 
-def why_not_leased(trainer: RunTrainer, ranks: int) -> str | None:
+def why_not_leased(trainer: RunTrainer) -> str | None:
     """Why the samples of a run cannot be leased as its Trainer is set; ``None``: they can.
 
     Args:
         trainer: the Trainer.
-        ranks: number of workers.
     """
     strategy: Any = trainer.strategy
     if strategy.leases_samples not in GUARANTEES:
         return f"leases={strategy.leases_samples!r} (allowed: {', '.join(map(repr, GUARANTEES))})"
-    limit, interval = trainer.limit_train_batches, trainer.val_check_interval
-    validates = trainer.fit_loop.epoch_loop._should_check_val_epoch() or trainer.enable_validation
-    if trainer.data_partition != "interleave":
-        return f"data_partition={trainer.data_partition!r} says whose samples are whose; leave it out"
     if getattr(trainer, "balance", None) is not None:
         return "balance moves samples between ranks in step; leases do that for those that are not: leave it out"
-    if trainer.uneven_steps:
-        return f"uneven_steps=True: give a global_batch_size that is a multiple of the micro-batch times {ranks}"
-    if isinstance(limit, float) and limit not in (0.0, 1.0):
-        return f"limit_train_batches={limit}: give a whole number, micro-batches of each worker on average"
-    if validates and not (isinstance(interval, float) and interval == 1.0):
-        return f"val_check_interval={interval}: workers meet at the end of an epoch only; leave it at 1.0"
-    return None
+    validates = trainer.fit_loop.epoch_loop._should_check_val_epoch() or trainer.enable_validation
+    given = {
+        "val_check_interval": trainer.val_check_interval if validates else None,
+        "limit_train_batches": trainer.limit_train_batches,
+        "data_partition": trainer.data_partition,
+        "uneven_steps": trainer.uneven_steps,
+    }
+    return "; ".join(option_problems(given)) or None

@@ -1,8 +1,34 @@
-"""What cannot be had where workers lease their samples, as far as it can be told before a process starts."""
+"""What cannot be had where workers lease their samples: before a process starts, and as a Trainer is set."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from omegaconf import DictConfig
+
+from trainwright.core.config.option_rules import Rule, broken_rules
+
+_RULES: dict[str, Rule] = {
+    "val_check_interval": (
+        lambda value: value is None or (isinstance(value, float) and value == 1.0),
+        "1.0, since workers that lease samples meet at the end of an epoch only",
+    ),
+    "limit_train_batches": (
+        lambda value: not isinstance(value, float) or value in (0.0, 1.0),
+        "a whole number with leases, micro-batches of each worker on average",
+    ),
+    "data_partition": (
+        lambda value: value == "interleave",
+        "interleave with leases, which say who reads what",
+    ),
+    "uneven_steps": (lambda value: not value, "False with leases, of which each is a step of one worker"),
+}
+
+
+def option_problems(given: Mapping[str, Any]) -> list[str]:
+    """What speaks against leases in options of the Trainer, given by name, one text each."""
+    return broken_rules(_RULES, given)
 
 
 def lease_problems(cfg: DictConfig) -> Iterator[str]:
@@ -11,31 +37,11 @@ def lease_problems(cfg: DictConfig) -> Iterator[str]:
     Args:
         cfg: the configuration.
     """
-    ending = f"with strategy.leases={cfg.strategy.leases}"
-    trainer = cfg.trainer
-    interval = trainer.val_check_interval
-    if interval is not None and (isinstance(interval, int) or interval != 1.0):
-        yield (
-            f"trainer.val_check_interval={interval} {ending}: workers meet at the end of an epoch only; type "
-            "trainer.val_check_interval=1.0"
-        )
-    limit = trainer.limit_train_batches
-    if isinstance(limit, float) and limit not in (0.0, 1.0):
-        yield (
-            f"trainer.limit_train_batches={limit} {ending}: type a whole number, micro-batches of each worker on "
-            "average"
-        )
-    if trainer.data_partition != "interleave":
-        yield (
-            f"trainer.data_partition={trainer.data_partition} {ending}: it says whose samples are whose; type "
-            "trainer.data_partition=interleave"
-        )
-    if trainer.uneven_steps:
-        yield f"trainer.uneven_steps=true {ending}: a chunk is a step of one worker; type trainer.uneven_steps=false"
+    yield from (f"trainer.{problem}" for problem in option_problems(cfg.trainer))
     for name, callback in cfg.checkpoint.items():
         every = callback.get("every_n_steps") if isinstance(callback, DictConfig) else None
         if every is not None:
             yield (
-                f"checkpoint.{name}.every_n_steps={every} {ending}: workers make unequal numbers of steps; type "
-                f"checkpoint.{name}.every_n_epochs=1"
+                f"checkpoint.{name}.every_n_steps={every} with strategy.leases={cfg.strategy.leases}: workers make "
+                f"unequal numbers of steps; type checkpoint.{name}.every_n_epochs=1"
             )

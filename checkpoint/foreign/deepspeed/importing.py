@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from trainwright.checkpoint.foreign.deepspeed.flat_tensor import FlatTensor
+from trainwright.checkpoint.foreign.deepspeed.merge import FlatTensor
 from trainwright.checkpoint.foreign.deepspeed.reading import DeepSpeedCheckpoint, read_deepspeed
 from trainwright.checkpoint.foreign.imported import Encoder, StreamedTensor, about
 from trainwright.checkpoint.format.tree import encode, reference

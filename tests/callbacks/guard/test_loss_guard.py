@@ -15,8 +15,7 @@ from torch import Tensor
 from tests.callbacks.modules import Written
 from tests.trainer.held import PLACES, Losses, Model, fit, make_loader
 from trainwright.callbacks.guard import step_sums
-from trainwright.callbacks.guard.loss_guard import DivergedError, LossGuard
-from trainwright.callbacks.guard.loss_history import LossHistory
+from trainwright.callbacks.guard.loss_guard import DivergedError, LossGuard, LossHistory
 from trainwright.callbacks.guard.nonfinite import any_nonfinite
 from trainwright.callbacks.progress.global_loss import GlobalLoss
 from trainwright.callbacks.progress.throughput import Throughput

@@ -16,8 +16,14 @@ from tests.callbacks.modules import loader, train
 from tests.parity.harness import make_trainer
 from tests.parity.layouts import Texts
 from trainwright.callbacks import inject
-from trainwright.callbacks.guard.replica_bytes import digest_of, receive, send
-from trainwright.callbacks.guard.replica_check import Difference, ReplicaCheck, ReplicaDifferenceError
+from trainwright.callbacks.guard.replica_check import (
+    Difference,
+    ReplicaCheck,
+    ReplicaDifferenceError,
+    digest_of,
+    receive,
+    send,
+)
 from trainwright.callbacks.save.run_state import RunStateCheckpoint
 from trainwright.checkpoint.read.find import list_checkpoints
 
