@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from trainwright.callbacks.steps import require_window
+from trainwright.callbacks.steps import require_strategy, require_window
 from trainwright.checkpoint.exchange.distinct import of_all_ranks
 
 # Bytes of a CUDA tensor that are brought to the host at a time.
@@ -129,11 +129,8 @@ class ReplicaCheck(Callback):
         Raises:
             ValueError: if it is not one of this project's.
         """
-        if stage == "fit" and not hasattr(trainer.strategy, "trained_boxes"):
-            raise ValueError(
-                f"ReplicaCheck needs one of Trainwright's strategies, but the Trainer has "
-                f"{type(trainer.strategy).__name__}. Use strategy='ddp' of trainwright.Trainer, for example."
-            )
+        if stage == "fit":
+            require_strategy(self, trainer, "trained_boxes")
         self._holders = _Holders()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:

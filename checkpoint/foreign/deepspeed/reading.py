@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -197,7 +197,7 @@ _OWN_KEYS = frozenset(
 
 
 @dataclass(frozen=True)
-class DeepSpeedCheckpoint:
+class DeepSpeedCheckpoint(Merged):
     """What a DeepSpeed checkpoint holds.
 
     Args:
@@ -219,11 +219,6 @@ class DeepSpeedCheckpoint:
 
     path: str
     version: str
-    stage: int
-    ranks: int
-    weights: Mapping[str, FlatTensor]
-    optimizer: Mapping[str, State]
-    param_groups: Sequence[Mapping[str, Any]]
     lr_scheduler: Mapping[str, Any] | None
     global_step: int
     epoch: int
@@ -267,14 +262,11 @@ def _read(files: Files) -> DeepSpeedCheckpoint:
         unknown += more
     if not files.optimizer and not files.universal and first.get("optimizer"):
         unknown.append("optimizer: without ZeRO it is saved by position, not by name")
+    whole = replace(merged, weights=_weights(model, merged), param_groups=[group for group, _ in groups])
     return DeepSpeedCheckpoint(
+        **vars(whole),
         path=files.folder,
         version=str(first.get("ds_version") or ""),
-        stage=merged.stage,
-        ranks=merged.ranks,
-        weights=_weights(model, merged),
-        optimizer=merged.optimizer,
-        param_groups=[group for group, _ in groups],
         lr_scheduler=scheduler or None,
         global_step=number(first.get("global_steps") or 0),
         epoch=number(first.get("epoch") or 0),

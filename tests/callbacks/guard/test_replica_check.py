@@ -298,5 +298,5 @@ def test_what_is_refused(arguments: dict[str, Any], said: str) -> None:
 
 
 def test_another_librarys_strategy_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs one of Trainwright's strategies"):
+    with pytest.raises(ValueError, match="needs one of the strategies of trainwright"):
         train(ReplicaCheck(), max_steps=1)

@@ -526,7 +526,7 @@ def test_a_store_that_gives_little_at_a_time(broken):
     assert small.read("broken://c/a") == 1
 
 
-@pytest.mark.parametrize("module", ["errors", "manifest", "storage", "find", "retention"])
+@pytest.mark.parametrize("module", ["format.manifest", "store.storage", "read.find", "write.retention"])
 def test_a_launching_process_can_look_without_torch(module):
     code = (
         f"import sys, trainwright.checkpoint.{module}; print(*({{'torch', 'lightning', 'fsspec'}} & set(sys.modules)))"
