@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -107,32 +107,20 @@ def write(content: Content, path: str, group: dist.ProcessGroup | None = None) -
 def _write_together(
     pending: PendingFolder, content: Content, path: str, rank: int, group: dist.ProcessGroup | None
 ) -> Manifest | None:
-    record, manifest = None, None
-    problem: BaseException | None = None
-    try:
-        record = write_parts(pending, rank, content.tensors) if content.tensors else None
-    except BaseException as error:  # the others must hear of it, or they would wait for this rank
-        problem = error
-    end_alike(problem, path, group)
-    assert content.deal is not None
+    record = None
     files: dict[str, FileRecord] = {}
     lists: dict[str, Listed] = {}
+    with alike(path, group):
+        record = write_parts(pending, rank, content.tensors) if content.tensors else None
+    assert content.deal is not None
     if content.deal.split is None:
         files = {each.name: each for each in records_of_ranks(record, pending, group)}
     else:
         assert group is not None
-        try:
+        with alike(path, group):
             files, lists = write_divided(pending, content.deal, content.deal.split, record, group)
-        except BaseException as error:
-            problem = error
-        end_alike(problem, path, group)
-    if rank == 0:
-        try:
-            manifest = _publish(pending, content, files, lists)
-        except BaseException as error:
-            problem = error
-    end_alike(problem, path, group)
-    return manifest
+    with alike(path, group):
+        return _publish(pending, content, files, lists) if rank == 0 else None
 
 
 def _meet(path: str, rank: int, group: dist.ProcessGroup | None, needed: int) -> PendingFolder:
@@ -215,8 +203,17 @@ def _refuse_full(path: str, needed: int) -> None:
         )
 
 
-def end_alike(problem: BaseException | None, path: str, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank if one has a problem, in the words of the ranks that have. A collective."""
+@contextmanager
+def alike(path: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """End this context with an error on every rank if one has met an error, in the words of those that have.
+
+    A collective: whoever meets an error tells the others, which would wait for it.
+    """
+    problem: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        problem = error
     own = None if problem is None else (str(problem) or type(problem).__name__, isinstance(problem, CheckpointError))
     found = problems_of_ranks(own, group)
     if problem is not None and not isinstance(problem, Exception):
