@@ -185,6 +185,11 @@ class Divergence:
         return f"the loss is {self.loss:g} at step {self.step}{where}"
 
 
+def losses_of(trainer: Any) -> GlobalLoss | None:
+    """The callback of a Trainer that knows the exact losses; ``None``: it has none."""
+    return next((callback for callback in trainer.callbacks if isinstance(callback, GlobalLoss)), None)
+
+
 def first_nonfinite(values: Sequence[float]) -> int | None:
     """Index of the first value that is NaN or infinite; ``None``: all are finite."""
     return next((index for index, value in enumerate(values) if not math.isfinite(value)), None)
