@@ -88,30 +88,3 @@ def host_peak_bytes() -> int:
         return 0
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
-
-
-class LossScale(Windowed):
-    """Log by what the loss is multiplied under ``precision="16-mixed"``, as ``loss_scale``; nothing elsewhere.
-
-    Told too as a record ``scale`` (``scale``) of every rank, at the end of each window.
-
-    Args:
-        every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (there, 0 is off).
-
-    Raises:
-        ValueError: if ``every_n_steps`` is less than 1.
-    """
-
-    looks_at_parameters = False
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """At the end of a window, look."""
-        step = self._ended(trainer)
-        if step is None:
-            return
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is None or not scaler.is_enabled():
-            return
-        scale = float(scaler.get_scale())
-        tell(trainer, "scale", {"scale": scale}, step + 1)
-        log_metrics(trainer, {"loss_scale": scale}, step)

@@ -9,9 +9,10 @@ from trainwright.callbacks.certificate import CertificateRecord
 from trainwright.callbacks.monitor.bubble import Bubble
 from trainwright.callbacks.monitor.events import Events
 from trainwright.callbacks.monitor.goodput import Goodput
-from trainwright.callbacks.monitor.memory import LossScale, Memory
+from trainwright.callbacks.monitor.memory import Memory
 from trainwright.callbacks.monitor.norms import Norms
 from trainwright.callbacks.monitor.records import MonitorFile
+from trainwright.callbacks.monitor.scale import LossScale
 from trainwright.callbacks.monitor.step_time import StepTime
 from trainwright.callbacks.monitor.trace.profile import Profile
 from trainwright.callbacks.progress.global_loss import GlobalLoss

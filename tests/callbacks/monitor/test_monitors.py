@@ -28,9 +28,10 @@ from trainwright.callbacks.monitor.bubble import Bubble
 from trainwright.callbacks.monitor.events import Events
 from trainwright.callbacks.monitor.flops import CountedOperations, operations_of
 from trainwright.callbacks.monitor.goodput import Goodput, Stretch
-from trainwright.callbacks.monitor.memory import LossScale, Memory
+from trainwright.callbacks.monitor.memory import Memory
 from trainwright.callbacks.monitor.norms import Norms
 from trainwright.callbacks.monitor.records import MonitorFile, read_records, records_path
+from trainwright.callbacks.monitor.scale import LossScale
 from trainwright.callbacks.monitor.step_time import PARTS, StepTime, parts_of
 from trainwright.callbacks.progress.throughput import Throughput
 from trainwright.callbacks.save.run_state import RunStateCheckpoint
