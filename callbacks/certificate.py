@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 
 from trainwright.callbacks.monitor.records import tell
+from trainwright.core.failures.records import write_whole
 
 FILE = "certificate.json"
 
@@ -30,9 +30,7 @@ class CertificateRecord(Callback):
         self._console = console or Console()
         self._written: Any = None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Record a certificate that was made before this step."""
         self._record(trainer)
 
@@ -48,10 +46,7 @@ class CertificateRecord(Callback):
         if not trainer.is_global_zero:
             return
         document = {"layout": str(trainer.strategy.layout), **outcome.record()}  # type: ignore[attr-defined]
-        path = Path(trainer.default_root_dir, FILE)
-        partial = path.with_suffix(".json.partial")
-        partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(Path(trainer.default_root_dir, FILE), json.dumps(document, indent=1) + "\n")
         text = f"certified: {outcome.summary()}" if outcome.holds else f"not certified: {outcome.problem()}"
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
         tell(trainer, "event", {"what": "certificate", "text": text, "seconds": outcome.seconds})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -66,6 +67,24 @@ def require_window(every_n_steps: int | None, owner: object) -> None:
         raise ValueError(
             f"{type(owner).__name__}(every_n_steps={every_n_steps}) (allowed: 1 or more optimizer steps, "
             "or None for the Trainer's log_every_n_steps)"
+        )
+
+
+def require_strategy(owner: object, trainer: Any, method: str) -> None:
+    """Refuse a strategy that is not of this project, and lacks what a callback asks for.
+
+    Args:
+        owner: the callback.
+        trainer: of the run.
+        method: that a strategy of this project has.
+
+    Raises:
+        ValueError: if the strategy has it not.
+    """
+    if not hasattr(trainer.strategy, method):
+        raise ValueError(
+            f"{type(owner).__name__} needs one of the strategies of trainwright, which know what ranks hold and send; "
+            f"this is {type(trainer.strategy).__name__}. Type strategy='ddp', 'zero2', 'hybrid', ..., or leave it out."
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from trainwright.core.config.options import class_of
 from trainwright.core.config.override_words import in_shell, typed
 from trainwright.core.config.references import literal
 from trainwright.core.errors import CheckpointError
+from trainwright.core.failures.records import write_whole
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.run_directory import PLAN_FILE
 from trainwright.core.text.sizes import size_text
@@ -108,10 +108,7 @@ def hand_over(chosen: DictConfig, cfg: DictConfig) -> None:
 
 def write_plan(choice: Choice, run_dir: Path) -> None:
     """Write plan.json into a run directory, whole or not at all."""
-    path = run_dir / PLAN_FILE
-    partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(choice.document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(run_dir / PLAN_FILE, json.dumps(choice.document, indent=1, allow_nan=False) + "\n")
 
 
 def lines_of(run_dir: Path) -> list[str]:

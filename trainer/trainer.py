@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -11,15 +12,17 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
 from trainwright.callbacks.guard.copies import StateCopies
 from trainwright.callbacks.traffic.communication_advice import CommunicationAdvice
-from trainwright.checkpoint.exchange.groups import WorldGroup
+from trainwright.checkpoint.exchange.groups import WorldGroup, default_store
 from trainwright.core.failures.uncaught import is_one_of_many, tell_uncaught
 from trainwright.core.processes.orphans import end_with_agent
 from trainwright.core.run.phases import SAVING
@@ -39,7 +42,6 @@ from trainwright.trainer.balance.options import BalanceArgument
 from trainwright.trainer.contract import RunTrainer
 from trainwright.trainer.data.data_connector import OrderedDataConnector
 from trainwright.trainer.data.partition import DataKey, resolve_data_key
-from trainwright.trainer.interruption import all_are_interrupted
 from trainwright.trainer.leases.batches import LeasedBatchSampler, SampleLeases
 from trainwright.trainer.loop.epoch import LeanEpochLoop
 from trainwright.trainer.loop.evaluation import ExactEvaluationLoop, OrderedPredictionLoop
@@ -49,9 +51,11 @@ from trainwright.trainer.loop.loss_scale import LossScale, loss_scale_problems
 from trainwright.trainer.loop.loss_weighting import LossWeighting, TokenCount, make_token_weights
 from trainwright.trainer.resume import ResumeConnector
 from trainwright.trainer.script import ScriptLauncher
-from trainwright.trainer.serving import serve
 from trainwright.trainer.signals import FlagOnSignal
 
+WAITING_SECONDS = 10.0
+_PAUSE = 0.05
+_KEY = "trainwright/interrupted"
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
@@ -275,3 +279,58 @@ def _set_error_if_nonfinite(trainer: Trainer, error_if_nonfinite: bool) -> None:
             "with precision 32, bf16-mixed, bf16-true or 16-mixed."
         )
     plugin.error_if_nonfinite = True
+
+
+def all_are_interrupted(seconds: float = WAITING_SECONDS) -> bool:
+    """Return whether every rank has called this within ``seconds``; all that call it get the same answer.
+
+    To be called once for each exception that ends a run. Ranks that did not meet one are not waited for longer, nor is
+    anything sent to them.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    store, rank, ranks = default_store(), dist.get_rank(), dist.get_world_size()
+    try:
+        number = store.add(f"{_KEY}/{rank}", 1)
+        here, answer = f"{_KEY}/{number}/here", f"{_KEY}/{number}/answer"
+        until = time.monotonic() + seconds
+        all_here = store.add(here, 1) == ranks
+        while not all_here and time.monotonic() < until and not store.check([answer]):
+            time.sleep(_PAUSE)
+        said: bytes = store.compare_set(answer, "", "all" if all_here else "some")
+    except (RuntimeError, dist.DistError):  # the process that holds the store is gone
+        return False
+    return said == b"all"
+
+
+def serve(trainer: RunTrainer, module: LightningModule) -> None:
+    """Take part in what the Trainer was asked for, on a rank whose strategy ``serves``.
+
+    For ``fit`` the module and its optimizer are built by the user's own code, as on the other ranks; then the rank
+    serves until they have ended. Nothing is trained, logged, saved or evaluated here, and no callback or logger is
+    called.
+
+    Args:
+        trainer: of this rank.
+        module: the user's.
+    """
+    strategy: Any = trainer.strategy
+    strategy.connect(module)
+    if trainer.state.fn == TrainerFn.FITTING:
+        callbacks, loggers = trainer.callbacks, trainer.loggers  # type: ignore[attr-defined]
+        # A signal that tells the run to end is for the workers to obey; here it is only remembered.
+        trainer._signal_connector.register_signal_handlers()
+        trainer.callbacks, trainer.loggers = [], []  # type: ignore[attr-defined]
+        try:
+            strategy.setup_environment()
+            trainer._data_connector.prepare_data()
+            call._call_setup_hook(trainer)
+            call._call_configure_model(trainer)
+            strategy.setup(trainer)
+            strategy.serve()
+            trainer._teardown()
+            call._call_teardown_hook(trainer)
+        finally:
+            trainer.callbacks, trainer.loggers = callbacks, loggers  # type: ignore[attr-defined]
+    trainer.state.status = TrainerStatus.FINISHED
+    trainer.state.stage = None

@@ -90,12 +90,12 @@ class NoticePoll:
         self,
         file: str | None,
         url: str | None,
-        headers: Mapping[str, str],
+        headers: Mapping[str, str] | None,
         seconds: float,
         on_notice: Callable[[int], object],
     ) -> None:
         self._file = None if file is None else Path(file).expanduser()
-        self._request = None if url is None else urllib.request.Request(url, headers=dict(headers))  # noqa: S310
+        self._request = None if url is None else urllib.request.Request(url, headers=dict(headers or {}))  # noqa: S310
         self._open = _opener().open
         self._seconds = seconds
         self._on_notice = on_notice

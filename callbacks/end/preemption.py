@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NoReturn
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -45,6 +46,7 @@ class Preempted(SIGTERMException):
         return f"told to end by {self.told.reason}"
 
 
+@dataclass(eq=False, repr=False)
 class Preemption(Callback):
     """What a run does when it is told to end: by a signal, by a file that appears, or by what an address answers.
 
@@ -75,34 +77,22 @@ class Preemption(Callback):
         ValueError: naming everything that is impossible about the arguments.
     """
 
-    def __init__(
-        self,
-        save: bool = True,
-        signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
-        file: str | None = None,
-        url: str | None = None,
-        url_headers: Mapping[str, str] | None = None,
-        poll_seconds: float = 5.0,
-        deadline_seconds: float | None = 120.0,
-        exit_code: int | None = None,
-        requeue: bool = False,
-        check_seconds: float = 1.0,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        problems = preemption_problems(given)
+    save: bool = True
+    signals: Sequence[str] = ("SIGTERM", "SIGUSR1")
+    file: str | None = None
+    url: str | None = None
+    url_headers: Mapping[str, str] | None = None
+    poll_seconds: float = 5.0
+    deadline_seconds: float | None = 120.0
+    exit_code: int | None = None
+    requeue: bool = False
+    check_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        problems = preemption_problems(vars(self))
         if problems:
             raise ValueError("Preemption: " + "; ".join(problems))
-        self.save = save
-        self.numbers = numbers_of(signals)
-        """Numbers of the signals that end the run."""
-        self.file = file
-        self.url = url
-        self.url_headers = dict(url_headers or {})
-        self.poll_seconds = poll_seconds
-        self.deadline_seconds = deadline_seconds
-        self.exit_code = exit_code
-        self.requeue = requeue
-        self.check_seconds = check_seconds
+        self.numbers = numbers_of(self.signals)
         self._settled: Told | None = None  # a notice for which everything is done but to end the process
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

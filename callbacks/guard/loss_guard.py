@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
@@ -14,19 +19,25 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trainwright.callbacks.guard.loss_history import LossHistory
 from trainwright.callbacks.guard.nonfinite import Blame, any_nonfinite, find_gradient, first_bad, in_words
 from trainwright.callbacks.guard.options import guard_problems
-from trainwright.callbacks.guard.step_sums import EarlySum, mean_of_ranks, refuse_alone
 from trainwright.callbacks.guard.verdict import DropStep, GoBack
 from trainwright.callbacks.steps import log_metrics
 from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.checkpoint.exchange.groups import all_come
 from trainwright.core.run.diverged import DivergedError
 
 if TYPE_CHECKING:
     from trainwright.callbacks.guard.copies import StateCopies
 
+# How long a rank that sees something bad in what all ranks have alike waits for the others to see it. They have the
+# same gradients at the same time.
+_ALONE_SECONDS = 20.0
+# Makes the median of absolute deviations an estimate of the standard deviation of normal numbers: 1 / Phi^-1(3/4).
+_NORMAL = 1.4826
 
+
+@dataclass(eq=False, repr=False)
 class LossGuard(Callback):
     """Looks at loss and gradients of every optimizer step before it is made, on all ranks together.
 
@@ -80,44 +91,29 @@ class LossGuard(Callback):
     needs_collective_steps = True
     """Whether it needs all ranks at the same optimizer step."""
 
-    def __init__(
-        self,
-        policy: Literal["skip", "rollback", "stop"] = "rollback",
-        *,
-        on_reproducible: Literal["skip_window", "stop"] = "skip_window",
-        threshold: float | None = 6.0,
-        min_jump: float = 0.1,
-        window: int = 128,
-        min_history: int = 32,
-        snapshot_every_n_steps: int | None = None,
-        mtbf: float = 3.0,
-        keep_snapshots: int = 2,
-        back_steps: int = 0,
-        skip_steps: int = 10,
-        max_rollbacks: int = 4,
-        max_skips: int = 10,
-        per_steps: int = 1000,
-    ) -> None:
-        problems = guard_problems(
-            {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        )
+    policy: Literal["skip", "rollback", "stop"] = "rollback"
+    _: KW_ONLY
+    on_reproducible: Literal["skip_window", "stop"] = "skip_window"
+    threshold: float | None = 6.0
+    min_jump: float = 0.1
+    window: int = 128
+    min_history: int = 32
+    snapshot_every_n_steps: int | None = None
+    mtbf: float = 3.0
+    keep_snapshots: int = 2
+    back_steps: int = 0
+    skip_steps: int = 10
+    max_rollbacks: int = 4
+    max_skips: int = 10
+    per_steps: int = 1000
+
+    def __post_init__(self) -> None:
+        problems = guard_problems(vars(self))
         if problems:
             raise ValueError("LossGuard: " + "; ".join(problems))
-        self.policy = policy
-        self.on_reproducible = on_reproducible
-        self.threshold = threshold
-        self.min_jump = min_jump
-        self.snapshot_every_n_steps = snapshot_every_n_steps
-        self.mtbf = mtbf
-        self.keep_snapshots = keep_snapshots
-        self.back_steps = back_steps
-        self.skip_steps = skip_steps
-        self.max_rollbacks = max_rollbacks
-        self.max_skips = max_skips
-        self.per_steps = per_steps
         self.counts = {"skipped": 0, "rollbacks": 0, "transient": 0, "reproducible": 0}
         """Steps dropped, times gone back, and faults that did or did not come again, in this run."""
-        self._history = LossHistory(window, min_history)
+        self._history = LossHistory(self.window, self.min_history)
         self._interventions: list[int] = []  # steps done at each
         self._suspect: int | None = None  # steps done when a fault was met that may come again
         self._losses: list[Tensor] = []  # of the micro-batches of this optimizer step
@@ -378,3 +374,101 @@ def _start_problem(guard: LossGuard, trainer: Any) -> str | None:
         return "LBFGS computes the loss several times within a step; use another optimizer, or guard=none"
     why = trainer.fit_loop.why_not_back() if guard.policy == "rollback" else None
     return None if why is None else f"{why}, so the same samples cannot be read again; use policy='skip' or 'stop'"
+
+
+class LossHistory:
+    """The losses of the last good optimizer steps.
+
+    Args:
+        window: how many steps are remembered.
+        min_history: with fewer of them nothing is said about a loss.
+    """
+
+    def __init__(self, window: int, min_history: int) -> None:
+        self._losses: deque[tuple[int, float]] = deque(maxlen=window)
+        self._min_history = min_history
+
+    def add(self, step: int, loss: float) -> None:
+        """Remember the loss of a good step."""
+        self._losses.append((step, loss))
+
+    def forget_after(self, step: int) -> None:
+        """Forget the steps after ``step``, which are made again."""
+        self.restore([entry for entry in self._losses if entry[0] <= step])
+
+    def restore(self, losses: Iterable[tuple[int, float]]) -> None:
+        """Remember what :meth:`entries` gave, as far as it fits the window."""
+        self._losses = deque(((int(step), float(loss)) for step, loss in losses), maxlen=self._losses.maxlen)
+
+    def entries(self) -> list[tuple[int, float]]:
+        """Steps and their losses, oldest first."""
+        return list(self._losses)
+
+    def jump(self, loss: float) -> tuple[float, float] | None:
+        """How far ``loss`` lies above those before it; ``None`` while too few are remembered.
+
+        Returns:
+            The robust z-score, ``(loss - median) / (1.4826 MAD)`` (MAD: the median of the absolute deviations from the
+            median; Iglewicz and Hoaglin, 1993), and ``(loss - median) / |median|``. Both are below 0 for a loss that is
+            lower; infinite where what they are divided by is 0.
+        """
+        if len(self._losses) < self._min_history:
+            return None
+        losses = [each for _, each in self._losses]
+        median = statistics.median(losses)
+        spread = _NORMAL * statistics.median(abs(each - median) for each in losses)
+        return _ratio(loss - median, spread), _ratio(loss - median, abs(median))
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    if denominator > 0:
+        return numerator / denominator
+    return 0.0 if numerator == 0 else math.copysign(math.inf, numerator)
+
+
+def mean_of_ranks(numbers: Tensor) -> Tensor:
+    """The mean over all ranks, in place. A collective where there are several."""
+    return EarlySum(numbers).mean()
+
+
+class EarlySum:
+    """Begins to add up numbers over all ranks, and gives their mean when it is asked for.
+
+    Args:
+        numbers: ``(n,)``, as many on every rank; where collectives run.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._work = dist.all_reduce(numbers, async_op=True) if several else None
+
+    def mean(self) -> Tensor:
+        """Wait until all ranks have told theirs."""
+        if self._work is not None:
+            self._work.wait()
+            self._numbers /= dist.get_world_size()
+            self._work = None
+        return self._numbers
+
+
+def refuse_alone(number: int, what: str) -> None:
+    """Make sure that all ranks have found the same gradients to be bad. To be called by those that have.
+
+    A rank that is alone with it must not take part in what all do about it, as the others will not.
+
+    Args:
+        number: of the call, the same on all ranks.
+        what: was found, for the message.
+
+    Raises:
+        RuntimeError: if others have not.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if not all_come(f"trainwright/bad_gradient/{number}", timedelta(seconds=_ALONE_SECONDS)):
+        raise RuntimeError(
+            f"{what}: a gradient is NaN or infinite on rank {dist.get_rank()}, and is not on others, which averaged "
+            "the same ones with it. Either a hook changes gradients on this rank alone after they were averaged, "
+            "or its memory or device is at fault: have it looked at. launch=resilient starts such a rank again"
+        )

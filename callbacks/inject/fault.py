@@ -176,9 +176,7 @@ class StepFault(Fault):
         """Run ``step(*args, **kwargs)``, which is the user's, with the fault in it; the result is the step's."""
         return step(*args, **kwargs)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Give the module its step back."""
         self.release(pl_module)
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from trainwright.callbacks.inject.connections import Place, connections, cut_off
 from trainwright.callbacks.inject.fault import Fault
 from trainwright.checkpoint.exchange.distinct import of_all_ranks
+
+_ESTABLISHED = "01"
+_SOCKET = "socket:["
+# An end of a connection: address as /proc/net writes it (hexadecimal), with the port.
+End = str
 
 
 class Partition(Fault):
@@ -53,3 +60,88 @@ def _places() -> list[Place]:
 
 # Of every machine, so it tells none apart.
 _LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs.
+
+    Args:
+        host: name of the machine.
+        pid: its process there.
+        addresses: ends that processes of the machine listen on or are connected by have one of these addresses.
+    """
+
+    host: str
+    pid: int
+    addresses: tuple[str, ...]
+
+
+def cut_off(own: Place, others: Collection[Place]) -> int:
+    """Shut down this process's TCP connections with other ranks.
+
+    Args:
+        own: where this rank is.
+        others: where those are that it shall not reach any more.
+
+    Returns:
+        How many connections there were.
+    """
+    ends_here = {end for place in others if place.host == own.host for end, _ in connections(place.pid).values()}
+    far = {address for place in others if place.host != own.host for address in place.addresses}
+    count = 0
+    for descriptor, (_, remote) in connections(os.getpid()).items():
+        if remote in ends_here or remote.partition(":")[0] in far:
+            count += _shut(descriptor, remote)
+    return count
+
+
+def _shut(descriptor: int, remote: End) -> bool:
+    """Shut a connection down, unless its owner (a thread of gloo) has closed it since it was looked up."""
+    try:
+        # A second descriptor of the same socket: closing it leaves the first, which stays its owner's.
+        copy = os.dup(descriptor)
+    except OSError:
+        return False
+    try:
+        connection = socket.socket(fileno=copy)
+    except OSError:  # the number belongs to a file by now
+        os.close(copy)
+        return False
+    with connection, suppress(OSError):
+        if connection.getpeername()[1] == int(remote.partition(":")[2], 16):  # not to another connection by now
+            connection.shutdown(socket.SHUT_RDWR)
+            return True
+    return False
+
+
+def connections(pid: int) -> dict[int, tuple[End, End]]:
+    """TCP connections of a process of this user: descriptor -> its own end and the other one."""
+    ends = dict(_ends_by_inode(pid))
+    found = {}
+    links: list[Path] = []
+    with suppress(OSError):  # the process has ended, or this is no Linux
+        links = list(Path(f"/proc/{pid}/fd").iterdir())
+    for link in links:
+        with suppress(OSError):  # closed meanwhile
+            target = os.readlink(link)
+            if target.startswith(_SOCKET) and target[len(_SOCKET) : -1] in ends:
+                found[int(link.name)] = ends[target[len(_SOCKET) : -1]]
+    return found
+
+
+def _ends_by_inode(pid: int) -> Iterator[tuple[str, tuple[End, End]]]:
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _ESTABLISHED:
+                    yield fields[9], (_plain(fields[1]), _plain(fields[2]))
+
+
+def _plain(end: End) -> End:
+    """An IPv4 address that a socket of IPv6 uses, as IPv4 alone writes it."""
+    address, _, port = end.partition(":")
+    if address.startswith("0000000000000000FFFF0000"):
+        address = address[-8:]
+    return f"{address}:{port}"

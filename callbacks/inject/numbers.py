@@ -45,16 +45,14 @@ class Spike(StepFault):
         changed = loss * self.factor
         return {**output, "loss": changed} if isinstance(output, dict) else changed
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Give the module its step back.
 
         Raises:
             RuntimeError: if this rank had no loss to change.
         """
         was_due = self._struck and not self._done
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer, pl_module, *_)
         if was_due:
             raise RuntimeError(
                 f"{self.sentence} changed nothing: rank {trainer.global_rank} has no loss, because its training_step "

@@ -7,7 +7,7 @@ import signal as signals
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainwright.core.config.option_rules import Rule, or_none
+from trainwright.core.config.option_rules import Rule, is_positive, or_none
 
 HANGS = ("sleep", "lock", "gil", "skip_collective", "data")
 """Ways to hang."""
@@ -84,12 +84,8 @@ def _whole(least: int, most: float = math.inf) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def _number(accept: Callable[[float], bool]) -> Callable[[Any], bool]:
-    def check(value: Any) -> bool:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and math.isfinite(value) and accept(value)
-
-    return check
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _one_of(names: Sequence[str]) -> Rule:
@@ -108,10 +104,9 @@ def _are_ranks(value: Any) -> bool:
 
 
 def _are_seconds(value: Any) -> bool:
-    positive = _number(lambda number: number > 0)
     if not isinstance(value, list | tuple):
-        return positive(value)
-    return len(value) == 2 and all(map(positive, value)) and value[0] <= value[1]
+        return is_positive(value)
+    return len(value) == 2 and all(map(is_positive, value)) and value[0] <= value[1]
 
 
 def _are_kinds(value: Any) -> bool:
@@ -133,13 +128,13 @@ _RULES: dict[str, Rule] = {
     "hook": _one_of((*HOOKS, STEP)),
     "error": (or_none(lambda value: isinstance(value, Exception)), "an exception, like ValueError('why'), or None"),
     "code": (_whole(0, 255), "0 to 255"),
-    "factor": (_number(lambda number: True), "a number"),
+    "factor": (_is_finite, "a number"),
     "bit": (or_none(_whole(0, _MOST_BITS - 1)), f"0 to {_MOST_BITS - 1}, or None"),
     "seed": (_whole(0), "0, 1, ..."),
     "every_seconds": (_are_seconds, "seconds, or the least and the most of them: (20, 30)"),
     "kinds": (_are_kinds, "a list of some of " + ", ".join(map(repr, SOAKED))),
 }
 _RULES_OF: dict[str, dict[str, Rule]] = {
-    "slow": {"factor": (_number(lambda number: number > 1), "more than 1")},
+    "slow": {"factor": (lambda value: _is_finite(value) and value > 1, "more than 1")},
     "corrupt_checkpoint": {"rank": (_whole(0), "a global rank: 0, 1, ...")},
 }

@@ -62,9 +62,7 @@ class Bubble(Measuring, Windowed):
         if self._is_looking:
             self._timeline.optimizer()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Tell, if this was looked at."""
         if self._step is None or not self._is_looking:
             return

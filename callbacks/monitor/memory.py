@@ -42,9 +42,7 @@ class Memory(Windowed):
         self.latest: dict[str, int] = {}
         """What was logged last, bytes; empty before the first window has ended."""
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """At the end of a window, look."""
         step = self._ended(trainer)
         if step is None:

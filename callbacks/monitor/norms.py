@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.callbacks.monitor.records import tell
-from trainwright.callbacks.steps import log_metrics
+from trainwright.callbacks.steps import log_metrics, require_strategy
 from trainwright.callbacks.windows import Windowed
 
 REST = "rest"
@@ -52,16 +52,11 @@ class Norms(Windowed):
         """
         if stage != "fit":
             return
-        name = type(trainer.strategy).__name__
-        if not hasattr(trainer.strategy, "squares_by_block"):
-            raise ValueError(
-                "Norms needs one of the strategies of trainwright, which know how tensors are spread over ranks; this "
-                f"is {name}. Type strategy='ddp', 'zero2', 'hybrid', ..."
-            )
+        require_strategy(self, trainer, "squares_by_block")
         if not trainer.strategy.holds_step_gradients:  # type: ignore[attr-defined]
             raise ValueError(
-                f"Norms adds up what ranks hold of the averaged gradients of a step, and with {name} they hold none of "
-                "them. Leave it out, or choose another strategy."
+                "Norms adds up what ranks hold of the averaged gradients of a step, and with "
+                f"{type(trainer.strategy).__name__} they hold none of them. Leave it out, or choose another strategy."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -79,9 +74,7 @@ class Norms(Windowed):
             self._squares = torch.stack([torch.zeros_like(parameters), parameters])
         self._squares[0] += strategy.squares_by_block(_stepped_on(optimizer, strategy.named_gradients()))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """At the end of a window, add up and log."""
         squares, self._squares = self._squares, None
         step = self._steps.ended(trainer)

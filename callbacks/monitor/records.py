@@ -119,9 +119,7 @@ class MonitorFile(Callback):
         if self._file is not None:
             self._lines.append(json.dumps(_finite(record), separators=(",", ":")) + "\n")
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Write what has come together."""
         if self._lines:
             self.flush()

@@ -25,9 +25,7 @@ class LossScale(Windowed):
 
     looks_at_parameters = False
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """At the end of a window, look."""
         step = self._ended(trainer)
         if step is None:

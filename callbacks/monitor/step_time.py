@@ -82,9 +82,7 @@ class StepTime(Measuring, Windowed):
         self._clock = PhaseClock(trainer, self._phases, _PART_OF, begins_as="other")
         self._clock.split_pipeline(trainer.strategy)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """At the end of a window, tell."""
         if self._clock is None:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from trainwright.callbacks.monitor.records import tell
 from trainwright.callbacks.steps import StepCounter
+from trainwright.core.failures.records import write_whole
 
 FILE = "plan.json"
 _MIB = 2**20
@@ -71,9 +71,7 @@ class PlanCheck(Callback):
         if self._plan is not None and self._done >= 0:
             self._bytes["gradients"] = max(self._bytes["gradients"], _held(trainer).gradients)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Count steps; when enough were made, tell. A collective then."""
         if self._plan is None or self._steps.ended(trainer) is None:
             return
@@ -124,7 +122,7 @@ class PlanCheck(Callback):
             return
         self.console.print(line, soft_wrap=True, highlight=False, markup=False)
         plan["measured"] = self.measured
-        _write(Path(trainer.default_root_dir, FILE), plan)
+        write_whole(Path(trainer.default_root_dir, FILE), json.dumps(plan, indent=1, allow_nan=False) + "\n")
         tell(trainer, "event", {"what": "plan", "text": line, "seconds": 0.0}, step=done)
 
     def _most_of_any_rank(self, trainer: Trainer) -> tuple[float, dict[str, float]]:
@@ -179,9 +177,3 @@ def _line(seconds: float, held: Mapping[str, float], predicted: Mapping[str, Any
     )
     apart = f"{100 * (seconds / expected - 1):+.0f} %"
     return f"Plan: a step takes {seconds:.3g} s (predicted {expected:.3g}, {apart}); of the fullest rank: {sizes}."
-
-
-def _write(path: Path, plan: Mapping[str, Any]) -> None:
-    partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(plan, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from torch import Tensor
 
-from trainwright.callbacks.progress.global_loss import GlobalLoss
+from trainwright.callbacks.progress.global_loss import losses_of
 from trainwright.callbacks.progress.throughput import Throughput
 
 
@@ -28,22 +28,6 @@ class State:
     unit: str = "batch"
     notes: dict[str, str] = field(default_factory=dict)
     """Name to formatted value, in the order shown."""
-
-
-class Display(Protocol):
-    """Where a :class:`State` becomes visible."""
-
-    def show(self, state: State) -> None:
-        """Show ``state``; one with another title begins another bar or line."""
-
-    def finish(self, state: State) -> None:
-        """Show ``state`` for the last time and take its bar away, leaving one line of text."""
-
-    def print(self, text: str) -> None:
-        """Print without breaking the display."""
-
-    def close(self) -> None:
-        """Give the terminal back."""
 
 
 class ProgressBar(LightningProgressBar):
@@ -76,7 +60,7 @@ class ProgressBar(LightningProgressBar):
         self.console = console or Console()
         self._period = refresh_seconds if self.console.is_terminal else line_seconds
         self._enabled = True
-        self._display: Display | None = None
+        self._display: Bars | Lines | None = None
         self._next = 0.0  # monotonic() before which nothing is shown
         self._timer = TrainingTimer()
         self._evaluation: State | None = None
@@ -225,7 +209,8 @@ class ProgressBar(LightningProgressBar):
         if loss is not None:
             notes["loss"] = f"{loss:.4f}"
         rate = self._timer.steps_per_second(trainer.global_step)
-        measured = next((c.rate for c in _callbacks(trainer) if isinstance(c, Throughput)), None)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        measured = next((c.rate for c in callbacks if isinstance(c, Throughput)), None)
         if measured is not None:
             notes["speed"] = f"{_short(measured[0])} {measured[1]}/s"
         elif rate:
@@ -348,12 +333,8 @@ def total_steps(trainer: Trainer) -> float:
     return min(by_steps, trainer.max_epochs * per_epoch * max(1, len(trainer.optimizers)))
 
 
-def _callbacks(trainer: Trainer) -> list[Any]:
-    return list(getattr(trainer, "callbacks", []))
-
-
 def _loss(trainer: Trainer, outputs: Any) -> float | None:
-    collected = next((callback for callback in _callbacks(trainer) if isinstance(callback, GlobalLoss)), None)
+    collected = losses_of(trainer)
     if collected is not None and collected.latest is not None:
         return collected.latest
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs

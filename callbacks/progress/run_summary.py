@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich.console import Console
 
 from trainwright.callbacks.end.preemption import Preempted
-from trainwright.callbacks.progress.global_loss import GlobalLoss
+from trainwright.callbacks.progress.global_loss import losses_of
 from trainwright.callbacks.steps import steps_done
+from trainwright.core.failures.records import write_whole
 
 FILE = "summary.json"
 
@@ -53,7 +53,7 @@ class RunSummary(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say it where the run's last lines are."""
-        losses = _losses(trainer)
+        losses = losses_of(trainer)
         if losses is not None and losses.diverged is not None and trainer.is_global_zero:
             text = f"Diverged:      {losses.diverged}, the first that is not finite"
             self._console.print(text, soft_wrap=True, highlight=False, markup=False)
@@ -61,7 +61,7 @@ class RunSummary(Callback):
     def _write(self, trainer: Trainer, status: str, error: str | None = None) -> None:
         if not trainer.is_global_zero:
             return
-        losses = _losses(trainer)
+        losses = losses_of(trainer)
         diverged = None if losses is None else losses.diverged
         loss = None if losses is None or losses.latest is None or not math.isfinite(losses.latest) else losses.latest
         document: dict[str, Any] = {
@@ -72,13 +72,7 @@ class RunSummary(Callback):
             "error": error,
         }
         path = Path(trainer.default_root_dir, FILE)
-        partial = path.with_suffix(".json.partial")
         try:
-            partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            os.replace(partial, path)
+            write_whole(path, json.dumps(document, indent=1) + "\n")
         except OSError as error:  # a run does not fail for that, and its own error is not to be hidden
             rank_zero_warn(f"RunSummary: {path} cannot be written: {error.strerror}. The run goes on without it.")
-
-
-def _losses(trainer: Any) -> GlobalLoss | None:
-    return next((callback for callback in trainer.callbacks if isinstance(callback, GlobalLoss)), None)

@@ -18,9 +18,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from trainwright.callbacks.save.best import SaveRecord, SaveRecords
-from trainwright.callbacks.save.name import SaveName
-from trainwright.callbacks.save.options import save_problems
+from trainwright.callbacks.save.options import SaveName, save_problems
 from trainwright.callbacks.save.schedule import SaveSchedule
+from trainwright.callbacks.steps import require_strategy
 from trainwright.checkpoint.exchange.distinct import from_rank
 from trainwright.checkpoint.exchange.groups import gloo_group
 from trainwright.checkpoint.format.manifest import Manifest
@@ -193,12 +193,7 @@ class RunStateCheckpoint(Checkpoint):
         self._fits = stage == TrainerFn.FITTING
         if not self._fits:
             return
-        if not hasattr(trainer.strategy, "run_state"):
-            raise ValueError(
-                f"RunStateCheckpoint needs one of Trainwright's strategies, but the Trainer has "
-                f"{type(trainer.strategy).__name__}. Use strategy='ddp' of trainwright.Trainer, for example, or save "
-                "with lightning.pytorch.callbacks.ModelCheckpoint."
-            )
+        require_strategy(self, trainer, "run_state")
         if not trainer.strategy.writes_run_states:  # type: ignore[attr-defined]
             raise ValueError(
                 "RunStateCheckpoint writes folders of its own and would pass over the CheckpointIO plugin given to the "
@@ -253,9 +248,7 @@ class RunStateCheckpoint(Checkpoint):
                 "save into another folder (dirpath)."
             )
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """After an optimizer step: save if it is time, and hear how the last save has ended."""
         step = trainer.global_step
         if step == self._step or _is_trial(trainer):
@@ -299,7 +292,7 @@ class RunStateCheckpoint(Checkpoint):
             self._save_once(trainer)
         self._settle(trainer)
         if self.copies is not None:
-            self._heed(self._wait_for_copy)
+            self._heed(self.copies.wait)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let the checkpoint that is being written be finished, within bounds."""
@@ -469,10 +462,6 @@ class RunStateCheckpoint(Checkpoint):
         strategy: Any = trainer.strategy
         content = strategy.run_state(trainer._checkpoint_connector.dump_checkpoint(False), complete=True)
         self._heed(partial(self.copies.save, content, self._step))
-
-    def _wait_for_copy(self) -> None:
-        assert self.copies is not None
-        self.copies.wait()
 
     # ---- values -----------------------------------------------------------------------------------------------------
 

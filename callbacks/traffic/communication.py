@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainwright.callbacks.monitor.records import tell
-from trainwright.callbacks.steps import log_metrics
+from trainwright.callbacks.steps import log_metrics, require_strategy
 from trainwright.callbacks.windows import Measuring, Windowed
 from trainwright.checkpoint.exchange.distinct import of_all_ranks
 from trainwright.core.text.sizes import size_text
@@ -72,11 +72,8 @@ class CommunicationReport(Measuring, Windowed):
         Raises:
             ValueError: if the strategy is not of this project.
         """
-        if stage == "fit" and not hasattr(trainer.strategy, "measure_communication"):
-            raise ValueError(
-                "CommunicationReport needs one of the strategies of trainwright, which know what their groups of ranks "
-                f"are for; this is {type(trainer.strategy).__name__}. Type strategy='ddp', 'zero2', 'hybrid', ..."
-            )
+        if stage == "fit":
+            require_strategy(self, trainer, "measure_communication")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count."""
@@ -92,9 +89,7 @@ class CommunicationReport(Measuring, Windowed):
         """What was sent since the last micro-batch is no part of a step."""
         self._besides.add(self._meter.take())
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Add the micro-batch; at the end of a window, log."""
         counts = self._meter.take()
         self._recent.add(counts)

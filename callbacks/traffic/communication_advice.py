@@ -84,9 +84,7 @@ class CommunicationAdvice(Measuring):
         if self._meter is not None:
             self._meter.take()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Count; when enough steps are measured, tell. A collective then."""
         if self._clock is None:
             return

@@ -145,9 +145,7 @@ class Stragglers(Measuring, Windowed):
         self._done = -_WARM_UP
         self._clock = StepClock(trainer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """At the end of a window, exchange and tell. A collective then."""
         if self._clock is None:
             return

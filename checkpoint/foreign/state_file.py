@@ -31,7 +31,7 @@ from trainwright.checkpoint.store.fresh import fresh_path, refuse_full
 from trainwright.checkpoint.store.paths import file_system, is_remote, local_path, normal_path
 from trainwright.checkpoint.store.remote_files import RemoteOutput
 from trainwright.checkpoint.store.write_errors import write_error
-from trainwright.checkpoint.write.save import Content, end_alike
+from trainwright.checkpoint.write.save import Content, alike
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import json_bytes
 
@@ -53,14 +53,8 @@ def write_file(content: Content, path: str, group: dist.ProcessGroup | None = No
         CheckpointError: on every rank, if it could not be written; what was there before is untouched.
     """
     source = _gathered(content, group)
-    manifest, problem = None, None
-    if source is not None:
-        try:
-            manifest = _write(source, content, normal_path(path))
-        except BaseException as error:  # the others must hear of it, or they would wait for this rank
-            problem = error
-    end_alike(problem, path, group)
-    return manifest
+    with alike(path, group):
+        return None if source is None else _write(source, content, normal_path(path))
 
 
 def _gathered(content: Content, group: dist.ProcessGroup | None) -> HeldSource | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -237,8 +237,7 @@ class _Ring:
         keeper, kept = (self._rank + self.distance) % self.size, (self._rank - self.distance) % self.size
         sizes = torch.tensor([part.numel() for part in own])
         theirs = torch.empty_like(sizes)
-        for pending in (*self._start(dist.isend, sizes, keeper), *self._start(dist.irecv, theirs, kept)):
-            pending.wait()
+        wait_for([*self._start(dist.isend, [sizes], keeper), *self._start(dist.irecv, [theirs], kept)])
         lengths = theirs.tolist()
         problem: BaseException | None = None
         parts: list[Tensor] = []
@@ -247,10 +246,7 @@ class _Ring:
         except Exception as error:  # no memory
             problem = error
         self.agree(problem)
-        work = [w for part in own for w in self._start(dist.isend, part, keeper)]
-        work += [w for part in parts for w in self._start(dist.irecv, part, kept)]
-        for pending in work:
-            pending.wait()
+        wait_for([*self._start(dist.isend, own, keeper), *self._start(dist.irecv, parts, kept)])
         return parts[0], parts[1]
 
     def give_back(self, lacking: list[int], packed: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
@@ -258,23 +254,41 @@ class _Ring:
         if self._group is None or not lacking:
             return None
         lengths = self.gather(None if packed is None else [part.numel() for part in packed])
-        received, work = None, []
+        received, works = None, []
         for rank in lacking:
             keeper = (rank + self.distance) % self.size
             if self._rank == keeper and packed is not None:
-                work += [w for part in packed for w in self._start(dist.isend, part, rank)]
+                works += self._start(dist.isend, packed, rank)
             if self._rank == rank:
                 header, block = (torch.empty(length, dtype=torch.uint8) for length in lengths[keeper])
-                work += [w for part in (header, block) for w in self._start(dist.irecv, part, keeper)]
                 received = header, block
-        for pending in work:
-            pending.wait()
+                works += self._start(dist.irecv, received, keeper)
+        wait_for(works)
         return received
 
-    def _start(self, operation: Callable[..., Any], part: Tensor, peer: int) -> list[Any]:
+    def _start(self, operation: Callable[..., Any], tensors: Sequence[Tensor], peer: int) -> list[Any]:
         assert self._group is not None
-        rank = dist.get_global_rank(self._group, peer)
-        return [operation(piece, rank, group=self._group) for piece in part.split(_MESSAGE)] if part.numel() else []
+        return start(operation, tensors, peer, self._group)
+
+
+def start(operation: Callable[..., Any], tensors: Sequence[Tensor], peer: int, group: dist.ProcessGroup) -> list[Any]:
+    """Begin to send or receive tensors, all at once: each of hundreds of small ones would wait for an answer.
+
+    Args:
+        operation: ``isend`` or ``irecv`` of ``torch.distributed``.
+        tensors: as many as the other rank expects, in the same order.
+        peer: the other rank, in ``group``.
+        group: over gloo.
+    """
+    rank = dist.get_global_rank(group, peer)
+    pieces = [piece for tensor in tensors if tensor.numel() for piece in tensor.split(_MESSAGE)]
+    return [operation(piece, rank, group=group, tag=number) for number, piece in enumerate(pieces)]
+
+
+def wait_for(works: Sequence[Any]) -> None:
+    """Wait until everything that was begun has been sent or received."""
+    for work in works:
+        work.wait()
 
 
 def pack(content: Content, slots: list[Slot], step: int) -> Tensor:

@@ -15,14 +15,14 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from trainwright.checkpoint.format.records import MANIFEST
 from trainwright.checkpoint.store.owners import TOKEN, left_behind, new_token, owner_lives
 from trainwright.checkpoint.store.presence import is_folder, is_link, is_regular, is_there
 from trainwright.checkpoint.store.publish import put_in_place, sync_folder
-from trainwright.checkpoint.store.reading import open_named, read_error
+from trainwright.checkpoint.store.reading import open_named, reading
 from trainwright.checkpoint.store.write_errors import ELSEWHERE
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import open_regular
@@ -42,20 +42,19 @@ class LocalFiles:
 
     def exists(self) -> bool:
         """Whether there is a folder."""
-        return self._answer(is_folder)
+        with reading(self.path):
+            return is_folder(self.path)
 
     def has(self, file: str) -> bool:
         """Whether there is a file of that name in the folder."""
-        try:
+        with reading(self.path), contextlib.suppress(FileNotFoundError):
             return stat.S_ISREG(os.stat(os.path.join(self.path, file)).st_mode)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise read_error(self.path, error) from error
+        return False
 
     def is_file(self) -> bool:
         """Whether there is a file in its place."""
-        return self._answer(is_regular)
+        with reading(self.path):
+            return is_regular(self.path)
 
     def open(self, file: str) -> BinaryIO:
         """A file for reading, see :func:`~trainwright.checkpoint.store.reading.open_named`."""
@@ -65,24 +64,13 @@ class LocalFiles:
     def size(self, file: str) -> int:
         """Bytes of a file."""
         path = os.path.join(self.path, file)
-        try:
+        with reading(path):
             return os.stat(path).st_size
-        except OSError as error:
-            raise read_error(path, error) from error
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file, by its name."""
-        try:
-            with os.scandir(self.path) as entries:
-                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-        except OSError as error:
-            raise read_error(self.path, error) from error
-
-    def _answer(self, question: Callable[[str], bool]) -> bool:
-        try:
-            return question(self.path)
-        except OSError as error:
-            raise read_error(self.path, error) from error
+        with reading(self.path), os.scandir(self.path) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
 
 class LocalOutput:
@@ -216,13 +204,10 @@ def folders_in_local(parent: str) -> list[str]:
 def _look_around(parent: str) -> tuple[list[str], dict[str, str]]:
     """Visible folders, each once however many links name it; and checkpoints that are without their name while they are
     replaced, with the tokens of those who do it."""
-    try:
+    names: set[str] = set()
+    with reading(parent), contextlib.suppress(FileNotFoundError):
         # One look for both: between two, a checkpoint could be missing from each.
         names = set(os.listdir(parent))
-    except FileNotFoundError:
-        return [], {}
-    except OSError as error:
-        raise read_error(parent, error) from error
     hidden = [found for found in map(_HIDDEN.fullmatch, names) if found and found["what"] == "replaced"]
     waiting = {os.path.join(parent, found[0]): found["token"] for found in hidden if found["name"] not in names}
     visible = [os.path.join(parent, name) for name in names if not name.startswith(".")]

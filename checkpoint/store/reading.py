@@ -21,17 +21,26 @@ def open_named(path: str, opening: Callable[[], Any]) -> BinaryIO:
     Raises:
         CheckpointError: if it cannot be opened; its ``read``, ``readinto`` and ``seek`` raise it too.
     """
-    try:
-        raw = _Named(path, opening())
-    except Exception as error:
-        raise read_error(path, error) from error
-    return io.BufferedReader(raw, _BUFFER)
+    with reading(path):
+        return io.BufferedReader(_Named(path, opening()), _BUFFER)
 
 
-def read_error(path: str, error: Exception) -> CheckpointError:
+class reading:  # noqa: N801 - used like a function
+    """Raise :class:`CheckpointError` from any error met in this context, while ``path`` is read."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, CheckpointError):
+            raise _read_error(self._path, error) from error
+
+
+def _read_error(path: str, error: Exception) -> CheckpointError:
     """What to raise from an error met while reading ``path``."""
-    if isinstance(error, CheckpointError):
-        return error
     if isinstance(error, FileNotFoundError):
         return CheckpointError(f"{path}: this file is missing.")
     if isinstance(error, PermissionError):
@@ -55,16 +64,12 @@ class _Named(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        try:
+        with reading(self._path):
             return int(self._inner.readinto(buffer) or 0)
-        except Exception as error:
-            raise read_error(self._path, error) from error
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        try:
+        with reading(self._path):
             return int(self._inner.seek(offset, whence))
-        except Exception as error:
-            raise read_error(self._path, error) from error
 
     def tell(self) -> int:
         return int(self._inner.tell())

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from trainwright.checkpoint.format.records import MANIFEST, Manifest, ManifestError, with_token
 from trainwright.checkpoint.store.owners import TOKEN, left_behind
 from trainwright.checkpoint.store.paths import file_system, join_path
-from trainwright.checkpoint.store.reading import open_named, read_error
+from trainwright.checkpoint.store.reading import open_named, reading
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import MOST_JSON, check_length
 
@@ -34,26 +34,20 @@ class RemoteFiles:
 
     def exists(self) -> bool:
         """Whether there is a folder, or objects as of one."""
-        try:
+        with reading(self.path):
             # Stores keep listings; another process may have written since.
             self.store.invalidate_cache(self.root)
             return bool(self.store.isdir(self.root) or self.store.exists(posixpath.join(self.root, MANIFEST)))
-        except Exception as error:
-            raise read_error(self.path, error) from error
 
     def has(self, file: str) -> bool:
         """Whether there is an object of that name in the folder."""
-        try:
+        with reading(join_path(self.path, file)):
             return bool(self.store.isfile(posixpath.join(self.root, file)))
-        except Exception as error:
-            raise read_error(join_path(self.path, file), error) from error
 
     def is_file(self) -> bool:
         """Whether there is an object in its place."""
-        try:
+        with reading(self.path):
             return bool(self.store.isfile(self.root))
-        except Exception as error:
-            raise read_error(self.path, error) from error
 
     def open(self, file: str) -> BinaryIO:
         """An object for reading, see :func:`~trainwright.checkpoint.store.reading.open_named`."""
@@ -61,10 +55,8 @@ class RemoteFiles:
 
     def size(self, file: str) -> int:
         """Bytes of an object."""
-        try:
+        with reading(join_path(self.path, file)):
             return int(self.store.info(posixpath.join(self.root, file))["size"])
-        except Exception as error:
-            raise read_error(join_path(self.path, file), error) from error
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every object, by its name."""
@@ -72,14 +64,11 @@ class RemoteFiles:
 
     def entries(self) -> dict[str, Mapping[str, Any]]:
         """What lies directly in the folder, with what the store knows of it; empty if there is no such folder."""
-        try:
+        with reading(self.path), contextlib.suppress(FileNotFoundError):
             self.store.invalidate_cache(self.root)
             listed = self.store.ls(self.root, detail=True)
-        except FileNotFoundError:
-            return {}
-        except Exception as error:
-            raise read_error(self.path, error) from error
-        return {posixpath.basename(info["name"].rstrip("/")): info for info in listed}
+            return {posixpath.basename(info["name"].rstrip("/")): info for info in listed}
+        return {}
 
     def manifest(self) -> Manifest | None:
         """The manifest; ``None`` if there is none, or one that is no manifest.
@@ -99,14 +88,12 @@ class RemoteFiles:
         Raises:
             CheckpointError: if the store does not answer, or it is longer than any.
         """
-        try:
+        path = join_path(self.path, MANIFEST)
+        with reading(path), contextlib.suppress(FileNotFoundError):
             data = bytes(self.store.cat_file(posixpath.join(self.root, MANIFEST), start=0, end=MOST_JSON + 1))
-        except FileNotFoundError:
-            return None
-        except Exception as error:
-            raise read_error(join_path(self.path, MANIFEST), error) from error
-        check_length(len(data), join_path(self.path, MANIFEST), MOST_JSON)
-        return data
+            check_length(len(data), path, MOST_JSON)
+            return data
+        return None
 
 
 class RemoteOutput:

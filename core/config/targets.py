@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import pkgutil
 import re
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,28 @@ def targets_in(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(node, list):
         for number, value in enumerate(node):
             yield from targets_in(value, f"{path}[{number}]")
+
+
+def function_at(option: str, path: str, what: str) -> Any:
+    """Import the function that an option names.
+
+    Args:
+        option: its name.
+        path: ``package.module:function``.
+        what: what must be there, in words, such as "a function of the batch".
+
+    Raises:
+        ValueError: if there is nothing, or nothing that can be called.
+    """
+    try:
+        function = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{option}={path!r} cannot be found ({error}). Write package.module:function, {what}."
+        ) from error
+    if not callable(function):
+        raise ValueError(f"{option}={path!r} is a {type(function).__name__}; it must be {what}.")
+    return function
 
 
 def lineage(target: str) -> Iterator[str]:

@@ -26,6 +26,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.core.config.references import settled
+from trainwright.core.failures.records import write_whole
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
@@ -124,9 +125,7 @@ def write_config_file(cfg: DictConfig, folder: Path) -> Path:
     References to environment variables are written as such, for their values may be secrets.
     """
     path = folder / CONFIG_FILE
-    partial = path.with_suffix(".yaml.partial")
-    partial.write_text(OmegaConf.to_yaml(settled(cfg)), encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(path, OmegaConf.to_yaml(settled(cfg)))
     return path
 
 

@@ -201,7 +201,7 @@ class Member:
     def _leave(self, error: BaseException, announcement: Announcement) -> None:
         """Let go of the other members and say so."""
         from trainwright.callbacks.end.regrouping import Regroup
-        from trainwright.callbacks.inject.connections import Place, cut_off
+        from trainwright.callbacks.inject.network import Place, cut_off
         from trainwright.strategies.contract.groups import leave_groups
 
         assert self._snapshots is not None

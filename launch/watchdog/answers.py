@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainwright.core.failures.records import write_whole
 from trainwright.core.text.plain import rebuilt
 from trainwright.launch.watchdog import calls
 from trainwright.launch.watchdog.calls import Call, Group
@@ -119,10 +120,8 @@ class Answerer:
     def _write(self, question: str, threads: list[Thread] | None = None) -> None:
         answer = own_answer(own_threads() if threads is None else threads)
         path = answer_file(self._folder, self._box, question)
-        partial = path.with_suffix(".partial")
         with suppress(OSError):  # who asked is gone, and the folder with it
-            partial.write_text(json.dumps(asdict(answer)), encoding="utf-8")
-            os.replace(partial, path)
+            write_whole(path, json.dumps(asdict(answer)))
 
 
 def ask(folder: Path, box: int, question: str) -> bool:

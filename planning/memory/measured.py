@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import sys
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+
+from trainwright.core.failures.records import write_whole
 
 
 class PeakRecorder(Callback):
@@ -31,9 +32,7 @@ class PeakRecorder(Callback):
         """Write."""
         found = {"host": host_peak(), "device": 0, "device_there": 0, "retries": 0, **_on(trainer.strategy.root_device)}
         self._folder.mkdir(parents=True, exist_ok=True)
-        partial = self._folder / f"{trainer.global_rank}.partial"
-        partial.write_text(json.dumps(found), encoding="utf-8")
-        os.replace(partial, self._folder / f"rank_{trainer.global_rank}.json")
+        write_whole(self._folder / f"rank_{trainer.global_rank}.json", json.dumps(found))
 
 
 def host_peak() -> int:

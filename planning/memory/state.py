@@ -6,7 +6,7 @@ They follow the rules of the strategies, as in :mod:`trainwright.planning.layout
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -167,7 +167,7 @@ class StateTable:
 
     def _unit_state(self, unit: Unit, division: _Division) -> UnitState:
         """Bytes of a kind of block, or of a place outside, on the rank that holds most."""
-        return _sum(self._weigh(weight, division) for weight in self._units(division.tensor).get(unit, ()))
+        return sum((self._weigh(each, division) for each in self._units(division.tensor).get(unit, ())), UnitState())
 
     def _of_share(self, share: Share, division: _Division) -> tuple[UnitState, UnitState, UnitState]:
         """See :func:`state_of`."""
@@ -175,12 +175,12 @@ class StateTable:
         def each(unit: Unit) -> UnitState:
             return self._of_unit(unit, division)
 
-        blocks = _sum(each(kind).times(count) for kind, count in share.blocks.items())
+        blocks = sum((each(kind).times(count) for kind, count in share.blocks.items()), UnitState())
         heaviest = max((each(kind) for kind in share.blocks), key=lambda state: state.whole, default=UnitState())
         outside = [each(FIRST)] if share.has_first else []
         outside += [each(LAST)] if share.has_last else []
         outside += [each(BOTH)] if share.has_first or share.has_last else []
-        return blocks, heaviest, _sum(outside)
+        return blocks, heaviest, sum(outside, UnitState())
 
     def _weigh(self, weight: _Weight, division: _Division) -> UnitState:
         shape, ranks = list(weight.shape), division.ranks
@@ -241,10 +241,3 @@ def state_of(table: StateTable, work: Work, share: Share) -> tuple[UnitState, Un
     alone = cuts_module(layout) and layout.replicate == 1
     ranks, splits = layout.state_ranks, work.splits_parameters
     return table.of_share(share, _Division(layout.tensor, layout.expert, ranks, work.stage, splits, alone))
-
-
-def _sum(states: Iterable[UnitState]) -> UnitState:
-    total = UnitState()
-    for state in states:
-        total = total + state
-    return total

@@ -15,8 +15,10 @@ one. Two runs, with two and with three samples, tell what grows with the batch f
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +28,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from trainwright.core.layout import Layout
-from trainwright.planning.model.blocks import Last, block_names, kinds_of, with_blocks
-from trainwright.planning.model.counted_run import CountedRun
+from trainwright.planning.model.counted_run import AFTER, BEFORE, CountedRun
 from trainwright.planning.model.experts import assume_routing
-from trainwright.planning.model.per_sample import pass_of
 from trainwright.planning.model.without_memory import (
     FactsError,
     default_dtype,
@@ -39,12 +39,15 @@ from trainwright.planning.model.without_memory import (
     quiet,
     without_trainer,
 )
-from trainwright.planning.time.cost import Cut, Pass
+from trainwright.planning.time.cost import Bytes, Cut, Part, Pass
 from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.engines import Engines
+from trainwright.strategies.contract.communication.meter import Sent
 from trainwright.strategies.contract.groups import LayoutGroups
-from trainwright.strategies.plan.blocks import checkpoint_activations
+from trainwright.strategies.plan.blocks import checkpoint_activations, find_blocks
 
+# Attributes in which equal blocks differ: their place in the model.
+_PLACE = re.compile(r"(^|_)(idx|index|layer_id|layer_number|layer_idx|depth|name)$")
 # Bytes of parameters up to which a module that reads values is run with real ones.
 _REAL_BYTES = 2**29
 # A module, its blocks that run with their places, a batch, and a layout of the ranks that the module is cut for.
@@ -260,3 +263,162 @@ def _cut_module(module: LightningModule, layout: Layout, cut: Cut, plan: Mapping
     engines = Engines(module, layout, LayoutGroups(layout, "cpu"), options, torch.device("cpu"))
     engines.apply()
     assume_routing(engines.dispatchers, cut.routing)
+
+
+def block_names(module: nn.Module, patterns: Sequence[str] | None) -> list[str]:
+    """Names of the repeated blocks, in order; of several lists of blocks, of the one with the most parameters.
+
+    Args:
+        module: whole.
+        patterns: of the blocks; ``None``: they are found.
+    """
+    found = find_blocks(module, patterns)
+    runs: dict[str, list[str]] = {}
+    for name in found:
+        runs.setdefault(name.rpartition(".")[0], []).append(name)
+    if not runs:
+        return []
+    # Of several lists the heaviest is the model; the others count with what is outside.
+    weight = {parent: sum(_numel(found[name]) for name in names) for parent, names in runs.items()}
+    return runs[max(weight, key=lambda parent: weight[parent])]
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def kinds_of(blocks: Sequence[nn.Module]) -> list[int]:
+    """For each block the number of its kind: equal ones have the same classes, shapes and settings within."""
+    known: dict[tuple[Any, ...], int] = {}
+    return [known.setdefault(_likeness(block), len(known)) for block in blocks]
+
+
+def _likeness(block: nn.Module) -> tuple[Any, ...]:
+    parts: list[Any] = []
+    for name, module in block.named_modules():
+        settings = tuple(
+            (key, value)
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, (int, float, str)) and not key.startswith("_") and not _PLACE.search(key)
+        )
+        shapes = tuple(
+            (key, tuple(p.shape), p.dtype, p.requires_grad) for key, p in module._parameters.items() if p is not None
+        )
+        parts.append((name, type(module), settings, shapes))
+    return tuple(parts)
+
+
+class Last:
+    """What the last block that ran has returned."""
+
+    def __init__(self) -> None:
+        self.output: Any = None
+
+    def remember(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Keep it; a forward hook of the blocks that run."""
+        self.output = output
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.output
+
+    def __deepcopy__(self, memo: Any) -> Last:
+        return self
+
+
+def with_blocks(module: LightningModule, names: Sequence[str], active: Collection[int], last: Last) -> LightningModule:
+    """A copy of a module with some of its blocks; the others are shells without parameters.
+
+    Args:
+        module: whole.
+        names: of all its blocks.
+        active: places of those that the copy has.
+        last: what the shells hand on.
+    """
+    memo: dict[int, Any] = {}
+    for index, name in enumerate(names):
+        if index not in active:
+            block = module.get_submodule(name)
+            memo[id(block)] = _shell(block, last)
+    trainer, module._trainer = module._trainer, None
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        module._trainer = trainer
+
+
+def _shell(block: nn.Module, last: Last) -> nn.Module:
+    """A block of the same class and settings without parameters, that hands on what the last real one gave."""
+    shell = copy.copy(block)
+    shell.__dict__ = {**block.__dict__}
+    for kind in ("_parameters", "_modules", "_buffers", "_forward_hooks", "_forward_pre_hooks"):
+        shell.__dict__[kind] = {}
+    shell.__dict__["forward"] = last
+    return shell
+
+
+def pass_of(two: CountedRun, three: CountedRun, representatives: Sequence[int]) -> Pass:
+    """From runs with two and with three samples.
+
+    Args:
+        two, three: the runs.
+        representatives: for each kind of block, the place of the one that stands for it.
+    """
+
+    def grown(value: Callable[[CountedRun], float]) -> Bytes:
+        first, second = value(two), value(three)
+        return Bytes(3 * first - 2 * second, second - first)
+
+    def part(phase: Any) -> Part:
+        forward, backward = three.counter.forward, three.counter.backward
+        return Part(
+            flops=forward.flops[phase] / 3,
+            backward=backward.flops[phase] / 3,
+            kept=grown(lambda run: run.kept.get(phase, 0)),
+            sent=_of_one(three.sent.get(phase, {})),
+            sent_forward=_of_one(three.sent_forward.get(phase, {})),
+            outputs=grown(lambda run: run.outputs.get(phase, 0)),
+            calls=forward.calls[phase],
+            backward_calls=backward.calls[phase],
+            moved=grown(lambda run: run.counter.forward.moved[phase]),
+            backward_moved=grown(lambda run: run.counter.backward.moved[phase]),
+        )
+
+    blocks = tuple(part(place) for place in representatives)
+    before, after, through = part(BEFORE), part(AFTER), part(BEFORE).kept
+    for place, block in two.blocks:
+        through = through + part(place).kept
+        alike = _stands_for(block, two.blocks, representatives)
+        # What the first and the last block do besides belongs to what is before and after them.
+        if place != alike and place == two.blocks[0][0]:
+            before = before.with_excess(part(place), part(alike))
+        elif place != alike and place == two.blocks[-1][0]:
+            after = after.with_excess(part(place), part(alike))
+    at = representatives[0] if representatives else -1
+    return Pass(
+        before=before,
+        blocks=blocks,
+        after=after,
+        boundary=grown(lambda run: run.boundaries.get(at, 0)),
+        forward_block=grown(lambda run: run.forward_block),
+        forward_peak=grown(lambda run: run.forward_peak - run.at_loss),
+        head_peak=grown(lambda run: run.head_peak - run.at_loss),
+        entry=grown(lambda run: run.entry) - through,
+        block_peak=grown(lambda run: run.block_peak - run.entry),
+        accumulating_peak=grown(lambda run: run.accumulating_peak - run.entry),
+    )
+
+
+def _stands_for(block: nn.Module, blocks: Sequence[tuple[int, nn.Module]], representatives: Sequence[int]) -> int:
+    """The place of the representative that is of the same class and shapes as a block."""
+    shapes = {place: _likeness_of_parts(other) for place, other in blocks}
+    own = _likeness_of_parts(block)
+    return next((place for place in representatives if shapes[place] == own), representatives[0])
+
+
+def _likeness_of_parts(block: nn.Module) -> tuple[Any, ...]:
+    return tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
+
+
+def _of_one(sent: Mapping[tuple[str, str], Sent]) -> dict[tuple[str, str], Sent]:
+    """What a micro-batch of three samples has sent, for one of them."""
+    return {key: Sent(each.calls, each.bytes / 3, each.least / 3) for key, each in sent.items()}

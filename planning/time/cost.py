@@ -6,7 +6,7 @@ Plain numbers: :mod:`~trainwright.planning.model.facts` finds them out, memory a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from trainwright.planning.model.experts import EVEN, Routing
 from trainwright.strategies.contract.communication.meter import Sent
@@ -204,18 +204,8 @@ class Pass:
         Activations, operations and what is sent shrink by both factors: near enough for a search, and measured where
         it matters (:meth:`~trainwright.planning.model.facts.ModelFacts.of`).
         """
-        peaks = {
-            name: _scaled_bytes(getattr(self, name), getattr(alone, name), getattr(one, name))
-            for name in (
-                "boundary",
-                "forward_block",
-                "forward_peak",
-                "head_peak",
-                "entry",
-                "block_peak",
-                "accumulating_peak",
-            )  # fmt: skip
-        }
+        names = [each.name for each in fields(self) if each.name not in ("before", "blocks", "after")]
+        peaks = {name: _scaled_bytes(getattr(self, name), getattr(alone, name), getattr(one, name)) for name in names}
         return Pass(
             before=self.before.over(one.before, alone.before),
             blocks=tuple(a.over(b, c) for a, b, c in zip(self.blocks, one.blocks, alone.blocks, strict=True)),

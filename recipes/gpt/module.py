@@ -25,6 +25,8 @@ class GPTModule(LanguageModule):
             fills it in shard by shard; ``False`` builds it here, as any module does.
     """
 
+    config_class: type[GPTConfig] = GPTConfig
+
     def __init__(
         self,
         config: GPTConfig | None = None,
@@ -34,7 +36,7 @@ class GPTModule(LanguageModule):
         final_lr_factor: float = 0.1,
         meta: bool = False,
     ) -> None:
-        sizes = config or GPTConfig()
+        sizes = config or self.config_class()
         super().__init__(sizes.seq_len, optimizer, warmup_steps, schedule_steps, final_lr_factor)
         self.config = sizes
         self.model: GPT | None = None if meta else self.build()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainwright.recipes.gpt.module import GPTModule, OptimizerFactory
+from trainwright.recipes.gpt.module import GPTModule
 from trainwright.recipes.moe.model import MoEConfig, MoEGPT
 
 
@@ -26,26 +26,13 @@ class MoEModule(GPTModule):
             :class:`~trainwright.recipes.gpt.module.GPTModule`.
     """
 
+    config_class = MoEConfig
+    config: MoEConfig
     model: MoEGPT | None  # type: ignore[assignment]
-
-    def __init__(
-        self,
-        config: MoEConfig | None = None,
-        optimizer: OptimizerFactory | None = None,
-        warmup_steps: int = 20,
-        schedule_steps: int | None = None,
-        final_lr_factor: float = 0.1,
-        meta: bool = False,
-    ) -> None:
-        sizes = config or MoEConfig()
-        super().__init__(sizes, optimizer, warmup_steps, schedule_steps, final_lr_factor, meta=True)
-        self.balance = sizes.balance
-        self._sizes = sizes
-        self.model = None if meta else self.build()
 
     def build(self) -> MoEGPT:  # type: ignore[override]
         """A new network of the configured sizes."""
-        return MoEGPT(self._sizes)
+        return MoEGPT(self.config)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
         """Integer ids ``(B, T)`` to logits ``(B, T, V)`` of the next byte."""
@@ -60,4 +47,4 @@ class MoEModule(GPTModule):
         logits_BTV, counted = self.model(ids[:, :-1])  # noqa: N806
         loss = F.cross_entropy(logits_BTV.flatten(0, 1).float(), ids[:, 1:].flatten())
         self.log_dict({"train_loss": loss, "balance_loss": counted.balance, "expert_load": counted.load})
-        return loss + self.balance * counted.balance if self.balance else loss
+        return loss + self.config.balance * counted.balance if self.config.balance else loss

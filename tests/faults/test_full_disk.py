@@ -135,7 +135,7 @@ def test_records_that_cannot_be_written_do_not_end_a_run(tmp_path: Path, of_thre
 
 
 def test_metrics_that_cannot_be_written_end_a_run_in_one_paragraph(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv.partial").symlink_to("/dev/full")
+    (tmp_path / f".metrics.csv.{os.getpid()}.partial").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"metrics\.csv cannot be written \(No space left on device\): free") as raised:
         fit_with(MetricsCSV(str(tmp_path)), Losses())
     assert Failure.of(raised.value, 0).is_refusal

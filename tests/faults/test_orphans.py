@@ -106,7 +106,7 @@ def test_nothing_outlives_the_agent_of_torchrun(conf: Path, tmp_path: Path) -> N
 
 WORKER = """
 import multiprocessing, os, time
-from trainwright.trainer.data.loader_workers import HeedsItsRank
+from trainwright.trainer.data.data_connector import HeedsItsRank
 
 def work(rank):
     print(os.getpid(), flush=True)

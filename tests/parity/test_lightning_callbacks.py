@@ -26,7 +26,7 @@ from tests.parity.layouts import Texts
 from trainwright.checkpoint.exchange.groups import default_store
 from trainwright.strategies.contract.groups import wait_for_key
 from trainwright.trainer import trainer as trainer_module
-from trainwright.trainer.interruption import all_are_interrupted
+from trainwright.trainer.trainer import all_are_interrupted
 
 
 class Tuned(LanguageModel):

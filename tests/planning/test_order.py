@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainwright.planning.memory.in_flight import BACKWARD, FORWARD, actions_of, in_flight, passes_of
+from trainwright.planning.memory.peak import BACKWARD, FORWARD, actions_of, in_flight, passes_of
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"])

@@ -17,8 +17,8 @@ from tests.tools.report.parsed import Parsed
 from trainwright.command.cli import main
 from trainwright.core.charts.drawing import amount
 from trainwright.core.processes import machine
-from trainwright.planning.report.page import as_page
 from trainwright.planning.report.table import cells_of, command_of, print_plan
+from trainwright.planning.report.verb import as_page
 
 # Seven samples: two ranks cannot share them, so that a layout is refused.
 FEW = ("recipe=gpt", "devices=2", "device=cpu", "accelerator=cpu", "global_batch_size=7")

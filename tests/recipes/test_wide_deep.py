@@ -14,8 +14,7 @@ from torch.optim import Adagrad, AdamW
 
 from tests.parity.harness import QUIET
 from trainwright import Trainer, compose
-from trainwright.recipes.tables.click_log import COLUMNS, ClickLog, draw_click_log, hashed
-from trainwright.recipes.tables.wide_deep import ClickData, WideDeep
+from trainwright.recipes.tables.wide_deep import COLUMNS, ClickData, ClickLog, WideDeep, draw_click_log, hashed
 from trainwright.recipes.tables.wide_deep_checks import check_sparse
 
 SMALL: dict[str, Any] = {"rows": 256, "wide_rows": 512, "dim": 4, "hidden": (8,)}

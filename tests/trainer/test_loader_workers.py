@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from trainwright.trainer.data.loader_workers import HeedsItsRank, spare_workers
+from trainwright.trainer.data.data_connector import HeedsItsRank, spare_workers
 from trainwright.trainer.data.wrapped_loader import WrappedLoader
 
 

@@ -42,15 +42,8 @@ class DealtBatchSampler(DealingSampler):
             if callable(getattr(listener, "set_epoch", None)):
                 listener.set_epoch(epoch)  # type: ignore[union-attr]
 
-    @property
-    def regular_waves(self) -> int:
-        """None: the user's batches may have any size."""
-        return 0
-
-    @property
-    def whole_step(self) -> bool:
-        """Never: see :meth:`loss_divisor`."""
-        return False
+    regular_waves = 0  # none: the user's batches may have any size
+    whole_step = False  # never: see loss_divisor
 
     def _all(self) -> list[list[int]]:
         resumed = self._of_this_epoch

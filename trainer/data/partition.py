@@ -8,16 +8,16 @@ any later layout finds what is left and deals it anew.
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainwright.core.config.targets import function_at
 from trainwright.core.global_batch import Waves
 from trainwright.trainer.balance.shares import SharesFrom
 
@@ -191,24 +191,15 @@ def resolve_data_key(data_key: str | DataKey | None) -> DataKey | None:
     Raises:
         ValueError: if there is none.
     """
-    function = _imported(data_key) if isinstance(data_key, str) else data_key
-    if function is not None and not callable(function):
+    if isinstance(data_key, str):
+        what = "a function of the data set and an index that returns a str, int or bytes"
+        return cast(DataKey, function_at("data_key", data_key, what))
+    if data_key is not None and not callable(data_key):
         raise ValueError(
             f"data_key={data_key!r} must be a function (dataset, index) -> str | int | bytes, or the path of one, "
             "'package.module:function'."
         )
-    return function
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"data_key={path!r} cannot be found ({error}). Write package.module:function, a function that takes "
-            "the data set and an index and returns a str, int or bytes."
-        ) from error
+    return data_key
 
 
 def name_of_key(data_key: DataKey | None) -> str | None:

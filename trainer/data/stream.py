@@ -195,15 +195,8 @@ class StreamLoader(WrappedLoader):
         """Index in the epoch of the first batch that is read now."""
         return self._of_this_epoch.first_batch
 
-    @property
-    def regular_waves(self) -> int:
-        """None is known beforehand."""
-        return 0
-
-    @property
-    def whole_step(self) -> bool:
-        """Only if a global batch is set, as for data of known length."""
-        return False
+    regular_waves = 0  # none is known beforehand
+    whole_step = False  # only if a global batch is set, as for data of known length
 
     def resume(self, resumed: Resumed) -> None:
         """Go on within an epoch when the next iteration of it begins."""

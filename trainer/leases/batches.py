@@ -329,15 +329,8 @@ class LeasedBatchSampler(RankBatchSampler):
 
     # ---- weights of losses ----------------------------------------------------------------------------------------
 
-    @property
-    def regular_waves(self) -> int:
-        """None is known beforehand."""
-        return 0
-
-    @property
-    def whole_step(self) -> bool:
-        """Whether losses must be weighed over whole optimizer steps: always, as a chunk is one."""
-        return True
+    regular_waves = 0  # none is known beforehand
+    whole_step = True  # a chunk is a whole optimizer step
 
     def is_padding(self, batch_idx: int) -> bool:
         """See :class:`~trainwright.trainer.data.data_order.RankBatchSampler`."""

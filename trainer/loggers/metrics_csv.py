@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
 from trainwright.core.config.masking import MaskedParameters
+from trainwright.core.failures.records import write_whole
 
 _STEP = "step"
 
@@ -101,10 +102,8 @@ class _Writer(ExperimentWriter):
     def _write_anew(self, rows: Sequence[Mapping[str, Any]]) -> None:
         if self._file is not None:
             self._file.close()
-        partial = self._path.with_suffix(".csv.partial")
         header = dict(zip(self.metrics_keys, self.metrics_keys, strict=True))
-        partial.write_text(_text([header, *rows], self.metrics_keys), encoding="utf-8")
-        os.replace(partial, self._path)
+        write_whole(self._path, _text([header, *rows], self.metrics_keys))
         self._file = self._path.open("a", encoding="utf-8", newline="")
 
     def _check_log_dir_exists(self) -> None:

@@ -118,7 +118,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
             for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         )
         if self._lean:
-            data_fetcher._start_profiler = data_fetcher._stop_profiler = _nothing
+            data_fetcher._start_profiler = data_fetcher._stop_profiler = lambda: None
         self._go_on_with_random_numbers(data_fetcher, reads_anew)
         self.reading = True
 
@@ -491,10 +491,6 @@ class LeanEpochLoop(_TrainingEpochLoop):
         super().reset()
         self._in_batch = False
         self.trainer.fit_loop.begin_epoch()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _is_there(batch: Any, device: torch.device) -> bool:

@@ -12,7 +12,6 @@ changes no bit.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
 from torch.nn._reduction import legacy_get_string
 
+from trainwright.core.config.targets import function_at
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.registry import strategy_names
@@ -367,21 +367,9 @@ def make_token_weights(
             f"{type(strategy).__name__} as it is set ranks step by themselves. Use loss_weighting='micro_batch', or a "
             "synchronous strategy."
         )
-    return TokenWeights(strategy, _find(token_count) if isinstance(token_count, str) else token_count)
-
-
-def _find(path: str) -> TokenCount:
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"token_count={path!r} cannot be found ({error}). Write package.module:function, a function that takes a "
-            "batch and returns the number of its valid tokens."
-        ) from error
-    if not callable(function):
-        raise ValueError(f"token_count={path!r} is a {type(function).__name__}; it must be a function of the batch.")
-    return function  # type: ignore[no-any-return]
+    what = "a function of the batch that returns its valid tokens"
+    count = function_at("token_count", token_count, what) if isinstance(token_count, str) else token_count
+    return TokenWeights(strategy, count)
 
 
 def refuse_impossible(weights: TokenWeights, module: LightningModule) -> None:

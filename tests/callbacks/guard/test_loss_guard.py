@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tests.callbacks.modules import Written
 from tests.trainer.held import PLACES, Losses, Model, fit, make_loader
-from trainwright.callbacks.guard import step_sums
-from trainwright.callbacks.guard.loss_guard import DivergedError, LossGuard
-from trainwright.callbacks.guard.loss_history import LossHistory
+from trainwright.callbacks.guard import loss_guard
+from trainwright.callbacks.guard.loss_guard import DivergedError, LossGuard, LossHistory
 from trainwright.callbacks.guard.nonfinite import any_nonfinite
 from trainwright.callbacks.progress.global_loss import GlobalLoss
 from trainwright.callbacks.progress.throughput import Throughput
@@ -175,7 +174,7 @@ def test_a_gradient_is_named(ranks, place, planted, where):
 
 def alone(planted: BadGradient) -> str:
     """What a rank is told whose gradients are bad after all ranks averaged them, and others' are not."""
-    step_sums._ALONE_SECONDS = 1.0
+    loss_guard._ALONE_SECONDS = 1.0
     try:
         guarded("ddp", {}, {}, [planted])
     except Exception as error:

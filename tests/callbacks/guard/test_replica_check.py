@@ -14,8 +14,14 @@ from tests.callbacks.modules import loader, train
 from tests.parity.harness import make_trainer
 from tests.parity.layouts import Texts
 from trainwright.callbacks import inject
-from trainwright.callbacks.guard.replica_bytes import digest_of, receive, send
-from trainwright.callbacks.guard.replica_check import Difference, ReplicaCheck, ReplicaDifferenceError
+from trainwright.callbacks.guard.replica_check import (
+    Difference,
+    ReplicaCheck,
+    ReplicaDifferenceError,
+    digest_of,
+    receive,
+    send,
+)
 from trainwright.callbacks.save.run_state import RunStateCheckpoint
 from trainwright.checkpoint.read.find import list_checkpoints
 
@@ -289,5 +295,5 @@ def test_what_is_refused(arguments: dict[str, Any], said: str) -> None:
 
 
 def test_another_librarys_strategy_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs one of Trainwright's strategies"):
+    with pytest.raises(ValueError, match="needs one of the strategies of trainwright"):
         train(ReplicaCheck(), max_steps=1)

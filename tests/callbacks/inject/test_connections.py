@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainwright.callbacks.inject import connections
-from trainwright.callbacks.inject.connections import Place, cut_off
+from trainwright.callbacks.inject import network
+from trainwright.callbacks.inject.network import Place, cut_off
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 def of(pair: tuple[socket.socket, socket.socket]) -> dict[int, tuple[str, str]]:
     """The connection of these two alone: this process has others, to the ranks of the suite, which are to live on."""
     numbers = [end.fileno() for end in pair]
-    return {number: ends for number, ends in connections.connections(os.getpid()).items() if number in numbers}
+    return {number: ends for number, ends in network.connections(os.getpid()).items() if number in numbers}
 
 
 def own() -> Place:
@@ -31,7 +31,7 @@ def own() -> Place:
 
 def test_both_ends_are_told(pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
     known = of(pair)
-    monkeypatch.setattr(connections, "connections", lambda _: known)
+    monkeypatch.setattr(network, "connections", lambda _: known)
     assert cut_off(own(), [own()]) == 2
     assert pair[0].recv(1) == pair[1].recv(1) == b""
 
@@ -41,7 +41,7 @@ def test_what_was_closed_meanwhile_is_left_alone(now, pair, tmp_path, monkeypatc
     known = of(pair)
     descriptor = os.dup(pair[0].fileno())
     known[descriptor] = ("0100007F:0001", "0100007F:0001")  # a connection to port 1 it was
-    monkeypatch.setattr(connections, "connections", lambda _: known)
+    monkeypatch.setattr(network, "connections", lambda _: known)
     before = len(os.listdir("/proc/self/fd"))
     if now == "nothing":
         os.close(descriptor)

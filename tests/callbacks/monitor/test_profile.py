@@ -15,8 +15,7 @@ from lightning.pytorch import Callback
 
 from tests.callbacks.faulty import fit
 from trainwright.callbacks.monitor.trace.clocks import clock_offset
-from trainwright.callbacks.monitor.trace.profile import Profile
-from trainwright.callbacks.monitor.trace.traces import merged, read_trace
+from trainwright.callbacks.monitor.trace.profile import Profile, merged, read_trace
 
 
 def test_clocks_that_are_apart_are_found_to_be() -> None:

@@ -17,8 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.callbacks.modules import QUIET, Regression, Written, loader, train
 from trainwright import Trainer
 from trainwright.callbacks.progress import global_loss
-from trainwright.callbacks.progress.divergence import Divergence
-from trainwright.callbacks.progress.global_loss import GlobalLoss
+from trainwright.callbacks.progress.global_loss import Divergence, GlobalLoss
 from trainwright.callbacks.progress.run_summary import RunSummary
 
 QUIET = {name: value for name, value in QUIET.items() if name != "logger"}
