@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import _configure_optimizers
 from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.core.layout import Layout
+from trainwright.core.lightning_internals import _configure_optimizers
 from trainwright.strategies.compose.check_layout import build_on_meta
 from trainwright.strategies.compose.cuts_of import shapes_along_pipeline
 from trainwright.strategies.compose.engine_options import EngineOptions, engine_options_of

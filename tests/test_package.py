@@ -302,6 +302,39 @@ def test_no_import_circles():
         walk(module, ())
 
 
+INTERNALS = {"lightning": "trainwright.core.lightning_internals", "torch": "trainwright.core.torch_internals"}
+
+
+def private_imports(module: str) -> list[tuple[str, str]]:
+    """Module and name of what a module imports of Lightning and torch that has a private name."""
+    imported = [
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(modules()[module].read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in INTERNALS
+        for alias in node.names
+    ]
+    return [(source, name) for source, name in imported if re.search(r"(^|\.)_(?!_)", f"{source}.{name}")]
+
+
+def test_private_names_are_imported_in_one_place():
+    used = {module: private_imports(module) for module in modules() if module not in INTERNALS.values()}
+    assert {module: names for module, names in used.items() if names} == {}
+
+
+@pytest.mark.parametrize("library", INTERNALS)
+def test_the_installed_version_has_all_private_names(library):
+    names = private_imports(INTERNALS[library])
+    assert len(names) > 5
+    assert [f"{source}.{name}" for source, name in names if not has(source, name)] == []
+
+
+def has(source: str, name: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(source), name)
+    except ImportError:
+        return False
+
+
 def test_each_form_of_import_is_seen():
     source = "import trainwright.core.layout\nfrom trainwright.core import tools\ndef f():\n    import trainwright"
     seen = set().union(*(imported_by(node) for node in ast.walk(ast.parse(source))))

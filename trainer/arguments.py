@@ -10,11 +10,10 @@ from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.connectors import accelerator_connector
-from lightning.pytorch.trainer.connectors.accelerator_connector import _select_auto_accelerator
-from lightning.pytorch.utilities.argparse import _parse_env_variables
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from trainwright.core.lightning_internals import _parse_env_variables, _select_auto_accelerator
 from trainwright.strategies.contract.precision import AutocastPrecision
 from trainwright.strategies.contract.registry import is_strategy, make_strategy, strategy_options
 from trainwright.trainer.data.partition import PARTITIONS

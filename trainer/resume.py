@@ -17,9 +17,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.loops.progress import _BaseProgress
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -31,6 +28,7 @@ from trainwright.checkpoint.read.candidates import AUTO, LAST, Candidate, candid
 from trainwright.checkpoint.store.paths import join_path
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 from trainwright.core.failures.error_text import is_refusal, is_secondary, own_place
+from trainwright.core.lightning_internals import _BaseProgress, _CheckpointConnector, _Loop
 from trainwright.core.run.run_directory import CHECKPOINTS
 from trainwright.core.text.bounded import ContentError, natural, understood
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from trainwright.core.failures.failure import how_it_ended
 from trainwright.core.failures.uncaught import STARTED, Uncaught, tell_uncaught
+from trainwright.core.lightning_internals import _set_num_threads_if_needed, _SubprocessScriptLauncher
 from trainwright.core.processes.scratch import scratch
 from trainwright.core.text.messages import token_environment
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.connectors.signal_connector import _HANDLER, _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 
 from trainwright.callbacks.end.notice import FILE, URL, Notice, NoticePoll, Told
 from trainwright.callbacks.end.preemption import Preemption
+from trainwright.core.lightning_internals import _HANDLER, _SignalConnector
 from trainwright.core.processes.watch import Allowance, ShutdownWatch
 from trainwright.core.run.interrupt import raise_interrupted
 from trainwright.core.run.phases import AGREEMENT

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
@@ -24,6 +23,7 @@ from trainwright.callbacks.guard.copies import StateCopies
 from trainwright.callbacks.traffic.communication_advice import CommunicationAdvice
 from trainwright.checkpoint.exchange.groups import WorldGroup, default_store
 from trainwright.core.failures.uncaught import is_one_of_many, tell_uncaught
+from trainwright.core.lightning_internals import _SubprocessScriptLauncher
 from trainwright.core.processes.orphans import end_with_agent
 from trainwright.core.run.phases import SAVING
 from trainwright.strategies.base.strategy import LayoutStrategy

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from torch.utils._pytree import tree_leaves
 
 from trainwright.callbacks.inject.fault import Fault, StepFault
 from trainwright.callbacks.inject.rules import STEP
 from trainwright.core.run.phases import DATA
+from trainwright.core.torch_internals import tree_leaves
 
 # More than any platform's pthread_mutex_t takes.
 _MUTEX_BYTES = 256

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from trainwright.core.torch_internals import TorchDispatchMode
 
 # Torch's table has the kernels of GPUs alone.
 _ATTENTION_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"

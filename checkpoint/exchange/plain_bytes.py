@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from trainwright.checkpoint.format.dtypes import dtype_named
 from trainwright.checkpoint.format.tree import UnsupportedValueError, decode, encode
 from trainwright.core.errors import CheckpointError
+from trainwright.core.torch_internals import _pytree as pytree
 
 _RECORD = "~record"
 _COLLECTIONS: dict[str, type] = {

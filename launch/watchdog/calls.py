@@ -90,7 +90,7 @@ def own_calls() -> list[Call]:
     """The last calls of this process, oldest first; empty when torch does not remember them."""
     if not _has_groups():
         return []
-    from torch._C import _distributed_c10d
+    from trainwright.core.torch_internals import _distributed_c10d
 
     entries: list[dict[str, Any]] = []
     # NCCL's calls are kept apart from those of other backends.

@@ -12,12 +12,12 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.callbacks.monitor.flops import operations_of
 from trainwright.core.layout import Layout
+from trainwright.core.torch_internals import TorchDispatchMode
+from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.planning.model.without_memory import autocast_of, loss_of
 from trainwright.strategies.contract.communication.axes import name_of
 from trainwright.strategies.contract.communication.calls import Call, listen

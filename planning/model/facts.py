@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from trainwright.core.layout import Layout
+from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.planning.model.counted_run import AFTER, BEFORE, CountedRun
 from trainwright.planning.model.experts import assume_routing
 from trainwright.planning.model.without_memory import (

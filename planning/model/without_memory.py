@@ -50,7 +50,7 @@ def fake_world(ranks: int) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise FactsError("this process has met other ranks already; plan before they meet, from the launching process")
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from trainwright.core.torch_internals import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
@@ -62,7 +62,7 @@ def fake_world(ranks: int) -> Iterator[None]:
 
 def fake_tensors() -> Any:
     """The mode in which new tensors have shapes and no memory; others may be computed with."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from trainwright.core.torch_internals import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 

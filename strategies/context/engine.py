@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.context.attention import METHODS, DistributedAttention, Method, heads_problem
 from trainwright.strategies.context.order import SequenceOrder
 from trainwright.strategies.context.slices import Rows, SequenceSlice, make_whole

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.context.order import SequenceOrder
 from trainwright.strategies.contract.collectives.flat import gather_parts
 

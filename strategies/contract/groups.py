@@ -168,7 +168,7 @@ def abort_groups() -> bool:
     """
     if not dist.is_initialized() or dist.get_backend() != "nccl":
         return False
-    from torch.distributed.distributed_c10d import _abort_process_group
+    from trainwright.core.torch_internals import _abort_process_group
 
     _abort_process_group()
     return True
@@ -183,8 +183,7 @@ def forget_meshes() -> None:
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import _redistribute
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from trainwright.core.torch_internals import _clear_sharding_prop_cache, _redistribute
 
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()

@@ -8,11 +8,10 @@ from hashlib import blake2b
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_default_group
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.core.torch_internals import _get_default_group, _NormBase
 
 # Of tensors that are joined for one broadcast.
 _BROADCAST_BYTES = 250 * 2**20

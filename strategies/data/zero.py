@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
@@ -26,6 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
+from trainwright.core.lightning_internals import _optimizers_to_device
 from trainwright.strategies.averaging.averaged import ReplicaAveraging
 from trainwright.strategies.averaging.compression.buckets import ReplicaPart
 from trainwright.strategies.base.strategy import HeldBytes, LayoutStrategy

@@ -10,10 +10,8 @@ from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -26,6 +24,7 @@ from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
+from trainwright.core.lightning_internals import _init_dist_connection, _MockOptimizer
 from trainwright.strategies.averaging.averaged import Averaging
 from trainwright.strategies.averaging.compression.codecs import Codec
 from trainwright.strategies.averaging.compression.names import choose_compression, codec_of

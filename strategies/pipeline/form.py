@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from trainwright.checkpoint.exchange.groups import default_store
 from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
+from trainwright.core.torch_internals import _pytree as pytree
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype)
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.pipeline.cut import put
 from trainwright.strategies.pipeline.first_step.block_values import (
     BlockValue,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+
+from trainwright.core.lightning_internals import _AutomaticOptimization
 
 
 class ZeroGradFirst(_AutomaticOptimization):

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import _PipelineSchedule
-
+    from trainwright.core.torch_internals import _PipelineSchedule
     from trainwright.strategies.pipeline.stage import OwnForwardStage
 
 
@@ -256,7 +255,7 @@ def _one_by_one(schedule: Any) -> Any:
 def _fill_and_drain(
     name: str, stages: list[OwnForwardStage], micro_batches: int, loss_fn: Callable[[Any, Any], Any]
 ) -> Any:
-    from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+    from trainwright.core.torch_internals import _Action, _ComputationType, _PipelineScheduleRuntime
 
     ranks, count = stages[0].group_size, stages[0].num_stages
     runtime: Any = _PipelineScheduleRuntime

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from trainwright.core.torch_internals import _PipelineStageBase, stage_backward_input, stage_backward_weight
 from trainwright.strategies.pipeline.form import Form, FormBook, take_apart
 from trainwright.strategies.pipeline.sends import Sends
 

@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.format import directory
@@ -23,6 +22,7 @@ from trainwright.checkpoint.format.source import TensorSource
 from trainwright.checkpoint.format.tree import encode, encode_what_can_be, reference
 from trainwright.checkpoint.read.run_state import StoredTensor, materialised
 from trainwright.core.errors import CheckpointError
+from trainwright.core.torch_internals import compute_local_shape_and_global_offset
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.state.wholes import only_takes_parts
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.core.device_profiles import machine_name
 from trainwright.core.processes.machine import machine_facts
+from trainwright.core.torch_internals import TorchDispatchMode
 from trainwright.strategies.contract.communication.probe import now_on
 
 _TENSOR_FLOAT = "tf32"

@@ -21,7 +21,8 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
+
+from trainwright.core.torch_internals import _DropoutNd
 
 _DROPOUT_NAMES = ("dropout", "drop_prob", "drop_path")
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.batchnorm import SyncBatchNorm
 
 from trainwright.callbacks.step_clock import StepClock
 from trainwright.callbacks.steps import StepCounter
 from trainwright.callbacks.windows import Measuring
 from trainwright.checkpoint.exchange.distinct import rows_of_ranks
+from trainwright.core.torch_internals import _BatchNorm
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.registry import strategy_names
 from trainwright.trainer.balance.check import data_problems, layout_problems, micro_batch_problems, strategy_problems

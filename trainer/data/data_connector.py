@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn, has_iterable_dataset, sized_len
-from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
+from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader
 
+from trainwright.core.lightning_internals import _auto_add_worker_init_fn, _DataConnector
 from trainwright.core.processes.orphans import end_with_main_thread
 from trainwright.trainer.data.data_order import RankBatchSampler
 from trainwright.trainer.data.dealt_batches import DealtBatchSampler

@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs, _reinstantiate_wrapped_cls
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from trainwright.core.lightning_internals import (
+    _get_dataloader_init_args_and_kwargs,
+    _IndexBatchSamplerWrapper,
+    _reinstantiate_wrapped_cls,
+)
 from trainwright.trainer.data.data_order import RankBatchSampler
 from trainwright.trainer.data.dealt_batches import DealtBatchSampler
 from trainwright.trainer.data.epoch_order import EpochOrder

@@ -29,12 +29,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
+from trainwright.core.lightning_internals import _DataFetcher, _DataLoaderIterDataFetcher, _TrainingEpochLoop
 from trainwright.core.run.hooks import HookTable
 from trainwright.core.run.phases import DATA, HOOKS, IDLE, VALIDATION, Phases
 from trainwright.trainer.data.reading import Dealer, Weigher, dealer_of, weigher_of

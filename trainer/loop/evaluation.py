@@ -9,14 +9,13 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 from torchmetrics import Metric
 
 from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.core.lightning_internals import _EvaluationLoop, _PredictionLoop
 from trainwright.strategies.contract.collectives.data import metric_states, set_metric_states
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.trainer.data.reading import weigher_of

@@ -11,19 +11,22 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from trainwright.callbacks.guard.verdict import GoBack, tell_gone_back
 from trainwright.checkpoint.exchange.distinct import of_all_ranks
 from trainwright.checkpoint.memory.held import HeldState
+from trainwright.core.lightning_internals import (
+    _SUPPORTED_MODES,
+    _DataLoaderIterDataFetcher,
+    _FitLoop,
+    _Loop,
+    _parse_num_batches,
+    _set_sampler_epoch,
+)
 from trainwright.core.problems import ChangedDataError
 from trainwright.trainer.data.cursor import Cursor, LoaderCursor, Skipped, differences, permission, refusal
 from trainwright.trainer.data.reading import (

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
-from torch.nn._reduction import legacy_get_string
 
 from trainwright.core.config.targets import function_at
+from trainwright.core.torch_internals import legacy_get_string
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.registry import strategy_names

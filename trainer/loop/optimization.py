@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.callbacks.guard.verdict import DropStep
+from trainwright.core.lightning_internals import _AutomaticOptimization, _block_parallel_sync_behavior
 from trainwright.core.run.hooks import HookTable
 from trainwright.core.run.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from trainwright.strategies.pipeline.optimization import ZeroGradFirst

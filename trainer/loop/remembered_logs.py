@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from trainwright.checkpoint.exchange.distinct import of_all_ranks
+from trainwright.core.lightning_internals import _ResultCollection, _ResultMetric
 
 Entry = dict[str, Any]
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
 
+from trainwright.core.lightning_internals import _ResultCollection, _ResultMetric
 from trainwright.trainer.loop.remembered_logs import RememberedLogs
 
 

@@ -33,11 +33,11 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from trainwright.checkpoint.exchange.distinct import from_rank, of_all_ranks
 from trainwright.core.layout import Layout
+from trainwright.core.torch_internals import TorchDispatchMode, _disable_current_modes
+from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.averaging.averaged import Averaging
 from trainwright.strategies.base.certificate.changes import Changes, StateBefore, first_other
 from trainwright.strategies.base.certificate.compare import Comparison, Found, Tolerance, compare, tolerance_of

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainwright.core.torch_internals import TorchDispatchMode
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 
 _SEED = 20_260_101

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils import _pytree as pytree
+
+from trainwright.core.torch_internals import _pytree as pytree
 
 _SUM, _SQUARES, _COUNT, _ORDER = range(4)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.base.certificate.written import _Looks, _put
 from trainwright.strategies.contract.gradients import local_tensor
 

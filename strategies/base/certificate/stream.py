@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
+from trainwright.core.torch_internals import _disable_current_modes
 from trainwright.strategies.base.certificate.determinism import Deterministic
 from trainwright.strategies.base.certificate.state import KeptObjects, KeptState
 from trainwright.strategies.base.certificate.written import WrittenParameter

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from trainwright.core.torch_internals import _pytree as pytree
 
 _Call = Callable[..., Any]
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.base.whole.parts import Slot
 from trainwright.strategies.base.whole.tensors import METADATA
 from trainwright.strategies.contract.cuts import Cut

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.pipeline.form import PLAIN, Form, take_apart
 
 Call = Callable[..., Any]

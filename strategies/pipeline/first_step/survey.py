@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.contract.randomness.state import random_state
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.first_step.block_values import FIRST_ONLY, READS_NUMBERS, READS_VALUES, SHAPE_ONLY

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
+from trainwright.core.torch_internals import _disable_current_modes
+from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.plan.proof.trace import Call, ShapesOnly, is_larger, real_tensor, twin_of
 from trainwright.strategies.plan.proof.virtual_ranks import run_virtual_ranks

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
+from trainwright.core.torch_internals import FakeTensor, FakeTensorMode, _disable_current_modes
+from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.plan.names import parent_of, within
 
 # Sides of images that are tried where a model does not tell its own.

@@ -1,0 +1,64 @@
+"""Private names of torch that this package builds on, in one place: a new version breaks one file.
+
+What takes long to import is imported when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torch.nn._reduction import legacy_get_string as legacy_get_string
+from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as _NormBase
+from torch.nn.modules.dropout import _DropoutNd as _DropoutNd
+from torch.utils import _pytree as _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as _disable_current_modes
+
+if TYPE_CHECKING:
+    from torch._C import _distributed_c10d as _distributed_c10d
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.distributed.distributed_c10d import _abort_process_group as _abort_process_group
+    from torch.distributed.distributed_c10d import _get_default_group as _get_default_group
+    from torch.distributed.pipelining._backward import stage_backward_input as stage_backward_input
+    from torch.distributed.pipelining._backward import stage_backward_weight as stage_backward_weight
+    from torch.distributed.pipelining.schedules import _Action as _Action
+    from torch.distributed.pipelining.schedules import _ComputationType as _ComputationType
+    from torch.distributed.pipelining.schedules import _PipelineSchedule as _PipelineSchedule
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as _PipelineScheduleRuntime
+    from torch.distributed.pipelining.stage import _PipelineStageBase as _PipelineStageBase
+    from torch.distributed.tensor import _redistribute as _redistribute
+    from torch.distributed.tensor._utils import (
+        compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
+    )
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache as _clear_sharding_prop_cache
+    from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+    from torch.utils._pytree import tree_leaves as tree_leaves
+
+_LAZY = {
+    "_distributed_c10d": "torch._C",
+    "FakeTensor": "torch._subclasses.fake_tensor",
+    "FakeTensorMode": "torch._subclasses.fake_tensor",
+    "_abort_process_group": "torch.distributed.distributed_c10d",
+    "_get_default_group": "torch.distributed.distributed_c10d",
+    "stage_backward_input": "torch.distributed.pipelining._backward",
+    "stage_backward_weight": "torch.distributed.pipelining._backward",
+    "_Action": "torch.distributed.pipelining.schedules",
+    "_ComputationType": "torch.distributed.pipelining.schedules",
+    "_PipelineSchedule": "torch.distributed.pipelining.schedules",
+    "_PipelineScheduleRuntime": "torch.distributed.pipelining.schedules",
+    "_PipelineStageBase": "torch.distributed.pipelining.stage",
+    "_redistribute": "torch.distributed.tensor",
+    "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils",
+    "_clear_sharding_prop_cache": "torch.distributed.tensor.debug",
+    "FakeStore": "torch.testing._internal.distributed.fake_pg",
+    "tree_leaves": "torch.utils._pytree",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
